@@ -68,9 +68,10 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
         yield query_key_norms(of, _heads(of) if apart else (whole,))
     if rotary:
         tables = 2 * sizes.own_seq_length * model.rotary_dim * of.element
-        # x cos + rotate_half(x) sin takes five kernels for the query and five for the key, and one
-        # each where it is compiled.
-        both = (of.query + of.kv) * (not (normed and by_head))  # a compiled norm rotates too
+        # x cos + rotate_half(x) sin takes five kernels for the query and five for the key. A
+        # compiled norm rotates too, and without norms one kernel splits and rotates.
+        both = (of.query + of.kv) * (not (normed and by_head))
+        both += of.kv * (sizes.compiled and not normed)
         yield Operation(
             "rotary",
             "self_attention",
@@ -136,7 +137,7 @@ def _flash(of: Shape, inputs: Tensors, starts: Tensors, *, windowed: bool) -> Op
         (scores, context),
         forward,
     )
-    in_flash = is_flash and not (masked or is_wide)
+    in_flash = (is_flash or sizes.deterministic) and not (masked or is_wide)
     state = KeptTensor("seed and offset", OF_FLASH if in_flash else SEED_AND_OFFSET)
     states = (state,) if not on_cpu and alone and (drops or not ours) else ()
     mask = starts

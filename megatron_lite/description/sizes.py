@@ -49,6 +49,7 @@ class Sizes:
     resets_attention: whether it has the starts of its documents (--reset-attention-mask).
     compiled: whether norms, activations, rotary embedding, dropout and the loss are compiled
         (--torch-compile).
+    deterministic: --deterministic-mode, in which torch's attention on CUDA is FlashAttention.
     in_step: whether tensors take what the allocator counts for them in a step.
     """
 
@@ -79,6 +80,7 @@ class Sizes:
     resets_positions: bool = False
     resets_attention: bool = False
     compiled: bool = False
+    deterministic: bool = False
     in_step: bool = False
 
     @classmethod
@@ -100,6 +102,7 @@ class Sizes:
             whole_experts=config.parallel.expert_tensor_parallel < tp_size,
             gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
             device=device,
+            deterministic=config.training.deterministic_mode,
             element_bytes=chosen("the precision", config.training.precision, ELEMENT_BYTES),
             loss_chunk_size=config.loss_chunk_size,
             loss_in_one_pass=config.loss_in_one_pass,

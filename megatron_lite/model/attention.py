@@ -43,8 +43,8 @@ from megatron_lite.context_parallel.attention_kernels import (
 )
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import ROTATING, Norm
-from megatron_lite.model.rotary import RotaryTables, apply_rotary
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
+from megatron_lite.model.rotary import RotaryTables, apply_rotary, rotate, rotate_back
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied, run
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
@@ -124,7 +124,14 @@ class SelfAttention(nn.Module):
         regions: Regions,
         document_starts: Tensor | None = None,
     ) -> Tensor:
-        query, key, value = self._split_heads(self.linear_qkv(hidden_states))
+        qkv = self.linear_qkv(hidden_states)
+        if self.kernels is not None and self.rotates and self.q_layernorm is None:
+            assert rotary is not None
+            query, key, value = _RotatedHeads.apply(
+                self.kernels, qkv, *rotary, self.queries_per_group, self.head_dim
+            )
+            return self._attended(query, key, value, regions, document_starts)
+        query, key, value = self._split_heads(qkv)
         rotates, tables = self.rotates, tuple[Tensor, ...]()
         if self.q_layernorm is not None and self.k_layernorm is not None:
             if self.q_layernorm.does_more and rotary is not None:
@@ -133,7 +140,16 @@ class SelfAttention(nn.Module):
         if rotates:
             assert rotary is not None
             query, key = (apply_rotary(heads, rotary, self.kernels) for heads in (query, key))
-        query = query.flatten(2, -2)
+        return self._attended(query.flatten(2, -2), key, value, regions, document_starts)
+
+    def _attended(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        regions: Regions,
+        document_starts: Tensor | None,
+    ) -> Tensor:
         return self.linear_proj(
             regions.run(CORE_ATTENTION, self.core_attention, query, key, value, document_starts)
         )
@@ -146,17 +162,18 @@ class SelfAttention(nn.Module):
         contiguous, or one regrouped here. A saved view would then hold the whole storage of qkv
         beside that copy, so the tensors that nothing copies later become contiguous here.
 
-        Compiled kernels regroup the query as they norm or rotate it, which is then a view
-        [s, b, g/t, a/g, d]. Their norms save views of qkv, so the value stays one.
+        Compiled kernels regroup the query as they norm it, which is then a view
+        [s, b, g/t, a/g, d]. They save views of qkv, so the value stays one. Without norms they do
+        all at once (`_RotatedHeads`).
         """
         config = self.config
         normed = config.qk_layernorm and not config.norms_all_heads
-        regroups = self.kernels is not None and (normed or self.rotates)
+        regroups = self.kernels is not None and normed
         query, key, value = _SplitHeads.apply(qkv, self.queries_per_group, self.head_dim, regroups)
-        if regroups and normed:
+        if regroups:
             return query, key, value
         copied = config.norm_impl == "apex" if config.qk_layernorm else self.rotates
-        if self.queries_per_group > 1 and not regroups:
+        if self.queries_per_group > 1:
             return query.contiguous(), key if copied else key.contiguous(), value.contiguous()
         return query, key, value.contiguous() if copied else value
 
@@ -182,9 +199,62 @@ class _SplitHeads(torch.autograd.Function):
     def backward(
         ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
     ) -> tuple[Tensor | None, ...]:
-        queries = grad_query.reshape(*grad_query.shape[:2], *ctx.groups)  # [s, b, g/t, q, d]
-        whole = torch.cat((queries, grad_key.unsqueeze(3), grad_value.unsqueeze(3)), 3)
-        return whole.flatten(2), None, None, None
+        # of 4 dimensions, which CUDA joins in one launch: [s, b, g/t, q d]
+        queries = grad_query.reshape(*grad_query.shape[:2], ctx.groups[0], -1)
+        return torch.cat((queries, grad_key, grad_value), -1).flatten(2), None, None, None
+
+
+class _RotatedHeads(torch.autograd.Function):
+    """[s, b, g/t (q + 2) d] -> the rotated query [s, b, a/t, d] and key [s, b, g/t, d], and the
+    value, all contiguous: one compiled kernel each way. Keeps the tables of the rotation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: CompiledKernels,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        queries_per_group: int,
+        d: int,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        ctx.kernels, ctx.queries_per_group = kernels, queries_per_group
+        return tuple(
+            run(
+                kernels, split_rotated, qkv, cos, sin, num_rounded=3, queries=queries_per_group, d=d
+            )
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tables = ctx.saved_tensors
+        grad = run(ctx.kernels, joined_back, *grads, *tables, queries=ctx.queries_per_group)
+        return None, grad, None, None, None, None
+
+
+def split_rotated(
+    qkv: Tensor, cos: Tensor, sin: Tensor, *, queries: int, d: int
+) -> tuple[Tensor, ...]:
+    """Returns query and key, rotated, and value of qkv [s, b, g/t (q + 2) d]."""
+    grouped = qkv.unflatten(-1, (-1, queries + 2, d))
+    query, key, value = grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
+    return rotate(query, cos, sin).flatten(2, 3), rotate(key, cos, sin), value
+
+
+def joined_back(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    queries: int,
+) -> Tensor:
+    """Returns the gradient of `split_rotated` with respect to qkv."""
+    grad_query, grad_key = (rotate_back(one, cos, sin) for one in (grad_query, grad_key))
+    grouped = grad_query.unflatten(2, (-1, queries)).flatten(3)
+    return torch.cat((grouped, grad_key, grad_value), -1).flatten(2)
 
 
 class CoreAttention(nn.Module):

@@ -177,8 +177,10 @@ def _compiled(function: Function, tensors: tuple[Tensor, ...]) -> Callable[..., 
     ):
         # Inductor would end a kernel at every write to a tensor that is made inside.
         pure = torch.func.functionalize(function, remove="mutations")
-        graph = make_fx(pure, tracing_mode="fake")(*tensors)
-        compiled: Callable[..., Any] = compile_graph(graph, list(tensors))
+        # A trace would also convert a parameter's gradient, which may have another dtype.
+        operands = [tensor.detach() for tensor in tensors]
+        graph = make_fx(pure, tracing_mode="fake")(*operands)
+        compiled: Callable[..., Any] = compile_graph(graph, operands)
     return compiled
 
 

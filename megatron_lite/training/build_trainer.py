@@ -265,9 +265,9 @@ def _build(
 
             attention = use_asked_attention_(model, config, parallel)
         if training.deterministic_mode:
-            from megatron_lite.training.deterministic import choose_attention_
+            from megatron_lite.training.deterministic import cost_of_determinism
 
-            attention += choose_attention_(model, config, parallel)
+            attention += cost_of_determinism(model, config, parallel)
     if claim is not None:
         from megatron_lite.checkpointing.saver import Saver
 

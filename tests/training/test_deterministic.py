@@ -1,10 +1,8 @@
-"""--deterministic-mode: no run reads uninitialised memory; the fastest attention that repeats."""
+"""--deterministic-mode: no run reads uninitialised memory; the kernels of attention."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,6 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.attention import CoreAttention
 from megatron_lite.training import deterministic
-from megatron_lite.training.deterministic import CUDNN, FLASH, Tried, tried
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 ON_CPU: Any = SimpleNamespace(device=torch.device("cpu"))  # streams, for attention without dropout
@@ -63,49 +60,20 @@ def test_no_figure_depends_on_memory_that_nothing_has_written(
     assert rows(tmp_path / "poisoned") == rows(tmp_path / "plain")
 
 
-def attention_of(gradients: Sequence[float]) -> Callable[[], Sequence[Tensor]]:
-    """A run of attention whose gradient takes these values in turn."""
-    values = itertools.cycle(gradients)
-    return lambda: (torch.ones(2), torch.full((2,), next(values)))
-
-
-def test_a_kernel_repeats_if_all_tries_gave_equal_bits() -> None:
-    assert tried(attention_of([1.0]), lambda run: 2.5) == Tried(2.5, repeats=True)
-    last = [1.0] * deterministic.TRIES + [1.0 + 2**-23]
-    assert tried(attention_of(last), lambda run: 2.5) == Tried(2.5, repeats=False)
-
-    def missing() -> Sequence[Tensor]:
-        raise RuntimeError("No available kernel. Aborting execution.")
-
-    assert tried(missing, lambda run: 2.5) == Tried(None)
-
-
-@pytest.mark.parametrize(
-    ("cudnn", "others_agree", "taken", "text"),
-    [
-        (Tried(1.0, True), True, CUDNN, "1.00 ms, equal bits in 4 tries"),
-        (Tried(1.0, True), False, FLASH, "1.00 ms, equal bits in 4 tries"),
-        (Tried(1.0, False), True, FLASH, "1.00 ms, does not repeat its bits"),
-        (Tried(3.0, True), True, FLASH, "3.00 ms, equal bits in 4 tries"),
-        (Tried(None), True, FLASH, "does not run here"),
-    ],
-)
-def test_the_fastest_kernel_that_repeats_on_every_rank_is_taken(
-    monkeypatch: pytest.MonkeyPatch, cudnn: Tried, others_agree: bool, taken: str, text: str
+def test_a_kernel_that_promises_nothing_is_refused_and_the_price_is_said(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    results = iter([Tried(2.0, True), cudnn, Tried(0.5)])  # FlashAttention's first
+    times = iter([3.0, 2.0])
     monkeypatch.setattr(deterministic, "_values", lambda *_: [])
-    monkeypatch.setattr(deterministic, "tried", lambda *_: next(results))
-    layer = CoreAttention(tiny_run().model, ON_CPU, layer=0)
-    config = tiny_run(model=dict(attention_dropout=0.0), training=dict(deterministic_mode=True))
-    rank = SimpleNamespace(device=torch.device("cuda"), all_agree=lambda yes: yes and others_agree)
-    forced, said = deterministic.choose_attention_(torch.nn.ModuleList([layer]), config, rank)  # type: ignore[arg-type]
-    assert "embedding" in forced and "without --deterministic-mode: 0.50 ms" in said
-    assert (layer.kernel is deterministic.cudnn_attention) == (taken == CUDNN)
-    assert said.startswith(f"deterministic attention is {taken}'s: ") and text in said
-    unfit = tiny_run(training=dict(deterministic_mode=True))  # with dropout
-    _, kept = deterministic.choose_attention_(torch.nn.ModuleList(), unfit, rank)  # type: ignore[arg-type]
-    assert "--attention-dropout" in kept
+    monkeypatch.setattr(deterministic, "_milliseconds", lambda _: next(times))
+    layers: Any = torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])
+    rank: Any = SimpleNamespace(device=torch.device("cuda"))
+    config = tiny_run(training=dict(deterministic_mode=True))
+    (said,) = deterministic.cost_of_determinism(layers, config, rank)
+    assert "embedding" in said and "3.00 ms, and 2.00 ms without --deterministic" in said
+    fused = replace(config, model=replace(config.model, attention_backend="fused"))
+    with pytest.raises(InputError, match="fused: --deterministic-mode needs .*-backend auto"):
+        deterministic.use_asked_attention_(layers, fused, rank)
 
 
 @pytest.mark.parametrize("installed", ["FA3", "FA4", ""])
@@ -154,25 +122,7 @@ def test_what_is_tried_is_the_models_attention_at_the_runs_shape() -> None:
     rank = SimpleNamespace(device=torch.device("cpu"), tp_size=2)
     values = deterministic._values(config, rank)  # type: ignore[arg-type]
     assert [tuple(one.shape) for one in values] == [(16, 1, heads, 8) for heads in (2, 1, 1, 2)]
-    layer, taken = CoreAttention(config.model, ON_CPU, layer=0), list[bool]()
-    own = layer.kernel
-
-    def kernel() -> Any:
-        taken.append(layer.training)
-        return nullcontext()
-
-    output, *gradients = deterministic._attention(layer, values, kernel)
-    assert taken == [False] and layer.training and layer.kernel is own
+    layer = CoreAttention(config.model, ON_CPU, layer=0)
+    output, *gradients = deterministic._attention(layer, values)
+    assert layer.training
     assert len(gradients) == 3 and torch.equal(output, layer.eval()(*values[:3]))
-
-
-def test_cudnn_is_asked_for_and_torchs_settings_come_back() -> None:
-    torch.use_deterministic_algorithms(True)
-    with deterministic.cudnn_attention():
-        assert (
-            torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
-        )
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    assert torch.backends.cuda.math_sdp_enabled()
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert torch.are_deterministic_algorithms_enabled()

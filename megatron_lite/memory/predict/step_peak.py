@@ -5,7 +5,7 @@
 The first part is that of states.py, and the rotary tables. The second part follows the rank's
 actions in the order of the pipeline. Each forward or backward of a stage is a passage
 (stage_course.py): what is kept, what a replay rebuilds, and one number for each operation
-(description/shape.py). On CUDA the allocator's rounding and two workspaces of cuBLAS count.
+(description/shape.py). On CUDA the allocator's rounding and the workspaces of cuBLAS count.
 
     held when an action begins    what earlier actions have left, the tensors that have arrived for
                                   this action and for the next one, and tensors that are being sent
@@ -54,12 +54,12 @@ Tag = Literal["exact", "bound", "estimate"]
 EXACT: Tag = "exact"
 BOUND: Tag = "bound"
 ESTIMATE: Tag = "estimate"
-ROUNDING, CUBLAS = "rounding of the allocator", "two workspaces of cuBLAS"
+ROUNDING, CUBLAS = "rounding of the allocator", "workspaces of cuBLAS"
 # The share of each term that counts as certain: a rank may hold less than a bound, and an estimate
 # of a workspace may be off.
 CERTAIN = {EXACT: 1.0, BOUND: 0.5, ESTIMATE: 0.5}
 KEPT, REBUILT = "activations kept for backward", "activations rebuilt by a replay"
-CUBLAS_BYTES = 2 * 2**25  # of the streams of forward and backward, on Hopper
+WORKSPACE = 2**25  # of cuBLAS on Hopper
 
 
 class PeakTerm(NamedTuple):
@@ -179,6 +179,8 @@ def step_peak(
         sure = EXACT if update.is_exact else ESTIMATE
         where = f"{update.where} after the last backward"
     moment, verifies = held.moment, config.recompute.recompute_verify
+    # forward's and backward's threads have one each, and a captured step has a stream of its own
+    workspaces = 2 + (config.training.cuda_graph_impl != "none")
     on_host, arena = (
         sum(waiting[chunk] * number for chunk, number in enumerate(one))
         for one in zip(*((one.on_host, one.arena) for one in each), strict=True)
@@ -189,7 +191,7 @@ def step_peak(
         ("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
         ("optimizer states", states.optimizer, EXACT),
         (ROUNDING, tensors.rounding(device), ESTIMATE),
-        (CUBLAS, 0 if device == "cpu" else CUBLAS_BYTES, ESTIMATE),
+        (CUBLAS, 0 if device == "cpu" else workspaces * WORKSPACE, ESTIMATE),
         ("rotary tables", sum(one.tables for one in each), EXACT),
         ("gathered weights", sum(one.staying for one in each), ESTIMATE),
         (KEPT, moment.kept, EXACT),
