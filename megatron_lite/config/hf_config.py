@@ -116,6 +116,11 @@ def from_hf(config: Any) -> HfModel:
         raise ValueError(f"vocab_size must be at least 1 (got {vocab_size})")
     for rule in _rules(family):
         rule.read(reader, fields)
+    if all(fields.get("no_rope_freq", (0,))):
+        raise ValueError(
+            "no layer has a rotary embedding, by no_rope_layers, or by layer_types without "
+            "sliding_attention under a sliding_window: correct them, or set sliding_window to null"
+        )
     unread = [
         str(key) for key in config if key not in reader.seen | NEUTRAL and str(key)[:1] != "_"
     ]
@@ -173,10 +178,12 @@ def to_hf(model: ModelConfig, vocab_size: int, family: str | None = None) -> dic
     for name in FAMILIES if family is None else (family,):
         config = _written(model, vocab_size, name)
         differences[name] = _differences(model, config)
-        if not differences[name]:
+        if not differences[name].texts:
             return config
-    nearest = min(differences, key=lambda name: len(differences[name]))
-    told = ", ".join(differences[nearest])
+    nearest = min(
+        differences, key=lambda name: (differences[name].is_refused, len(differences[name].texts))
+    )
+    told = ", ".join(differences[nearest].texts)
     if family is not None:
         raise ValueError(f"--hf-family {family} does not express this model: {told}")
     raise ValueError(
@@ -200,18 +207,31 @@ def _written(model: ModelConfig, vocab_size: int, name: str) -> dict[str, Any]:
     return {**config, "vocab_size": vocab_size, "initializer_range": model.init_method_std}
 
 
-def _differences(model: ModelConfig, config: Mapping[str, Any]) -> list[str]:
-    """Returns in words where the config of a family differs from the model."""
+class Differences(NamedTuple):
+    """Where the config of a family differs from a model, in words.
+
+    is_refused: whether the family has no such model at all; the text is then the reason.
+    """
+
+    is_refused: bool
+    texts: list[str]
+
+
+def _differences(model: ModelConfig, config: Mapping[str, Any]) -> Differences:
     try:
         mapped = from_hf(config)
         ours, theirs = meaning_of(model), meaning_of(ModelConfig(**mapped.fields))
     except ValueError as error:
-        return [str(error)]
-    return [*mapped.inexact] + [
-        f"{name} is {shown(str(ours[name]))} here and {shown(str(theirs[name]))} there"
-        for name in ours
-        if ours[name] != theirs[name]
-    ]
+        return Differences(True, [str(error)])
+    return Differences(
+        False,
+        [*mapped.inexact]
+        + [
+            f"{name} is {shown(str(ours[name]))} here and {shown(str(theirs[name]))} there"
+            for name in ours
+            if ours[name] != theirs[name]
+        ],
+    )
 
 
 def meaning_of(model: ModelConfig) -> dict[str, Any]:

@@ -31,8 +31,9 @@ RELEVANT = re.compile(
     r"|shard(ed|ing)?_layers|wrap(?!ped)|memory_budget|^compile$",
     re.IGNORECASE,
 )
-OFF = (None, False, "", "none", "None", "disabled")
-RESHARDS = (None, True, "default", "always")
+# Values that turn a feature off, and the usual ones of resharding, as texts.
+OFF = ("none", "false", "0", "", "disabled", "[]")
+RESHARDS = ("none", "true", "default", "always")
 
 
 class Key(NamedTuple):
@@ -244,7 +245,7 @@ def _relevant(value: Any, place: str, read: set[str]) -> Iterator[tuple[str, Any
                 yield name, below
 
 
-def _is_quiet(value: Any, quiet: Collection[object]) -> bool:
+def _is_quiet(value: Any, quiet: Collection[str]) -> bool:
     """Returns whether the value turns off the feature of its key.
 
     In a mapping, the key `enable`, `enabled` or `device` decides.
@@ -252,9 +253,9 @@ def _is_quiet(value: Any, quiet: Collection[object]) -> bool:
     if isinstance(value, Mapping):
         for switch in ("enable", "enabled", "device"):
             if switch in value:
-                return value[switch] in OFF
+                return _is_quiet(value[switch], OFF)
         return all(_is_quiet(below, quiet) for below in value.values())
-    return value == [] or any(value is one or (value == one and one != 1) for one in quiet)
+    return str(value).lower() in quiet
 
 
 def named(place: str) -> str:

@@ -145,6 +145,15 @@ def test_what_changes_no_size_becomes_a_note() -> None:
             ),
             "rope_scaling and rope_theta differ",
         ),
+        (
+            changed(
+                LLAMA_3_8B,
+                model_type="exaone4",
+                sliding_window=8,
+                layer_types=["full_attention"] * 32,
+            ),
+            "no layer has a rotary embedding.*or set sliding_window to null",
+        ),
         (changed(LLAMA_3_8B, quantization_config={}), "quantization_config {} has no counterpart"),
         (changed(QWEN3_0_6B, attention_bias=True), "attention_bias True has no counterpart"),
         (changed(GPT2, embd_pdrop=0.0), "resid_pdrop 0.1 with embd_pdrop 0.0"),

@@ -193,6 +193,11 @@ def test_a_tied_model_whose_head_differs_is_refused(
     ("fields", "family", "message"),
     [
         (dict(), None, "no family of Hugging Face that is known here expresses this model; gpt2"),
+        (
+            dict(num_experts=4, moe_router_topk=2, add_bias_linear=False),
+            None,
+            "mixtral comes nearest: position_embedding_type is learned_absolute here and rope",
+        ),
         (dict(), "llama", "--hf-family llama does not express this model: position_embedding_type"),
         (dict(), "gemma", "--hf-family gemma is not known, only gpt2, llama"),
         (

@@ -212,19 +212,18 @@ def _states(
         "those of expert parallelism lie in several optimizers",
     )
     found: dict[str, list[tuple[Ranks, str, Tensor]]] = defaultdict(list)
-    updates, keys = set(), set()
+    updates = set()
     try:
         for ranks, optimizer in sorted(saved.items()):
             inner = optimizer.get("optimizer", optimizer)
             groups, states = inner["param_groups"], inner.get("state", {})
             updates.add(updates_of(groups, states))
             masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
-            held = [one for one in parts[ranks] if not is_buffer(one[0])]
-            for name, own in _of_groups(groups, states, masters, held):
-                keys.add(tuple(own))
-                for key, tensor in own.items():
-                    found[key].append((ranks, name, tensor))
-        need(len(updates) == len(keys) == 1, "the ranks or the parameters have different states")
+            for name, key, tensor in _of_groups(groups, states, masters, parts[ranks]):
+                found[key].append((ranks, name, tensor))
+        need(
+            len(updates) == len({*map(len, found.values())}) == 1, "the ranks have different states"
+        )
         whole = {key: whole_parameters(held, model, 1) for key, held in found.items()}
     except InputError:
         raise
@@ -235,34 +234,33 @@ def _states(
 
 def _of_groups(
     groups: list[Any], states: Mapping[Any, Any], masters: Any, named: Sequence[Named]
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yields one rank's parameters with their states, which the optimizer's groups number."""
-    seen: set[str] = set()
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yields the states of one rank's parameters, by name and key. The groups number the states."""
+    members: dict[bool, list[Named]] = {True: [], False: []}
+    for name, weight in named:
+        if not is_buffer(name):
+            members[has_decay(name, weight.ndim)].append((name, weight))
     for place, group in enumerate(groups):
         decays = bool(group["wd_mult"]) if "wd_mult" in group else group.get("weight_decay") != 0.0
-        members = [(name, one) for name, one in named if has_decay(name, one.ndim) is decays]
-        held = members if masters is None else masters[place]
+        own = members.pop(decays, [])
+        held = own if masters is None else masters[place]
         need(
-            len(group["params"]) == len(held) == len(members)
-            and seen.isdisjoint(name for name, _ in members),
+            len(group["params"]) == len(held) == len(own),
             f"one of {len(groups)} groups has other parameters than the model",
         )
-        for number, master, (name, weight) in zip(group["params"], held, members, strict=True):
-            own = {key: states[number][key] for key in megatron_args.ADAM}
+        for number, master, (name, weight) in zip(group["params"], held, own, strict=True):
+            found = {key: states[number][key] for key in megatron_args.ADAM}
             if masters is not None:
-                own[megatron_args.MASTER] = master
+                found[megatron_args.MASTER] = master
                 first = master.flatten()[:COMPARED].to(weight.dtype)
                 need(
                     torch.equal(first, weight.flatten()[:COMPARED]),
                     f"the float32 weights of {name} are not those of its 16-bit weights",
                 )
-            need(
-                all(one.shape == weight.shape for one in own.values()),
-                f"the states of {name} have another shape",
-            )
-            seen.add(name)
-            yield name, own
-    need(len(seen) == len(named), "some parameters are in no group")
+            for key, tensor in found.items():
+                need(tensor.shape == weight.shape, f"the states of {name} have another shape")
+                yield name, key, tensor
+    need(not any(members.values()), "some parameters are in no group")
 
 
 # --- writing ---
@@ -384,20 +382,20 @@ def _state_dict(
     if not source.state_keys:
         return value
     # The optimizer numbers its parameters, those with weight decay first.
+    trained = [one for one in held if not is_buffer(one.name)]
+    members = [
+        [one for one in trained if has_decay(one.name, len(specs[one.name].global_shape)) is decays]
+        for decays in (True, False)
+    ]
     groups, numbers = megatron_args.groups(source), itertools.count()
-    states, masters = {}, []
-    for group, decays in zip(groups, (True, False), strict=True):
-        own = [
-            one
-            for one in held
-            if has_decay(one.name, len(specs[one.name].global_shape)) is decays
-            and not is_buffer(one.name)
-        ]
-        group["params"] = list(itertools.islice(numbers, len(own)))
-        for number, one in zip(group["params"], own, strict=True):
-            states[number] = {key: replace(one, key=key) for key in megatron_args.ADAM}
-        masters.append([replace(one, key=megatron_args.MASTER) for one in own])
+    for group, own in zip(groups, members, strict=True):
+        group["params"] = [next(numbers) for _ in own]
+    states = {
+        number: {key: replace(one, key=key) for key in megatron_args.ADAM}
+        for number, one in enumerate(itertools.chain(*members))
+    }
     value["optimizer"] = {"state": states, "param_groups": groups}
     if megatron_args.MASTER in source.state_keys:
+        masters = [[replace(one, key=megatron_args.MASTER) for one in own] for own in members]
         value["optimizer"] = {"optimizer": value["optimizer"], "fp32_from_fp16_params": masters}
     return value
