@@ -61,7 +61,7 @@ def test_with_a_vocabulary_size_the_tokenizers_files_may_be_missing() -> None:
 def test_the_bytes_that_it_announces_are_those_that_training_measures(
     recompute: RecomputeConfig,
 ) -> None:
-    config = replace(tiny_run(training=dict(train_iters=1, eval_iters=0)), recompute=recompute)
+    config = replace(tiny_run(train_iters=1, eval_iters=0), recompute=recompute)
     measured = run_to_end(config).activation_bytes
     assert measured is not None
     announced = explain(config, "cpu").own

@@ -45,7 +45,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     """What a run imports late need not be imported again by each fork."""
-    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0)))
+    run_to_end(tiny_run(train_iters=1, eval_iters=0))
 
 
 def train(rank: int, world_size: int, config: RunConfig) -> None:
@@ -100,8 +100,12 @@ def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(
     def config_of(folder: str, *, async_save: bool) -> RunConfig:
         return tiny_run(
             **shape,
-            training=dict(train_iters=5, eval_iters=0, bf16=bf16),  # type: ignore[arg-type]
-            checkpoint=dict(save=str(tmp_path / folder), save_interval=1, async_save=async_save),
+            train_iters=5,
+            eval_iters=0,
+            bf16=bf16,  # type: ignore[arg-type]
+            save=str(tmp_path / folder),
+            save_interval=1,
+            async_save=async_save,
         )
 
     run_ranks(train, world_size, config_of("sync", async_save=False), detail=False)
@@ -162,8 +166,11 @@ def test_a_failed_save_ends_a_run_only_if_it_is_the_last_one(
     """The save of iteration 4 fails, at every try. All ranks go on, or all raise."""
     config = tiny_run(
         tp_size=2,
-        training=dict(train_iters=train_iters, eval_iters=0),
-        checkpoint=dict(save=str(tmp_path), save_interval=2, async_save=True),
+        train_iters=train_iters,
+        eval_iters=0,
+        save=str(tmp_path),
+        save_interval=2,
+        async_save=True,
     )
     ended = multiprocessing.get_context("fork").Semaphore(0)
     messages = run_ranks(fail_on_rank_1, 2, config, train_iters, ended, detail=False)
@@ -203,11 +210,6 @@ def test_a_run_that_fails_still_finishes_the_save_under_way(
     for fault in (held, failing):
         fault(monkeypatch)
     with pytest.raises(TrainingError, match="the loss is gone"):
-        run_to_end(
-            tiny_run(
-                training=dict(train_iters=9),
-                checkpoint=dict(save=str(tmp_path), save_interval=3, async_save=True),
-            )
-        )
+        run_to_end(tiny_run(train_iters=9, save=str(tmp_path), save_interval=3, async_save=True))
     assert (tmp_path / LATEST).read_text() == "3" and step_bytes(tmp_path, 3)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("save")]

@@ -31,8 +31,7 @@ def config_of(
     **checkpoint: Any,
 ) -> RunConfig:
     config = tiny_run(
-        training=dict(train_iters=train_iters, eval_iters=0, **(training or {})),
-        checkpoint=checkpoint,
+        **dict(train_iters=train_iters, eval_iters=0, **(training or {})), **checkpoint
     )
     return replace(config, data=DataConfig(**{"seq_length": 16, "split": "90,10,0", **data}))
 

@@ -2,89 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
 ITERATIONS = 3
-ZERO1, FSDP2 = (
-    DataParallelConfig(use_distributed_optimizer=True),
-    DataParallelConfig(use_torch_fsdp2=True),
-)
-# ranks, sizes of the axes, what data-parallel ranks share out, recompute policy, padding of the
-# vocabulary
-LAYOUTS: dict[str, tuple[int, dict[str, Any], DataParallelConfig, str | None, int]] = {
-    "one rank": (1, {}, DataParallelConfig(), None, 64),
-    "one rank, 99 rows and no padding": (1, {}, DataParallelConfig(), "*:full", 1),
+TP2, PP2 = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2)
+# ranks, and the settings in which the runs differ
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "one rank, 99 rows and no padding": (
+        1,
+        dict(recompute_policy="*:full", make_vocab_size_divisible_by=1),
+    ),
     "TP 2, sequence parallel, DP 2, ZeRO-1": (
         4,
-        dict(tensor_model_parallel_size=2, sequence_parallel=True),
-        ZERO1,
-        None,
-        64,
+        dict(TP2, sequence_parallel=True, use_distributed_optimizer=True),
     ),
-    "TP 4, 256 rows": (
-        4,
-        dict(tensor_model_parallel_size=4),
-        DataParallelConfig(),
-        "*:core_attn+mlp",
-        64,
-    ),
-    "TP 2, 100 rows": (2, dict(tensor_model_parallel_size=2), DataParallelConfig(), None, 5),
-    "PP 2": (2, dict(pipeline_model_parallel_size=2), DataParallelConfig(), "*:full", 64),
-    "PP 2, interleaved, TP 2": (
-        4,
-        dict(
-            pipeline_model_parallel_size=2,
-            num_virtual_stages_per_pipeline_rank=2,
-            tensor_model_parallel_size=2,
-        ),
-        DataParallelConfig(),
-        None,
-        64,
-    ),
-    "PP 2, one layer first": (
-        2,
-        dict(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1),
-        DataParallelConfig(),
-        None,
-        64,
-    ),
-    "CP 2": (2, dict(context_parallel_size=2), DataParallelConfig(), None, 64),
-    "DP 2, FSDP2": (2, {}, FSDP2, "every-2:full", 64),
-    "DP 4": (4, {}, DataParallelConfig(), None, 64),
+    "TP 4, 256 rows": (4, dict(tensor_model_parallel_size=4, recompute_policy="*:core_attn+mlp")),
+    "TP 2, 100 rows": (2, dict(TP2, make_vocab_size_divisible_by=5)),
+    "PP 2": (2, dict(PP2, recompute_policy="*:full")),
+    "PP 2, interleaved, TP 2": (4, dict(PP2, **TP2, num_virtual_stages_per_pipeline_rank=2)),
+    "PP 2, one layer first": (2, dict(PP2, decoder_first_pipeline_num_layers=1)),
+    "CP 2": (2, dict(context_parallel_size=2)),
+    "DP 2, FSDP2": (2, dict(use_torch_fsdp2=True, recompute_policy="every-2:full")),
+    "DP 4": (4, {}),
 }
 HERE = "TP 2, sequence parallel, DP 2, ZeRO-1"
 
 
 def config_of(layout: str, untied: bool, **checkpoint: str) -> RunConfig:
-    _, sizes, data_parallel, policy, padding = LAYOUTS[layout]
-    config = tiny_run(
-        model=dict(
-            num_layers=4,
-            attention_dropout=0.0,
-            swiglu=True,
-            ffn_hidden_size=24,
-            untie_embeddings_and_output_weights=untied,
-        ),
-        checkpoint=checkpoint,
-        data_parallel=data_parallel,
-        training=dict(train_iters=ITERATIONS, eval_iters=0, bf16=True),
-    )
-    return replace(
-        config,
-        parallel=replace(config.parallel, **sizes),
-        recompute=RecomputeConfig(recompute_policy=policy),
-        tokenizer=replace(config.tokenizer, make_vocab_size_divisible_by=padding),
+    return tiny_run(
+        num_layers=4,
+        attention_dropout=0.0,
+        swiglu=True,
+        ffn_hidden_size=24,
+        untie_embeddings_and_output_weights=untied,
+        train_iters=ITERATIONS,
+        eval_iters=0,
+        bf16=True,
+        **LAYOUTS[layout][1],
+        **checkpoint,
     )
 
 

@@ -21,7 +21,7 @@ def run(iterations: int, training: dict[str, Any] | None = None, **checkpoint: A
         name: str(value) if isinstance(value, Path) else value for name, value in checkpoint.items()
     }
     settings = {"train_iters": iterations, "eval_iters": 0, **(training or {})}
-    return run_to_end(tiny_run(training=settings, checkpoint=where))
+    return run_to_end(tiny_run(**settings, **where))
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,7 +55,7 @@ def test_another_architecture_is_refused_with_the_differing_fields(tmp_path: Pat
     run(1, save=tmp_path)
     model = dict(num_layers=3, normalization="RMSNorm", hidden_dropout=0.0)
     with pytest.raises(InputError, match=r"num_layers +2 +3\n +normalization +LayerNorm +RMSNorm$"):
-        run_to_end(tiny_run(model=model, checkpoint=dict(load=str(tmp_path))))
+        run_to_end(tiny_run(**model, load=str(tmp_path)))
 
 
 def test_finetune_takes_the_weights_alone_and_no_load_optim_the_progress_too(
@@ -117,9 +117,7 @@ def test_a_run_goes_on_with_another_batch_size(
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
-    config = tiny_run(
-        training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path)), learning_rate=1e38
-    )
+    config = tiny_run(train_iters=1, save=str(tmp_path), learning_rate=1e38)
     with pytest.raises(TrainingError, match="a weight is not finite, so no checkpoint is written"):
         run_to_end(config)
     assert not (tmp_path / LATEST).exists()

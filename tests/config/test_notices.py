@@ -63,8 +63,9 @@ def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels(
 ) -> None:
     monkeypatch.setattr(apex, "notice", lambda: "another apex")
     config = tiny_run(
-        data_parallel=DataParallelConfig(ddp_bucket_size=5, use_distributed_optimizer=True),
-        training=dict(check_weight_hash_across_dp_replicas_interval=2),
+        ddp_bucket_size=5,
+        use_distributed_optimizer=True,
+        check_weight_hash_across_dp_replicas_interval=2,
     )
     config = replace(
         config,
@@ -85,8 +86,8 @@ def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels(
 
 
 def test_verifying_on_a_gpu_says_that_gradients_are_not_compared() -> None:
-    config = replace(tiny_run(), recompute=RecomputeConfig(recompute_verify=True))
-    repeats = tiny_run(training=dict(deterministic_mode=True))
+    config = tiny_run(recompute_verify=True)
+    repeats = tiny_run(deterministic_mode=True)
     for device, each, count in (
         ("cuda", config, 1),
         ("cpu", config, 0),
@@ -97,10 +98,7 @@ def test_verifying_on_a_gpu_says_that_gradients_are_not_compared() -> None:
 
 
 def test_context_parallel_ranks_share_the_work_too() -> None:
-    config = tiny_run(
-        model=dict(attention_dropout=0.0),
-        data_parallel=DataParallelConfig(use_distributed_optimizer=True),
-    )
+    config = tiny_run(attention_dropout=0.0, use_distributed_optimizer=True)
     config = replace(config, parallel=replace(config.parallel, context_parallel_size=2))
     assert notices(config, "placement", world_size=2) == []
     fused = replace(config, model=replace(config.model, attention_backend="fused"))

@@ -3,15 +3,12 @@ names without effect."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.config.operators import GROUPS, Choice
 from megatron_lite.config.policy import parse_policy
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from tests.support.runs import tiny_run
 
@@ -59,10 +56,7 @@ def test_an_unknown_name_is_an_error(text: str, message: str) -> None:
 
 
 def run_with(policy: str, *, tp_size: int = 1, **model: object) -> RunConfig:
-    return replace(
-        tiny_run(tp_size=tp_size, model=dict(model)),
-        recompute=RecomputeConfig(recompute_policy=policy),
-    )
+    return tiny_run(tp_size=tp_size, **dict(model), recompute_policy=policy)
 
 
 def test_a_run_refuses_operators_whose_bytes_it_could_not_tell() -> None:

@@ -34,7 +34,7 @@ def shared(config: RunConfig, cp_size: int, **fields: Any) -> RunConfig:
 
 
 def run_of(model: dict[str, Any], **fields: Any) -> RunConfig:
-    return tiny_run(model=model, training=dict(train_iters=ITERATIONS), **fields)
+    return tiny_run(**model, train_iters=ITERATIONS, **fields)
 
 
 def validated(rank: int, world_size: int, config: RunConfig) -> float:

@@ -35,7 +35,7 @@ def weights_only(step: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three iterations with Adam, saved."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run_to_end(tiny_run(checkpoint=dict(save=str(folder)), training=dict(train_iters=3)))
+    run_to_end(tiny_run(save=str(folder), train_iters=3))
     return folder
 
 
@@ -66,13 +66,7 @@ def test_a_run_goes_on_from_converted_optimizer_states(trained: Path, tmp_path: 
     layout = ("--tensor-model-parallel-size", "2")
     assert converted(trained, tmp_path / "split", "megatron-lite megatron-lite", *layout) == 0
     for name, load in (("first", trained), ("second", tmp_path / "split")):
-        run_to_end(
-            tiny_run(
-                model=still,
-                checkpoint=dict(load=str(load), save=str(tmp_path / name)),
-                training=dict(train_iters=5),
-            )
-        )
+        run_to_end(tiny_run(**still, load=str(load), save=str(tmp_path / name), train_iters=5))
     first, second = (step_bytes(tmp_path / name, 5) for name in ("first", "second"))
     assert first.pop("rng_00000.safetensors") and second.pop("rng_00000.safetensors")
     assert len(first) == 2 and first == second
@@ -93,9 +87,7 @@ def test_a_step_of_weights_alone_starts_a_run_with_a_notice(
         capsys.readouterr()
         run_to_end(
             tiny_run(
-                checkpoint=dict(load=str(load), **more),
-                training=dict(train_iters=5),
-                metrics=tmp_path / f"{name}.jsonl",
+                **dict(load=str(load), **more), train_iters=5, metrics=tmp_path / f"{name}.jsonl"
             )
         )
     told = capsys.readouterr().out
@@ -141,9 +133,7 @@ def test_a_run_stores_its_tokenizer_and_tools_need_no_other(
     (tmp_path / "tokenizer").mkdir()
     save_tokenizer(tmp_path / "tokenizer")
     config = tiny_run(
-        checkpoint=dict(save=str(tmp_path / "run")),
-        training=dict(train_iters=1),
-        model=dict(hidden_dropout=0.0, attention_dropout=0.0),
+        save=str(tmp_path / "run"), train_iters=1, hidden_dropout=0.0, attention_dropout=0.0
     )
     tokenizer = TokenizerConfig(
         tokenizer_type="HuggingFaceTokenizer",

@@ -69,7 +69,7 @@ def test_a_converted_model_trains_on_and_generates_by_the_printed_commands(
 def test_a_run_with_optimizer_states_is_continued_beyond_its_iteration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_to_end(tiny_run(checkpoint=dict(save=str(tmp_path / "run")), training=dict(train_iters=3)))
+    run_to_end(tiny_run(save=str(tmp_path / "run"), train_iters=3))
     capsys.readouterr()
     assert converted(tmp_path / "run", tmp_path / "split", "megatron-lite megatron-lite") == 0
     output = capsys.readouterr().out

@@ -39,9 +39,12 @@ Load = Callable[[Path], tuple[str, State]]
 
 def config_of(**checkpoint: object) -> RunConfig:
     return tiny_run(
-        model=dict(num_layers=1, hidden_size=8, num_attention_heads=2),
-        training=dict(train_iters=2, eval_iters=0),
-        checkpoint=checkpoint,
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        train_iters=2,
+        eval_iters=0,
+        **checkpoint,
     )
 
 

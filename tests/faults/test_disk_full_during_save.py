@@ -35,7 +35,7 @@ def train_with(
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the checkpoint of iteration 2."""
-    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0)))
+    run_to_end(tiny_run(train_iters=1, eval_iters=0))
     folder = tmp_path_factory.mktemp("begun") / "steps"
     run_ranks(train, 2, run_of(folder, stop=2, load=False), detail=False)
     return folder

@@ -27,7 +27,7 @@ def run_config(shape: str, interval: int | None, **settings: Any) -> RunConfig:
     training = dict(
         train_iters=6, eval_iters=0, check_weight_hash_across_dp_replicas_interval=interval
     )
-    return in_shape(tiny_run(training=training, **settings), shape)
+    return in_shape(tiny_run(**training, **settings), shape)
 
 
 def _perturbed(

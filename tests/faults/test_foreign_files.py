@@ -57,7 +57,7 @@ def converted_to(target: str) -> Callable[[Path], None]:
 
 
 def run(folder: Path) -> None:
-    config = tiny_run(training=dict(train_iters=2, eval_iters=0), metrics=folder / "in" / "m.jsonl")
+    config = tiny_run(train_iters=2, eval_iters=0, metrics=folder / "in" / "m.jsonl")
     (folder / "in").mkdir()
     run_to_end(with_checkpoint(config, save=str(folder / "in" / "steps"), save_interval=1))
 

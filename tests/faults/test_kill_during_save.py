@@ -72,7 +72,7 @@ def train_until_killed(
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The final files of an uninterrupted run."""
     # what it imports need not be imported again by each fork
-    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0)))
+    run_to_end(tiny_run(train_iters=1, eval_iters=0))
     folder = tmp_path_factory.mktemp("whole")
     run_ranks(train, 2, run_of(folder, load=False), detail=False)
     return step_bytes(folder, LAST)

@@ -55,7 +55,7 @@ CASES = [
 def run_config(shape: str, **settings: Any) -> RunConfig:
     model = NO_DROPOUT if shape == "cp2" else {}
     training = dict(train_iters=5, eval_iters=0, **settings.pop("training", {}))
-    return in_shape(tiny_run(model=model, training=training, **settings), shape)
+    return in_shape(tiny_run(**model, **training, **settings), shape)
 
 
 def _poisoned(

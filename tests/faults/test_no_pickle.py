@@ -92,7 +92,7 @@ def test_in_a_checkpoint(tmp_path: Path, mark: Path, first: int) -> None:
                 sign(step)
             if path.name != "model.pt":
                 with pytest.raises(InputError, match=path.name):
-                    run_to_end(tiny_run(checkpoint=dict(load=str(steps))))
+                    run_to_end(tiny_run(load=str(steps)))
             generate.main(SAMPLE.format(steps).split())
             path.write_bytes(good)
             (step / MANIFEST).write_bytes(manifest)
@@ -105,7 +105,7 @@ def test_in_a_checkpoint(tmp_path: Path, mark: Path, first: int) -> None:
 
 def test_in_data_and_in_its_cache(tmp_path: Path, mark: Path) -> None:
     prefix = written(tmp_path / "text", ([number] * 37 for number in range(30)))
-    config = tiny_run(training=dict(train_iters=1, eval_iters=0))
+    config = tiny_run(train_iters=1, eval_iters=0)
     config = replace(
         config,
         data=DataConfig(

@@ -49,9 +49,7 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
 
 
 def run_config(shape: str, ranks: int) -> RunConfig:
-    config = in_shape(
-        tiny_run(training=dict(train_iters=6, eval_iters=0, global_batch_size=ranks)), shape
-    )
+    config = in_shape(tiny_run(train_iters=6, eval_iters=0, global_batch_size=ranks), shape)
     logging = LoggingConfig(log_interval=3, log_straggler=True, straggler_ratio=3.0)
     return replace(config, logging=logging)
 

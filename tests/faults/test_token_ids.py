@@ -31,7 +31,7 @@ def write_corpus(prefix: Path) -> None:
 
 
 def corpus_config(prefix: Path, shape: str, **settings: Any) -> RunConfig:
-    config = in_shape(tiny_run(training=dict(train_iters=8, eval_iters=0), **settings), shape)
+    config = in_shape(tiny_run(train_iters=8, eval_iters=0, **settings), shape)
     return replace(
         config, data=DataConfig(seq_length=16, data_path=(str(prefix),), split="100,0,0")
     )

@@ -286,10 +286,11 @@ def tiny_run_on(device: torch.device, folder: Path, **training: Any) -> RunConfi
     folder.mkdir()
     probability = training.pop("dropout", 0.1)
     config = tiny_run(
-        training=training,
+        **training,
         metrics=folder / "metrics.jsonl",
-        checkpoint=dict(save=str(folder)),
-        model=dict(hidden_dropout=probability, attention_dropout=probability),
+        save=str(folder),
+        hidden_dropout=probability,
+        attention_dropout=probability,
     )
     return replace(
         config,

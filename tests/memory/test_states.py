@@ -89,8 +89,10 @@ def run_of(
 ) -> RunConfig:
     bf16 = settings.pop("bf16", False)
     run = tiny_run(
-        model={**VARIANTS[variant], "hidden_size": 48},
-        training=dict(train_iters=1, eval_iters=0, bf16=bf16),
+        **({**VARIANTS[variant], "hidden_size": 48}),
+        train_iters=1,
+        eval_iters=0,
+        bf16=bf16,
         data_parallel=LAYOUTS[layout],
         learning_rate=1e-3,
         **settings,

@@ -89,7 +89,7 @@ def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(
 ) -> None:
     def config_of(rule: str, **checkpoint: Any) -> RunConfig:
         return replace(
-            tiny_run(training=dict(train_iters=2, eval_iters=0), checkpoint=checkpoint),
+            tiny_run(train_iters=2, eval_iters=0, **checkpoint),
             optimizer=OptimizerConfig(optimizer=rule),
         )
 

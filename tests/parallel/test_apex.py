@@ -62,7 +62,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packag
 
 def log_of_a_run() -> list[str]:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        run_to_end(tiny_run(training=dict(bf16=True, train_iters=1, eval_iters=0)))
+        run_to_end(tiny_run(bf16=True, train_iters=1, eval_iters=0))
     return out.getvalue().splitlines()
 
 

@@ -219,7 +219,7 @@ def test_a_run_uses_the_kernel_where_it_may_and_says_so(
 ) -> None:
     installs = {"apex": apex.install, "addmm of CUDA": cuda_addmm.install}
     calls = installs[function](monkeypatch) if function else Counter()
-    log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0, **training)))
+    log = log_of(tiny_run(**dict(train_iters=1, eval_iters=0, **training)))
     count = calls["first"] + calls["later"] if function == "addmm of CUDA" else calls[KERNEL]
     assert count == 4 * num_calls  # micro-batches
     assert said(log) == f"weight gradients are summed in float32: 9 weights by {expected}"

@@ -17,10 +17,5 @@ def test_a_run_ends_after_its_duration_and_says_why(
     monkeypatch.setattr(
         exits, "time", type("Clock", (), {"monotonic": staticmethod(lambda: next(times))})
     )
-    assert (
-        run_to_end(
-            tiny_run(training=dict(train_iters=9, exit_duration_in_mins=1))
-        ).progress.iteration
-        == 3
-    )
+    assert run_to_end(tiny_run(train_iters=9, exit_duration_in_mins=1)).progress.iteration == 3
     assert "exiting at iteration 3: --exit-duration-in-mins 1" in capsys.readouterr().out

@@ -7,14 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.api import run_config
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import LrScheduleConfig
-from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import TrainingConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.loop import Trainer
@@ -25,55 +20,36 @@ TIMINGS = ("iteration_ms", "tokens_per_second")
 def tiny_run(
     *,
     tp_size: int = 1,
-    sequence_parallel: bool = False,
-    model: dict[str, Any] | None = None,
-    training: dict[str, Any] | None = None,
-    checkpoint: dict[str, Any] | None = None,
     metrics: Path | None = None,
     learning_rate: float | None = None,
-    data_parallel: DataParallelConfig | None = None,
+    **settings: Any,
 ) -> RunConfig:
     """Returns the config of a run of 20 iterations of 4 samples, with dropout.
 
     The vocabulary has 98 + 1 ids and is padded to a multiple of 64 x TP.
+    learning_rate: a constant one.
+    settings: other fields of the configuration, by name. A topic may be given as a whole.
     """
-    return RunConfig(
-        model=ModelConfig(
-            **{
-                **dict(
-                    num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16
-                ),
-                **(model or {}),
-            }
-        ),
-        training=TrainingConfig(
-            **{
-                **dict(micro_batch_size=1, global_batch_size=4, train_iters=20, eval_iters=1),
-                **(training or {}),
-            }
-        ),
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            distributed_backend="gloo",
-        ),
-        data_parallel=data_parallel or DataParallelConfig(),
-        data=DataConfig(seq_length=16, mock_data=True),
-        tokenizer=TokenizerConfig(vocab_size=98, make_vocab_size_divisible_by=64),
-        lr_schedule=_schedule(learning_rate, by_samples="train_samples" in (training or {})),
-        checkpoint=CheckpointConfig(**(checkpoint or {})),
-        logging=LoggingConfig(
-            log_interval=5, metrics_jsonl=None if metrics is None else str(metrics)
-        ),
+    for topic in ("model", "training", "checkpoint", "data_parallel"):
+        whole = settings.pop(topic, None) or {}
+        settings |= whole if isinstance(whole, dict) else vars(whole)
+    schedule: dict[str, Any] = dict(lr=1e-2, lr_decay_style="cosine")
+    if learning_rate is not None:
+        schedule = dict(lr=learning_rate, lr_decay_style="constant")
+    elif "train_samples" in settings:
+        schedule["lr_warmup_samples"] = 12
+    else:
+        schedule |= dict(lr_warmup_iters=3, lr_decay_iters=20)
+    shape = dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
+    batches = dict(micro_batch_size=1, global_batch_size=4, train_iters=20, eval_iters=1)
+    data = dict(seq_length=16, mock_data=True, vocab_size=98, make_vocab_size_divisible_by=64)
+    others = dict(
+        tensor_model_parallel_size=tp_size,
+        distributed_backend="gloo",
+        log_interval=5,
+        metrics_jsonl=None if metrics is None else str(metrics),
     )
-
-
-def _schedule(constant: float | None, *, by_samples: bool) -> LrScheduleConfig:
-    if constant is not None:
-        return LrScheduleConfig(lr=constant, lr_decay_style="constant")
-    if by_samples:
-        return LrScheduleConfig(lr=1e-2, lr_decay_style="cosine", lr_warmup_samples=12)
-    return LrScheduleConfig(lr=1e-2, lr_decay_style="cosine", lr_warmup_iters=3, lr_decay_iters=20)
+    return run_config(**{**shape, **batches, **data, **others, **schedule, **settings})
 
 
 def run_to_end(config: RunConfig) -> Trainer:

@@ -33,9 +33,11 @@ def saving_run(
     where = dict(save=str(folder), save_interval=1, **({"load": str(folder)} if load else {}))
     return tiny_run(
         tp_size=tp_size,
-        training=dict(train_iters=last, eval_iters=0, exit_interval=stop),
+        train_iters=last,
+        eval_iters=0,
+        exit_interval=stop,
         metrics=metrics,
-        checkpoint={**where, **checkpoint},
+        **({**where, **checkpoint}),
     )
 
 

@@ -71,8 +71,7 @@ class Saved:
 def saved_model() -> Iterator[Saved]:
     """Yields a model of one small layer, to be saved."""
     config = tiny_run(
-        model=dict(num_layers=1, hidden_size=8, num_attention_heads=2),
-        training=dict(train_iters=1, eval_iters=0),
+        num_layers=1, hidden_size=8, num_attention_heads=2, train_iters=1, eval_iters=0
     )
     with parallel_state(config.parallel, seed=1) as parallel:
         trainer = build_trainer(config, parallel)

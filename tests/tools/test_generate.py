@@ -57,11 +57,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     uneven. Steps 6 and 12."""
     folder = str(tmp_path_factory.mktemp("checkpoint"))
     run_to_end(
-        tiny_run(
-            training=dict(train_iters=12, eval_iters=0),
-            checkpoint=dict(save=folder, save_interval=6),
-            model=dict(init_method_std=0.2),
-        )
+        tiny_run(train_iters=12, eval_iters=0, save=folder, save_interval=6, init_method_std=0.2)
     )
     return folder
 
@@ -227,15 +223,14 @@ def test_greedy_text_is_the_argmax_of_the_models_logits(checkpoint: str, tmp_pat
     the start of a document."""
     run_to_end(
         tiny_run(
-            training=dict(train_iters=3, eval_iters=0),
-            checkpoint=dict(save=str(tmp_path)),
-            model=dict(
-                init_method_std=0.2,
-                position_embedding_type="rope",
-                window_size=(2, 0),
-                window_attn_skip_freq=2,
-                no_rope_freq=2,
-            ),
+            train_iters=3,
+            eval_iters=0,
+            save=str(tmp_path),
+            init_method_std=0.2,
+            position_embedding_type="rope",
+            window_size=(2, 0),
+            window_attn_skip_freq=2,
+            no_rope_freq=2,
         )
     )
     for folder in (checkpoint, str(tmp_path)):

@@ -101,7 +101,7 @@ def test_a_predicted_peak_beyond_the_memory_is_refused_without_a_flag(
     training: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever holds it. The margin is half of each estimate: a run that fits always starts."""
-    config = tiny_run(training=training, learning_rate=0.001)
+    config = tiny_run(**training, learning_rate=0.001)
     peak = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
     for memory in (peak.num_bytes, None):
         _start(config, memory, monkeypatch)
@@ -120,7 +120,7 @@ def test_the_peaks_of_the_ranks_of_one_host_are_added() -> None:
             _start(config, memory, monkeypatch)
         return str(fault.value)
 
-    config = tiny_run(training=dict(micro_batch_size=2), learning_rate=0.001)
+    config = tiny_run(micro_batch_size=2, learning_rate=0.001)
     peak = step_peak(config, 0, device="cpu", dp_cp_size=2, num_microbatches=1)
     for text in run_ranks(work, 2, peak.num_bytes * 5 // 4):
         assert "the run does not fit. A step of this rank needs" in text

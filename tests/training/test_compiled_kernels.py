@@ -152,7 +152,7 @@ def test_the_kept_bytes_are_predicted(
     predicted = {}
     for compiles in (False, True):
         training = dict(train_iters=1, eval_iters=0, bf16=True, torch_compile=compiles)
-        config = tiny_run(metrics=tmp_path / str(compiles), training=training, model=model)
+        config = tiny_run(metrics=tmp_path / str(compiles), **training, **model)
         run_to_end(replace(config, recompute=RecomputeConfig(recompute_policy=policy)))
         (row,) = rows(tmp_path / str(compiles))
         assert row["activation_bytes_predicted"] == row["activation_bytes_measured"]
@@ -193,7 +193,7 @@ def test_a_run_without_a_compiler_ends_with_what_it_lacks_or_goes_on_without(
         monkeypatch.setenv("CXX", sys.executable)  # a program that there is
         monkeypatch.setattr(compiled.sysconfig, "get_path", lambda name: str(tmp_path))
         message = "has no Python.h: install them"
-    asked = tiny_run(training=dict(torch_compile=True))
+    asked = tiny_run(torch_compile=True)
     derived = tiny_run()
     with tp_state(1) as parallel:
         with pytest.raises(InputError, match=f"^--torch-compile .*{re.escape(message)}"):
@@ -237,7 +237,7 @@ def test_layers_micro_batches_and_evaluations_share_their_graphs(
         training = dict(
             global_batch_size=num_microbatches, train_iters=2, eval_interval=1, torch_compile=True
         )
-        trainer = run_to_end(tiny_run(model=dict(num_layers=num_layers), training=training))
+        trainer = run_to_end(tiny_run(num_layers=num_layers, **training))
         kernels = next(iter(trainer.model)).decoder.context.kernels
         assert kernels is not None
         return kernels.num_graphs
@@ -253,7 +253,7 @@ def test_the_device_decides_unless_a_flag_does() -> None:
         (dict(torch_compile=True), True, True),
         (dict(torch_compile=False), False, False),
     ):
-        config = tiny_run(training=flags)
+        config = tiny_run(**flags)
         assert [config.uses_compiler(device) for device in ("cpu", "cuda")] == [on_cpu, on_cuda]
-    apex = tiny_run(model=dict(norm_impl="apex"))
+    apex = tiny_run(norm_impl="apex")
     assert not apex.uses_compiler("cuda")

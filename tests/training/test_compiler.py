@@ -59,12 +59,10 @@ def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
 
 @pytest.mark.long
 def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path) -> None:
-    config = tiny_run(
-        metrics=tmp_path / "m", model=ONE_LAYER, training=dict(train_iters=3, torch_compile=True)
-    )
+    config = tiny_run(metrics=tmp_path / "m", **ONE_LAYER, train_iters=3, torch_compile=True)
     run_to_end(replace(config, recompute=RecomputeConfig(activation_memory_budget=0.5)))
     compiled = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
-    run_to_end(tiny_run(metrics=tmp_path / "eager", model=ONE_LAYER, training=dict(train_iters=3)))
+    run_to_end(tiny_run(metrics=tmp_path / "eager", **ONE_LAYER, train_iters=3))
     eager = [json.loads(line) for line in (tmp_path / "eager").read_text().splitlines()]
     assert [row["lm_loss"] for row in compiled] == pytest.approx(
         [row["lm_loss"] for row in eager], rel=1e-5

@@ -41,8 +41,8 @@ def test_no_figure_depends_on_memory_that_nothing_has_written(
     def run(name: str) -> dict[str, bytes]:
         config = tiny_run(
             metrics=tmp_path / name,
-            training=dict(deterministic_mode=True, train_iters=2, **training),
-            checkpoint=dict(save=str(tmp_path / f"c{name}")),
+            **dict(deterministic_mode=True, train_iters=2, **training),
+            save=str(tmp_path / f"c{name}"),
         )
         run_to_end(replace(config, recompute=RecomputeConfig(recompute_policy=policy)))
         return step_bytes(tmp_path / f"c{name}", 2)
@@ -105,11 +105,11 @@ def test_flash_is_the_newest_flash_attention_that_runs(
     layers: Any = torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])
     rank: Any = SimpleNamespace(all_agree=lambda yes: yes, together=lambda _, check: check())
     flash = dict(attention_backend="flash", attention_dropout=0.0)
-    config = tiny_run(model=flash, training=dict(bf16=True))
+    config = tiny_run(**flash, bf16=True)
     said = deterministic.use_asked_attention_(layers, config, rank)
     assert active == [installed] * bool(installed)
     assert said == [f"--attention-backend flash is {installed} of torch's registry"] * len(active)
-    config = tiny_run(model=dict(flash, kv_channels=4), training=dict(bf16=True))
+    config = tiny_run(**dict(flash, kv_channels=4), bf16=True)
     with pytest.raises(
         InputError, match=r"flash has no kernel .* \(no such kernel\): give .* auto"
     ):
@@ -118,7 +118,7 @@ def test_flash_is_the_newest_flash_attention_that_runs(
 
 
 def test_what_is_tried_is_the_models_attention_at_the_runs_shape() -> None:
-    config = tiny_run(model=dict(group_query_attention=True, num_query_groups=2))
+    config = tiny_run(group_query_attention=True, num_query_groups=2)
     rank = SimpleNamespace(device=torch.device("cpu"), tp_size=2)
     values = deterministic._values(config, rank)  # type: ignore[arg-type]
     assert [tuple(one.shape) for one in values] == [(16, 1, heads, 8) for heads in (2, 1, 1, 2)]

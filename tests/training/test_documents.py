@@ -264,9 +264,7 @@ class Texts:
 def test_an_evaluation_is_the_mean_over_the_tokens_that_count() -> None:
     with runner_of(Layout(), variant_config("gpt2")) as runner:
         found = Evaluations(
-            config=tiny_run(
-                training=dict(eval_iters=2, micro_batch_size=BATCH, global_batch_size=BATCH)
-            ),
+            config=tiny_run(eval_iters=2, micro_batch_size=BATCH, global_batch_size=BATCH),
             runner=runner,
             batches=BatchSchedule.constant(2 * BATCH, samples_per_microbatch=BATCH),
             pulse=Pulse(),

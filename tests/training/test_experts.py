@@ -84,9 +84,10 @@ DATA_PARALLEL = {
 
 def config_of(layout: str, metrics: Path, **checkpoint: Any) -> RunConfig:
     config = tiny_run(
-        model=MODEL,
-        training=dict(train_iters=6, exit_interval=checkpoint.pop("until", None)),
-        checkpoint=checkpoint,
+        **MODEL,
+        train_iters=6,
+        exit_interval=checkpoint.pop("until", None),
+        **checkpoint,
         metrics=metrics,
     )
     return replace(

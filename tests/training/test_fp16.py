@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config.optimizer_settings import LossScaleConfig, LrScheduleConfig
+from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training.step import TrainingError
 from tests.support.rank_faults import NO_DROPOUT, Poison, during_iteration
@@ -21,17 +21,14 @@ CALM = dict(initial_loss_scale=1024.0)  # overflows nowhere by itself
 OVERFLOW = partial(Poison, "gradient", math.inf)
 
 
-def fp16_run(
-    scaling: dict[str, Any] = CALM, *, training: dict[str, Any] | None = None, **settings: Any
-) -> RunConfig:
-    config = tiny_run(training=dict(fp16=True, **(training or {})), **settings)
-    return replace(config, loss_scaling=LossScaleConfig(**scaling))
+def fp16_run(scaling: dict[str, Any] = CALM, **settings: Any) -> RunConfig:
+    return tiny_run(fp16=True, **scaling, **settings)
 
 
 def test_losses_stay_near_those_of_float32(tmp_path: Path) -> None:
     """Values are rounded to 11 bits, and the errors of 20 steps add up: 1%. The scale is not in the
     loss."""
-    run_to_end(tiny_run(metrics=tmp_path / "fp32", model=NO_DROPOUT))
+    run_to_end(tiny_run(metrics=tmp_path / "fp32", **NO_DROPOUT))
     run_to_end(
         fp16_run(
             dict(initial_loss_scale=2.0**15, loss_scale_window=5),

@@ -25,7 +25,7 @@ ROWS = "".join(f'{{"iteration": {number}}}\n' for number in range(1, 6))
 
 
 def run_config(**logging: object) -> RunConfig:
-    config = tiny_run(training=dict(train_iters=4, eval_iters=0))
+    config = tiny_run(train_iters=4, eval_iters=0)
     return replace(config, logging=replace(config.logging, log_interval=1, **logging))  # type: ignore[arg-type]
 
 

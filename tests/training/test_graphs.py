@@ -11,8 +11,6 @@ import torch
 
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training.step import StageRunner
 from tests.support.graphs import built
@@ -20,42 +18,26 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, step_bytes, tiny_run
 
 GRAPH = dict(cuda_graph_impl="full_iteration")
-FULL = RecomputeConfig(recompute_policy="*:full")
-PARTS = RecomputeConfig(recompute_policy="0:core_attn+dropout+layernorm; 1:full")
-# by name: ranks, options of tiny_run, fields of the run, of its training, of its layout
-RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "none": (1, {}, {}, {}, {}),
-    "full": (1, {}, dict(recompute=FULL), {}, {}),
-    "fp16-parts": (1, {}, dict(recompute=PARTS), dict(fp16=True, skip_update_on_spike=2.0), {}),
-    "ramp-up": (
-        1,
-        {},
-        dict(recompute=FULL),
-        dict(global_batch_size=4, rampup_batch_size=(2, 2, 8), train_iters=11),
-        {},
-    ),
-    "tp": (2, dict(tp_size=2), dict(recompute=PARTS), {}, {}),
-    "tp-sp": (2, dict(tp_size=2, sequence_parallel=True), dict(recompute=FULL), {}, {}),
-    "pp": (2, {}, dict(recompute=FULL), {}, dict(pipeline_model_parallel_size=2)),
-    "zero1": (
-        2,
-        dict(
-            data_parallel=DataParallelConfig(
-                use_distributed_optimizer=True, overlap_grad_reduce=True
-            )
-        ),
-        {},
-        dict(bf16=True),
-        {},
-    ),
+FULL = dict(recompute_policy="*:full")
+PARTS = dict(recompute_policy="0:core_attn+dropout+layernorm; 1:full")
+RAMP = dict(rampup_batch_size=(2, 2, 8), train_iters=11)
+# by name: ranks, and settings of tiny_run
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "none": (1, {}),
+    "full": (1, FULL),
+    "fp16-parts": (1, dict(PARTS, fp16=True, skip_update_on_spike=2.0)),
+    "ramp-up": (1, FULL | RAMP),
+    "tp": (2, dict(PARTS, tp_size=2)),
+    "tp-sp": (2, dict(FULL, tp_size=2, sequence_parallel=True)),
+    "pp": (2, dict(FULL, pipeline_model_parallel_size=2)),
+    "zero1": (2, dict(use_distributed_optimizer=True, overlap_grad_reduce=True, bf16=True)),
 }
 
 
 def _config(folder: Path, name: str, **training: Any) -> RunConfig:
-    _, options, fields, more, layout = RUNS[name]
-    training = dict(train_iters=5, eval_iters=0, global_batch_size=4) | more | training
-    config = replace(tiny_run(metrics=folder, training=training, **options), **fields)
-    return replace(config, parallel=replace(config.parallel, **layout))
+    _, settings = RUNS[name]
+    settings = dict(train_iters=5, eval_iters=0) | settings | training
+    return tiny_run(metrics=folder, **settings)
 
 
 def _run(_: int, __: int, folder: Path, name: str, checkpoint: Any = None, **training: Any) -> int:

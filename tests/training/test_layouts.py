@@ -15,8 +15,9 @@ POLICIES = ("*:full/2", "*:pointwise@host", "*:core_attn+mlp", "*:ops(matmul)")
 def test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights() -> None:
     config = tiny_run(
         data_parallel=LAYOUTS["fsdp2, memory-efficient"],
-        model=dict(untie_embeddings_and_output_weights=True),
-        training=dict(train_iters=1, eval_iters=0),
+        untie_embeddings_and_output_weights=True,
+        train_iters=1,
+        eval_iters=0,
     )
 
     def work(rank: int, world_size: int) -> list[str | None]:

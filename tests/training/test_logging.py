@@ -86,10 +86,11 @@ def _utilization(rank: int, world_size: int, folder: Path) -> None:
     from contextlib import redirect_stdout
 
     config = tiny_run(
-        model=dict(attention_backend="unfused"),
-        training=dict(
-            global_batch_size=3, rampup_batch_size=(1, 1, 3), train_iters=4, eval_iters=0
-        ),
+        attention_backend="unfused",
+        global_batch_size=3,
+        rampup_batch_size=(1, 1, 3),
+        train_iters=4,
+        eval_iters=0,
     )
     recompute = RecomputeConfig(
         recompute_policy="*:full", num_microbatches_with_partial_activation_checkpoints=1

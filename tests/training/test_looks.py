@@ -23,7 +23,7 @@ from tests.support.runs import run_to_end, tiny_run
 
 
 def test_the_settings_at_the_start_are_those_that_differ() -> None:
-    config = tiny_run(model=dict(ffn_hidden_size=100, add_bias_linear=False))
+    config = tiny_run(ffn_hidden_size=100, add_bias_linear=False)
     config = replace(config, recompute=RecomputeConfig(recompute_policy="*:full"))
     lines = short_settings(config)[1:]
     words = [word for line in lines for word in shlex.split(line[line.index("--") :])]
@@ -36,9 +36,7 @@ def test_the_settings_at_the_start_are_those_that_differ() -> None:
 
 def finished_run(folder: Path, **logging: Any) -> RunConfig:
     config = tiny_run(
-        training=dict(train_iters=4, eval_interval=2),
-        metrics=folder / "m.jsonl",
-        checkpoint=dict(save=str(folder / "saved")),
+        train_iters=4, eval_interval=2, metrics=folder / "m.jsonl", save=str(folder / "saved")
     )
     return replace(config, logging=replace(config.logging, **logging))
 

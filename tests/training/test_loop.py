@@ -56,7 +56,7 @@ def test_the_same_seed_repeats_every_digit_over_evaluations_and_another_does_not
 ) -> None:
     """With dropout on: an evaluation that drew a random number, or left the model in eval mode,
     would show."""
-    run_to_end(tiny_run(metrics=tmp_path / "m", training=training))
+    run_to_end(tiny_run(metrics=tmp_path / "m", **training))
     assert (rows(tmp_path / "m") == rows(plain)) == (training != dict(seed=6))
 
 
@@ -64,7 +64,7 @@ def test_the_global_batch_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
     losses = []
     for size in (1, 2, 4):
         training = dict(micro_batch_size=size, train_iters=8)
-        run_to_end(tiny_run(model=NO_DROPOUT, metrics=tmp_path / str(size), training=training))
+        run_to_end(tiny_run(**NO_DROPOUT, metrics=tmp_path / str(size), **training))
         losses.append([row["lm_loss"] for row in rows(tmp_path / str(size))])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[2] == pytest.approx(losses[0], rel=1e-4)
@@ -99,7 +99,7 @@ def test_the_iteration_line_is_what_megatron_parsers_expect(
 def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = tiny_run(training=dict(eval_interval=10))
+    config = tiny_run(eval_interval=10)
     run_to_end(
         replace(
             config,
@@ -149,6 +149,6 @@ def test_a_log_that_cannot_be_written_is_one_error(tmp_path: Path, kind: str) ->
 def test_a_metrics_file_of_other_contents_is_kept_aside(tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(b"\xff\n")
-    run_to_end(tiny_run(training=dict(train_iters=1), metrics=path))
+    run_to_end(tiny_run(train_iters=1, metrics=path))
     assert [row["iteration"] for row in rows(path)] == [1]
     assert (tmp_path / "m.previous").read_bytes() == b"\xff\n"

@@ -18,7 +18,7 @@ ELSEWHERE = "GenuineIntel CPU with AVX2, 1 thread a rank, torch 2.13.0"
 
 def _run(folder: Path, *, iterations: int = 2, load: bool = False, **checkpoint: Any) -> None:
     chosen = dict(save=str(folder), load=str(folder) if load else None, **checkpoint)
-    run_to_end(tiny_run(training=dict(train_iters=iterations, eval_iters=0), checkpoint=chosen))
+    run_to_end(tiny_run(train_iters=iterations, eval_iters=0, **chosen))
 
 
 def _told(output: str) -> list[str]:

@@ -47,9 +47,7 @@ def test_bytes_that_were_not_predicted_are_a_warning_and_under_verify_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verify: bool
 ) -> None:
     _keep_a_tensor(monkeypatch, [], by_the_graph=True)
-    config = replace(
-        tiny_run(training=dict(train_iters=1)), recompute=RecomputeConfig(recompute_verify=verify)
-    )
+    config = tiny_run(train_iters=1, recompute_verify=verify)
     message = f"were predicted (+{MLP_BYTES})"  # torch keeps the ones, not the output
     named = "layer 0: "
     if verify:
@@ -75,15 +73,13 @@ def test_a_tensor_that_lives_on_beside_the_graph_is_an_error_under_verify(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _keep_a_tensor(monkeypatch, [], by_the_graph=False)
-    config = replace(
-        tiny_run(training=dict(train_iters=1)), recompute=RecomputeConfig(recompute_verify=True)
-    )
+    config = tiny_run(train_iters=1, recompute_verify=True)
     with pytest.raises(TrainingError, match=f"{MLP_BYTES} bytes live on"):
         run_to_end(config)
 
 
 def _record(rank: int, world_size: int, folder: Path) -> None:
-    config = tiny_run(tp_size=world_size, metrics=folder / "metrics", training=dict(train_iters=3))
+    config = tiny_run(tp_size=world_size, metrics=folder / "metrics", train_iters=3)
     run_to_end(
         replace(
             config,
@@ -102,11 +98,12 @@ def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path: Path) ->
     run_ranks(
         lambda rank, size: (
             run_to_end(
-                replace(
-                    tiny_run(tp_size=size, metrics=plain / "metrics", training=dict(train_iters=3)),
-                    recompute=RecomputeConfig(
-                        recompute_granularity="full", recompute_method="uniform"
-                    ),
+                tiny_run(
+                    tp_size=size,
+                    metrics=plain / "metrics",
+                    train_iters=3,
+                    recompute_granularity="full",
+                    recompute_method="uniform",
                 )
             )
             and None

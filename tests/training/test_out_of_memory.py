@@ -52,8 +52,7 @@ def message_of(config: RunConfig) -> str:
 
 def large_run(**training: Any) -> RunConfig:
     return tiny_run(
-        model=dict(num_layers=8, hidden_size=64),
-        training=dict(micro_batch_size=64, global_batch_size=64, **training),
+        num_layers=8, hidden_size=64, **dict(micro_batch_size=64, global_batch_size=64, **training)
     )
 
 
@@ -102,7 +101,7 @@ def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(
 
     def work(rank: int, world_size: int) -> str:
         with pytest.raises(InputError) as fault:
-            run_to_end(tiny_run(tp_size=2, training=dict(memory_limit="1MiB")))
+            run_to_end(tiny_run(tp_size=2, memory_limit="1MiB"))
         return str(fault.value)
 
     texts = run_ranks(work, 2, detail=False)
@@ -113,7 +112,7 @@ def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(
 
 def test_the_limit_holds_within_the_block_and_not_after_it() -> None:
     def work(rank: int, world_size: int) -> bool:
-        with memory_limited(tiny_run(training=dict(memory_limit="64MiB")), CPU):
+        with memory_limited(tiny_run(memory_limit="64MiB"), CPU):
             torch.ones(32 * 2**20, dtype=torch.uint8)
             with pytest.raises(RuntimeError) as fault:
                 torch.ones(2**30, dtype=torch.uint8)
@@ -162,8 +161,13 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step(
 ) -> None:
     """The buffers of @host and the arena are 22 % and 10 % of these peaks."""
     config = tiny_run(
-        model=dict(num_layers=4, max_position_embeddings=64, attention_dropout=0.0),
-        training=dict(micro_batch_size=8, global_batch_size=16, train_iters=2, eval_iters=0),
+        num_layers=4,
+        max_position_embeddings=64,
+        attention_dropout=0.0,
+        micro_batch_size=8,
+        global_batch_size=16,
+        train_iters=2,
+        eval_iters=0,
     )
     config = replace(
         config,

@@ -22,7 +22,7 @@ from tests.support.runs import rows, run_to_end, tiny_run
 
 
 def _config(folder: Path, name: str, iterations: int = 6, **profiling: Any) -> RunConfig:
-    config = tiny_run(metrics=folder / name, training=dict(train_iters=iterations, eval_iters=0))
+    config = tiny_run(metrics=folder / name, train_iters=iterations, eval_iters=0)
     return replace(
         config,
         logging=replace(config.logging, tensorboard_dir=str(folder / "tb")),

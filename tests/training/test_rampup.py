@@ -26,9 +26,7 @@ CONSUMED = [2, 4, 8, 14, 22, 30, 38]
 def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_run(
-        metrics=tmp_path / "m", training=dict(RAMP, train_iters=None, train_samples=40)
-    )
+    config = tiny_run(metrics=tmp_path / "m", **dict(RAMP, train_iters=None, train_samples=40))
     schedule = LrScheduleConfig(lr=1.0, lr_decay_style="linear", lr_warmup_samples=8)
     logging = replace(config.logging, log_interval=1, log_style="megatron")
     run_to_end(replace(config, lr_schedule=schedule, logging=logging))
@@ -61,9 +59,10 @@ def _with_slots(rank: int, world_size: int, folder: Path) -> list[int]:
     for contiguous in (False, True):
         config = tiny_run(
             metrics=folder / str(contiguous),
-            training=dict(
-                global_batch_size=3, rampup_batch_size=(1, 1, 3), train_iters=4, eval_iters=0
-            ),
+            global_batch_size=3,
+            rampup_batch_size=(1, 1, 3),
+            train_iters=4,
+            eval_iters=0,
         )
         recompute = RecomputeConfig(
             recompute_policy="*:full", contiguous_saved_activations=contiguous
@@ -92,7 +91,7 @@ def test_slots_for_saved_inputs_are_made_once_for_what_the_ramp_will_have_in_fli
 def _interleaved(rank: int, world_size: int, folder: Path) -> tuple[str, int]:
     """Why a ramp over 2, 5 and 8 samples is refused; how far its last iterations come from a
     checkpoint behind the ramp."""
-    config = tiny_run(training=dict(RAMP, train_iters=3), checkpoint=dict(save=str(folder)))
+    config = tiny_run(**dict(RAMP, train_iters=3), save=str(folder))
     parallel = replace(
         config.parallel, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2
     )
@@ -128,9 +127,7 @@ def _in_steps(rank: int, world_size: int, folder: Path) -> str:
     """
     length = tiny_run().data.seq_length
     text = f"0:2 {4 * length}:6 {10 * length}:4"
-    whole = tiny_run(
-        metrics=folder / "whole", training=dict(step_batch_size_schedule=text, train_iters=5)
-    )
+    whole = tiny_run(metrics=folder / "whole", step_batch_size_schedule=text, train_iters=5)
     whole = replace(whole, lr_schedule=LrScheduleConfig(lr=0.01, lr_decay_style="constant"))
     run_to_end(whole)
     first = replace(

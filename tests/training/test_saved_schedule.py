@@ -27,9 +27,7 @@ def _run(
     weight_decay: float = 0.1,
     **checkpoint: Any,
 ) -> RunConfig:
-    config = tiny_run(
-        training=dict(train_iters=iterations, eval_iters=0), metrics=folder / f"{name}.jsonl"
-    )
+    config = tiny_run(train_iters=iterations, eval_iters=0, metrics=folder / f"{name}.jsonl")
     config = replace(
         config,
         lr_schedule=LrScheduleConfig(**schedule),

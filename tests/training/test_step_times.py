@@ -21,11 +21,7 @@ EVALUATIONS = dict(eval_interval=7)
 
 
 def _config(folder: Path) -> RunConfig:
-    config = tiny_run(
-        metrics=folder / "m",
-        training=EVALUATIONS,
-        checkpoint=dict(save=str(folder / "c"), save_interval=5),
-    )
+    config = tiny_run(metrics=folder / "m", **EVALUATIONS, save=str(folder / "c"), save_interval=5)
     settings = dict(
         log_interval=1, log_style="megatron", log_params_norm=True, log_num_zeros_in_grad=True
     )

@@ -33,7 +33,7 @@ def test_the_text_is_that_of_megatron_core(option: str, monkeypatch: pytest.Monk
 def _run(
     rank: int, world_size: int, folder: Path, level: int, option: str, pp_size: int
 ) -> dict[str, bool]:
-    config = tiny_run(metrics=folder / f"{level}", training=dict(train_iters=5, eval_iters=0))
+    config = tiny_run(metrics=folder / f"{level}", train_iters=5, eval_iters=0)
     read: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         clock = lambda: read.append(time.perf_counter()) or read[-1]  # noqa: E731

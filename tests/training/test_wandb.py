@@ -38,7 +38,7 @@ class FakeWandb:
 
 
 def _config(folder: Path) -> RunConfig:
-    config = tiny_run(metrics=folder / "m", training=dict(train_iters=4, eval_iters=1))
+    config = tiny_run(metrics=folder / "m", train_iters=4, eval_iters=1)
     return replace(
         config,
         logging=replace(

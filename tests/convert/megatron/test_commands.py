@@ -43,7 +43,7 @@ def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(
     FORMATS[format_name].write(_ours(tmp_path), theirs, lambda _: None)
     for path in (theirs, theirs / "iter_0000002"):
         for fault in (
-            lambda path=path: run_to_end(tiny_run(checkpoint=dict(load=str(path)))),
+            lambda path=path: run_to_end(tiny_run(load=str(path))),
             lambda path=path: find_step(str(path)),
         ):
             with pytest.raises(InputError, match="is a checkpoint of Megatron-LM") as error:
@@ -57,13 +57,13 @@ def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(
     converted = tmp_path / "a folder of theirs-converted"
     assert str(converted) in str(error.value)
     # The run goes on from iteration 2, with the same optimizer states.
-    config = tiny_run(training=dict(train_iters=3), checkpoint=dict(load=str(converted)))
+    config = tiny_run(train_iters=3, load=str(converted))
     assert run_to_end(config).progress.iteration == 3
 
 
 def _ours(tmp_path: Path) -> WeightSource:
     checkpoint = dict(save=str(tmp_path / "ours"), save_interval=2)
-    run_to_end(tiny_run(training=dict(train_iters=2), checkpoint=checkpoint))
+    run_to_end(tiny_run(train_iters=2, **checkpoint))
     return FORMATS["megatron-lite"].source(tmp_path / "ours")
 
 
