@@ -14,10 +14,10 @@ import pytest
 from arguments import parse_args
 from megatron_lite.config.notices import notices
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import apex
 from megatron_lite.training.run_notices import log_notices
+from tests.support.changes import with_settings
 from tests.support.pairs import in_one_test
 from tests.support.runs import tiny_run
 
@@ -66,13 +66,10 @@ def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels(
         ddp_bucket_size=5,
         use_distributed_optimizer=True,
         check_weight_hash_across_dp_replicas_interval=2,
-    )
-    config = replace(
-        config,
-        recompute=RecomputeConfig(
-            recompute_granularity="selective", recompute_modules=("core_attn",)
-        ),
-        model=replace(config.model, attention_dropout=0.1, attention_backend="auto"),
+        recompute_granularity="selective",
+        recompute_modules=("core_attn",),
+        attention_dropout=0.1,
+        attention_backend="auto",
     )
     found = [*notices(config, "settings"), *notices(config, "placement", device="cuda")]
     assert [line.partition(":")[0].partition(" has no")[0] for line in found] == [
@@ -98,10 +95,11 @@ def test_verifying_on_a_gpu_says_that_gradients_are_not_compared() -> None:
 
 
 def test_context_parallel_ranks_share_the_work_too() -> None:
-    config = tiny_run(attention_dropout=0.0, use_distributed_optimizer=True)
-    config = replace(config, parallel=replace(config.parallel, context_parallel_size=2))
+    config = tiny_run(
+        attention_dropout=0.0, use_distributed_optimizer=True, context_parallel_size=2
+    )
     assert notices(config, "placement", world_size=2) == []
-    fused = replace(config, model=replace(config.model, attention_backend="fused"))
+    fused = with_settings(config, attention_backend="fused")
     (said,) = notices(fused, "placement", device="cuda", world_size=2)
     assert "fused has no effect on --context-parallel-size 2: torch's flash kernel" in said
 
@@ -115,12 +113,8 @@ def test_a_number_of_ranks_that_holds_no_model_is_an_error() -> None:
 
 def _run(sizes: dict[str, int], **options: Any) -> RunConfig:
     """The run with these sizes of "tp" and "pp"."""
-    config = tiny_run(**options)
-    return replace(
-        config,
-        parallel=replace(
-            config.parallel,
-            tensor_model_parallel_size=sizes.get("tp", 1),
-            pipeline_model_parallel_size=sizes.get("pp", 1),
-        ),
+    return tiny_run(
+        **options,
+        tensor_model_parallel_size=sizes.get("tp", 1),
+        pipeline_model_parallel_size=sizes.get("pp", 1),
     )

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
+from tests.support.changes import with_settings
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
@@ -28,9 +29,7 @@ ITERATIONS = 10
 
 
 def shared(config: RunConfig, cp_size: int, **fields: Any) -> RunConfig:
-    return replace(
-        config, parallel=replace(config.parallel, context_parallel_size=cp_size, **fields)
-    )
+    return with_settings(config, context_parallel_size=cp_size, **fields)
 
 
 def run_of(model: dict[str, Any], **fields: Any) -> RunConfig:

@@ -7,19 +7,18 @@ import json
 import math
 import re
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_lite.config.optimizer_settings import LossScaleConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer, OptimizerStep
 from megatron_lite.optim.spike import SETTLED, WINDOW, MeanLossState, SpikeGuard
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.skipped import SKIPPED_BATCHES
+from tests.support.changes import with_settings
 from tests.support.rank_faults import (
     NO_DROPOUT,
     SHAPES,
@@ -156,7 +155,7 @@ def test_so_many_in_a_row_stop_the_run_with_one_message_and_it_goes_on_from_its_
     never had it."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     config = run_config("dp2", training=dict(max_skipped_updates=3))
-    config = replace(config, training=replace(config.training, train_iters=9))
+    config = with_settings(config, train_iters=9)
 
     def run(save: Path, load: Path | None, iterations: tuple[int, ...]) -> list[Any]:
         saved = dict(save=str(save), load=load and str(load), save_interval=4)
@@ -204,7 +203,7 @@ def test_an_overflow_of_a_float16_run_halves_the_scale_on_all_ranks_and_never_co
         checkpoint=dict(save=str(tmp_path)),
         metrics=tmp_path / "rows",
     )
-    config = replace(config, loss_scaling=LossScaleConfig(initial_loss_scale=1024.0, hysteresis=1))
+    config = with_settings(config, initial_loss_scale=1024.0, hysteresis=1)
     ranks, fault = SHAPES[shape].ranks, ("gradient", math.inf, (2, 3))
     scales = set()
     for _, changed, progress, error, updates, scale in run_ranks(
@@ -226,14 +225,8 @@ def test_an_overflow_of_a_float16_run_halves_the_scale_on_all_ranks_and_never_co
 
 def spike_config(shape: str, ratio: float | None, **settings: Any) -> RunConfig:
     config = run_config(shape, **settings)
-    return replace(
-        config,
-        training=replace(
-            config.training,
-            train_iters=SETTLED + 6,
-            global_batch_size=2,
-            skip_update_on_spike=ratio,
-        ),
+    return with_settings(
+        config, train_iters=SETTLED + 6, global_batch_size=2, skip_update_on_spike=ratio
     )
 
 

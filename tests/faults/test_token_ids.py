@@ -17,6 +17,7 @@ from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.training.loop import Trainer
+from tests.support.changes import with_settings
 from tests.support.corpora import written
 from tests.support.rank_faults import SHAPES, in_shape, run_until_it_ends
 from tests.support.ranks import run_ranks
@@ -114,15 +115,10 @@ def test_a_blend_names_the_file_and_an_evaluation_stops_too(tmp_path: Path) -> N
     ids[6 * 40 :] = 60000
     (tmp_path / "second.bin").write_bytes(ids.tobytes())
     config = corpus_config(tmp_path / "second", "alone")
-    blend = replace(
-        config,
-        data=replace(config.data, data_path=(str(tmp_path / "first"), str(tmp_path / "second"))),
-    )
+    blend = with_settings(config, data_path=(str(tmp_path / "first"), str(tmp_path / "second")))
     found = r"iteration 1 \(validation loss\), samples \d+ to \d+: .*second\.bin: document"
-    shares = replace(
-        blend,
-        data=replace(blend.data, split="50,50,0", data_path=(str(tmp_path / "second"),)),
-        training=replace(blend.training, train_iters=1, eval_iters=8),
+    shares = with_settings(
+        blend, split="50,50,0", data_path=(str(tmp_path / "second"),), train_iters=1, eval_iters=8
     )
     for config, message in (
         (blend, r"iteration \d, samples .*second\.bin: document"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,12 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 20 iterations with checkpoints, evaluations and a restart after 10 iterations."""
     folder = tmp_path_factory.mktemp("real") / "run"
     save = str(folder / "checkpoints")
-    config = tiny_run(eval_interval=5, exit_interval=10, metrics=folder / "metrics.jsonl")
-    config = replace(config, logging=replace(config.logging, peak_tflops_per_gpu=1e-3))
+    config = tiny_run(
+        eval_interval=5,
+        exit_interval=10,
+        metrics=folder / "metrics.jsonl",
+        peak_tflops_per_gpu=1e-3,
+    )
     run_to_end(with_checkpoint(config, save=save, save_interval=5))
     run_to_end(with_checkpoint(config, save=save, load=save, save_interval=5))
     return folder

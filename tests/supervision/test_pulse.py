@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from megatron_lite.supervision.exits import Pulse
@@ -43,6 +41,13 @@ def test_the_loop_tells_how_the_batch_grows(monkeypatch: pytest.MonkeyPatch) -> 
             at(self, where, limited=limited, growth=growth),
         ),
     )
-    config = tiny_run(global_batch_size=3, rampup_batch_size=(1, 1, 3), train_iters=4, eval_iters=0)
-    run_to_end(replace(config, logging=replace(config.logging, log_interval=4)))
+    run_to_end(
+        tiny_run(
+            global_batch_size=3,
+            rampup_batch_size=(1, 1, 3),
+            train_iters=4,
+            eval_iters=0,
+            log_interval=4,
+        )
+    )
     assert [growth for growth in told if growth != 1.0] == [2.0, 1.5]  # batches of 1, 1, 2 and 3

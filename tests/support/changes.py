@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import run_fields
+
 Value = TypeVar("Value", bound=Any)
 
 
@@ -14,3 +17,12 @@ def with_fields(value: Value, **fields: Any) -> Value:
     `copy.replace` of Python 3.13 does the same.
     """
     return value._replace(**fields) if isinstance(value, tuple) else replace(value, **fields)
+
+
+def with_settings(config: RunConfig, **settings: Any) -> RunConfig:
+    """Returns the run with other values of these fields, which are given by name."""
+    topics: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        topics.setdefault(run_fields()[name].topic, {})[name] = value
+    parts = {topic: replace(getattr(config, topic), **own) for topic, own in topics.items()}
+    return replace(config, **parts)  # type: ignore[arg-type]

@@ -152,8 +152,9 @@ def test_the_kept_bytes_are_predicted(
     predicted = {}
     for compiles in (False, True):
         training = dict(train_iters=1, eval_iters=0, bf16=True, torch_compile=compiles)
-        config = tiny_run(metrics=tmp_path / str(compiles), **training, **model)
-        run_to_end(replace(config, recompute=RecomputeConfig(recompute_policy=policy)))
+        run_to_end(
+            tiny_run(metrics=tmp_path / str(compiles), **training, **model, recompute_policy=policy)
+        )
         (row,) = rows(tmp_path / str(compiles))
         assert row["activation_bytes_predicted"] == row["activation_bytes_measured"]
         predicted[compiles] = row["activation_bytes_predicted"]

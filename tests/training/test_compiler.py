@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.torch_internals import compiler_settings
 from megatron_lite.training.build_trainer import compile_layers_
@@ -59,8 +57,15 @@ def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
 
 @pytest.mark.long
 def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path) -> None:
-    config = tiny_run(metrics=tmp_path / "m", **ONE_LAYER, train_iters=3, torch_compile=True)
-    run_to_end(replace(config, recompute=RecomputeConfig(activation_memory_budget=0.5)))
+    run_to_end(
+        tiny_run(
+            metrics=tmp_path / "m",
+            **ONE_LAYER,
+            train_iters=3,
+            torch_compile=True,
+            activation_memory_budget=0.5,
+        )
+    )
     compiled = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
     run_to_end(tiny_run(metrics=tmp_path / "eager", **ONE_LAYER, train_iters=3))
     eager = [json.loads(line) for line in (tmp_path / "eager").read_text().splitlines()]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.attention import CoreAttention
 from megatron_lite.training import deterministic
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
@@ -39,12 +38,14 @@ def test_no_figure_depends_on_memory_that_nothing_has_written(
     that off in the second."""
 
     def run(name: str) -> dict[str, bytes]:
-        config = tiny_run(
-            metrics=tmp_path / name,
-            **dict(deterministic_mode=True, train_iters=2, **training),
-            save=str(tmp_path / f"c{name}"),
+        run_to_end(
+            tiny_run(
+                metrics=tmp_path / name,
+                **dict(deterministic_mode=True, train_iters=2, **training),
+                save=str(tmp_path / f"c{name}"),
+                recompute_policy=policy,
+            )
         )
-        run_to_end(replace(config, recompute=RecomputeConfig(recompute_policy=policy)))
         return step_bytes(tmp_path / f"c{name}", 2)
 
     plain = run("plain")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from tests.support.ranks import run_ranks
@@ -68,33 +67,31 @@ LAYOUTS = {
     ),
 }
 ON_FOUR = ("ep2-tp2", "ep2-pp2", "ep2-zero1", "ep4-tp2-etp1")
-DATA_PARALLEL = {
-    "zero1": DataParallelConfig(use_distributed_optimizer=True),
-    "fsdp2": DataParallelConfig(use_torch_fsdp2=True),
-    "ep2-zero1": DataParallelConfig(
+ZERO1 = dict(use_distributed_optimizer=True)
+DATA_PARALLEL: dict[str, dict[str, Any]] = {
+    "zero1": ZERO1,
+    "fsdp2": dict(use_torch_fsdp2=True),
+    "ep2-zero1": dict(
         use_distributed_optimizer=True,
         overlap_grad_reduce=True,
         ddp_bucket_size=3000,
         overlap_param_gather=True,
     ),
-    "ep2-zero1-whole": DataParallelConfig(use_distributed_optimizer=True),  # one copy of an expert
-    "ep4-tp2-etp1": DataParallelConfig(use_distributed_optimizer=True),
+    "ep2-zero1-whole": ZERO1,  # one copy of an expert
+    "ep4-tp2-etp1": ZERO1,
 }
 
 
 def config_of(layout: str, metrics: Path, **checkpoint: Any) -> RunConfig:
-    config = tiny_run(
+    return tiny_run(
         **MODEL,
         train_iters=6,
         exit_interval=checkpoint.pop("until", None),
-        **checkpoint,
         metrics=metrics,
-    )
-    return replace(
-        config,
-        parallel=ParallelConfig(distributed_backend="gloo", **LAYOUTS.get(layout, {})),  # type: ignore[arg-type]
-        data_parallel=DATA_PARALLEL.get(layout, DataParallelConfig()),
-        logging=replace(config.logging, log_interval=1),
+        log_interval=1,
+        **LAYOUTS.get(layout, {}),
+        **DATA_PARALLEL.get(layout, {}),
+        **checkpoint,
     )
 
 

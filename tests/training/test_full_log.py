@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,7 @@ ROWS = "".join(f'{{"iteration": {number}}}\n' for number in range(1, 6))
 
 
 def run_config(**logging: object) -> RunConfig:
-    config = tiny_run(train_iters=4, eval_iters=0)
-    return replace(config, logging=replace(config.logging, log_interval=1, **logging))  # type: ignore[arg-type]
+    return tiny_run(train_iters=4, eval_iters=0, log_interval=1, **logging)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.plan.hardware import MACHINES
 from megatron_lite.training.iteration_line import (
     Interval,
@@ -91,21 +89,15 @@ def _utilization(rank: int, world_size: int, folder: Path) -> None:
         rampup_batch_size=(1, 1, 3),
         train_iters=4,
         eval_iters=0,
-    )
-    recompute = RecomputeConfig(
-        recompute_policy="*:full", num_microbatches_with_partial_activation_checkpoints=1
+        recompute_policy="*:full",
+        num_microbatches_with_partial_activation_checkpoints=1,
+        pipeline_model_parallel_size=2,
+        peak_tflops_per_gpu=1e-9,
+        log_interval=1,
+        log_style="megatron",
     )
     with open(folder / f"log{rank}", "w") as log, redirect_stdout(log):
-        run_to_end(
-            replace(
-                config,
-                recompute=recompute,
-                parallel=replace(config.parallel, pipeline_model_parallel_size=2),
-                logging=LoggingConfig(
-                    peak_tflops_per_gpu=1e-9, log_interval=1, log_style="megatron"
-                ),
-            )
-        )
+        run_to_end(config)
 
 
 def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(

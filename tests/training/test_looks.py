@@ -13,32 +13,34 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.messages import told_if_slow
 from megatron_lite.training.start_text import arguments_table, short_settings
+from tests.support.changes import with_settings
 from tests.support.limits import HANG_S
 from tests.support.rank_faults import first_step_fails
 from tests.support.runs import run_to_end, tiny_run
 
 
 def test_the_settings_at_the_start_are_those_that_differ() -> None:
-    config = tiny_run(ffn_hidden_size=100, add_bias_linear=False)
-    config = replace(config, recompute=RecomputeConfig(recompute_policy="*:full"))
+    config = tiny_run(ffn_hidden_size=100, add_bias_linear=False, recompute_policy="*:full")
     lines = short_settings(config)[1:]
     words = [word for line in lines for word in shlex.split(line[line.index("--") :])]
     assert parse_args(words).config == config
     assert "--seed" not in words
     paths = tuple(f"/a/very/long/path/to/dataset-{number}_text_document" for number in range(200))
-    config = replace(config, data=replace(config.data, mock_data=False, data_path=paths))
+    config = with_settings(config, mock_data=False, data_path=paths)
     assert len("\n".join(short_settings(config))) < 1000
 
 
 def finished_run(folder: Path, **logging: Any) -> RunConfig:
-    config = tiny_run(
-        train_iters=4, eval_interval=2, metrics=folder / "m.jsonl", save=str(folder / "saved")
+    return tiny_run(
+        train_iters=4,
+        eval_interval=2,
+        metrics=folder / "m.jsonl",
+        save=str(folder / "saved"),
+        **logging,
     )
-    return replace(config, logging=replace(config.logging, **logging))
 
 
 def test_the_log_file_has_the_table_and_all_lines_and_the_terminal_the_short_ones(
@@ -63,7 +65,7 @@ def test_the_log_file_is_appended_to_and_has_the_error_that_ends_a_run(
 ) -> None:
     path = tmp_path / "new" / "run.log"
     config = replace(finished_run(tmp_path), checkpoint=tiny_run().checkpoint)
-    config = replace(config, logging=replace(config.logging, log_file=str(path)))
+    config = with_settings(config, log_file=str(path))
     run_to_end(config)
 
     first_step_fails(monkeypatch, InputError("the sky falls"))

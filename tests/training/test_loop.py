@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,9 +73,8 @@ def test_the_iteration_line_is_what_megatron_parsers_expect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the log file, and on standard output by a flag."""
-    path, config = tmp_path / "log", tiny_run()
-    settings = replace(config.logging, log_style="megatron", log_file=str(path))
-    run_to_end(replace(config, logging=settings))
+    path = tmp_path / "log"
+    run_to_end(tiny_run(log_style="megatron", log_file=str(path)))
     lines, filed = (
         [line for line in text.splitlines() if " iteration " in line and "consumed" in line]
         for text in (capsys.readouterr().out, path.read_text())
@@ -99,19 +97,15 @@ def test_the_iteration_line_is_what_megatron_parsers_expect(
 def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = tiny_run(eval_interval=10)
     run_to_end(
-        replace(
-            config,
-            logging=replace(
-                config.logging,
-                tensorboard_dir=str(tmp_path),
-                log_params_norm=True,
-                log_num_zeros_in_grad=True,
-                log_timers_to_tensorboard=True,
-                log_validation_ppl_to_tensorboard=True,
-                log_world_size_to_tensorboard=True,
-            ),
+        tiny_run(
+            eval_interval=10,
+            tensorboard_dir=str(tmp_path),
+            log_params_norm=True,
+            log_num_zeros_in_grad=True,
+            log_timers_to_tensorboard=True,
+            log_validation_ppl_to_tensorboard=True,
+            log_world_size_to_tensorboard=True,
         )
     )
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -137,13 +131,8 @@ def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["metrics_jsonl", "tensorboard_dir"])
 def test_a_log_that_cannot_be_written_is_one_error(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").write_text("")
-    config = tiny_run()
     with pytest.raises(InputError, match=kind.replace("_", "-")):
-        run_to_end(
-            replace(
-                config, logging=replace(config.logging, **{kind: str(tmp_path / "file" / "below")})
-            )
-        )
+        run_to_end(tiny_run(**{kind: str(tmp_path / "file" / "below")}))
 
 
 def test_a_metrics_file_of_other_contents_is_kept_aside(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.timeline import compared, read_timeline
 from megatron_lite.model.layer import MLP
 from megatron_lite.training.step import TrainingError
@@ -78,39 +75,23 @@ def test_a_tensor_that_lives_on_beside_the_graph_is_an_error_under_verify(
         run_to_end(config)
 
 
-def _record(rank: int, world_size: int, folder: Path) -> None:
-    config = tiny_run(tp_size=world_size, metrics=folder / "metrics", train_iters=3)
+def _train(rank: int, world_size: int, folder: Path, timeline: str | None) -> None:
     run_to_end(
-        replace(
-            config,
-            recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
-            logging=LoggingConfig(
-                memory_timeline=str(folder / "timeline.json"), metrics_jsonl=str(folder / "metrics")
-            ),
+        tiny_run(
+            tp_size=world_size,
+            metrics=folder / "metrics",
+            train_iters=3,
+            recompute_granularity="full",
+            recompute_method="uniform",
+            memory_timeline=timeline,
         )
     )
 
 
 def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path: Path) -> None:
     plain, recorded = tmp_path / "plain", tmp_path / "recorded"
-    plain.mkdir()
-    recorded.mkdir()
-    run_ranks(
-        lambda rank, size: (
-            run_to_end(
-                tiny_run(
-                    tp_size=size,
-                    metrics=plain / "metrics",
-                    train_iters=3,
-                    recompute_granularity="full",
-                    recompute_method="uniform",
-                )
-            )
-            and None
-        ),
-        2,
-    )
-    run_ranks(_record, 2, recorded)
+    run_ranks(_train, 2, plain, None)
+    run_ranks(_train, 2, recorded, str(recorded / "timeline.json"))
     losses = [
         [json.loads(line)["lm_loss"] for line in (folder / "metrics").read_text().splitlines()]
         for folder in (plain, recorded)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +10,11 @@ import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.training.out_of_memory import advice, is_out_of_memory, memory_limited
 from megatron_lite.training.peak_memory import PeakMemory
+from tests.support.changes import with_settings
 from tests.support.commands import run_command
 from tests.support.rank_faults import first_step_fails
 from tests.support.ranks import run_ranks
@@ -67,7 +66,7 @@ def test_the_message_has_the_peak_what_holds_it_and_a_policy_that_fits() -> None
         assert term.name in text
     policy = re.search(r"--recompute-policy '?([^']*)'? \(docs/memory.md\)", text)
     assert policy is not None, text
-    fits = replace(config, recompute=RecomputeConfig(recompute_policy=policy[1]))
+    fits = with_settings(config, recompute_policy=policy[1])
     assert (
         step_peak(fits, 0, device="cpu", dp_cp_size=1, num_microbatches=1).num_bytes
         <= limit
@@ -135,13 +134,8 @@ def test_the_second_step_is_measured_and_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
     config = large_run(train_iters=4, eval_iters=0)
-    logging = replace(
-        config.logging,
-        log_peak_memory=True,
-        machine="cpu",
-        metrics_jsonl=str(tmp_path / "metrics.jsonl"),
-    )
-    run_to_end(replace(config, logging=logging))
+    measured = dict(log_peak_memory=True, machine="cpu", metrics_jsonl=f"{tmp_path}/metrics.jsonl")
+    run_to_end(with_settings(config, **measured))
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith("peak of a step"))
     share = re.search(r"\((\d+\.\d)% of it\)", line)
@@ -168,12 +162,10 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step(
         global_batch_size=16,
         train_iters=2,
         eval_iters=0,
-    )
-    config = replace(
-        config,
-        data=replace(config.data, seq_length=64),
-        logging=replace(config.logging, log_peak_memory=True),
-        recompute=RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous),
+        seq_length=64,
+        log_peak_memory=True,
+        recompute_policy=policy,
+        contiguous_saved_activations=contiguous,
     )
     found = run_to_end(config).peak
     assert found is not None

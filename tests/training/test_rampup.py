@@ -11,9 +11,8 @@ import pytest
 
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.optimizer_settings import LrScheduleConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.recompute.pool import Arena
+from tests.support.changes import with_settings
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
@@ -26,10 +25,10 @@ CONSUMED = [2, 4, 8, 14, 22, 30, 38]
 def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_run(metrics=tmp_path / "m", **dict(RAMP, train_iters=None, train_samples=40))
-    schedule = LrScheduleConfig(lr=1.0, lr_decay_style="linear", lr_warmup_samples=8)
-    logging = replace(config.logging, log_interval=1, log_style="megatron")
-    run_to_end(replace(config, lr_schedule=schedule, logging=logging))
+    schedule = dict(lr=1.0, lr_decay_style="linear", lr_warmup_samples=8)
+    length = dict(train_iters=None, train_samples=40)
+    logging = dict(metrics=tmp_path / "m", log_interval=1, log_style="megatron")
+    run_to_end(tiny_run(**RAMP, **schedule, **length, **logging))
     written = rows(tmp_path / "m")
     assert [row["global_batch_size"] for row in written] == SIZES
     assert [row["consumed_samples"] for row in written] == CONSUMED
@@ -63,19 +62,13 @@ def _with_slots(rank: int, world_size: int, folder: Path) -> list[int]:
             rampup_batch_size=(1, 1, 3),
             train_iters=4,
             eval_iters=0,
-        )
-        recompute = RecomputeConfig(
-            recompute_policy="*:full", contiguous_saved_activations=contiguous
+            recompute_policy="*:full",
+            contiguous_saved_activations=contiguous,
+            pipeline_model_parallel_size=2,
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Arena, "__init__", noting)
-            run_to_end(
-                replace(
-                    config,
-                    recompute=recompute,
-                    parallel=replace(config.parallel, pipeline_model_parallel_size=2),
-                )
-            )
+            run_to_end(config)
     return made
 
 
@@ -91,16 +84,9 @@ def test_slots_for_saved_inputs_are_made_once_for_what_the_ramp_will_have_in_fli
 def _interleaved(rank: int, world_size: int, folder: Path) -> tuple[str, int]:
     """Why a ramp over 2, 5 and 8 samples is refused; how far its last iterations come from a
     checkpoint behind the ramp."""
-    config = tiny_run(**dict(RAMP, train_iters=3), save=str(folder))
-    parallel = replace(
-        config.parallel, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2
-    )
-    config = replace(config, parallel=parallel, model=replace(config.model, num_layers=4))
-    ramp = replace(
-        config,
-        training=replace(config.training, rampup_batch_size=(2, 3, 6), train_iters=5),
-        checkpoint=replace(config.checkpoint, load=str(folder)),
-    )
+    pipeline = dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    config = tiny_run(**RAMP, **pipeline, num_layers=4, train_iters=3, save=str(folder))
+    ramp = with_settings(config, rampup_batch_size=(2, 3, 6), train_iters=5, load=str(folder))
     with pytest.raises(InputError) as fault:
         run_to_end(replace(ramp, checkpoint=CheckpointConfig()))
     run_to_end(config)  # to 8 samples
@@ -127,27 +113,25 @@ def _in_steps(rank: int, world_size: int, folder: Path) -> str:
     """
     length = tiny_run().data.seq_length
     text = f"0:2 {4 * length}:6 {10 * length}:4"
-    whole = tiny_run(metrics=folder / "whole", step_batch_size_schedule=text, train_iters=5)
-    whole = replace(whole, lr_schedule=LrScheduleConfig(lr=0.01, lr_decay_style="constant"))
-    run_to_end(whole)
-    first = replace(
-        whole,
-        training=replace(whole.training, exit_interval=2),
-        checkpoint=CheckpointConfig(save=str(folder / "saved")),
-        logging=replace(whole.logging, metrics_jsonl=str(folder / "parts")),
-    )
-    run_to_end(first)
-    # the batch of 3 samples has passed
     later = text.replace("0:2", "0:3")
-    run_to_end(
-        replace(
-            first,
-            training=replace(whole.training, step_batch_size_schedule=later),
-            checkpoint=CheckpointConfig(load=str(folder / "saved")),
+
+    def run(schedule: str, name: str, **settings: Any) -> None:
+        run_to_end(
+            tiny_run(
+                metrics=folder / name,
+                step_batch_size_schedule=schedule,
+                train_iters=5,
+                learning_rate=0.01,
+                **settings,
+            )
         )
-    )
+
+    run(text, "whole")
+    run(text, "parts", exit_interval=2, save=str(folder / "saved"))
+    # the batch of 3 samples has passed
+    run(later, "parts", load=str(folder / "saved"))
     with pytest.raises(InputError) as fault:
-        run_to_end(replace(whole, training=replace(whole.training, step_batch_size_schedule=later)))
+        run(later, "refused")
     return str(fault.value)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.config.run import RunConfig
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
@@ -27,15 +26,16 @@ def _run(
     weight_decay: float = 0.1,
     **checkpoint: Any,
 ) -> RunConfig:
-    config = tiny_run(train_iters=iterations, eval_iters=0, metrics=folder / f"{name}.jsonl")
-    config = replace(
-        config,
-        lr_schedule=LrScheduleConfig(**schedule),
-        optimizer=replace(config.optimizer, weight_decay=weight_decay),
-        checkpoint=CheckpointConfig(
-            save=str(folder / name), load=load and str(folder / load), **checkpoint
-        ),
+    config = tiny_run(
+        train_iters=iterations,
+        eval_iters=0,
+        metrics=folder / f"{name}.jsonl",
+        weight_decay=weight_decay,
+        save=str(folder / name),
+        load=load and str(folder / load),
+        **checkpoint,
     )
+    config = replace(config, lr_schedule=LrScheduleConfig(**schedule))
     run_to_end(config)
     return config
 

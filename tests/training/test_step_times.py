@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training import loop
 from megatron_lite.training.evaluate import Evaluations
+from tests.support.changes import with_settings
 from tests.support.late_device import LateDevice
 from tests.support.runs import run_to_end, tiny_run
 
@@ -25,7 +25,7 @@ def _config(folder: Path) -> RunConfig:
     settings = dict(
         log_interval=1, log_style="megatron", log_params_norm=True, log_num_zeros_in_grad=True
     )
-    return replace(config, logging=replace(config.logging, **settings))
+    return with_settings(config, **settings)
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

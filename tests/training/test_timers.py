@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.training import timers
 from megatron_lite.training.timers import LEVELS, Timers, Times
 from tests.support.ranks import run_ranks
@@ -33,26 +31,21 @@ def test_the_text_is_that_of_megatron_core(option: str, monkeypatch: pytest.Monk
 def _run(
     rank: int, world_size: int, folder: Path, level: int, option: str, pp_size: int
 ) -> dict[str, bool]:
-    config = tiny_run(metrics=folder / f"{level}", train_iters=5, eval_iters=0)
+    config = tiny_run(
+        metrics=folder / f"{level}",
+        train_iters=5,
+        eval_iters=0,
+        timing_log_level=level,
+        timing_log_option=option,
+        tensorboard_dir=str(folder / f"tb{level}"),
+        log_timers_to_tensorboard=True,
+        pipeline_model_parallel_size=pp_size,
+    )
     read: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         clock = lambda: read.append(time.perf_counter()) or read[-1]  # noqa: E731
         patch.setattr(timers, "Timers", partial(Timers, clock=clock))
-        run_to_end(
-            replace(
-                config,
-                logging=replace(
-                    config.logging,
-                    timing_log_level=level,
-                    timing_log_option=option,
-                    tensorboard_dir=str(folder / f"tb{level}"),
-                    log_timers_to_tensorboard=True,
-                ),
-                parallel=ParallelConfig(
-                    pipeline_model_parallel_size=pp_size, distributed_backend="gloo"
-                ),
-            )
-        )
+        run_to_end(config)
     return {"reads a clock": bool(read)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +37,16 @@ class FakeWandb:
 
 
 def _config(folder: Path) -> RunConfig:
-    config = tiny_run(metrics=folder / "m", train_iters=4, eval_iters=1)
-    return replace(
-        config,
-        logging=replace(
-            config.logging,
-            wandb_project="project",
-            wandb_exp_name="name",
-            wandb_save_dir=str(folder / "w"),
-            tensorboard_log_interval=2,
-            log_world_size_to_tensorboard=True,
-            log_loss_scale_to_tensorboard=False,
-        ),
+    return tiny_run(
+        metrics=folder / "m",
+        train_iters=4,
+        eval_iters=1,
+        wandb_project="project",
+        wandb_exp_name="name",
+        wandb_save_dir=str(folder / "w"),
+        tensorboard_log_interval=2,
+        log_world_size_to_tensorboard=True,
+        log_loss_scale_to_tensorboard=False,
     )
 
 
