@@ -54,7 +54,7 @@ class Metadata:
     data: the identity of the data (data/datasets.py).
     schedule: the learning-rate schedule of the run; None in a checkpoint of an older version.
     computed_on: the processor of rank 0 and its libraries, which decide the low bits of the results
-        (training/run_notices.py); "" in a converted checkpoint, or one of an older version.
+        (training/start_text.py); "" in a converted checkpoint, or one of an older version.
     missing: what a converted step does not hold, of "optimizer" (the optimizer states) and "rng"
         (the random-number streams). A run that loads it starts these anew.
     """

@@ -6,6 +6,13 @@ The identity is taken from the content of the files. Two runs have equal identit
 same documents and split, weight and cut them alike. It covers every byte of the .idx, the size of
 the .bin, and a sample of its bytes: a .bin can hold terabytes. Files that were moved or copied keep
 their identity. The seed and the length of a run are not part of it.
+
+Mock data (`--mock-data`) needs no files. It follows a rule that a model can learn, so that a
+falling loss shows that training works. It uses up to 64 ids, spread evenly over the vocabulary so
+that every tensor-parallel rank owns some of them. The id at place i is followed by the id at place
+i + 7 (mod their number), but one time in ten by a random id. A model that has learned this rule
+reaches a loss of about 0.73 nats per token. A model that does not know which of the 64 ids comes
+next has 4.16.
 """
 
 from __future__ import annotations
@@ -21,7 +28,6 @@ import numpy as np
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
-from megatron_lite.data.mock import MockDataset
 
 if TYPE_CHECKING:
     from megatron_lite.data.blend import Dataset
@@ -215,3 +221,40 @@ def _content(dataset: IndexedDataset) -> str:
     ).tolist():
         digest.update(content[start : start + SAMPLE_BYTES].tobytes())
     return digest.hexdigest()[:16]
+
+
+NUM_IDS, STEP, JUMP_PROBABILITY = 64, 7, 0.1
+
+
+class MockDataset:
+    """`num_samples` samples of seq_length + 1 ids.
+
+    Each sample depends only on (seed, index), in every version of numpy.
+    """
+
+    def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int) -> None:
+        self.num_samples, self.seq_length, self.seed = num_samples, seq_length, seed
+        count = min(NUM_IDS, vocab_size)
+        self.ids = np.arange(count, dtype=np.int64) * vocab_size // count
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Returns the token ids of a sample, [seq_length + 1] int64."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        random = np.random.RandomState([self.seed, index])
+        length = self.seq_length + 1
+        # A jump lands on a random id, and each later place follows it by the rule until the next
+        # jump. The first place counts as a jump, so that every sample begins at a random id.
+        jumps = random.random_sample(length) < JUMP_PROBABILITY
+        jumps[0] = True
+        landings = random.randint(len(self.ids), size=length)
+        positions = np.arange(length)
+        last_jump = np.maximum.accumulate(np.where(jumps, positions, 0))
+        return self.ids[(landings[last_jump] + STEP * (positions - last_jump)) % len(self.ids)]
+
+    def documents(self, index: int) -> dict[str, list[int]]:
+        """Returns {}, because mock data has no files."""
+        return {}

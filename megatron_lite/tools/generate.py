@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_lite.config.checks import flag, require_at_least
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.parser import Parser
 from megatron_lite.config.run_flags import add_flag, fields_of
+from megatron_lite.config.setting import check_settings, setting, switch
 from megatron_lite.tools.command import exit_status, rank_0_speaks
-from megatron_lite.tools.sampling import Sampling
 
 PROGRAM = "python -m megatron_lite.tools.generate"
 OF_A_RUN = ("tokenizer_model", "vocab_file", "merge_file", "distributed_backend")
@@ -79,3 +80,31 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The rule that chooses the next token.
+
+    The order is: divide by the temperature, keep the top_k likeliest tokens (0: all), then keep the
+    fewest of those whose probabilities reach top_p. `greedy` takes the likeliest token instead.
+    """
+
+    greedy: bool = switch("take the likeliest token each time")
+    temperature: float = setting(
+        "below 1: sharper, above 1: flatter",
+        1.0,
+        above=0,
+        why="use --greedy for the likeliest token",
+    )
+    top_k: int = setting("draw from the K likeliest tokens; 0: all", 0, least=0)
+    top_p: float = setting(
+        "draw from the likeliest tokens that together reach P",
+        0.9,
+        above=0,
+        most=1,
+        why="1 keeps every token",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)

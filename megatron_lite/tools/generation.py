@@ -31,7 +31,7 @@ from megatron_lite.parallel.collectives import all_gather_bytes, broadcast_
 from megatron_lite.parallel.launch import read_launch
 from megatron_lite.parallel.rng import derive_seed
 from megatron_lite.parallel.state import ParallelState, parallel_state
-from megatron_lite.tools.sampling import Sampling
+from megatron_lite.tools.generate import Sampling
 from megatron_lite.training.build_trainer import build_model
 
 # --- the checkpoint ---

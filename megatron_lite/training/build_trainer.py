@@ -36,7 +36,7 @@ from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules, sample_order
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import above_limit, check_fits, told_where_memory_runs_out
-from megatron_lite.training.run_notices import log_notices
+from megatron_lite.training.start_text import log_notices
 from megatron_lite.training.step import StageRunner, train_step
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ from megatron_lite.training.log_files import (
     row_text,
     skipped_batches_path,
 )
-from megatron_lite.training.peak_memory import measures_peak
+from megatron_lite.training.observe import measures_peak
 from megatron_lite.training.start_text import arguments_table, ranks_line
 from megatron_lite.training.summary import RunSummary, file_lines, skipped_text, training_lines
 from megatron_lite.training.terminal import Terminal

@@ -29,16 +29,18 @@ from megatron_lite.supervision.exits import Exits, Pulse
 from megatron_lite.training.batches import DocumentRules, MicroBatches, SampleOrder, masked_mean
 from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.log import RunLog
-from megatron_lite.training.observe import ActivationBytes, ActivationMeter, TimelineRecorder
-from megatron_lite.training.out_of_memory import told_where_memory_runs_out
-from megatron_lite.training.peak_memory import (
+from megatron_lite.training.observe import (
+    ActivationBytes,
+    ActivationMeter,
     PeakMemory,
     PeakMeter,
+    TimelineRecorder,
     measures_peak,
     own_step_peak,
     peak_of_all_ranks,
 )
-from megatron_lite.training.run_notices import described, moved_from
+from megatron_lite.training.out_of_memory import told_where_memory_runs_out
+from megatron_lite.training.start_text import described, moved_from
 from megatron_lite.training.step import StageRunner, StepEnd, StepResult, TrainingError, train_step
 from megatron_lite.training.summary import summary_of
 
@@ -55,7 +57,6 @@ if TYPE_CHECKING:
 
 
 NEVER = 2**63  # iterations
-COUNTS = ("skipped", "num_zeros")  # the figures of a step that are whole numbers
 
 
 class StartedStep(NamedTuple):
@@ -310,7 +311,9 @@ class Trainer:
         iteration, before = self.progress.iteration + 1, self.progress.consumed_samples
         batch_size = self.batches.at(before)
         learning_rate = self.schedule.at(before)
-        decoupled_learning_rate = self.schedule.decoupled_at(before)
+        decoupled_learning_rate = None
+        if self.schedule.decoupled_max_lr is not None:
+            decoupled_learning_rate = self.schedule.decoupled_at(before)
         logged = iteration % logging.log_interval == 0
         batches = MicroBatches(
             dataset=self.datasets.train,
@@ -394,7 +397,9 @@ class Trainer:
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures, counts them and logs them. Waits for the end of that step."""
         figures: dict[str, Any] = step.end.figures()
-        figures |= {name: int(figures[name]) for name in COUNTS if name in figures}
+        figures["skipped"] = int(figures["skipped"])
+        if "num_zeros" in figures:
+            figures["num_zeros"] = int(figures["num_zeros"])
         seconds = step.end.seconds_after(self._last_end)
         self._last_end = step.end
         self._seconds.append(seconds)

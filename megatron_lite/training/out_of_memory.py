@@ -28,7 +28,7 @@ from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.memory.predict.states import rank_parameter_count, rank_states
 from megatron_lite.memory.predict.step_peak import PeakTerm, StepPeak
 from megatron_lite.parallel.state import ParallelState, gather_texts
-from megatron_lite.training.peak_memory import own_step_peak
+from megatron_lite.training.observe import own_step_peak
 
 # Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
 WORDS = (

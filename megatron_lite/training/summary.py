@@ -27,7 +27,7 @@ from megatron_lite.training.iteration_line import (
     clock,
 )
 from megatron_lite.training.log_files import log_file_path, skipped_batches_path
-from megatron_lite.training.peak_memory import PeakMemory
+from megatron_lite.training.observe import PeakMemory
 
 FIRST_STEPS = 2  # whose times do not count: kernels compile, and the peak is measured
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megatron_lite.checkpointing import write
+from megatron_lite.checkpointing import saver
 from megatron_lite.checkpointing.snapshot import Snapshot
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, PeerError
@@ -87,8 +87,8 @@ def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(
     def slow_train(rank: int, world_size: int, config: RunConfig) -> None:
         steps = Steps()
 
-        @replaces("write", write.StepWriter)
-        def late(real: Any, self: write.StepWriter, snapshot: Snapshot) -> list[str]:
+        @replaces("write", saver.StepWriter)
+        def late(real: Any, self: saver.StepWriter, snapshot: Snapshot) -> list[str]:
             steps.wait_until(min(snapshot.iteration + 1, 5))
             return real(self, snapshot)
 
@@ -129,8 +129,8 @@ def fail_on_rank_1(rank: int, world_size: int, config: RunConfig, held: int, end
     """
     steps = Steps()
 
-    @replaces("write", write.StepWriter)
-    def ends_in_order(real: Any, self: write.StepWriter, snapshot: Snapshot) -> list[str]:
+    @replaces("write", saver.StepWriter)
+    def ends_in_order(real: Any, self: saver.StepWriter, snapshot: Snapshot) -> list[str]:
         try:
             return real(self, snapshot)
         finally:
@@ -139,7 +139,7 @@ def fail_on_rank_1(rank: int, world_size: int, config: RunConfig, held: int, end
             else:
                 assert ended.acquire(timeout=HANG_S)
 
-    @replaces("save_file", write)
+    @replaces("save_file", saver)
     def failing(save_file: Any, tensors: dict[str, Tensor], path: str) -> None:
         if rank == 1 and "iter_0000004" in path:
             steps.wait_until(held)
@@ -195,8 +195,8 @@ def test_a_run_that_fails_still_finishes_the_save_under_way(
 ) -> None:
     calls, failed = iter(range(100)), threading.Event()
 
-    @replaces("write", write.StepWriter)
-    def held(real: Any, self: write.StepWriter, snapshot: Snapshot) -> list[str]:
+    @replaces("write", saver.StepWriter)
+    def held(real: Any, self: saver.StepWriter, snapshot: Snapshot) -> list[str]:
         assert failed.wait(HANG_S)
         return real(self, snapshot)
 

@@ -16,7 +16,7 @@ from megatron_lite.config.notices import notices
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import apex
-from megatron_lite.training.run_notices import log_notices
+from megatron_lite.training.start_text import log_notices
 from tests.support.changes import with_settings
 from tests.support.pairs import in_one_test
 from tests.support.runs import tiny_run

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_lite.data.mock import MockDataset
+from megatron_lite.data.datasets import MockDataset
 
 
 def test_a_sample_depends_on_seed_and_index_alone() -> None:

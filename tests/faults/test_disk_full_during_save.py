@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpointing import write
+from megatron_lite.checkpointing import saver
 from megatron_lite.checkpointing.snapshot import Snapshot
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.logging_settings import LOG_FILE
@@ -68,14 +68,14 @@ def check(folder: Path, begun: Path, messages: list[str], reasons: tuple[str, ..
 def text_is_full(folder: Path, rank: int) -> None:
     """The file is the device that is always full. (That of tensors has a random name.)"""
 
-    real = write._write_files
+    real = saver._write_files
 
-    def writing(temporary: Path, snapshot: Snapshot) -> write.Rows:
+    def writing(temporary: Path, snapshot: Snapshot) -> saver.Rows:
         if rank == 0:
             (temporary / "manifest.json").symlink_to("/dev/full")
         return real(temporary, snapshot)
 
-    write._write_files = writing
+    saver._write_files = writing
 
 
 def files_are_limited(folder: Path, rank: int) -> None:
@@ -86,15 +86,15 @@ def files_are_limited(folder: Path, rank: int) -> None:
 def folder_is_closed(folder: Path, rank: int) -> None:
     """After the run has begun. The kernel says so in one of two ways, by who asks."""
 
-    real = write.StepWriter.write
+    real = saver.StepWriter.write
 
-    def writing(self: write.StepWriter, snapshot: Snapshot) -> list[str]:
+    def writing(self: saver.StepWriter, snapshot: Snapshot) -> list[str]:
         if rank == 0:
-            write.StepWriter.write = real  # type: ignore[method-assign]
+            saver.StepWriter.write = real  # type: ignore[method-assign]
             make_read_only(folder)
         return real(self, snapshot)
 
-    write.StepWriter.write = writing  # type: ignore[method-assign]
+    saver.StepWriter.write = writing  # type: ignore[method-assign]
 
 
 FULL = ("No space left on device",)

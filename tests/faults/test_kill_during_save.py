@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_lite.checkpointing import write
+from megatron_lite.checkpointing import saver
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.run import RunConfig
@@ -56,15 +56,15 @@ def train_until_killed(
 
         return call
 
-    real_write = write.StepWriter.write
+    real_write = saver.StepWriter.write
 
-    def writing(self: write.StepWriter, snapshot: Any) -> list[str]:
+    def writing(self: saver.StepWriter, snapshot: Any) -> list[str]:
         if rank == victim:
             for name in CHANGES:
                 setattr(os, name, counted(getattr(os, name)))
         return real_write(self, snapshot)
 
-    write.StepWriter.write = writing  # type: ignore[method-assign]
+    saver.StepWriter.write = writing  # type: ignore[method-assign]
     run_to_end(config)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpointing import write
+from megatron_lite.checkpointing import saver
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.happenings import happens
 from tests.support.programs import completes, program
@@ -78,7 +78,7 @@ def test_a_rank_that_dies_in_a_save_ends_the_others(
 
     def prepare(rank: int) -> None:
         if rank == victim:
-            setattr(write, function, lambda *_: _dies())
+            setattr(saver, function, lambda *_: _dies())
 
     with program([*_into(tmp_path), *more], ranks=2, prepare=prepare) as run:
         assert run.wait(victim, 1 - victim) == [-signal.SIGKILL, 1], run.everything()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.checkpointing import write
+from megatron_lite.checkpointing import saver
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config import input_file
 from megatron_lite.config.checks import InputError
@@ -96,7 +96,7 @@ def test_a_read_that_is_refused_for_a_moment_is_tried_again(
 
 
 def failing_saves(patch: Patch, number: int, *, times: int) -> None:
-    real, calls = write.save_file, 0
+    real, calls = saver.save_file, 0
 
     def failing(tensors: Any, path: str) -> None:
         nonlocal calls
@@ -105,8 +105,8 @@ def failing_saves(patch: Patch, number: int, *, times: int) -> None:
             raise OSError(number, os.strerror(number))
         real(tensors, path)
 
-    patch.setattr(write, "save_file", failing)
-    patch.setattr(write, "PAUSES_S", (0.0,))
+    patch.setattr(saver, "save_file", failing)
+    patch.setattr(saver, "PAUSES_S", (0.0,))
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.training.peak_memory import own_step_peak
+from megatron_lite.training.observe import own_step_peak
 from tests.memory.step_peaks import measure
 from tests.support.ranks import run_ranks
 

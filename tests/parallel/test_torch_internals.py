@@ -14,7 +14,7 @@ import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel import torch_internals
-from megatron_lite.training.run_notices import log_notices
+from megatron_lite.training.start_text import log_notices
 from tests.support.runs import tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]

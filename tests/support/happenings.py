@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpointing import write
+from megatron_lite.checkpointing import saver
 from megatron_lite.data import datasets
 from megatron_lite.data import gpt_dataset as gpt
 from megatron_lite.recompute.phase import is_recomputing
@@ -28,7 +28,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "replay": (MATMUL, "forward"),
     "step": (loop, "train_step"),
     "evaluation": (StageRunner, "evaluate"),
-    "saving": (write, "_write_tensors"),
+    "saving": (saver, "_write_tensors"),
     "index": (gpt, "build_sample_index"),
     "model": (build, "build_stages"),
 }

@@ -22,7 +22,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.tools.generate import main
+from megatron_lite.tools.generate import Sampling, main
 from megatron_lite.tools.generation import (
     config_for_ranks,
     find_step,
@@ -33,7 +33,6 @@ from megatron_lite.tools.generation import (
     token_probabilities,
     tokenizer_with_files,
 )
-from megatron_lite.tools.sampling import Sampling
 from tests.support.commands import Ended, ended, fault_of
 from tests.support.pairs import in_one_test
 from tests.support.programs import run_program

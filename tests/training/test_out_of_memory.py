@@ -12,8 +12,8 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import step_peak
+from megatron_lite.training.observe import PeakMemory
 from megatron_lite.training.out_of_memory import advice, is_out_of_memory, memory_limited
-from megatron_lite.training.peak_memory import PeakMemory
 from tests.support.changes import with_settings
 from tests.support.commands import run_command
 from tests.support.rank_faults import first_step_fails
