@@ -20,10 +20,9 @@ from torch import Tensor
 from benchmarks.engines import SEED, Shape
 from megatron_lite.api import run_config
 from megatron_lite.checkpointing.directory import claim_directory
-from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.saver import Saver
-from megatron_lite.checkpointing.snapshot import take_snapshot
 from megatron_lite.checkpointing.start import find_start
+from megatron_lite.checkpointing.state import load_checkpoint, take_snapshot
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.data.durable_files import sync
 from megatron_lite.parallel.state import ParallelState, parallel_state

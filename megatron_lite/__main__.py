@@ -22,7 +22,7 @@ SUBCOMMANDS = {
     "train": ("cli.pretrain", "trains a GPT, as pretrain_gpt.py of a checkout does"),
     "plan": ("tools.plan", "finds the fastest layout and recompute policy that fits"),
     "fit": ("tools.fit", "finds the recompute policy of a transformers model on a GPU"),
-    "explain": ("cli.explain_command", "prints what each layer of a run keeps and rebuilds"),
+    "explain": ("cli.explanation", "prints what each layer of a run keeps and rebuilds"),
     "convert": ("tools.convert", "converts weights from and to Hugging Face and Megatron"),
     "generate": ("tools.generate", "continues a text with the model of a checkpoint"),
     "preprocess": ("tools.preprocess_data", "converts text to the token files of --data-path"),

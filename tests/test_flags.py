@@ -10,7 +10,7 @@ from typing import Any
 
 from arguments import build_parser, parse_args, supported_flags, topics
 from megatron_lite.config import megatron_flags
-from megatron_lite.config.megatron_values import OTHER_WAYS
+from megatron_lite.config.megatron_flags import OTHER_WAYS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flag_of, flags_of, run_fields
 from tests.support.pairs import in_one_test

@@ -9,7 +9,7 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite import __main__ as command
-from megatron_lite.cli.explain_command import assumed_words
+from megatron_lite.cli.explanation import assumed_words
 from megatron_lite.config.known_models import PRESETS, nearest_presets, preset
 from megatron_lite.config.model import ModelConfig
 from tests.support.commands import ended, fault_of

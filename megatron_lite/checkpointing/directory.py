@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, Holder, LockLost
-from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, is_complete
+from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, is_complete
 from megatron_lite.checkpointing.step_files import (
     CONDEMNED,
     LATEST,

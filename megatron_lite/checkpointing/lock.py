@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from megatron_lite.checkpointing.manifest import MOST_STARTS, Manifest
+from megatron_lite.checkpointing.metadata import MOST_STARTS, Manifest
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input

@@ -11,7 +11,7 @@ import re
 import shlex
 from pathlib import Path
 
-from megatron_lite.checkpointing.manifest import MANIFEST
+from megatron_lite.checkpointing.metadata import MANIFEST
 from megatron_lite.checkpointing.step_files import LATEST, STEP_NAME
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import subcommand

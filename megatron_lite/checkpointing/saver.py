@@ -1,7 +1,7 @@
 """Saves a run's steps under --save.
 
-A Saver holds the directory of --save, has at most one save under way, and logs each step once it
-is durable. With --async-save training goes on as soon as the tensors are copied, and one thread of
+A Saver holds the directory of --save, has at most one save under way, and logs each step once it is
+durable. With --async-save training goes on as soon as the tensors are copied, and one thread of
 each rank writes them. While that thread writes, the ranks agree after every iteration whether all
 of them have finished or any has failed. Therefore either all ranks go on, or all raise.
 
@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_lite.checkpointing.directory import Claim
-from megatron_lite.checkpointing.manifest import (
+from megatron_lite.checkpointing.metadata import (
     MANIFEST,
     FileRow,
     Manifest,
@@ -43,7 +43,7 @@ from megatron_lite.checkpointing.manifest import (
     rows_from_plain,
     rows_to_plain,
 )
-from megatron_lite.checkpointing.snapshot import Snapshot
+from megatron_lite.checkpointing.state import Snapshot
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.plain import parse_json

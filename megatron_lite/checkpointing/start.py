@@ -4,7 +4,7 @@ Rank 0 lists the candidates and all ranks check them together, so every rank cho
 The pointer file names the first candidate. If that step is damaged, the run reports the damage
 and tries the next older step, and so on. It never tries a later step: such a step does not lead to
 the one that the pointer names. If the pointer is broken, the run tries the newest step of the
-highest start first (manifest.py). It does so too if that start saved a step after the pointer was
+highest start first (metadata.py). It does so too if that start saved a step after the pointer was
 written, and the pointer names a step of an earlier start: a start that was given up for lost wrote
 it. If a person sets the pointer afterwards, it is followed.
 """
@@ -18,8 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.checkpointing.manifest import MANIFEST, Manifest
-from megatron_lite.checkpointing.metadata import Metadata, Progress, check_config_fits, read_config
+from megatron_lite.checkpointing.metadata import (
+    MANIFEST,
+    Manifest,
+    Metadata,
+    Progress,
+    check_config_fits,
+    read_config,
+)
 from megatron_lite.checkpointing.other_systems import check_ours, load_advice
 from megatron_lite.checkpointing.step_files import (
     LATEST,

@@ -2,20 +2,26 @@
 
 They are `--dump-config`, `--explain-recompute` and `--dry-run-memory`. The module imports torch,
 which takes seconds, for the last one only.
+
+The subcommand `megatron-lite explain` is --explain-recompute of the program that trains.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from megatron_lite.cli import pretrain
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.invocation import SCRIPT, subcommand
+from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.notices import notices as notices_of
 from megatron_lite.config.parser import help_columns
 from megatron_lite.config.run import RunConfig
@@ -27,8 +33,9 @@ from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.pipeline_memory import step_microbatches
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.parallel.launch import Launch
+from megatron_lite.parallel.signals import dies_without_reader
 from megatron_lite.plan.auto_policy import choose_policy, with_chosen_policy
-from megatron_lite.plan.hardware import Hardware, load_hardware, machine_for_policy
+from megatron_lite.plan.hardware import Hardware, load_hardware, machine_for_policy, machine_names
 from megatron_lite.plan.step_time import step_time
 
 USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
@@ -168,8 +175,7 @@ def print_dry_run_memory(
     if settings.dry_run_device is None and device == "cpu" and backend == "auto":
         chosen += ["no GPU is here: add --dry-run-device cuda if the run will have GPUs"]
     # Imported late: these modules import torch.
-    from megatron_lite.training.dry_run import dry_run
-    from megatron_lite.training.dry_run_text import dry_run_text
+    from megatron_lite.training.dry_run import dry_run, dry_run_text
 
     told = partial(print, file=sys.stderr, flush=True)
     measured = [
@@ -199,3 +205,67 @@ def _complete(config: RunConfig, world_size: int, device: str) -> tuple[RunConfi
     num_ranks = max(world_size, config.parallel.model_ranks)
     found = with_chosen_policy(config, machine, num_ranks, device_bytes=machine.memory_bytes)
     return found.config, [found.notice]
+
+
+USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
+
+HELP = """usage: {program} FLAGS
+
+Prints, layer by layer, what a run keeps for backward, rebuilds and sends, the
+memory of each rank, and what other recompute flags would do. It trains nothing
+and needs no GPU.
+
+FLAGS are those of the run, of which only sizes and layout are needed:
+  {program} --model llama3-8b --recompute-policy 'every-2:full'
+  {program} --hf-config config.json --seq-length 8192 --micro-batch-size 1
+
+--model NAME, or --preset NAME, is one of
+{names}.
+It assumes --bf16, --micro-batch-size 1 and a --seq-length, and says so.
+--gpu NAME, or --machine FILE, is the machine of the run, one of
+{machines}.
+
+`{train} --help` has the topics of all flags, and
+`--help recompute` those of recomputation.
+"""
+
+
+def main(argv: Sequence[str], program: str = "megatron-lite explain") -> int:
+    """Prints the explanation and returns the exit status."""
+    if not argv or argv[-1] in ("-h", "--help"):
+        text = HELP.format(
+            program=program,
+            names=textwrap.fill(", ".join(PRESETS), 80),
+            train=" ".join(subcommand(program, "train")),
+            machines=", ".join(machine_names()),
+        )
+        with dies_without_reader():
+            print(text, end="")
+        return 0 if argv else 2
+    assumed = assumed_words(argv)
+    if assumed:
+        with dies_without_reader():
+            print(f"assumed for this model: {' '.join(assumed)}")
+    # The planner's --gpu takes the names that --machine takes here.
+    renamed = [re.sub("^--gpu(?==|$)", "--machine", word) for word in argv]
+    return pretrain.main([*renamed, *assumed, "--explain-recompute"], program)
+
+
+def assumed_words(argv: Sequence[str]) -> list[str]:
+    """Returns the flags that a command line with a known `--model` lacks, with usual values."""
+    words = [part for word in argv for part in word.split("=", 1)]
+    given = {word.replace("_", "-") for word in words}
+    names = [
+        name
+        for flag, name in itertools.pairwise(words)
+        if flag in ("--model", "--preset") and name in PRESETS
+    ]
+    if not names:
+        return []
+    positions = PRESETS[names[0]].fields["max_position_embeddings"]
+    usual = {
+        ("--seq-length",): ["--seq-length", str(min(positions, USUAL_LENGTH))],
+        ("--micro-batch-size",): ["--micro-batch-size", "1"],
+        ("--bf16", "--fp16", "--no-bf16"): ["--bf16"],
+    }
+    return [word for flags, words in usual.items() if not given & {*flags} for word in words]

@@ -1,6 +1,6 @@
 """Settings of Megatron's forks that stand for other fields here, by arithmetic or from a file.
 
-`megatron_values.OTHER_WAYS` has their flags, and loads this module where one is given. Standard
+`megatron_flags.OTHER_WAYS` has their flags, and loads this module where one is given. Standard
 library only.
 """
 

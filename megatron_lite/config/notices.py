@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.checks import flag
 from megatron_lite.config.layer_pattern import reach, spelled
-from megatron_lite.config.operators import parse_entry
-from megatron_lite.config.policy import LayerAction, check_policy_reaches
+from megatron_lite.config.policy import LayerAction, check_policy_reaches, parse_entry
 from megatron_lite.config.regions import (
     MLP_REGION,
     MOE,

@@ -18,7 +18,6 @@ from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.logging_settings import LoggingConfig, ProfilingConfig
 from megatron_lite.config.megatron_flags import RETIRED_FIELDS
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.operators import GROUPS, IN_GROUPS, parse_entry
 from megatron_lite.config.optimizer_settings import (
     LossScaleConfig,
     LrScheduleConfig,
@@ -26,7 +25,13 @@ from megatron_lite.config.optimizer_settings import (
 )
 from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig, no_flash_across_ranks
 from megatron_lite.config.plain import from_plain, parse_json
-from megatron_lite.config.policy import LayerAction, check_policy_reaches
+from megatron_lite.config.policy import (
+    GROUPS,
+    IN_GROUPS,
+    LayerAction,
+    check_policy_reaches,
+    parse_entry,
+)
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.setting import check_relations
 from megatron_lite.config.stages import most_in_flight, stages

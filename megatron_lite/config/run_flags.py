@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, flag, input_faults, quoted
 from megatron_lite.config.layer_pattern import parse_window
-from megatron_lite.config.megatron_values import OTHER_WAYS
+from megatron_lite.config.megatron_flags import OTHER_WAYS
 from megatron_lite.config.parser import Parser, reader
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.setting import Setting, settings_of, spelling

@@ -5,7 +5,7 @@ any work is done. Pickled weights (pytorch_model.bin) are never read. What is wr
 AutoModelForCausalLM.from_pretrained: files of at most 5 GB, with an index if they are several.
 Weights keep their dtype. Optimizer states are left out.
 
-A row of the table of families (config/hf_families.py) maps a module of this project to the modules
+A row of the table of families (config/hf_config.py) maps a module of this project to the modules
 there that hold its weight and bias, and names the layout. A layout is a pair of functions that are
 inverse to each other and linear: they map weights to weights and gradients to gradients, bit for
 bit.
@@ -36,8 +36,7 @@ from torch import Tensor
 
 from megatron_lite.checkpointing.shards import FLOATS, naming, open_tensors
 from megatron_lite.config.checks import InputError, input_faults
-from megatron_lite.config.hf_config import CONFIG, exact_fields, read_hf_file, to_hf
-from megatron_lite.config.hf_families import FAMILIES
+from megatron_lite.config.hf_config import CONFIG, FAMILIES, exact_fields, read_hf_file, to_hf
 from megatron_lite.config.input_file import crafted, read_json
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.target import (
@@ -333,7 +332,7 @@ def row_of(family: str, name: str, model: ModelConfig) -> TensorNames:
     found = table.get(module)
     if found is None:
         raise InputError(
-            f"the row {family} of FAMILIES in config/hf_families.py has no name for {module}"
+            f"the row {family} of FAMILIES in config/hf_config.py has no name for {module}"
         )
     row = TensorNames((found,)) if isinstance(found, str) else TensorNames(**found)
     experts = range(model.num_experts or 1) if "expert" in row.layout else (0,)

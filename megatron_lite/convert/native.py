@@ -16,8 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, row_of
-from megatron_lite.checkpointing.metadata import Metadata, Progress, read_config
+from megatron_lite.checkpointing.metadata import (
+    MANIFEST,
+    Manifest,
+    Metadata,
+    Progress,
+    read_config,
+    row_of,
+)
 from megatron_lite.checkpointing.shards import SavedLayout, ShardReader
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import (

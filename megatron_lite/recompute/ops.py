@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.operators import GROUPS, IN_GROUPS, Choice, parse_entry
+from megatron_lite.config.policy import GROUPS, IN_GROUPS, Choice, parse_entry
 from megatron_lite.parallel.torch_internals import (
     KEY_OF_VERSIONS,
     KeepsResults,

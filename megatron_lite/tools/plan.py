@@ -27,8 +27,8 @@ from megatron_lite.config.megatron_flags import (
     check_only_values,
     renamed_words,
     take_ignored,
+    translate_values,
 )
-from megatron_lite.config.megatron_values import translate_values
 from megatron_lite.config.parser import Parser, paragraph
 from megatron_lite.config.plain import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.recompute import AUTO

@@ -491,7 +491,7 @@ class Trainer:
         """Loads the step that `--load` chose, if it is given. Returns lines for the log."""
         if self.start is None:
             return []
-        from megatron_lite.checkpointing.load import load_checkpoint
+        from megatron_lite.checkpointing.state import load_checkpoint
 
         with told_by_rank_0("loading the checkpoint", self.parallel.rank):
             loaded = load_checkpoint(
@@ -515,7 +515,7 @@ class Trainer:
         Raises TrainingError if a weight is not finite. If a rank cannot write, a line of the log
         says so, and the run goes on.
         """
-        from megatron_lite.checkpointing.snapshot import take_snapshot
+        from megatron_lite.checkpointing.state import take_snapshot
 
         directory, iteration = self.config.checkpoint.save, self.progress.iteration
         if iteration == 0:

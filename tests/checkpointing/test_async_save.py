@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from megatron_lite.checkpointing import saver
-from megatron_lite.checkpointing.snapshot import Snapshot
+from megatron_lite.checkpointing.state import Snapshot
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.logging_settings import LOG_FILE

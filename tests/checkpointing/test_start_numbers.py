@@ -13,7 +13,7 @@ import pytest
 from megatron_lite.checkpointing import start
 from megatron_lite.checkpointing.directory import SaveDirectory
 from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, Holder, LockLost
-from megatron_lite.checkpointing.manifest import MANIFEST
+from megatron_lite.checkpointing.metadata import MANIFEST
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST
 from tests.support.checkpoints import flip_bit

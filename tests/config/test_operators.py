@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.config.operators import GROUPS, Choice
-from megatron_lite.config.policy import parse_policy
+from megatron_lite.config.policy import GROUPS, Choice, parse_policy
 from megatron_lite.config.run import RunConfig
 from tests.support.runs import tiny_run
 

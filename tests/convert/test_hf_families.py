@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.config.hf_config import from_hf, meaning_of
-from megatron_lite.config.hf_families import FAMILIES
+from megatron_lite.config.hf_config import FAMILIES, from_hf, meaning_of
 from megatron_lite.config.model import ModelConfig
 from tests.support.conversions import (
     converted,

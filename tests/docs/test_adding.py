@@ -30,7 +30,7 @@ TABLES = {
     "RULES": "optim.optimizer",
     "OPTIMIZERS": "config.optimizer_settings",
     "OptimizerConfig": "config.optimizer_settings",
-    "FAMILIES": "config.hf_families",
+    "FAMILIES": "config.hf_config",
     "LAYOUTS": "convert.hf",
 }
 

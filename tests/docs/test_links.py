@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from megatron_lite.config.hf_families import FAMILIES, REASONS
+from megatron_lite.config.hf_config import FAMILIES, REASONS
 from tests.docs.marks import PAGES, ROOT
 from tests.support.pairs import in_one_test
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_lite.checkpointing.manifest import MANIFEST, FileRow, Manifest
+from megatron_lite.checkpointing.metadata import MANIFEST, FileRow, Manifest
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_lite.checkpointing.manifest import MANIFEST, MOST_BYTES
+from megatron_lite.checkpointing.metadata import MANIFEST, MOST_BYTES
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError

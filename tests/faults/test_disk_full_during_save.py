@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.checkpointing import saver
-from megatron_lite.checkpointing.snapshot import Snapshot
+from megatron_lite.checkpointing.state import Snapshot
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.config.run import RunConfig

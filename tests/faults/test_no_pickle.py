@@ -18,7 +18,7 @@ import torch
 
 import pretrain_gpt
 from megatron_lite.checkpointing.lock import LOCK
-from megatron_lite.checkpointing.manifest import MANIFEST
+from megatron_lite.checkpointing.metadata import MANIFEST
 from megatron_lite.checkpointing.start import step_fault
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.operators import GROUPS, IN_GROUPS
+from megatron_lite.config.policy import GROUPS, IN_GROUPS
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward

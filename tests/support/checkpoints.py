@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, row_of
+from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, row_of
 
 
 def sign(step: Path) -> None:

@@ -1,6 +1,6 @@
 """Randomly initialised models of transformers, and our configs of them, written by hand.
 
-The configs check the mapping of config.json (config/hf_families.py). The weights are mapped by the
+The configs check the mapping of config.json (config/hf_config.py). The weights are mapped by the
 library (convert/hf.py); transformers' own logits and gradients check that mapping.
 """
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.start import find_start
+from megatron_lite.checkpointing.state import load_checkpoint
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import ParallelState, parallel_state

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from megatron_lite.checkpointing.directory import Claim, SaveDirectory
 from megatron_lite.checkpointing.lock import DirectoryLock, Holder
-from megatron_lite.checkpointing.manifest import Manifest
+from megatron_lite.checkpointing.metadata import Manifest
 from megatron_lite.checkpointing.saver import StepWriter
-from megatron_lite.checkpointing.snapshot import Snapshot, take_snapshot
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
+from megatron_lite.checkpointing.state import Snapshot, take_snapshot
 from megatron_lite.checkpointing.step_files import METADATA
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.parallel.state import ParallelState, parallel_state

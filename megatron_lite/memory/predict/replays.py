@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_lite.config.operators import Choice
+from megatron_lite.config.policy import Choice
 from megatron_lite.description.operations import (
     ALL_GATHER,
     Collective,
