@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.checkpointing import directory, manifest
+from megatron_lite.checkpointing import directory, metadata
 from megatron_lite.checkpointing.directory import SaveDirectory
 from megatron_lite.data import durable_files as data_files
 from megatron_lite.training import log_files
@@ -52,7 +52,7 @@ def a_step_that_was_taken_away_too_late_stays_away(_, self, step, target):
 
 
 def links_and_pipes_are_read(patch: Patch) -> None:
-    @replaces("input_size", manifest)
+    @replaces("input_size", metadata)
     def size(_: Any, path: Path) -> int:
         return path.stat().st_size
 
