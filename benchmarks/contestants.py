@@ -7,7 +7,7 @@ model have the weights of ours, so their losses are equal up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import GPTModel, ModelStages
 from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.training.graphs import LEAST_WARMUP, Recorder
 from megatron_lite.training.step import StageRunner, train_step
 
 OURS, PLAIN = "ours, none", "plain torch"
@@ -55,30 +56,51 @@ def build_contestants(
     if compiled:
         try:
             own = replace(setting, compiled=True)
-            (one,) = _ours(our_model(own, one_rank(own)), own, [OURS])
+            model = our_model(own, one_rank(own))
+            (one,) = _ours(model, own, [OURS])
             found.append(one._replace(name="ours, none, compiled"))
+            if setting.device.type == "cuda":
+                graphs = _ours(model, own, [OURS, "ours, full"], captured=True)
+                found += [one._replace(name=f"{one.name}, CUDA graph") for one in graphs]
         except InputError as reason:
             skipped["ours, compiled"] = str(reason).splitlines()[0]
     return found, skipped
 
 
-def _ours(model: GPTModel, setting: Setting, names: Sequence[str]) -> Iterator[Contestant]:
-    """Yields our contestants. They share one model and its optimizer."""
+def _ours(
+    model: GPTModel, setting: Setting, names: Sequence[str], *, captured: bool = False
+) -> Iterator[Contestant]:
+    """Yields our contestants. They share one model and its optimizer.
+
+    captured: whether a CUDA graph runs them, as under --cuda-graph-impl.
+    """
     stages, parallel = ModelStages([model]), one_rank(setting)
     optimizer = our_optimizer(stages, parallel, DataParallelConfig())
     runner = StageRunner(stages, parallel, loss_in_one_pass=setting.loss_in_one_pass)
     batch, num_layers = setting.batch(), setting.shape.num_layers
     model.loss_chunk_size = setting.loss_chunk_size
 
-    def run(plan: Any) -> Tensor:
+    def run(plan: Any, batches: Any, **_: Any) -> Any:
         model.decoder.plan = plan
-        return runner.train((batch,), loss_factor=1.0, before_last=optimizer.sync_next_backward)
+        return runner.train(batches, loss_factor=1.0, before_last=optimizer.sync_next_backward)
 
-    def step(plan: Any) -> Tensor:
+    def step(plan: Any, batches: Any, learning_rate: Any, **_: Any) -> Any:
         model.decoder.plan = plan
-        return train_step(runner, optimizer, (batch,), learning_rate=LEARNING_RATE).loss
+        return train_step(runner, optimizer, batches, learning_rate=learning_rate).loss
+
+    def called(way: Callable[..., Any]) -> Callable[[], Tensor]:
+        call = partial(way, (batch,), learning_rate=LEARNING_RATE)
+        if not captured:
+            return call
+        recorder = Recorder(way, parallel.rng)
+        call = partial(recorder.run, (batch,), learning_rate=LEARNING_RATE)
+        for _ in range(LEAST_WARMUP + 1):
+            call()
+        optimizer.zero_grad()
+        return call
 
     for name in names:
         policy = RecomputeConfig(recompute_policy=f"*:{name.split(', ')[1]}")
         plan = plan_stage(policy, num_layers)
-        yield Contestant(name, optimizer.zero_grad, partial(run, plan), partial(step, plan), plan)
+        ways = (called(partial(way, plan)) for way in (run, step))
+        yield Contestant(name, optimizer.zero_grad, *ways, plan)

@@ -36,7 +36,7 @@ cat <<FIRST
 If you have this GPU for a few minutes only, know this:
   - The first part, of at most 120 s, answers the main question: how near a bf16 step of an 8B model's layers is to the card's
     own matmul rate, and whether a peer is faster ("/ ours" below 1). Peers: transformers and Liger, where installed.
-  - Then come two smaller shapes (60 s each), recomputation (100 s) and the tests (140 s).
+  - Then come two smaller shapes (60 s each), recomputation (100 s) and the tests (200 s).
   - Every part ends by itself at its limit and writes what it has finished. If you stop the script, the tables remain.
   - Nothing else should run on the card. No clock or power setting is changed. Method: benchmarks/README.md.
 FIRST
@@ -67,5 +67,5 @@ part "recompute" 100 benchmarks/recompute.py "${gpt2[@]}" --dtype bf16 --dropout
     --engines none "uniform 1" "uniform 2" core_attn mlp "*:pointwise" "*:full@host" "*:pointwise@host" \
     "torch layers, reentrant" "torch layers, non-reentrant" "transformers, none" "transformers, reentrant"
 export CUBLAS_WORKSPACE_CONFIG=:4096:8
-part "tests" 140 tests/gpu/run.py
+part "tests" 200 tests/gpu/run.py
 "$PYTHON" benchmarks/gpu_report.py "$parts" "$output"
