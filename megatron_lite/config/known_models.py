@@ -2,7 +2,7 @@
 
 known_models.json has the sizes of the papers and of the models' published configurations: Llama
 (arXiv 2407.21783, 2307.09288), Qwen3 (2505.09388), Mixtral (2401.04088), and 22b to 1t (2205.05198,
-table 3). Every preset has its published number of parameters (tests/config/test_model_presets.py).
+table 3). Every preset has its published number of parameters (tests/config/test_json.py).
 """
 
 from __future__ import annotations

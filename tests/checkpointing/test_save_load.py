@@ -1,17 +1,30 @@
-"""What a run takes from a checkpoint, what it refuses, and what it leaves of one."""
+"""What a run takes from a checkpoint, what it refuses, and what it leaves of one.
+
+A --load that names no checkpoint: the message says what is there, and what to give.
+
+A run goes on with the data that its checkpoint has read; with any other only where it is told
+to.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.data_settings import DataConfig
+from megatron_lite.config.run import RunConfig
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.step import TrainingError
+from tests.support.corpora import written
 from tests.support.runs import run_to_end, step_bytes, tiny_run
 
 
@@ -121,3 +134,117 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="a weight is not finite, so no checkpoint is written"):
         run_to_end(config)
     assert not (tmp_path / LATEST).exists()
+
+
+def made(root: Path) -> Path:
+    (root / "run" / "checkpoint" / "iter_0000020").mkdir(parents=True)
+    (root / "run" / "checkpoint" / LATEST).write_text("20")
+    (root / "hf").mkdir()
+    (root / "hf" / "config.json").write_text("{}")
+    (root / "empty").mkdir()
+    (root / "file").write_text("x")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("load", "answer"),
+    [
+        ("nowhere", "no such folder: give the folder that --save"),
+        ("file", "it is a file: give the folder that --save"),
+        ("empty", ": give the folder that --save"),
+        ("run", "did you mean --load {root}/run/checkpoint?"),
+        ("run/checkpoint/iter_0000020", "iteration 20: give --load {root}/run/checkpoint"),
+        ("hf", "convert --from hf --to megatron-lite --load {root}/hf --save NEW_FOLDER"),
+    ],
+)
+def test_the_answer_has_what_to_give(tmp_path: Path, load: str, answer: str) -> None:
+    root = made(tmp_path)
+    with pytest.raises(InputError) as caught:
+        find_step(str(root / load))
+    text = str(caught.value)
+    assert text.startswith(f"--load {root}/{load}: no checkpoint there (no {LATEST}): ")
+    assert answer.format(root=root) in text
+
+
+def write(prefix: Path, seed: int = 1, documents: int = 40) -> str:
+    draw = random.Random(seed)
+    return written(prefix, ([draw.randrange(99) for _ in range(37)] for _ in range(documents)))
+
+
+def config_of(
+    data: dict[str, Any],
+    *,
+    train_iters: int = 3,
+    training: dict[str, Any] | None = None,
+    **checkpoint: Any,
+) -> RunConfig:
+    config = tiny_run(
+        **dict(train_iters=train_iters, eval_iters=0, **(training or {})), **checkpoint
+    )
+    return replace(config, data=DataConfig(**{"seq_length": 16, "split": "90,10,0", **data}))
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    data = dict(data_path=(write(tmp_path / "a"), write(tmp_path / "b", 2)))
+    run_to_end(config_of(data, save=str(tmp_path / "steps")))
+    return tmp_path, data
+
+
+def other_tokens(folder: Path) -> dict[str, Any]:
+    """As many documents of the same lengths."""
+    return dict(data_path=(str(folder / "a"), write(folder / "b", 3)))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "tokens": (other_tokens, "files"),
+    "more documents": (
+        lambda folder: dict(data_path=(str(folder / "a"), write(folder / "b", 2, 41))),
+        "files",
+    ),
+    "order": (lambda folder: dict(data_path=(str(folder / "b"), str(folder / "a"))), "files"),
+    "weights": (
+        lambda folder: dict(data_path=("0.3", str(folder / "a"), "0.7", str(folder / "b"))),
+        "weights",
+    ),
+    "split": (lambda folder: dict(split="80,20,0"), "split"),
+    "mock": (lambda folder: dict(data_path=(), mock_data=True), "source"),
+}
+
+
+@pytest.mark.runs(daily=2, ci=6)
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_data_is_refused_with_a_table(
+    begun: tuple[Path, dict[str, Any]], change: str
+) -> None:
+    folder, data = begun
+    make, field = CHANGES[change]
+    changed = {**data, **make(folder)}
+    load = str(folder / "steps")
+    table = (
+        rf"(?s)was trained on other data.*--allow-changed-data.*checkpoint +this run\n.*  {field} +"
+    )
+    with pytest.raises(InputError, match=table):
+        run_to_end(config_of(changed, train_iters=4, load=load))
+    for iterations, allowed in ((4, "allow_changed_data"), (1, "finetune")):
+        config = config_of(changed, train_iters=iterations, load=load, **{allowed: True})
+        assert run_to_end(config).progress.iteration == iterations
+
+
+def test_the_same_data_elsewhere_is_the_same_and_so_is_another_order_of_it(
+    begun: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Moved files, equal shares in other numbers, another seed and length of the run: the last two
+    are told."""
+    folder, _ = begun
+    moved = []
+    for name in ("a", "b"):
+        (folder / "moved" / name).mkdir(parents=True)
+        for kind in (".bin", ".idx"):
+            (folder / f"{name}{kind}").rename(folder / "moved" / name / f"text{kind}")
+        moved.append(str(folder / "moved" / name / "text"))
+    data = dict(data_path=tuple(moved), split="9, 1")
+    run_to_end(config_of(data, train_iters=4, training=dict(seed=5), load=str(folder / "steps")))
+    printed = capsys.readouterr().out
+    for change in ("--seed 1234 -> 5", "--train-iters 3 -> 4"):
+        assert f"changed since the checkpoint: {change}" in printed

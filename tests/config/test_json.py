@@ -1,14 +1,24 @@
-"""JSON that is no run is refused with the place of the fault."""
+"""JSON that is no run is refused with the place of the fault.
+
+The presets: their published numbers of parameters, and the one error.
+
+The commands that messages and reports name are those that their reader can type.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 import pytest
 
 from megatron_lite.api import run_config
+from megatron_lite.config.invocation import shell_lines, subcommand, training_command
+from megatron_lite.config.known_models import PRESETS, preset
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.predict.states import parameter_count
 
 
 def plain() -> dict[str, Any]:
@@ -90,3 +100,77 @@ def test_text_that_is_no_run_is_one_short_error(text: str, message: str) -> None
     with pytest.raises(ValueError) as fault:
         RunConfig.from_json(text)
     assert message in str(fault.value) and len(str(fault.value)) < 300
+
+
+# The sums over the tensors of the published checkpoints; tied embeddings count once.
+EXACT = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+}
+# Billions as the papers round them, of checkpoints that were not published.
+ROUNDED = {"gpt3-175b": 175, "22b": 22, "175b": 175, "530b": 530, "1t": 1000}
+
+
+def count(name: str) -> int:
+    known = preset(name)
+    return parameter_count(ModelConfig(**known.fields), known.vocab_size)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    assert count(name) == EXACT[name]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_preset_has_about_the_parameters_in_its_name(name: str) -> None:
+    assert count(name) / 1e9 == pytest.approx(ROUNDED[name], rel=0.02)
+
+
+def test_every_preset_is_compared() -> None:
+    assert set(EXACT) | set(ROUNDED) == set(PRESETS)
+
+
+MODULE = "python -m megatron_lite"
+
+
+def test_the_lines_of_a_command_fit_and_are_read_back_by_a_shell() -> None:
+    words = ["torchrun", "--node-rank", "$RANK", "-m", "a", "train", "--x", "b c; *:d"]
+    assert shell_lines(words) == "torchrun --node-rank $RANK -m a train --x 'b c; *:d'"
+    words += [f"--flag-{number}" for number in range(20)]
+    text = shell_lines(words)
+    assert shlex.split(text.replace("\\\n", "")) == words
+    assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) < 6
+    assert shell_lines([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("program", "report", "train"),
+    [
+        ("pretrain_gpt.py", f"{MODULE} report", "python pretrain_gpt.py"),
+        ("megatron-lite convert", "megatron-lite report", "megatron-lite train"),
+        (f"{MODULE}.tools.convert", f"{MODULE} report", f"{MODULE} train"),
+    ],
+)
+def test_each_program_names_the_commands_beside_it(program: str, report: str, train: str) -> None:
+    assert " ".join(subcommand(program, "report")) == report
+    assert " ".join(training_command(program)) == train
+    on_2 = " ".join(training_command(program, 2))
+    is_script = program == "pretrain_gpt.py"
+    assert on_2.endswith(f"2 {program if is_script else '-m megatron_lite train'}")

@@ -1,5 +1,10 @@
 """Every rule of the configuration: what breaks it, what the message says, and the nearest flags
-that keep it."""
+that keep it.
+
+Amounts of memory as texts.
+
+The default of --loss-chunk-size: chunks of 512 tokens wherever they cost nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,14 @@ import pytest
 from arguments import parse_args
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.notices import notices
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.plain import MOST_SIZE
+from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import fields_of, run_fields, topics
 from megatron_lite.config.setting import spelling
 from megatron_lite.config.training import TrainingConfig
+from megatron_lite.config.units import parse_bytes
 from tests.support.commands import fault_of
 from tests.support.pairs import in_one_test
 
@@ -161,3 +169,80 @@ def test_an_unknown_vocabulary_is_a_fault_where_it_is_needed() -> None:
         ValueError, match="--tokenizer-type HuggingFaceTokenizer is not known yet: set --vocab-size"
     ):
         TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="m").rows(1)
+
+
+def test_a_number_with_a_unit_is_so_many_bytes() -> None:
+    for text, expected in {
+        "80GiB": 80 * 2**30,
+        "80 gib": 80 * 2**30,
+        "1.5GB": 1_500_000_000,
+        "1B": 1,
+        "1073741824": 2**30,
+        "2TiB": 2**41,
+    }.items():
+        assert parse_bytes("--memory-budget", text, least=1) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["GiB", "-1GiB", "1e3GiB", "80G", "1GiB2", "", "1 2", "\u0663GiB", "1" * 16, "0GiB"]
+)
+def test_anything_else_is_refused_with_the_flag_and_the_text(text: str) -> None:
+    with pytest.raises(ValueError, match=f"--memory-budget '{text}'"):
+        parse_bytes("--memory-budget", text, least=1)
+
+
+BASE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 1024 "
+    "--vocab-size 127 --mock-data --train-iters 1 --lr 1e-3 --hidden-dropout 0 "
+    "--attention-dropout 0"
+)
+# With each of these backward has to compute the logits of a chunk again.
+TWO_PASSES = (
+    "--bf16",
+    "--fp16",
+    "--use-torch-fsdp2",
+    "--no-gradient-accumulation-fusion",
+    "--torch-compile --activation-memory-budget 0.5",
+)
+
+
+def config_of(flags: str) -> RunConfig:
+    return parse_args(f"{BASE} {flags}".split()).config
+
+
+@pytest.mark.parametrize(
+    ("flags", "chunk_size"),
+    [
+        ("--seq-length 512 --micro-batch-size 1", None),
+        ("--seq-length 513 --micro-batch-size 1", 512),
+        ("--seq-length 256 --micro-batch-size 2", None),
+        ("--seq-length 256 --micro-batch-size 3", 512),
+        ("--seq-length 1024 --micro-batch-size 1 --context-parallel-size 2", None),
+        ("--seq-length 1024 --micro-batch-size 2 --context-parallel-size 2", 512),
+        ("--seq-length 1024 --micro-batch-size 1 --tensor-model-parallel-size 2", 512),
+        ("--seq-length 1024 --micro-batch-size 1 --use-distributed-optimizer", 512),
+    ],
+)
+def test_a_float32_run_with_more_than_512_tokens_has_chunks(
+    flags: str, chunk_size: int | None
+) -> None:
+    config = config_of(flags)
+    assert config.loss_chunk_size == chunk_size
+    assert config.loss_in_one_pass == (chunk_size is not None)
+    assert config.training.loss_chunk_size is None  # so a changed run has a default of its own
+    world_size = config.parallel.model_ranks
+    assert len(notices(config, "log", world_size=world_size)) == (chunk_size is not None)
+
+
+@pytest.mark.parametrize("flags", [*TWO_PASSES, "--loss-chunk-size 0"])
+def test_a_run_whose_chunks_would_cost_something_has_whole_logits(flags: str) -> None:
+    config = config_of(f"--seq-length 1024 --micro-batch-size 1 {flags}")
+    assert config.loss_chunk_size is None
+    assert not config.loss_in_one_pass
+
+
+def test_a_given_size_is_taken() -> None:
+    config = config_of("--seq-length 1024 --micro-batch-size 1 --bf16 --loss-chunk-size 100")
+    assert config.loss_chunk_size == 100
+    assert not notices(config, "log", world_size=1)
+    assert not config.loss_in_one_pass

@@ -11,7 +11,7 @@ from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data import blend
 from megatron_lite.data.blend import BlendedDataset, BlendIndex, build_blend_index, kept_blend_index
 from megatron_lite.data.data_paths import normalized, parse_data_path
-from megatron_lite.data.datasets import Datasets, build_datasets
+from megatron_lite.data.datasets import Datasets, MockDataset, build_datasets
 from tests.support.corpora import written
 
 
@@ -196,3 +196,12 @@ def test_a_blend_index_of_other_datasets_is_not_used(monkeypatch: pytest.MonkeyP
         {"more": good["sample"]},
     ):
         assert fault({**good, **change}) is not None
+
+
+def test_a_sample_depends_on_seed_and_index_alone() -> None:
+    sizes = ((5, 12, 300, 7), (9, 12, 300, 7), (5, 12, 300, 8))
+    data, longer, other = (MockDataset(*size) for size in sizes)
+    assert np.array_equal(data[3], longer[3]) and np.array_equal(data[3], data[3])
+    assert not np.array_equal(data[3], data[2])
+    assert not np.array_equal(data[3], other[3])
+    assert (data[3].shape, data[3].dtype, len(data)) == ((13,), np.int64, 5)

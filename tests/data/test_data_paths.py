@@ -1,8 +1,13 @@
-"""Where the words of the data come from: flags, a file of words, or a JSON file of the splits."""
+"""Where the words of the data come from: flags, a file of words, or a JSON file of the splits.
+
+A --data-path that names no token files: the message has what to give, or the commands that make
+them.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.data_paths import parse_split, read_data_paths, split_documents
 from megatron_lite.data.datasets import Datasets, build_datasets
+from megatron_lite.data.indexed import IndexedDataset
 from tests.data.test_blend import write
 
 
@@ -125,3 +131,23 @@ def test_a_bad_split_names_itself_and_the_rule(split: str) -> None:
         match=r"--split '.*' must be 1 to 3 numbers >= 0, not all 0, .* such as '969, 30, 1'",
     ):
         parse_split(split)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("prefix", "file", "answer"),
+    [
+        ("data.bin", "data.bin", "leave the ending out: --data-path data"),
+        ("data", "data_text_document.idx", "did you mean --data-path data_text_document?"),
+        ("a b.jsonl", "a b.jsonl", "preprocess_data --input 'a b.jsonl' --output-prefix 'a b' "),
+    ],
+)
+def test_the_answer_has_what_to_give(folder: Path, prefix: str, file: str, answer: str) -> None:
+    (folder / file).write_text("words")
+    with pytest.raises(InputError, match=re.escape(answer)):
+        IndexedDataset(prefix)

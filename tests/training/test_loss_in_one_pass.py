@@ -28,7 +28,7 @@ from megatron_lite.training.batches import MicroBatch, cut, document_rules, mask
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter
 from megatron_lite.training.step import StageRunner, StepResult, train_step
-from tests.config.test_loss_chunks import TWO_PASSES
+from tests.config.test_rules import TWO_PASSES
 from tests.support.pairs import covered
 from tests.support.ranks import run_ranks
 

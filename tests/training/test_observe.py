@@ -1,8 +1,12 @@
-"""What a run says of its own memory, and that no policy changes a digit of what it logs."""
+"""What a run says of its own memory, and that no policy changes a digit of what it logs.
+
+The kept bytes of runs whose weights are sharded over data-parallel ranks.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,12 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.timeline import compared, read_timeline
 from megatron_lite.model.layer import MLP
 from megatron_lite.training.step import TrainingError
 from tests.support.commands import MOCK, SMALL_RUN
+from tests.support.layouts import LAYOUTS
 from tests.support.mutants import replaces
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
@@ -137,3 +143,24 @@ def test_a_replay_that_differs_ends_the_program_with_one_line_that_names_it(
         "--recompute-verify: a replay is not what its forward was at layer 1, activation: "
         "tensor 0 [16, 2, 128]"
     ) in error[0]
+
+
+POLICIES = ("*:full/2", "*:pointwise@host", "*:core_attn+mlp", "*:ops(matmul)")
+
+
+def test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights() -> None:
+    config = tiny_run(
+        data_parallel=LAYOUTS["fsdp2, memory-efficient"],
+        untie_embeddings_and_output_weights=True,
+        train_iters=1,
+        eval_iters=0,
+    )
+
+    def work(rank: int, world_size: int) -> list[str | None]:
+        settings = (
+            RecomputeConfig(recompute_policy=one, recompute_verify=True) for one in POLICIES
+        )
+        runs = [run_to_end(replace(config, recompute=one)) for one in settings]
+        return [run.activation_bytes.fault for run in runs]
+
+    assert run_ranks(work, 2, detail=False) == [[None] * len(POLICIES)] * 2
