@@ -29,8 +29,7 @@ from megatron_lite.config.checks import InputError, input_faults, require_at_lea
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parser import Parser
 from megatron_lite.config.run_flags import add_flag, fields_of
-from megatron_lite.data.indexed import token_dtype
-from megatron_lite.data.indexed_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.parallel.signals import STOPPING
 from megatron_lite.tools.command import exit_status

@@ -10,8 +10,7 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.data import indexed as indexed_module
-from megatron_lite.data.indexed import IndexedDataset, token_dtype
-from megatron_lite.data.indexed_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from megatron_lite.tools import unigram_entropy as tool
 from megatron_lite.tools.unigram_entropy import unigram_entropy
 from tests.support.corpora import written

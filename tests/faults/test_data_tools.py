@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data import indexed_writer
+from megatron_lite.data import indexed
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.tools import preprocess_data, train_tokenizer
 from tests.support.commands import ROOT, environment
@@ -179,7 +179,7 @@ def _bytes_read() -> int:
 
 # --- the order in which a pair is replaced ---
 
-CHANGES = [*((os, name) for name in ("unlink", "replace")), (indexed_writer, "sync")]
+CHANGES = [*((os, name) for name in ("unlink", "replace")), (indexed, "sync")]
 OLD, NEW = ([1, 2, 3], [4]), ([5], [6, 7, 8])  # of one size: no check of sizes tells them apart
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.data import indexed_writer
-from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.indexed_writer import IndexedDatasetWriter
+from megatron_lite.data import indexed
+from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter
 from tests.faults import test_data_tools
 from tests.support.mutants import Mutant, each_is_seen, replaces
 
@@ -23,7 +22,7 @@ def the_old_index_stays_until_the_new_one_is_there(unlink, path, *rest):
 @replaces("_publish", IndexedDatasetWriter)
 def names_are_not_synced(publish: Any, self: IndexedDatasetWriter) -> None:
     with pytest.MonkeyPatch.context() as inner:
-        replaces("sync", indexed_writer)(lambda *_: None)(inner)
+        replaces("sync", indexed)(lambda *_: None)(inner)
         publish(self)
 
 

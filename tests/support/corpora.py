@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.data.indexed import token_dtype
-from megatron_lite.data.indexed_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 
 
 def written(

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.other_systems import ITERATION, megatron_format
+from megatron_lite.checkpointing.start import ITERATION, megatron_format
 from megatron_lite.checkpointing.step_files import LATEST, pointed_step
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.model import ModelConfig
