@@ -185,6 +185,12 @@ class RunConfig:
                         f"cannot be told before the run; {', '.join(GROUPS)} name operators of "
                         "which it can, and so do their members"
                     )
+                if self.data.reset_attention_mask and entry.every > 1 and "attention" in entry.name:
+                    raise ValueError(
+                        f"--recompute-policy '{rule}': --reset-attention-mask may attend each "
+                        "document by a call of its own, so results of attention are kept all or "
+                        f"not at all (got every {entry.every}th): leave out /{entry.every}"
+                    )
             sequence = f"the {self.data.seq_length // parts} rows that a rank has of a sequence"
             if self.data.seq_length // parts % rule.action.tiles:
                 raise ValueError(

@@ -8,14 +8,16 @@ add up (2205.14135, 2310.01889).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 
 LARGEST_FLASH_HEAD = 256
@@ -33,6 +35,80 @@ class Attended(NamedTuple):
 
     output: Tensor
     lse: Tensor
+
+
+class CuSeqlens(NamedTuple):
+    """Where the documents of packed samples begin and end, as lists and not as masks.
+
+    bounds: on the host, over the samples in a row: 0, the ends of the documents, b s. A sample ends
+        its last document.
+    ends: the same numbers on the device, in int32.
+    """
+
+    bounds: Sequence[int]
+    ends: Tensor
+
+    @classmethod
+    def of(
+        cls, bounds: Sequence[int], *, batch: int, seq_length: int, device: torch.device
+    ) -> CuSeqlens:
+        """Returns the documents between these bounds.
+
+        ValueError: they are no documents of `batch` whole samples.
+        """
+        total = batch * seq_length
+        needed, rises = range(0, total + 1, seq_length), all(a < b for a, b in pairwise(bounds))
+        if not rises or not {*needed} <= {*bounds} or bounds[0] != 0 or bounds[-1] != total:
+            raise ValueError(
+                f"the bounds of documents must rise from 0 to {total} and pass every multiple of "
+                f"{seq_length}: cut those that are longer than a sequence (got {[*bounds[:9]]})"
+            )
+        ends = torch.tensor(bounds, dtype=torch.int32)
+        if device.type == "cuda":
+            ends = ends.pin_memory().to(device, non_blocking=True)
+        return cls(bounds, ends)
+
+    def starts(self, seq_length: int) -> Tensor:
+        """Returns for each token, [b, s], the place of the first token of its document."""
+        begins = self.ends[:-1] % seq_length
+        each = begins.repeat_interleave(self.ends.diff(), output_size=self.bounds[-1])
+        return each.view(-1, seq_length)
+
+
+class Readable(NamedTuple):
+    """The keys up to its own that a query may read. Without both fields it reads them all.
+
+    reach: query i of a window reads the keys from i - reach on.
+    documents: a query reads no key of an earlier one.
+    """
+
+    reach: int | None = None
+    documents: CuSeqlens | None = None
+
+
+PLAIN = Readable()
+
+
+def causal_mask(query: Tensor, readable: Readable, cp: ContextParallel | None = None) -> Tensor:
+    """Returns 0 for each key that a query reads, and -inf for the others, in the query's dtype.
+
+    [s, s], or with documents [b, 1, s, s]. The mask is added to scores. query: [s, ..]. Under
+    context parallelism it is [s/c, s], with the keys in the order of a gather over the ranks.
+    """
+    keys = queries = torch.arange(query.shape[0], device=query.device)
+    if cp is not None and cp.size > 1:
+        positions = cp.positions_by_rank(query.shape[0], query.device)
+        keys, queries = positions.flatten(), positions[cp.rank]
+    hidden = keys > queries.unsqueeze(-1)
+    reach, documents = readable
+    first = None if documents is None else documents.starts(len(keys))[:, queries]  # [b, s/c]
+    if reach is not None:
+        nearest = queries - reach
+        first = nearest if first is None else first.maximum(nearest)
+    if first is not None:
+        hidden = hidden | (keys < first.unsqueeze(-1))
+    mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return mask if documents is None else mask.unsqueeze(1)
 
 
 def has_kernel(query: Tensor) -> bool:
@@ -81,7 +157,7 @@ def kernel_context(
 
 
 def takes_window(query: Tensor) -> bool:
-    """Returns whether the kernel of `attend` skips the keys before a window, and needs no mask."""
+    """Returns whether the kernel of `attend` skips the keys before a window or a document."""
     if query.device.type == "cpu" or query.element_size() != 2:
         return False
     return not torch.cuda.is_available() or has_flash(query.device, query.shape[-1])
@@ -107,21 +183,22 @@ def attend(
     *,
     causal: bool,
     scale: float,
-    mask: Tensor | None = None,
-    reach: int | None = None,
+    readable: Readable = PLAIN,
 ) -> Attended:
     """Returns softmax(scale q k^T) v and its log-sum-exp.
 
     query: [b, a, n, d]. key, value: [b, g, m, d].
     causal: row i reads the columns 0 to i only; n must equal m.
-    mask: [n, m] or [b, 1, n, m] in the query's dtype, added to the scores. Each row must read a
-        column.
-    reach: row i reads the columns from i - reach on. Needs `causal` and `takes_window(query)`.
-
-    With `causal` the mask must hide later columns too. The CPU's flash kernel then skips their
-    blocks. On CUDA only the memory-efficient kernel takes a mask, and it gets the mask without
-    `causal`.
+    readable: needs `causal`. Where the kernel does not know documents (`takes_window`), it runs for
+        each of them. Where it does not know windows, it gets a mask. The CPU's flash kernel then
+        skips the blocks of later columns all the same. On CUDA only the memory-efficient kernel
+        takes a mask, and it gets the mask without `causal`.
     """
+    reach, documents = readable
+    if documents is not None and not takes_window(query):
+        one = partial(attend, causal=causal, scale=scale, readable=Readable(reach))
+        return Attended(*_by_document(documents, one, query, key, value))
+    mask = _window_mask(query, reach)
     if query.device.type == "cpu":
         if not cpu_attention_takes_groups():
             key, value = _for_each_head(query, key, value)
@@ -139,17 +216,17 @@ def attend(
         # The kernel pads the rows of lse.
         return Attended(output, lse[..., : query.shape[2]].contiguous())
     output, lse, *_ = aten._flash_attention_forward(
-        *_tokens_first(query, key, value),
-        None,
-        None,
-        query.shape[2],
-        key.shape[2],
+        *_tokens_first(documents, query, key, value),
+        *_lengths(documents, query, key),
         0.0,
         causal,
         False,
         scale=scale,
         **_window(reach),
     )
+    if documents is not None:  # [b n, a, d] and [a, b n]
+        output = output.unflatten(0, (-1, query.shape[2]))
+        lse = lse.unflatten(1, (-1, query.shape[2])).transpose(0, 1)
     return Attended(output.transpose(1, 2), lse)
 
 
@@ -162,8 +239,7 @@ def attend_backward(
     *,
     causal: bool,
     scale: float,
-    mask: Tensor | None = None,
-    reach: int | None = None,
+    readable: Readable = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns these keys' part of the query's gradient, and the gradients of key and value.
 
@@ -172,6 +248,19 @@ def attend_backward(
     """
     b, groups, m, d = key.shape
     output, lse = attended
+    reach, documents = readable
+    if documents is not None and not takes_window(query):
+
+        def one(
+            grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor
+        ) -> tuple[Tensor, ...]:
+            of, window = Attended(output, lse.contiguous()), Readable(reach)
+            return attend_backward(
+                grad, query, key, value, of, causal=causal, scale=scale, readable=window
+            )
+
+        return _by_document(documents, one, grad_output, query, key, value, output, lse)
+    mask = _window_mask(query, reach)
     # The kernels for CUDA take the seed of a dropout. Dropout is 0 here, so any seed will do.
     if query.device.type == "cpu":
         if not cpu_attention_takes_groups():
@@ -200,13 +289,12 @@ def attend_backward(
         )
     else:
         seed = torch.empty(2, dtype=torch.uint64, device=query.device)
+        if documents is not None:
+            lse = lse.transpose(0, 1).flatten(1)  # [a, b n]
         grads = aten._flash_attention_backward(
-            *_tokens_first(grad_output, query, key, value, output),
+            *_tokens_first(documents, grad_output, query, key, value, output),
             lse.contiguous(),
-            None,
-            None,
-            query.shape[2],
-            m,
+            *_lengths(documents, query, key),
             0.0,
             causal,
             seed,
@@ -214,16 +302,57 @@ def attend_backward(
             scale=scale,
             **_window(reach),
         )
-        grads = _tokens_first(*grads)
+        if documents is not None:
+            grads = [grad.unflatten(0, (b, -1)) for grad in grads]
+        grads = [grad.transpose(1, 2) for grad in grads]
     grad_query, *shared = grads
     if shared[0].shape[1] != groups:  # the key was repeated for every head
         shared = [grad.reshape(b, groups, -1, m, d).sum(2) for grad in shared]
     return grad_query, shared[0], shared[1]
 
 
-def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns each [b, a, n, d] as a view [b, n, a, d], and the reverse."""
-    return tuple(tensor.transpose(1, 2) for tensor in tensors)
+def _by_document(
+    documents: CuSeqlens, run: Callable[..., Iterable[Tensor]], *tensors: Tensor
+) -> Any:
+    """Returns the results of `run` for the rows of each document, joined.
+
+    tensors: each [b, .., n, d], as the results. They lie in memory as [n, b, .., d].
+    """
+    if len(documents.bounds) == 2:
+        return run(*tensors)
+    b, _, n = tensors[0].shape[:3]
+    whole: list[Tensor] = []
+    for start, stop in pairwise(documents.bounds):
+        rows = slice(start // n, start // n + 1), slice(None), slice(start % n, (stop - 1) % n + 1)
+        found = [*run(*(tensor[rows] for tensor in tensors))]
+        whole = whole or [
+            one.new_empty(n, b, one.shape[1], *one.shape[3:]).movedim(0, 2) for one in found
+        ]
+        for one, part in zip(whole, found, strict=True):
+            one[rows] = part
+    return whole
+
+
+def _tokens_first(documents: CuSeqlens | None, *tensors: Tensor) -> Iterable[Tensor]:
+    """Returns each [b, a, n, d] as a view [b, n, a, d], or with documents as [b n, a, d]."""
+    for tensor in tensors:
+        tensor = tensor.transpose(1, 2)
+        yield tensor if documents is None else tensor.flatten(0, 1)
+
+
+def _lengths(documents: CuSeqlens | None, query: Tensor, key: Tensor) -> tuple[Any, ...]:
+    """Returns the ends of queries and keys, and the most of each that belong together."""
+    if documents is None:
+        return None, None, query.shape[2], key.shape[2]
+    longest = max(stop - start for start, stop in pairwise(documents.bounds))
+    return documents.ends, documents.ends, longest, longest
+
+
+def _window_mask(query: Tensor, reach: int | None) -> Tensor | None:
+    """Returns a window over the queries [.., n, d] as a mask, if the kernel needs one."""
+    if reach is None or takes_window(query):
+        return None
+    return causal_mask(query[0, 0], Readable(reach))
 
 
 def _window(reach: int | None) -> dict[str, int]:

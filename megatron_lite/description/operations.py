@@ -286,12 +286,6 @@ def rng_state(name: str, num_bytes: int) -> KeptTensor:
     return KeptTensor(name, num_bytes, stays=True)
 
 
-def document_starts(sizes: Sizes) -> KeptTensor:
-    """Returns the starts of a micro-batch's documents (model/gpt.py), which layers share."""
-    num_bytes = ID_BYTES * sizes.micro_batch_size * sizes.seq_length
-    return KeptTensor("document starts", num_bytes, stays=True, shared=True, given=True)
-
-
 def shared_table(name: str, num_bytes: int) -> KeptTensor:
     """Returns a constant table that all layers save."""
     return KeptTensor(name, num_bytes, stays=True, shared=True)

@@ -21,7 +21,6 @@ from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.description.norms import query_key_norms
 from megatron_lite.description.operations import (
     ALL_GATHER,
-    ID_BYTES,
     OPERATORS,
     REDUCE_SCATTER,
     SHIFT,
@@ -32,7 +31,6 @@ from megatron_lite.description.operations import (
     Operation,
     OperatorCall,
     RegionEntry,
-    document_starts,
     shared_table,
 )
 from megatron_lite.description.shape import Shape
@@ -84,28 +82,24 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
         prefix = "rotated " if rotary else "normed " * normed
         value = whole if normed and not apart else KeptTensor("value", of.kv)
         inputs = (*_heads(of, prefix), value)
-    starts = (document_starts(sizes),) if sizes.resets_attention else ()
     if model.builds_scores(sizes.device):
-        yield _unfused(of, inputs, starts)
+        yield _unfused(of, inputs)
     else:
         windowed = model.layer_reach(layer, sizes.seq_length) is not None
-        yield _flash(of, inputs, starts, windowed=windowed)
+        yield _flash(of, inputs, windowed=windowed)
 
 
 def _heads(of: Shape, prefix: str = "") -> Tensors:
     return KeptTensor(f"{prefix}query", of.query), KeptTensor(f"{prefix}key", of.kv)
 
 
-def _flash(of: Shape, inputs: Tensors, starts: Tensors, *, windowed: bool) -> Operation:
+def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
     """Returns core attention by a flash kernel.
 
     The kernel keeps its inputs, its output and one number per row: the log of the row's sum of
-    exponentials. Its backward builds the scores again. With a window the layer keeps the same
-    tensors, since its mask is built again too (model/attention.py). With documents it also
-    keeps their starts. The exception is a mask with dropout on CUDA: torch's own function keeps
-    the mask.
-
-    starts: the starts of the documents, if attention needs them.
+    exponentials. Its backward builds the scores again. With a window or with documents the layer
+    keeps the same tensors (model/attention.py). The exception is a mask with dropout on CUDA:
+    torch's own function keeps the mask.
     """
     sizes, drops = of.sizes, of.model.attention_dropout > 0.0
     attended = attention_output(of)
@@ -113,11 +107,12 @@ def _flash(of: Shape, inputs: Tensors, starts: Tensors, *, windowed: bool) -> Op
     log_sum_exp = KeptTensor("log-sum-exp", rows * sizes.accumulate_bytes)
     on_cpu, is_wide = sizes.device == "cpu", sizes.element_bytes > 2
     # FlashAttention knows windows. Other kernels, and torch's own function, get a mask.
-    masked = bool(starts) or (windowed and (on_cpu or is_wide or drops))
+    packed = sizes.resets_attention
+    masked = (windowed and (on_cpu or is_wide or drops)) or (packed and drops)
     alone, is_flash = sizes.cp_size == 1, of.model.attention_backend == "flash" and not on_cpu
     # Without dropout our own Functions run these; torch's own function has no groups in float32.
     grouped = of.query != of.kv
-    ours = masked or windowed or is_flash or (is_wide and grouped)
+    ours = masked or windowed or packed or is_flash or (is_wide and grouped)
     operator = "aten._scaled_dot_product_flash_attention"
     if on_cpu:
         operator += "_for_cpu"
@@ -138,23 +133,28 @@ def _flash(of: Shape, inputs: Tensors, starts: Tensors, *, windowed: bool) -> Op
         forward,
     )
     in_flash = (is_flash or sizes.deterministic) and not (masked or is_wide)
+    pieces, size = 0, sizes.micro_batch_size
+    if packed and (on_cpu or is_wide):  # the gradients of a document, at most of a whole sample
+        pieces = (of.query + 2 * of.kv) // size
+    elif packed and size > 1:  # copies in the order of the samples
+        pieces = 3 * of.query + 2 * of.kv
     state = KeptTensor("seed and offset", OF_FLASH if in_flash else SEED_AND_OFFSET)
     states = (state,) if not on_cpu and alone and (drops or not ours) else ()
-    mask = starts
+    mask: Tensors = ()
     if masked and drops:
-        samples = sizes.micro_batch_size if starts else 1
-        name = "document mask" if starts else "window mask"
+        samples = sizes.micro_batch_size if packed else 1
+        name = "document mask" if packed else "window mask"
         mask = (KeptTensor(name, samples * sizes.seq_length**2 * of.element),)
     return Operation(
         CORE,
         "self_attention.core_attention",
         (*inputs, attended, log_sum_exp, *states, *mask),
         (CORE_ATTENTION,),
-        (RegionEntry(CORE_ATTENTION, (*inputs, *starts)),),
+        (RegionEntry(CORE_ATTENTION, inputs),),
         (call,),
         backward,
         rebuilds=(scores,),
-        temporary=_flash_temporary(of) + (_mask_temporary(of) if alone and masked else 0),
+        temporary=_flash_temporary(of) + alone * (_mask_temporary(of) * masked + pieces),
     )
 
 
@@ -180,21 +180,15 @@ def _flash_temporary(of: Shape) -> int:
 
 
 def _mask_temporary(of: Shape) -> int:
-    """Returns the most bytes while a mask of documents or of a window is built again."""
-    sizes = of.sizes
-    scores = sizes.own_seq_length * sizes.seq_length
-    if not sizes.resets_attention:
-        return 2 * scores * of.element
-    return sizes.micro_batch_size * (scores * (1 + of.element) + ID_BYTES)
+    """Returns the most bytes while the mask of a window is built again."""
+    return 2 * of.sizes.own_seq_length * of.sizes.seq_length * of.element
 
 
-def _unfused(of: Shape, inputs: Tensors, starts: Tensors) -> Operation:
+def _unfused(of: Shape, inputs: Tensors) -> Operation:
     """Returns core attention that builds its scores.
 
     It keeps the softmax, s/c x s for each head. With dropout it also keeps the mask, one byte per
     element, and the dropped softmax.
-
-    starts: the starts of the documents, if attention needs them. Only a replay keeps them.
     """
     model, sizes = of.model, of.sizes
     drops, grouped = model.attention_dropout > 0.0, model.query_groups < model.num_attention_heads
@@ -238,7 +232,7 @@ def _unfused(of: Shape, inputs: Tensors, starts: Tensors) -> Operation:
         "self_attention.core_attention",
         (*heads, *kept),
         (CORE_ATTENTION,),
-        (RegionEntry(CORE_ATTENTION, (*inputs, *starts)),),
+        (RegionEntry(CORE_ATTENTION, inputs),),
         (
             *(OperatorCall(OPERATORS[ALL_GATHER], (gathered,), (), (one,)) for one in forward),
             OperatorCall("aten.baddbmm.default", (KeptTensor("scores", scores),), (first,)),

@@ -3,24 +3,24 @@
 The output rows of linear_qkv are in Megatron's order, group by group: [q .. q k v][q .. q k v] ..
 Each rank's rows are therefore whole groups.
 
-torch's kernels know neither windows nor the documents of --reset-attention-mask. They take a mask
-of s x s elements, or with documents one for each sample, which autograd would keep for backward.
-The Function below builds the mask again instead. A layer with a mask therefore keeps the same
-tensors as a layer without one.
+torch's kernels for whole sequences know neither windows nor the documents of
+--reset-attention-mask. For a window they take a mask of s x s elements, which autograd would keep
+for backward. The Function below builds it again instead. Documents are lists of where they end. A
+layer with windows or documents therefore keeps the same tensors as a layer without.
 
-    device         kernel, forward and backward            the mask
-    CPU            _scaled_dot_product_flash_attention     with is_causal, which skips the keys that
-                   _for_cpu                                are later, half of the work
-    CUDA           _scaled_dot_product_efficient           alone, expanded over samples and heads
+    device         kernel, forward and backward            a window          documents
+    CPU            _scaled_dot_product_flash_attention     a mask            one after the other
+                   _for_cpu
+    CUDA           _scaled_dot_product_efficient           a mask            one after the other
                    _attention
-    CUDA, 16 bits  _flash_attention_forward                none: the kernel knows windows
-    and no documents
+    CUDA, 16 bits  _flash_attention_forward, which         by the kernel     by the kernel
+                   torch's varlen_attn calls
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,15 +31,18 @@ from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.context_parallel.attention_kernels import (
+    PLAIN,
     Attended,
+    CuSeqlens,
+    Readable,
     attend,
     attend_backward,
+    causal_mask,
     has_kernel,
     heads_first,
     heads_last,
     kernel_context,
     suits_torch,
-    takes_window,
 )
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import ROTATING, Norm
@@ -122,7 +125,7 @@ class SelfAttention(nn.Module):
         hidden_states: Tensor,
         rotary: RotaryTables | None,
         regions: Regions,
-        document_starts: Tensor | None = None,
+        documents: CuSeqlens | None = None,
     ) -> Tensor:
         qkv = self.linear_qkv(hidden_states)
         if self.kernels is not None and self.rotates and self.q_layernorm is None:
@@ -130,7 +133,7 @@ class SelfAttention(nn.Module):
             query, key, value = _RotatedHeads.apply(
                 self.kernels, qkv, *rotary, self.queries_per_group, self.head_dim
             )
-            return self._attended(query, key, value, regions, document_starts)
+            return self._attended(query, key, value, regions, documents)
         query, key, value = self._split_heads(qkv)
         rotates, tables = self.rotates, tuple[Tensor, ...]()
         if self.q_layernorm is not None and self.k_layernorm is not None:
@@ -140,7 +143,7 @@ class SelfAttention(nn.Module):
         if rotates:
             assert rotary is not None
             query, key = (apply_rotary(heads, rotary, self.kernels) for heads in (query, key))
-        return self._attended(query.flatten(2, -2), key, value, regions, document_starts)
+        return self._attended(query.flatten(2, -2), key, value, regions, documents)
 
     def _attended(
         self,
@@ -148,10 +151,10 @@ class SelfAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         regions: Regions,
-        document_starts: Tensor | None,
+        documents: CuSeqlens | None,
     ) -> Tensor:
         return self.linear_proj(
-            regions.run(CORE_ATTENTION, self.core_attention, query, key, value, document_starts)
+            regions.run(CORE_ATTENTION, self.core_attention, query, key, value, documents)
         )
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,10 +283,9 @@ class CoreAttention(nn.Module):
     scores. Context-parallel attention with dropout, with a window, or of shapes that no kernel
     takes is unfused on every device.
 
-    With the starts of documents a query reads no key of an earlier document. The mask [b, 1, s, s]
-    is built in forward and again in backward, like that of a window. Flash attention keeps the
-    starts, which all layers share. With several samples and heads, unfused attention copies the
-    mask for every head.
+    With documents a query reads no key of an earlier one. Flash attention keeps what it keeps
+    without them. Attention that builds its scores, and torch's own with dropout on CUDA, get a mask
+    [b, 1, s, s]. Unfused attention copies it for every head, if there are several samples.
 
     layer: the layer's number in the whole model, counted from 0. It decides whether attention has a
     window. A window adds nothing to the kept bytes, with one exception. Unfused attention adds the
@@ -327,35 +329,34 @@ class CoreAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        document_starts: Tensor | None = None,
+        documents: CuSeqlens | None = None,
         skip_tail: bool = False,
     ) -> Tensor:
         """Runs attention.
 
-        document_starts: [b, s] of the whole sequence (model/gpt.py). A query reads no key of
-            an earlier document.
+        documents: those of the whole sequences. A query reads no key of an earlier document.
         skip_tail: the output's values are never read. Unfused attention then skips its last matmul.
             Flash attention, one kernel, skips nothing.
         """
         dropout_p = self.dropout if self.training else 0.0
         length = query.shape[0] * self.cp.size
         window = None if self.window is None else reach(self.window, length)
-        readable = Readable(window, document_starts)
+        readable = Readable(window, documents)
         sharded = self.cp.group is not None
         ours = dropout_p == 0.0 and has_kernel(query)  # our own Functions of torch's kernels
         if (
             self.always_unfused
             or (dropout_p > 0.0 and self.builds_scores)
-            or (sharded and not (ours and readable.is_plain))
+            or (sharded and not (ours and readable == PLAIN))
         ):
             return self._unfused(query, key, value, readable, dropout_p, skip_tail)
         if sharded:
             attended = self.sharded(query, key, value, cp=self.cp, scale=self.scale)
             return attended.flatten(2)
-        if ours and not (readable.is_plain and suits_torch(query, key) and not self.is_flash):
+        if ours and not (readable == PLAIN and suits_torch(query, key) and not self.is_flash):
             return masked_attention(query, key, value, readable, scale=self.scale).flatten(2)
         # torch's own attention, which keeps its mask
-        mask = None if readable.is_plain else causal_mask(query, readable)
+        mask = None if readable == PLAIN else causal_mask(query, readable)
         query, key, value = map(heads_first, (query, key, value))
         with (
             self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext(),
@@ -423,51 +424,13 @@ def weighted_sum_backward(grad: Tensor, weights: Tensor, value: Tensor) -> tuple
 WEIGHTED_SUM = Pair(weighted_sum, weighted_sum_backward, slice(0, 2))
 
 
-class Readable(NamedTuple):
-    """The keys up to its own that a query may read. Without both fields it reads them all.
-
-    reach: query i of a window reads the keys from i - reach on.
-    starts: [b, s], the start of each token's document (model/gpt.py). A query reads no key of
-        an earlier document.
-    """
-
-    reach: int | None = None
-    starts: Tensor | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a query reads all keys up to its own, as torch's `is_causal` says."""
-        return self.reach is None and self.starts is None
-
-
-def causal_mask(query: Tensor, readable: Readable, cp: ContextParallel | None = None) -> Tensor:
-    """Returns 0 for each key that a query reads, and -inf for the others, in the query's dtype.
-
-    [s, s], or with documents [b, 1, s, s]. The mask is added to scores. query: [s, ..]. Under
-    context parallelism it is [s/c, s], with the keys in the order of a gather over the ranks.
-    """
-    keys = queries = torch.arange(query.shape[0], device=query.device)
-    if cp is not None and cp.size > 1:
-        positions = cp.positions_by_rank(query.shape[0], query.device)
-        keys, queries = positions.flatten(), positions[cp.rank]
-    hidden = keys > queries.unsqueeze(-1)
-    first = None if readable.starts is None else readable.starts[:, queries]  # [b, s/c]
-    if readable.reach is not None:
-        nearest = queries - readable.reach
-        first = nearest if first is None else first.maximum(nearest)
-    if first is not None:
-        hidden = hidden | (keys < first.unsqueeze(-1))
-    mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-    return mask if readable.starts is None else mask.unsqueeze(1)
-
-
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, readable: Readable, *, scale: float
 ) -> Tensor:
     """Returns attention to the readable keys, [s, b, a/t, d]. Needs `has_kernel(query)`.
 
     query: [s, b, a/t, d]. key, value: [s, b, g/t, d].
-    Keeps five tensors for backward, as torch's own causal attention does, and the starts:
+    Keeps five tensors for backward, as torch's own causal attention does:
 
         query, key, value   the arguments themselves; views of one storage stay views
         output              [s, b, a/t, d], which linear_proj keeps too
@@ -477,58 +440,37 @@ def masked_attention(
     """
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = in_autocast_dtype(query, key, value)
-    return _MaskedAttention.apply(query, key, value, readable.starts, readable.reach, scale)
+    return _MaskedAttention.apply(query, key, value, readable, scale)
 
 
 class _MaskedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        starts: Tensor | None,
-        reach: int | None,
-        scale: float,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, readable: Readable, scale: float
     ) -> Tensor:
-        # One call of torch's kernel: an ops(attention) policy can keep its result.
-        first_query, first_key, first_value = map(heads_first, (query, key, value))
-        attended = attend(
-            first_query,
-            first_key,
-            first_value,
-            causal=True,
-            scale=scale,
-            **_readable(query, reach, starts),
-        )
-        ctx.reach, ctx.scale = reach, scale
+        # Calls of torch's kernel alone: an ops(attention) policy can keep their results.
+        tensors = map(heads_first, (query, key, value))
+        attended = attend(*tensors, causal=True, scale=scale, readable=readable)
+        ctx.readable, ctx.scale = readable, scale
         output = heads_last(attended.output)
-        ctx.save_for_backward(query, key, value, output, attended.lse, starts)
+        ctx.save_for_backward(query, key, value, output, attended.lse)
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse, starts = ctx.saved_tensors
-        grad, first_query, first_key, first_value = map(
-            heads_first, (grad_output.contiguous(), query, key, value)
+        query, key, value, output, lse = ctx.saved_tensors
+        grad, query, key, value, output = map(
+            heads_first, (grad_output.contiguous(), query, key, value, output)
         )
         grads = attend_backward(
             grad,
-            first_query,
-            first_key,
-            first_value,
-            Attended(heads_first(output), lse),
+            query,
+            key,
+            value,
+            Attended(output, lse),
             causal=True,
             scale=ctx.scale,
-            **_readable(query, ctx.reach, starts),
+            readable=ctx.readable,
         )
-        return *map(heads_last, grads), None, None, None
-
-
-def _readable(query: Tensor, reach: int | None, starts: Tensor | None) -> dict[str, Any]:
-    """Returns which keys are read, as `attend` takes it."""
-    readable = Readable(reach, starts)
-    if starts is None and takes_window(query):
-        return {"reach": reach}
-    return {"mask": None if readable.is_plain else causal_mask(query, readable)}
+        return *map(heads_last, grads), None, None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.stages import Stage, whole_model
+from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model.embedding import LanguageModelEmbedding
 from megatron_lite.model.layer import TransformerBlock
 from megatron_lite.model.rotary import RotaryTables, rotary_tables
@@ -37,12 +38,12 @@ class Documents(NamedTuple):
 
     position_ids: [b, s/c] int64, the place of each of this rank's tokens within its document
         (--reset-position-ids).
-    starts: [b, s] int64, for each token of the whole sequence the place of the first token of its
-        document (--reset-attention-mask).
+    cu_seqlens: the documents of the whole sequences (--reset-attention-mask). They are data of the
+        micro-batch: no layer saves them for backward.
     """
 
     position_ids: Tensor | None = None
-    starts: Tensor | None = None
+    cu_seqlens: CuSeqlens | None = None
 
 
 NO_DOCUMENTS = Documents()
@@ -220,7 +221,7 @@ class GPTModel(nn.Module):
         shards = self.context.size if self.context.sequence_parallel else 1
         seq_length = hidden_states.shape[0] * shards
         rotary = self.rotary_tables(seq_length) if self._rotates else None
-        return self.decoder(hidden_states, rotary, plan, documents.starts)
+        return self.decoder(hidden_states, rotary, plan, documents.cu_seqlens)
 
     def _project(
         self, function: Callable[[Tensor, Tensor], Tensor], hidden_states: Tensor

@@ -21,6 +21,7 @@ from megatron_lite.config.regions import (
     SHARED_EXPERTS,
 )
 from megatron_lite.config.stages import Stage
+from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model.attention import SelfAttention
 from megatron_lite.model.dropout import add_dropped_out
 from megatron_lite.model.mlp import MLP
@@ -81,11 +82,11 @@ class TransformerLayer(nn.Module):
         self,
         hidden_states: Tensor,
         rotary: RotaryTables | None,
-        document_starts: Tensor | None,
+        documents: CuSeqlens | None,
         regions: Regions,
     ) -> Tensor:
         normed, hidden_states = _normed(self.input_layernorm, hidden_states, regions)
-        branch = self.self_attention(normed, rotary, regions, document_starts)
+        branch = self.self_attention(normed, rotary, regions, documents)
         if self.post_self_attn_layernorm is not None:
             branch = self.post_self_attn_layernorm(branch)
         bias = self.self_attention.linear_proj.skipped_bias
@@ -185,14 +186,14 @@ class TransformerBlock(nn.Module):
         hidden_states: Tensor,
         rotary: RotaryTables | None,
         plan: RecomputePlan | None = None,
-        document_starts: Tensor | None = None,
+        documents: CuSeqlens | None = None,
     ) -> Tensor:
         hidden_states = run_layers(
             plan or self.plan,
             list(self.layers),
             hidden_states,
             rotary,
-            document_starts,
+            documents,
             rng=self.context.rng,
             tp_group=self.context.group,
             stores=self.stores,

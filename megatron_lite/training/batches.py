@@ -49,6 +49,7 @@ from torch import Tensor
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model.gpt import NO_DOCUMENTS, Documents
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.sequence_spans import select, spans_of
@@ -174,11 +175,17 @@ class Batches(Protocol):
 
 
 def cut(
-    samples: Tensor, *, cp_rank: int = 0, cp_size: int = 1, rules: DocumentRules | None = None
+    samples: Tensor,
+    *,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rules: DocumentRules | None = None,
+    bounds: Sequence[int] | None = None,
 ) -> MicroBatch:
     """Returns one context-parallel rank's spans of samples [b, s + 1] as a micro-batch.
 
     rules: what the ends of documents mean; None: nothing.
+    bounds: those of the documents (`bounds_of`), which are found in the samples if they are None.
     """
 
     def own(whole: Tensor) -> Tensor:
@@ -194,12 +201,15 @@ def cut(
         batch = batch._replace(loss_mask=(batch.tokens != rules.eod).float())
     if not (rules.reset_positions or rules.reset_attention):
         return batch
-    starts, position_ids = document_starts(samples[:, :-1], rules.eod), None
+    size, length = samples.shape[0], samples.shape[1] - 1
+    bounds = bounds_of(samples.numpy(), rules.eod) if bounds is None else bounds
+    packed = CuSeqlens.of(bounds, batch=size, seq_length=length, device=samples.device)
+    position_ids = None
     if rules.reset_positions:
-        places = torch.arange(starts.shape[1], device=starts.device)
-        position_ids = own(places - starts)
-    documents = Documents(position_ids, starts if rules.reset_attention else None)
-    return batch._replace(documents=documents)
+        position_ids = own(torch.arange(length, device=samples.device) - packed.starts(length))
+    return batch._replace(
+        documents=Documents(position_ids, packed if rules.reset_attention else None)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,14 +254,11 @@ def document_rules(config: RunConfig) -> DocumentRules | None:
     )
 
 
-def document_starts(tokens: Tensor, eod: int) -> Tensor:
-    """Returns for each token of [b, s] the place of the first token of its document, int64."""
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    begins = torch.zeros_like(tokens)
-    # The place of each token that begins a document, and 0 for all others. The largest number up
-    # to a token is then the start of its document.
-    begins[:, 1:] = places[1:] * (tokens[:, :-1] == eod)
-    return begins.cummax(1).values
+def bounds_of(samples: np.ndarray, eod: int) -> list[int]:
+    """Returns where the documents of samples [b, s + 1] begin and end, among their b s tokens."""
+    ends = samples[:, :-1] == eod
+    ends[:, -1] = True
+    return [0, *(np.flatnonzero(ends) + 1).tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,10 +286,14 @@ class MicroBatches:
 
     def __getitem__(self, number: int) -> MicroBatch:
         parallel = self.parallel
-        samples = torch.from_numpy(np.stack(self._read(number)))
+        read, bounds = np.stack(self._read(number)), None
+        if self.rules is not None:
+            bounds = bounds_of(read, self.rules.eod)
+        samples = torch.from_numpy(read)
         if parallel.device.type == "cuda":  # an asynchronous copy, from pinned memory
             samples = samples.pin_memory().to(parallel.device, non_blocking=True)
-        return cut(samples, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size, rules=self.rules)
+        ranks = dict(cp_rank=parallel.cp_rank, cp_size=parallel.cp_size)
+        return cut(samples, **ranks, rules=self.rules, bounds=bounds)
 
     def counts(self) -> list[int]:
         """Returns how many tokens of each micro-batch count in the loss, on all its ranks.

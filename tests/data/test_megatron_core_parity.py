@@ -144,8 +144,8 @@ def test_documents_have_the_masks_and_positions_of_theirs(flags: tuple[bool, boo
     for seed in range(20):
         text = packed_text(seed, most=1 + seed)
         ours = cut(text, rules=rules)
-        own_mask, (position_ids, starts) = ours.loss_mask, ours.documents
-        given = [one is not None for one in (own_mask, position_ids, starts)]
+        own_mask, (position_ids, cu_seqlens) = ours.loss_mask, ours.documents
+        given = [one is not None for one in (own_mask, position_ids, cu_seqlens)]
         assert given == list(flags)
         for number, tokens in enumerate(text[:, :-1]):
             attention, loss, positions = gpt_dataset._get_ltor_masks_and_position_ids(
@@ -156,6 +156,7 @@ def test_documents_have_the_masks_and_positions_of_theirs(flags: tuple[bool, boo
             )
             places = torch.arange(len(tokens)) if position_ids is None else position_ids[number]
             assert torch.equal(places, positions)
-            if starts is not None:
-                hidden = causal_mask(torch.empty(len(tokens)), Readable(starts=starts))[number] != 0
+            if cu_seqlens is not None:
+                readable = Readable(documents=cu_seqlens)
+                hidden = causal_mask(torch.empty(len(tokens)), readable)[number] != 0
                 assert torch.equal(hidden, attention)

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.description.self_attention import CORE
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
@@ -81,6 +82,7 @@ class Largest(TorchDispatchMode):
         return results
 
 
+BOUNDS = (0, 1, 200, 256, 512)
 ON_CUDA = {
     ("auto", torch.bfloat16): "_scaled_dot_product_flash_attention",  # which stands for both
     ("fused", torch.bfloat16): "_scaled_dot_product_cudnn_attention",
@@ -113,8 +115,8 @@ def wrong_on_cuda(rank, world_size):
 
     F.scaled_dot_product_attention = cudnn
     found = {}
-    for ((backend, dtype), operator), groups, window in product(
-        ON_CUDA.items(), (1, 4), (None, (40, 0))
+    for ((backend, dtype), operator), groups, window, packed in product(
+        ON_CUDA.items(), (1, 4), (None, (40, 0)), (False, True)
     ):
         config = tiny_config(
             attention_backend=backend,
@@ -130,6 +132,7 @@ def wrong_on_cuda(rank, world_size):
             padded_vocab_size=8,
             element_bytes=dtype.itemsize,
             device="cuda",
+            resets_attention=packed,
         )
         (told,) = (one for one in describe_layer(config, sizes).operations if one.name == CORE)
         kept = []
@@ -141,13 +144,17 @@ def wrong_on_cuda(rank, world_size):
             ]
             with saved_tensors_hooks(partial(noted, kept), lambda one: one):
                 attention = CoreAttention(config, SimpleNamespace(device=inputs[0].device), layer=0)
-                output = attention(*inputs)
+                ends = torch.empty(len(BOUNDS), dtype=torch.int32, device="standin")
+                documents = CuSeqlens(BOUNDS, ends) if packed else None
+                output = attention(*inputs, documents)
             owners = {one.untyped_storage()._cdata: one.untyped_storage() for one in kept}
             torch.autograd.grad(output, inputs, torch.empty_like(output))
         real = sum(owner.nbytes() for owner in owners.values())
         differ = real - sum(one.num_bytes for one in told.keeps)
         if differ or (dtype == torch.bfloat16 and largest.elements >= s * s):
-            found[backend, dtype, groups, window] = differ, largest.elements
+            found[backend, dtype, groups, window, packed] = differ, largest.elements
+        if packed and dtype == torch.bfloat16:
+            operator = "_flash_attention_forward"
         if window is None and [one.operator for one in told.calls] != [f"aten.{operator}.default"]:
             found[backend, dtype] = told.calls
     return found

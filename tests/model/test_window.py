@@ -3,6 +3,7 @@ torch's own masked attention."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model import attention as core_attention
 from megatron_lite.model.attention import CoreAttention, Readable, masked_attention
@@ -133,6 +135,45 @@ def test_autocast_takes_its_dtype_as_torchs_attention_does() -> None:
     query, key, value = heads(3, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert core("flash", window_size=(3, 0))(query, key, value).dtype == torch.bfloat16
+
+
+# --- documents ---
+
+BOUNDS = (0, 3, 4, 9, 18)  # of two samples
+
+
+@pytest.mark.parametrize("reach", [None, 2])
+@pytest.mark.parametrize("groups", [A, 3, 1])
+def test_documents_are_attended_as_with_a_mask(groups: int, reach: int | None) -> None:
+    """In float64, by flash attention and by that which builds its scores."""
+    documents = CuSeqlens.of(BOUNDS, batch=B, seq_length=S, device=torch.device("cpu"))
+    inputs, grad = heads(groups), draw(S, B, A, D, seed=7)
+    output = masked_attention(*inputs, Readable(reach, documents), scale=SCALE)
+    found = [output, *torch.autograd.grad(output, inputs, grad)]
+    mask = torch.full((B, 1, S, S), -torch.inf, dtype=torch.float64)
+    for start, stop in pairwise(BOUNDS):
+        for row in range(start, stop):
+            first = start if reach is None else max(start, row - reach)
+            mask[start // S, 0, row % S, first % S : row % S + 1] = 0.0
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in inputs)
+    key, value = (each.repeat_interleave(A // groups, 1) for each in (key, value))
+    masked = ((query @ key.mT * SCALE + mask).softmax(-1) @ value).permute(2, 0, 1, 3)
+    expected = [masked, *torch.autograd.grad(masked, inputs, grad)]
+    for backend in ("flash", "unfused"):
+        window = {} if reach is None else dict(window_size=(reach, 0))
+        output = core(backend, **window)(*inputs, documents).view(S, B, A, D)
+        found += [output, *torch.autograd.grad(output, inputs, grad)]
+    for ours, exact in zip(found, expected * 3, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "bounds", [[], [0], [0, 18], [0, 9], [1, 9, 18], [0, 9, 9, 18], [0, 9, 27]]
+)
+def test_bounds_that_are_none_of_documents_are_refused(bounds: list[int]) -> None:
+    with pytest.raises(ValueError, match="rise from 0 to 18 and pass every multiple of 9") as told:
+        CuSeqlens.of(bounds, batch=B, seq_length=S, device=torch.device("cpu"))
+    assert f"(got {bounds})" in str(told.value)
 
 
 # --- what is kept ---

@@ -13,11 +13,17 @@ from tests.training import test_documents
 
 @replaces("causal_mask", core_attention)
 def gathered_keys_are_taken_in_the_order_of_the_sequence(mask, query, readable, cp=None):
-    if cp is None or cp.size == 1 or readable.starts is None:
+    if cp is None or cp.size == 1 or readable.documents is None:
         return mask(query, readable, cp)
     s = query.shape[0]
-    whole = mask(query.new_empty(readable.starts.shape[1]), readable)
+    whole = mask(query.new_empty(s * cp.size), readable)
     return whole[:, :, s * cp.rank : s * (cp.rank + 1)]
+
+
+@replaces("bounds_of", batches)
+def a_document_sees_its_neighbour(bounds_of, samples, eod):
+    first, _, *others = bounds_of(samples, eod)
+    return [first, *others]
 
 
 @replaces("masked_mean", batches, test_documents)
@@ -29,6 +35,9 @@ def a_rank_counts_its_own_tokens_only(mean, counts, parallel, *, per_token):
 
 PACKED = test_documents.test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one
 MUTANTS = [
+    Mutant(
+        a_document_sees_its_neighbour, PACKED, dict(tp_size=1, cp_size=1, sequence_parallel=False)
+    ),
     Mutant(
         gathered_keys_are_taken_in_the_order_of_the_sequence,
         PACKED,

@@ -15,13 +15,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import (
-    KeptTensor,
-    LayerDescription,
-    Operation,
-    document_starts,
-    rng_state,
-)
+from megatron_lite.description.operations import KeptTensor, LayerDescription, Operation, rng_state
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.replays import kept_calls
@@ -144,8 +138,6 @@ def _terms(
         )
     yield Term(first, UNIT, kept)
     yield Term(first, UNIT, rng_state("RNG states", sizes.rng_state_bytes))
-    if sizes.resets_attention:
-        yield Term(first, UNIT, document_starts(sizes))
     for number in range(first, first + segment.num_layers):
         yield from (Term(number, UNIT, choice) for choice in layers[number].choices)
     if segment.ops:

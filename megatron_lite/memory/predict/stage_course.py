@@ -29,7 +29,6 @@ from megatron_lite.description.model_ends import (
     head_operations,
     waits_for_lookup,
 )
-from megatron_lite.description.operations import document_starts
 from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
@@ -117,9 +116,7 @@ class _Course:
             layer_backward(one, sizes, is_end=True) for one in (self.first, self.last)
         )
         # Tensors of the micro-batch exist from the start to the end.
-        given = [one for each in (*self.first, *self.last) for one in each.keeps if one.given] + [
-            document_starts(sizes)
-        ] * sizes.resets_attention
+        given = [one for each in (*self.first, *self.last) for one in each.keeps if one.given]
         self.given = sum(one.num_bytes for one in given)
         self.kept, self.moved = list[int](), list[int]()  # bytes of each segment
         self.arena = 0
