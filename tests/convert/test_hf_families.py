@@ -11,8 +11,10 @@ import torch
 
 from megatron_lite.config.hf_config import FAMILIES, from_hf, meaning_of
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.convert.hf import hf_source, write_hf
 from tests.support.conversions import (
     converted,
+    rewrite,
     same_weights,
     save_tokenizer,
     saved_peer,
@@ -76,8 +78,6 @@ def test_weights_keep_their_dtype_and_their_tokenizer(tmp_path: Path) -> None:
 
 
 def test_shards_have_at_most_the_size_and_an_index(tmp_path: Path) -> None:
-    from megatron_lite.convert.hf import hf_source, write_hf
-
     model = saved_peer("qwen3", tmp_path / "theirs")
     source = hf_source(tmp_path / "theirs")
     write_hf(source, tmp_path / "again", lambda _: None, shard_bytes=10_000)
@@ -97,8 +97,6 @@ def test_shards_have_at_most_the_size_and_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_names_without_their_prefix_and_buffers_are_understood(name: str, tmp_path: Path) -> None:
-    from tests.support.conversions import rewrite
-
     saved_peer(name, tmp_path / "theirs")
     expected = weights_in(tmp_path / "theirs")
     prefix = {"gpt2": "transformer.", "llama": "model."}[name]

@@ -30,22 +30,15 @@ def printed_commands(output: str) -> list[list[str]]:
     return [shlex.split(lines[-3]), shlex.split(lines[-1])]
 
 
-@pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small Llama in bfloat16, as save_pretrained writes it."""
-    pytest.importorskip("transformers")
-    folder = tmp_path / "theirs"
-    PEERS["llama"].build().to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
-    monkeypatch.chdir(tmp_path)
-    return folder
-
-
 def test_a_converted_model_trains_on_and_generates_by_the_printed_commands(
-    source: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On two ranks, with the tokenizer of the source."""
+    """A small Llama in bfloat16, on two ranks, with the tokenizer of the source."""
+    pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
-    save_tokenizer(source)
+    monkeypatch.chdir(tmp_path)
+    PEERS["llama"].build().to(torch.bfloat16).save_pretrained("theirs")  # type: ignore[operator]
+    save_tokenizer(Path("theirs"))
     text = {"text": "to be or not to be " * 40}
     Path("text.jsonl").write_text(f"{json.dumps(text)}\n" * 200)
     capsys.readouterr()
@@ -70,10 +63,8 @@ def test_a_run_with_optimizer_states_is_continued_beyond_its_iteration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_to_end(tiny_run(save=str(tmp_path / "run"), train_iters=3))
-    capsys.readouterr()
     assert converted(tmp_path / "run", tmp_path / "split", "megatron-lite megatron-lite") == 0
     output = capsys.readouterr().out
-    assert "The source has no tokenizer." in output
-    train, generate = printed_commands(output)
-    assert train[:4] == ["python", "-m", "megatron_lite", "train"] == [*generate[:3], "train"]
-    assert train[train.index("--train-iters") + 1] == "1003" and "--bf16" not in train
+    train, _ = printed_commands(output)
+    assert "The source has no tokenizer." in output and "--bf16" not in train
+    assert train[train.index("--train-iters") + 1] == "1003"

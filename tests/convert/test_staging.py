@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from signal import SIGKILL
 
 import pytest
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.convert import hf
+from megatron_lite.convert.formats import FORMATS
 from megatron_lite.convert.target import LOCK, MARK, SUFFIX, complete_folder
 from tests.support.conversions import converted, same_weights, saved_peer, weights_in
 from tests.support.forks import status_of_fork
+from tests.support.pairs import in_one_test
 
 
 def test_a_complete_folder_has_the_files_and_no_others(tmp_path: Path) -> None:
@@ -32,9 +36,9 @@ def test_a_complete_folder_has_the_files_and_no_others(tmp_path: Path) -> None:
     assert found == ["new", "new/inner", "new/inner/file"]
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+@in_one_test("kind", ["file", "folder", "link"])
 def test_an_existing_target_is_refused(kind: str, tmp_path: Path) -> None:
-    target = tmp_path / "there"
+    target = tmp_path / kind
     if kind == "folder":
         target.mkdir()
         (target / "kept").write_text("kept")
@@ -42,12 +46,13 @@ def test_an_existing_target_is_refused(kind: str, tmp_path: Path) -> None:
         target.write_text("kept")
     else:
         target.symlink_to(tmp_path / "nowhere")
+    before = sorted(tmp_path.rglob("*"))
     with (
         pytest.raises(InputError, match="exists already, and a conversion replaces nothing"),
         complete_folder(target),
     ):
         pass
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_second_conversion_to_the_same_target_is_refused(tmp_path: Path) -> None:
@@ -68,19 +73,15 @@ def test_a_killed_conversion_is_simply_run_again(tmp_path: Path) -> None:
     saved_peer("llama", tmp_path / "theirs")
 
     def convert() -> None:
-        from megatron_lite.convert.formats import FORMATS
-
-        seen: list[int] = []
-
-        def advance(num_bytes: int) -> None:
-            seen.append(num_bytes)
-            if len(seen) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-
+        left = iter(range(2))
         source = FORMATS["hf"].source(tmp_path / "theirs")
-        FORMATS["megatron-lite"].write(source, tmp_path / "ours", advance)
+        FORMATS["megatron-lite"].write(
+            source,
+            tmp_path / "ours",
+            lambda _: None if next(left, None) is not None else os.kill(os.getpid(), SIGKILL),
+        )
 
-    assert status_of_fork(convert) == -signal.SIGKILL
+    assert status_of_fork(convert) == -SIGKILL
     left, theirs = sorted(tmp_path.iterdir())
     assert left.name.startswith(f"ours{SUFFIX}-") and theirs.name == "theirs"
     assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
@@ -89,14 +90,13 @@ def test_a_killed_conversion_is_simply_run_again(tmp_path: Path) -> None:
     assert same_weights(weights_in(tmp_path / "theirs"), weights_in(tmp_path / "again"))
 
 
-@pytest.mark.parametrize("name", [f"new{SUFFIX}", f"new{SUFFIX}-12345678"])
 @pytest.mark.parametrize("kind", ["link", "folder", "with a lock of its own", "link as lock"])
-def test_what_is_not_ours_stays(kind: str, name: str, tmp_path: Path) -> None:
+def test_what_is_not_ours_stays(kind: str, tmp_path: Path) -> None:
     """Whatever lies beside the target under the name of a conversion's folder."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "thesis.txt").write_text("years of work")
-    beside = tmp_path / "deep" / name
+    beside = tmp_path / "deep" / f"new{SUFFIX}-12345678"
     beside.parent.mkdir()
     if kind == "link":
         (theirs / LOCK).write_bytes(MARK)
@@ -123,8 +123,6 @@ def test_a_signal_ends_a_conversion_in_one_line(
     saved_peer("llama", tmp_path / "theirs")
 
     def convert() -> None:
-        from megatron_lite.convert import hf
-
         read = hf.TensorInFile.read
 
         def interrupted(self: hf.TensorInFile) -> Tensor:

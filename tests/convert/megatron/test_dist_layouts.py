@@ -7,6 +7,7 @@ import math
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.convert.megatron.test_legacy_layouts import (
 )
 from tests.convert.megatron.test_pickles import Evil
 from tests.support.models import tiny_config
+from tests.support.pairs import in_one_test
 
 CONFIG = tiny_config(**LLAMA)
 WORDS = "embedding.word_embeddings.weight"
@@ -91,13 +93,6 @@ def test_states_of_the_distributed_optimizer_leave_the_weights(tmp_path: Path) -
     assert source.state_keys == () and "kept by parameter" in source.notes[0]
 
 
-def edited(root: Path, change: Any) -> None:
-    """Replaces .metadata by a changed one."""
-    path = root / ".metadata"
-    metadata: Metadata = pickle.loads(path.read_bytes())
-    path.write_bytes(pickle.dumps(change(metadata)))
-
-
 def _with_place(metadata: Metadata, **change: Any) -> Metadata:
     places = {key: replace(place, **change) for key, place in metadata.storage_data.items()}
     return replace(metadata, storage_data=places)
@@ -136,13 +131,15 @@ CHANGES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", CHANGES)
+@in_one_test("kind", CHANGES)
 def test_a_damaged_or_malicious_metadata_is_one_clear_error(kind: str, tmp_path: Path) -> None:
-    weights = save(tmp_path)
+    root = Path(mkdtemp(dir=tmp_path))
+    weights = save(root)
     change, message = CHANGES[kind]
-    edited(tmp_path, change)
+    path = root / ".metadata"
+    path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()))))
     with pytest.raises(InputError, match=message):
-        source = dist_source(tmp_path)
+        source = dist_source(root)
         for name in weights:
             source.read(name)
 

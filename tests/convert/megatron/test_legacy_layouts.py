@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -18,11 +19,10 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.megatron.legacy import legacy_source
-from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
+from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
 from megatron_lite.convert.weights import WeightSource, parameter_specs
 from tests.support.models import tiny_config
-from tests.support.pairs import pairs
+from tests.support.pairs import in_one_test, pairs
 
 V, PADDED = 61, 64
 LLAMA: dict[str, Any] = dict(
@@ -152,11 +152,9 @@ def te_names(model: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+GPT = tiny_config(num_layers=5)
 EXPERTS: dict[str, Any] = dict(
-    num_layers=5,
-    normalization="RMSNorm",
-    swiglu=True,
-    add_bias_linear=False,
+    **LLAMA,
     num_experts=4,
     moe_layer_freq=(0, 1, 0, 1, 1),
     moe_ffn_hidden_size=24,
@@ -186,31 +184,8 @@ def in_one_matrix(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield f"{before}weight{after[0]}", experts.transpose(1, 2).reshape(rows, 32 if rows < 0 else -1)
 
 
-def test_an_expert_that_is_missing_between_others_is_refused(tmp_path: Path) -> None:
-    def rename(model: Mapping[str, Any]) -> dict[str, Any]:
-        found = OrderedDict()
-        for name, value in model.items():
-            pieces = one_by_one(name, value) if ".mlp.experts." in name else [(name, value)]
-            found.update((one.replace("experts.3.", "experts.5."), part) for one, part in pieces)
-        return found
-
-    save(tmp_path, tiny_config(**EXPERTS), LAYOUTS["one file"], rename=rename)
-    with pytest.raises(InputError, match=r"linear_fc\d\.weight: .*its experts are not numbered"):
-        legacy_source(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("form", "layout", "sizes"),
-    pairs(
-        [one_by_one, grouped, in_one_matrix],
-        ["one file", "uneven stages"],
-        [(1, 1), (2, 2), (1, 4)],
-    ),
-)
-def test_experts_of_every_kind_of_layer_are_read(
-    form: Any, layout: str, sizes: tuple[int, int], tmp_path: Path
-) -> None:
-    tp, ep = sizes
+def experts_as(form: Any) -> Any:
+    """Returns a function that gives the experts of a model the names of a form."""
 
     def rename(model: Mapping[str, Any]) -> dict[str, Any]:
         found = OrderedDict()
@@ -218,14 +193,7 @@ def test_experts_of_every_kind_of_layer_are_read(
             found.update(form(name, value) if ".mlp.experts." in name else {name: value})
         return found
 
-    config = tiny_config(**EXPERTS)
-    weights = save(tmp_path, config, LAYOUTS[layout], tp=tp, ep=ep, rename=rename)
-    assert check(tmp_path, weights).model == config
-    args = args_of(config, tp, 1, expert_model_parallel_size=ep, expert_tensor_parallel_size=8)
-    for file in tmp_path.glob("*/mp_rank_00*/*.pt"):
-        torch.save({"args": args}, file)
-    with pytest.raises(InputError, match="split over 8 TP ranks.*torch_dist"):
-        legacy_source(tmp_path)
+    return rename
 
 
 def old_names(model: Mapping[str, Any], attention: str = "self_attention") -> dict[str, Any]:
@@ -258,30 +226,56 @@ def oldest_names(model: Mapping[str, Any]) -> dict[str, Any]:
     return old_names(model, "attention")
 
 
-@pytest.mark.parametrize("rename", [te_names, old_names, oldest_names])
-@pytest.mark.parametrize("llama", [True, False])
-def test_the_names_of_every_release_are_read(rename: Any, llama: bool, tmp_path: Path) -> None:
-    config = tiny_config(**LLAMA) if llama else tiny_config(num_layers=5)
-    check(tmp_path, save(tmp_path, config, LAYOUTS["uneven stages"], tp=2, rename=rename))
-
-
-@pytest.mark.parametrize("version", [0, 1.0, 2.0])
-def test_rows_of_old_attention_are_put_in_order(version: float, tmp_path: Path) -> None:
+def reordered(version: float, model: Mapping[str, Any]) -> dict[str, Any]:
     """Version 0: [3, heads, d]. Version 1: [heads, d, 3]. Since 2: [heads, 3, d]."""
-    config = tiny_config(num_layers=5)
-    width = config.head_dim
+    found = dict(model)
+    for name, value in model.items():
+        if "linear_qkv" in name:
+            heads = value.view(-1, 3, GPT.head_dim, *value.shape[1:])
+            swapped = heads.transpose(0, 1) if version == 0 else heads.transpose(1, 2)
+            found[name] = swapped.reshape(value.shape)
+    return found
 
-    def reorder(model: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(model)
-        for name, value in model.items():
-            if "linear_qkv" in name and version < 2:
-                heads = value.view(-1, 3, width, *value.shape[1:])
-                swapped = heads.transpose(0, 1) if version == 0 else heads.transpose(1, 2)
-                found[name] = swapped.reshape(value.shape)
-        return found
 
-    weights = save(tmp_path, config, LAYOUTS["one file"], tp=2, rename=reorder, version=version)
-    check(tmp_path, weights)
+UNEVEN = dict(stages=LAYOUTS["uneven stages"], tp=2)
+ONE = dict(stages=LAYOUTS["one file"])
+
+
+@in_one_test(
+    "rename, settings, how",
+    [
+        *itertools.product([te_names, old_names, oldest_names], [LLAMA, {}], [UNEVEN]),
+        *((partial(reordered, version), {}, {**ONE, "version": version}) for version in (0, 1.0)),
+        (experts_as(one_by_one), EXPERTS, {**ONE, "tp": 2, "ep": 2}),
+        (experts_as(grouped), EXPERTS, {**UNEVEN, "tp": 1}),
+        (experts_as(grouped), EXPERTS, {**ONE, "ep": 4}),
+        (experts_as(in_one_matrix), EXPERTS, {**UNEVEN, "ep": 2}),
+        (experts_as(in_one_matrix), EXPERTS, {**ONE, "ep": 4}),
+    ],
+)
+def test_the_forms_of_every_release_are_read(
+    rename: Any, settings: dict[str, Any], how: dict[str, Any], tmp_path: Path
+) -> None:
+    config, root = tiny_config(**{"num_layers": 5, **settings}), Path(mkdtemp(dir=tmp_path))
+    assert check(root, save(root, config, rename=rename, **how)).model == config
+
+
+def test_experts_that_are_split_otherwise_or_missing_are_refused(tmp_path: Path) -> None:
+    def without_number_3(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:
+        return (
+            (one.replace("experts.3.", "experts.5."), part)
+            for one, part in one_by_one(name, experts)
+        )
+
+    config = tiny_config(**EXPERTS)
+    for message, form, args in (
+        (r"linear_fc\d\.weight: .*experts are not numbered", without_number_3, {}),
+        ("split over 8 TP ranks.*torch_dist", one_by_one, dict(expert_tensor_parallel_size=8)),
+    ):
+        root = Path(mkdtemp(dir=tmp_path))
+        save(root, config, LAYOUTS["one file"], rename=experts_as(form), **args)
+        with pytest.raises(InputError, match=message):
+            legacy_source(root)
 
 
 def test_a_release_and_the_folder_of_an_iteration_are_found(tmp_path: Path) -> None:
@@ -304,15 +298,14 @@ def test_arguments_of_older_releases_are_read(tmp_path: Path) -> None:
     assert any(f"{PADDED} rows" in note for note in described.notes)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@in_one_test(
+    "change, message",
     [
         (dict(num_experts=8), r"lacks decoder\.layers\.0\.mlp\.experts"),
         (dict(moe_latent_size=8, num_experts=8), "moe_latent_size = 8"),
         (dict(num_layers=None), "missing field num_layers"),
         (dict(num_layers=4), "hold 5 layers"),
         (dict(num_layers=2**40), "num-layers"),
-        (dict(hidden_size="wide"), "describe no model"),
         (dict(hidden_size=[[]]), "hidden_size"),
         (dict(ffn_hidden_size=44), r"linear_fc\d.*\(88, 32\)|\(80, 32\).*\(88, 32\)"),
         (dict(add_bias_linear=True), "lacks decoder.layers"),
@@ -324,10 +317,10 @@ def test_arguments_of_older_releases_are_read(tmp_path: Path) -> None:
 def test_arguments_that_do_not_fit_are_one_clear_error(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    config = tiny_config(**LLAMA)
-    save(tmp_path, config, LAYOUTS["one file"], **change)
+    config, root = tiny_config(**LLAMA), Path(mkdtemp(dir=tmp_path))
+    save(root, config, LAYOUTS["one file"], **change)
     with pytest.raises(InputError, match=message):
-        source = legacy_source(tmp_path)
+        source = legacy_source(root)
         for name in weights_of(config):
             source.read(name)
 
@@ -365,44 +358,53 @@ def test_missing_and_damaged_files_are_one_clear_error(tmp_path: Path) -> None:
 
 def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
     config = tiny_config(**LLAMA)
-    weights = save(tmp_path, config, LAYOUTS["one file"])
-    path = tmp_path / "iter_0000040" / "mp_rank_00" / "model_optim_rng.pt"
-    model = read_torch_file(Window(path))["model"]
-    held = {name: model[name].clone() for name in weights}
-    value = dict(args=args_of(config, 1, 1), iteration=40, model=held, checkpoint_version=3.0)
-    groups = [[n for n in held if held[n].ndim > 1], [n for n in held if held[n].ndim == 1]]
-    order = [name for group in groups for name in group]
+    weights = weights_of(config)
+    source = WeightSource(
+        model=config,
+        true_vocab_size=V,
+        dtypes=dict.fromkeys(weights, torch.float32),
+        read=lambda name, key="": weights[name],
+        state_keys=("exp_avg", "exp_avg_sq", "master"),
+        num_updates=3,
+    )
+    write_legacy(source, tmp_path / "run", lambda _: None)
+    path = tmp_path / "run/iter_0000000/mp_rank_00/model_optim_rng.pt"
 
-    def optimizer(order: list[str], **change: Any) -> dict[str, Any]:
-        first = len(groups[0])
-        states = {n: dict.fromkeys(("exp_avg", "exp_avg_sq"), held[m]) for n, m in enumerate(order)}
-        numbers = list(range(len(order)))
-        of_groups = [
-            dict(wd_mult=1.0, step=3, params=numbers[:first]),
-            dict(wd_mult=0.0, step=3, params=numbers[first:]),
-        ]
-        masters = [[held[name] for name in order[:first]], [held[name] for name in order[first:]]]
-        inner = {"state": states, "param_groups": of_groups, **change}
-        return {"optimizer": inner, "fp32_from_fp16_params": masters}
+    def saved(change: Any = lambda optimizer: optimizer) -> WeightSource:
+        value = torch.load(saved_by_run, weights_only=False)
+        torch.save({**value, "optimizer": change(value["optimizer"])}, path)
+        return check(tmp_path / "run", weights)
 
-    def described(saved: Any) -> Any:
-        torch.save({**value, "optimizer": saved}, path)
-        return check(tmp_path, weights)
-
+    saved_by_run = path.rename(tmp_path / "good.pt")
     # A folder beyond the ranks of the run is another run's, and changes nothing.
-    (path.parent.parent / "mp_rank_01").mkdir()
-    torch.save({"model": {}}, path.parent.parent / "mp_rank_01" / path.name)
-    good = described(optimizer(order))
-    assert (good.state_keys, good.num_updates) == (("exp_avg", "exp_avg_sq", "master"), 3)
-    swapped = [re.sub(r"layers\.([01])\.", lambda m: f"layers.{1 - int(m[1])}.", n) for n in order]
-    for saved, message in (
-        (optimizer(swapped), "float32 weights"),
-        (optimizer(order[:-1]), "other parameters than"),
-        (optimizer(order, state={}), "one optimizer"),
-        ([{}, {}], "one optimizer"),
+    (path.parents[1] / "mp_rank_01").mkdir()
+    torch.save({"model": {}}, path.parents[1] / "mp_rank_01" / path.name)
+    good = saved()
+    assert (good.state_keys, good.num_updates) == (source.state_keys, 3)
+    for name, whole in weights.items():
+        assert all(torch.equal(good.read(name, key), whole) for key in good.state_keys)
+
+    def swapped(found: Any) -> Any:
+        first = found["fp32_from_fp16_params"][0]
+        first[1], first[5] = first[5], first[1]
+        return found
+
+    def shorter(found: Any) -> Any:
+        found["optimizer"]["param_groups"][1]["params"].pop()
+        return found
+
+    def stateless(found: Any) -> Any:
+        found["optimizer"]["state"] = {}
+        return found
+
+    for change, message in (
+        (swapped, "float32 weights"),
+        (shorter, "other parameters than"),
+        (stateless, "one optimizer"),
+        (lambda _: [{}, {}], "one optimizer"),
+        (lambda _: None, "no optimizer states"),
     ):
-        found = described(saved)
+        found = saved(change)
         assert found.state_keys == () and message in found.notes[0], found.notes
     (path.parent / "distrib_optim.pt").touch()
-    found = described(optimizer(order))
-    assert found.state_keys == () and "distrib_optim.pt does not name" in found.notes[0]
+    assert "distrib_optim.pt does not name" in saved().notes[0]
