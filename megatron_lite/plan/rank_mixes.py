@@ -15,8 +15,14 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Hardware
-from megatron_lite.plan.layer_choices import layer_choices
-from megatron_lite.plan.policies import KEEP, LayerChoice, best_mix, layer_order, mix_peak
+from megatron_lite.plan.policies import (
+    KEEP,
+    LayerChoice,
+    best_mix,
+    layer_choices,
+    layer_order,
+    mix_peak,
+)
 from megatron_lite.plan.stage_time import TimedRun, stage_time
 from megatron_lite.plan.work import Clock
 from megatron_lite.recompute.recompute_plan import keep_everything

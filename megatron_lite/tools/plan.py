@@ -40,13 +40,16 @@ from megatron_lite.pages.plan_page import plan_page
 from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.plan.auto_policy import Budget, default_reserve
 from megatron_lite.plan.hardware import ALIASES, Hardware, load_hardware, machine_names
-from megatron_lite.plan.plan_text import Training, lines, plain_stages, plain_verdict
 from megatron_lite.plan.problem import LOSS_CHUNK, SEARCHED, Problem, Values, problem_of
 from megatron_lite.plan.verdict import (
     DOES_NOT_FIT,
     MOST_RANKS,
     FitVerdict,
+    Training,
     fewest_ranks,
+    lines,
+    plain_stages,
+    plain_verdict,
     smallest_machine,
     status,
     verdict,

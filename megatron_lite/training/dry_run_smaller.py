@@ -26,8 +26,7 @@ from megatron_lite.config.stages import most_in_flight, stages, stages_of_rank
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, STATES, StepPeakMeasured
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.memory.predict.states import rank_states
-from megatron_lite.memory.predict.update_memory import update_memory
+from megatron_lite.memory.predict.states import rank_states, update_memory
 from megatron_lite.recompute.recompute_plan import Segment
 from megatron_lite.recompute.schedule import plan_stage
 

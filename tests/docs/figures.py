@@ -23,7 +23,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.pipeline.order import orders
-from megatron_lite.plan.plan_text import extra_flops
+from megatron_lite.plan.verdict import extra_flops
 from megatron_lite.recompute.schedule import plan_model
 from tests.docs import outputs, torch_versions
 from tests.docs.layer_drawing import layer_figure

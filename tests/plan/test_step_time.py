@@ -18,7 +18,7 @@ from megatron_lite.config.training import TrainingConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import hardware_flops
 from megatron_lite.plan.hardware import Group, Link, load_hardware
-from megatron_lite.plan.layer_choices import layer_choices
+from megatron_lite.plan.policies import layer_choices
 from megatron_lite.plan.stage_time import FSDP, HOST_COPIES
 from megatron_lite.plan.step_time import OPTIMIZER, REDUCTION, WEIGHT_GATHERS, StepTime, step_time
 from megatron_lite.plan.work import (

@@ -15,7 +15,7 @@ How long a send takes depends on the other rank. Here the tensor of the action b
 sent. With virtual stages those of three actions are, except on the last rank, for which the others
 wait.
 
-After the last backward the update can hold more if the batch is small (update_memory.py). An
+After the last backward the update can hold more if the batch is small (states.py). An
 evaluation keeps nothing for backward, and a save gathers one tensor at a time: they hold less.
 
 Alike stages of several calls are taken from a cache, and the actions after the schedule repeats are
@@ -45,8 +45,7 @@ from megatron_lite.memory.predict.pipeline_memory import (
     step_microbatches,
 )
 from megatron_lite.memory.predict.stage_course import StageCourse, stage_course
-from megatron_lite.memory.predict.states import state_tensors
-from megatron_lite.memory.predict.update_memory import update_memory
+from megatron_lite.memory.predict.states import state_tensors, update_memory
 from megatron_lite.memory.predict.walk import Moment
 from megatron_lite.pipeline.order import Action
 
