@@ -11,8 +11,9 @@ all other actions than `full` run verified, so that replays prove themselves.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterable, Sequence
+from operator import sub
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 
 from megatron_lite.fit.gauges import Gauge
 from megatron_lite.fit.layers import LayerList, kind_of
-from megatron_lite.fit.plans import NEVER, Option, Plan, Problem, policy_text
+from megatron_lite.fit.plans import NEVER, Option, Plan, Problem, Shared, policy_text
 from megatron_lite.fit.step import (
     AFTER,
     BACKWARD,
@@ -93,6 +94,7 @@ class Measurement:
         }
         self.notes: list[str] = []
         spans = self._measured([FULL] * len(self._layers))
+        self._notes = self._step.sharing
         if all(span.name != BACKWARD for span in spans):
             raise ValueError(
                 f"the step runs no backward through {', '.join(one.name for one in lists)}: call "
@@ -137,7 +139,8 @@ class Measurement:
     def _read(self) -> list[Span]:
         if self._has_values:
             self._step.run()
-        return self._step.run(self._gauge(self._device, self._held))
+        gauge = self._gauge(self._device, self._held)
+        return self._step.run(gauge, takes_notes=not self._has_values)
 
     def _measured(self, actions: Sequence[str]) -> list[Span]:
         """Returns the parts of a step with these actions, and leaves the model without a policy."""
@@ -157,11 +160,12 @@ class Measurement:
         used = {span.layer for span in spans if span.name == BACKWARD}
         lists = [place for place, one in enumerate(self._lists) for _ in one.layers]
         for number in self._order:
-            # Another list may have other inputs. Without a backward, what is kept is soon freed.
-            kind = kind_of(self._layers[number]), lists[number], number in used
-            kinds.setdefault(kind, []).append(number)
+            # Without a backward, what is kept is soon freed.
+            others = self._notes.forms[number], lists[number], number in used
+            kinds.setdefault((kind_of(self._layers[number]), *others), []).append(number)
+        self._shared = self._notes.shared(self._order)
         if self._has_ranks:
-            _check_ranks(list(kinds.values()))
+            self._shared = _of_all_ranks(list(kinds.values()), self._shared)
         waiting = [(numbers, list(candidates)) for numbers in kinds.values()]
         found: dict[tuple[int, str], Option] = {}
         while any(actions for _, actions in waiting):
@@ -179,7 +183,16 @@ class Measurement:
         options: dict[int, list[Option]] = {}
         for numbers in kinds.values():
             agreed = self._agreed([found[numbers[0], action] for action in candidates])
-            options |= dict.fromkeys(numbers, agreed)
+            for number in numbers:
+                full = Option(FULL, keeps=frozenset(self._notes.kept[number]))
+                options[number] = [
+                    one._replace(keeps=self._shared_at(number, one.keeps))
+                    for one in (*agreed, full)
+                ]
+        # Most shared tensors are kept by every option.
+        differ = {
+            key for each in options.values() for one in each for key in one.keeps ^ each[-1].keeps
+        }
         counts = Counter[int]()
         tops = {name: [NEVER] * (len(places) + 1) for name in (OUTSIDE, AFTER, FORWARD, BACKWARD)}
         for span in spans:
@@ -198,7 +211,10 @@ class Measurement:
         }
         end, time = self._of_all_ranks([spans[-1].end, sum(span.nanoseconds for span in spans)])
         return Problem(
-            options=[options[number] for number in self._order],
+            options=[
+                [one._replace(keeps=one.keeps & differ) for one in options[number]]
+                for number in self._order
+            ],
             counts=[counts[number] or 1 for number in self._order],
             forward=tops[FORWARD],
             backward=tops[BACKWARD],
@@ -206,7 +222,14 @@ class Measurement:
             after=tops[AFTER],
             update=end + self._update,
             nanoseconds=time,
+            shared={key: self._shared[key] for key in differ},
         )
+
+    def _shared_at(self, number: int, places: Iterable[int]) -> frozenset[int]:
+        """Returns the shared tensors at places among the arguments and results of a layer."""
+        tensors = self._notes.tensors[number]
+        keys = {tensors[place] for place in places if place < len(tensors)}
+        return frozenset(keys & self._shared.keys())
 
     def _compared(
         self, tried: dict[int, tuple[int, str]], full: list[Span]
@@ -223,31 +246,30 @@ class Measurement:
                 (key,) = tried.values()
                 self.notes.append(f"note: {key[1]} is left out: {str(error).splitlines()[0]}")
                 return {key: Option(key[1], IMPOSSIBLE, IMPOSSIBLE)}
-            found: dict[tuple[int, str], Option] = {}
-            for number, key in tried.items():
-                found |= self._compared({number: key}, full)
-            return found
-        return {
-            key: Option(
-                key[1],
-                *(
-                    now - before
-                    for now, before in zip(
-                        _figures(spans, number), _figures(full, number), strict=True
-                    )
-                ),
-            )
-            for number, key in tried.items()
-        }
+            alone = [self._compared({number: key}, full) for number, key in tried.items()]
+            return dict(ChainMap(*alone))
+        found = {}
+        for number, key in tried.items():
+            places = self._step.sharing.kept[number]
+            kept, held, *rest = map(sub, _figures(spans, number), _figures(full, number))
+            here, keeps = self._order.index(number), self._shared_at(number, places)
+            for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
+                one = self._shared[each]
+                held -= one.num_bytes * ((one.first < here or each in keeps) - (one.first <= here))
+            found[key] = Option(key[1], kept, held, rest[0], rest[1], rest[2], frozenset(places))
+        return found
 
     def _agreed(self, options: list[Option]) -> list[Option]:
         """Returns the options of a kind that all ranks can follow, each as dear as on any rank."""
         # A layer that keeps everything does the least, also where clocks are not exact.
         quickest = min(0, *(option.nanoseconds for option in options))
         options[0] = options[0]._replace(nanoseconds=quickest)
-        columns = [self._of_all_ranks(column) for column in list(zip(*options, strict=True))[1:]]
-        rows = zip((option.action for option in options), *columns, strict=True)
-        return [*(one for row in rows if (one := Option(*row)).kept < IMPOSSIBLE), Option(FULL)]
+        columns = [self._of_all_ranks(column) for column in list(zip(*options, strict=True))[1:-1]]
+        agreed = [
+            option._replace(**dict(zip(Option._fields[1:-1], row, strict=True)))
+            for option, row in zip(options, zip(*columns, strict=True), strict=True)
+        ]
+        return [option for option in agreed if option.kept < IMPOSSIBLE]
 
     def _of_all_ranks(self, figures: Sequence[int]) -> list[int]:
         """Returns the highest of each figure over all ranks."""
@@ -273,12 +295,18 @@ def _figures(spans: list[Span], layer: int) -> list[int]:
     ]
 
 
-def _check_ranks(kinds: list[list[int]]) -> None:
-    """Raises ValueError unless all ranks call the same kinds of layers in the same order."""
+def _of_all_ranks(kinds: list[list[int]], shared: dict[int, Shared]) -> dict[int, Shared]:
+    """Returns the shared tensors with the fewest bytes of any rank, or none if they differ.
+
+    Raises ValueError unless all ranks call the same kinds of layers in the same order.
+    """
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, kinds)
-    if any(one != kinds for one in told):
+    dist.all_gather_object(told, (kinds, shared))
+    if any(one != kinds for one, _ in told):
         raise ValueError(
             "the ranks call other layers, or in another order, so no policy serves all of "
             "them: fit the model before it is split into stages"
         )
+    if any(other.keys() != shared.keys() for _, other in told):
+        return {}
+    return {key: min(other[key] for _, other in told) for key in shared}

@@ -5,12 +5,16 @@ changes them by what it keeps more from the layer's forward to its backward, and
 these two. Layers run forward in order and backward in reverse, so the bytes at a layer depend on
 what the layers before it keep. The search goes through the layers in order, and keeps every state
 (bytes in forward, bytes in backward, time) that no other state beats in all three.
+
+A tensor that several layers read, such as a mask, is there once, however many of them keep it. So
+such tensors are no part of what an action keeps: they count as long as a layer that keeps them
+waits for its backward. States that keep other ones of them are not compared with each other.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +32,7 @@ class Option(NamedTuple):
         the first later layer that is rebuilt: the replay gets the cache as its forward did.
     forward, backward: how much higher the peak inside is, above the bytes at its begin.
     nanoseconds: how much longer all its calls in a step take.
+    keeps: the numbers of the shared tensors that it keeps. Their bytes are not in `held`.
     """
 
     action: str
@@ -36,11 +41,27 @@ class Option(NamedTuple):
     forward: int = 0
     backward: int = 0
     nanoseconds: int = 0
+    keeps: frozenset[int] = frozenset()
 
     @property
     def rebuilds(self) -> bool:
         """Whether a replay runs."""
         return not self.action.startswith("none")
+
+
+class Shared(NamedTuple):
+    """A tensor that the step makes, and that layers get as an argument.
+
+    A layer that is rebuilt in full keeps its arguments.
+
+    made: the first layer that has it, as an argument or as a result.
+    first, last: the first and the last layer that has it as an argument.
+    """
+
+    made: int
+    first: int
+    last: int
+    num_bytes: int
 
 
 class Plan(NamedTuple):
@@ -49,6 +70,27 @@ class Plan(NamedTuple):
     choice: tuple[Option, ...]
     peak: int
     nanoseconds: int
+
+
+class _State(NamedTuple):
+    """What the options of the first layers come to.
+
+    kept, held: the bytes more than in full recompute, in forward and in backward.
+    nanoseconds: the time more.
+    extra: the bytes more in backward, of shared tensors that later layers have too.
+    keeps: the numbers of those that some layer keeps.
+    peaks: inside the forward and the backward of the last of these layers, and after it.
+    before: the state without this layer, which has the option.
+    """
+
+    kept: int = 0
+    held: int = 0
+    nanoseconds: int = 0
+    extra: int = 0
+    keeps: frozenset[int] = frozenset()
+    peaks: tuple[int, ...] = ()
+    before: _State | None = None
+    option: Option = Option("")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +104,7 @@ class Problem:
         once the forward of the model has ended.
     update: the peak of the optimizer's update.
     nanoseconds: the time of the step.
+    shared: the tensors that layers share, except those that every option keeps.
     """
 
     options: Sequence[Sequence[Option]]
@@ -72,20 +115,41 @@ class Problem:
     after: Sequence[int]
     update: int
     nanoseconds: int
+    shared: Mapping[int, Shared]
+
+    def with_layer(self, state: _State, number: int, option: Option) -> _State:
+        """Returns the state in which a layer follows with this option."""
+        count = self.counts[number]
+        kept = state.kept + count * option.kept
+        held = max(state.held, state.kept) if option.rebuilds else state.held
+        held += count * option.held
+        keeps, extra = state.keeps | option.keeps, 0
+        for key, one in self.shared.items():
+            if one.made <= number <= one.last:
+                more = one.num_bytes * ((key in keeps) - (one.first <= number))
+                if number == one.last:
+                    kept, held, keeps = kept + more, held + more, keeps - {key}
+                else:
+                    extra += more
+        peaks = (
+            self.forward[number] + state.kept + option.forward,
+            self.backward[number] + held + extra + option.backward,
+            max(self.outside[number + 1] + kept, self.after[number + 1] + held + extra),
+        )
+        time = state.nanoseconds + option.nanoseconds
+        return _State(kept, held, time, extra, keeps, peaks, state, option)
 
     def peaks(self, choice: Sequence[Option]) -> Iterator[tuple[int, str, int]]:
         """Yields the peaks of a step: the bytes, where they are, and the number of the layer."""
-        kept = held = 0
         yield self.update, "the optimizer's update", 0
         yield max(self.outside[0], self.after[0]), "what is before the layers", 0
+        state = _State()
         for number, option in enumerate(choice):
-            yield self.forward[number] + kept + option.forward, "the forward of", number
-            held = max(held, kept) if option.rebuilds else held
-            kept += self.counts[number] * option.kept
-            held += self.counts[number] * option.held
-            yield self.backward[number] + held + option.backward, "the backward of", number
-            after = max(self.outside[number + 1] + kept, self.after[number + 1] + held)
-            yield after, "what comes after", number
+            state = self.with_layer(state, number, option)
+            places = ("the forward of", "the backward of", "what comes after")
+            yield from (
+                (peak, place, number) for peak, place in zip(state.peaks, places, strict=True)
+            )
 
     def plan(self, choice: Sequence[Option]) -> Plan:
         """Returns a choice with its peak and its time."""
@@ -94,39 +158,23 @@ class Problem:
         return Plan(tuple(choice), peak, self.nanoseconds + longer)
 
 
-class _State(NamedTuple):
-    kept: int
-    held: int
-    nanoseconds: int
-    before: _State | None
-    option: Option | None
-
-
 def fastest(problem: Problem, budget: int) -> Plan | None:
     """Returns the fastest plan whose peak is at most the budget, or None."""
     if max(problem.update, problem.outside[0], problem.after[0]) > budget:
         return None
-    states = [_State(0, 0, 0, None, None)]
+    states = [_State()]
     for number, options in enumerate(problem.options):
-        after = []
+        after: dict[frozenset[int], list[_State]] = {}
         for state in states:
             for option in options:
-                before = max(state.held, state.kept) if option.rebuilds else state.held
-                kept = state.kept + problem.counts[number] * option.kept
-                held = before + problem.counts[number] * option.held
-                if budget >= max(
-                    problem.forward[number] + state.kept + option.forward,
-                    problem.backward[number] + held + option.backward,
-                    problem.outside[number + 1] + kept,
-                    problem.after[number + 1] + held,
-                ):
-                    time = state.nanoseconds + option.nanoseconds
-                    after.append(_State(kept, held, time, state, option))
-        states = _unbeaten(after)
+                one = problem.with_layer(state, number, option)
+                if max(one.peaks) <= budget:
+                    after.setdefault(one.keeps, []).append(one)
+        states = [one for group in after.values() for one in _unbeaten(group)]
     if not states:
         return None
     choice, state = [], min(states, key=lambda one: one.nanoseconds)
-    while state.before is not None and state.option is not None:
+    while state.before is not None:
         choice.append(state.option)
         state = state.before
     return problem.plan(choice[::-1])

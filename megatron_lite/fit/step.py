@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_lite.fit.gauges import Gauge, Reading
+from megatron_lite.fit.sharing import Sharing
 from megatron_lite.parallel.torch_internals import address_of, write_count_of
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import tensors_of
@@ -71,15 +72,17 @@ class Step:
         self._largest: tuple[int, Any] = (0, None)
         self._events: list[Event] = []
         self.is_divided = False  # over tensor-parallel ranks, as the last read run has seen
+        self.sharing = Sharing()  # of the last run that took notes
 
     @property
     def varies(self) -> bool:
         """Whether the first two runs had inputs of different shapes."""
         return any(shapes != self._shapes[0] for shapes in self._shapes[:2])
 
-    def run(self, gauge: Gauge | None = None) -> list[Span]:
+    def run(self, gauge: Gauge | None = None, *, takes_notes: bool = True) -> list[Span]:
         """Runs the step once. Returns its parts, if a gauge reads them.
 
+        takes_notes: whether it is noted who shares tensors. It takes time, which a gauge may read.
         If the inputs vary, every call of the model in a read step gets the largest one so far.
         """
         self._shapes.append([])
@@ -87,6 +90,9 @@ class Step:
             warnings.filterwarnings("ignore", message="Layers under a recompute policy keep no k")
             see = partial(self._see_inputs, is_read=gauge is not None)
             stack.callback(self._model.register_forward_pre_hook(see, with_kwargs=True).remove)
+            if takes_notes:
+                self.sharing = Sharing()
+                stack.enter_context(self.sharing.noting(self._layers))
             if gauge is None:
                 self._step()
                 return []

@@ -368,7 +368,7 @@ def test_ranks_get_the_policy_of_the_fullest_one(wrapper: str) -> None:
 
 
 def split_on_rank(rank: int, world_size: int) -> list[int]:
-    """Returns the bytes by which a layer keeps more than its whole input."""
+    """Returns the bytes that a layer keeps if it keeps a part of its input."""
     model, mesh = Model([64] * 4), init_device_mesh("cpu", (world_size,))
     for block in model.part0:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -379,7 +379,9 @@ def split_on_rank(rank: int, world_size: int) -> list[int]:
             torch.device("cpu"), CpuGauge,
         )  # fmt: skip
         options = measured.problem.options
-        return [one.held for layer in options for one in layer if one.action == "full@split"]
+        found = [one for layer in options for one in layer if one.action == "full@split"]
+        assert not any(one.keeps for one in found)  # the whole inputs
+        return [one.held for one in found]
 
     # A thread of gloo may still hold its copies where a layer ends.
     return [min(tries) for tries in zip(*(held() for _ in range(3)), strict=True)]
@@ -388,4 +390,4 @@ def split_on_rank(rank: int, world_size: int) -> list[int]:
 def test_tensor_parallel_ranks_may_divide_the_inputs_of_layers() -> None:
     whole = ids().numel() * 32 * 4
     for held in run_ranks(split_on_rank, 2):
-        assert held == [-whole // 2] * 4
+        assert held == [whole // 2] * 4

@@ -4,32 +4,46 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from megatron_lite.config.policy import parse_policy
-from megatron_lite.fit.plans import Option, Problem, fastest, neighbours, policy_text, smallest
+from megatron_lite.fit.plans import (
+    Option,
+    Problem,
+    Shared,
+    fastest,
+    neighbours,
+    policy_text,
+    smallest,
+)
 
 
 def drawn(seed: int) -> Problem:
-    """Returns a problem of 5 layers of two kinds, with up to three actions each."""
+    """Returns a problem of 5 layers with three actions each. Several share two tensors: the first
+    layer that has the second one makes it."""
     draw = random.Random(seed)
-    kinds = [
-        [
-            *(
-                Option(
-                    action, draw.randint(-2, 9), draw.randint(-4, 7), draw.randint(-2, 5),
-                    draw.randint(-9, 5), -draw.randint(0, 9),
-                )
-                for action in ("none", "ops(matmul)")
-            ),
-            Option("full"),
-        ]
-        for _ in range(2)
-    ]  # fmt: skip
+    shared = {}
+    for key, made in enumerate((False, True)):
+        first = draw.randint(made, 3)
+        shared[key] = Shared(first - made, first, draw.randint(first, 4), draw.randint(1, 12))
+
+    def option(action: str, number: int) -> Option:
+        has = [key for key, one in shared.items() if one.made <= number <= one.last]
+        given = {key for key in has if shared[key].first <= number}
+        keeps = given if action != "none" else {key for key in has if draw.random() < 0.5}
+        if action == "full":
+            return Option("full", keeps=frozenset(keeps))
+        kept = draw.randint(-2, 9)
+        return Option(
+            action, kept, kept - draw.randint(0, 5), draw.randint(-2, 5), draw.randint(-9, 5),
+            -draw.randint(0, 9), frozenset(keeps),
+        )  # fmt: skip
+
     numbers = range(5)
     return Problem(
-        options=[kinds[draw.randint(0, 1)] for _ in numbers],
+        options=[[option(a, n) for a in ("none", "ops(matmul)", "full")] for n in numbers],
         counts=[draw.randint(1, 2) for _ in numbers],
         forward=[draw.randint(20, 40) for _ in numbers],
         backward=[draw.randint(30, 50) for _ in numbers],
@@ -37,6 +51,35 @@ def drawn(seed: int) -> Problem:
         after=[draw.randint(20, 48) for _ in range(6)],
         update=draw.randint(20, 45),
         nanoseconds=100,
+        shared=shared,
+    )
+
+
+def peak_of(problem: Problem, choice: Sequence[Option]) -> int:
+    """Returns the peak of a step by what is there at each moment."""
+    counts, numbers = problem.counts, range(len(choice))
+
+    def extra(moment: str, waiting: int, done: int) -> int:
+        """Returns the bytes more of what the first `waiting` layers keep. done: forwards."""
+        first = choice[:waiting]
+        total = 0
+        for number, option in enumerate(first):
+            is_cached = moment == "forward" or any(one.rebuilds for one in first[number + 1 :])
+            total += counts[number] * (option.kept if is_cached else option.held)
+        for key, one in problem.shared.items():
+            is_there = any(key in option.keeps for option in first)
+            is_there_in_full = one.first < waiting
+            if moment == "forward":  # the caller holds a tensor until its last layer has returned
+                is_there, is_there_in_full = is_there or one.last >= done, True
+            total += one.num_bytes * (is_there - is_there_in_full)
+        return total
+
+    return max(
+        *(problem.update, problem.outside[0], problem.after[0]),
+        *(problem.forward[n] + extra("forward", n, n) + choice[n].forward for n in numbers),
+        *(problem.backward[n] + extra("backward", n + 1, 5) + choice[n].backward for n in numbers),
+        *(problem.outside[n + 1] + extra("forward", n + 1, n + 1) for n in numbers),
+        *(problem.after[n + 1] + extra("backward", n + 1, 5) for n in numbers),
     )
 
 
@@ -44,6 +87,7 @@ def drawn(seed: int) -> Problem:
 def test_the_plan_is_the_fastest_of_all_that_fit(seed: int) -> None:
     problem = drawn(seed)
     every = [problem.plan(choice) for choice in itertools.product(*problem.options)]
+    assert [plan.peak for plan in every] == [peak_of(problem, plan.choice) for plan in every]
     for budget in range(35, 110, 3):
         fit = [plan for plan in every if plan.peak <= budget]
         found = fastest(problem, budget)
@@ -76,6 +120,7 @@ def test_a_problem_of_many_layers_is_solved_within_its_budget() -> None:
         after=[10_000 + 10 * n for n in range(97)],
         update=0,
         nanoseconds=10**6,
+        shared={},
     )
     found = fastest(problem, 60_000)
     assert found is not None and 58_500 < found.peak <= 60_000

@@ -1,0 +1,94 @@
+"""Tensors that several layers share, such as masks, rotary tables and position biases.
+
+The bytes at two moments do not tell who keeps a tensor. So a run of the step notes the arguments
+and the results of each layer, and which of them the layer keeps for backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.fit.plans import Shared
+from megatron_lite.parallel.torch_internals import address_of
+from megatron_lite.recompute.contents import tensors_of
+from megatron_lite.recompute.saved import exchanging
+
+
+class Sharing:
+    """The notes on the first call of each layer in a run.
+
+    A storage has a number, in the order in which storages are seen.
+
+    tensors: the storages of a layer's arguments and results. arguments: how many are arguments.
+    kept: the places in `tensors` of those that the layer keeps.
+    forms: the shapes of the arguments, and whether they need gradients.
+    """
+
+    def __init__(self) -> None:
+        self._storages: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # and its bytes
+        self._numbers: dict[int, int] = {}  # by address
+        self._calls: dict[int, tuple[ExitStack, set[int]]] = {}
+        self.arguments: dict[int, int] = {}
+        self.tensors: dict[int, list[int]] = {}
+        self.kept: dict[int, set[int]] = {}
+        self.forms: dict[int, tuple[Any, ...]] = {}
+
+    @contextmanager
+    def noting(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Takes notes inside the block."""
+        with ExitStack() as stack:
+            for number, layer in enumerate(layers):
+                begin, end = partial(self._begin, number, stack), partial(self._end, number)
+                stack.callback(layer.register_forward_pre_hook(begin, with_kwargs=True).remove)
+                stack.callback(layer.register_forward_hook(end).remove)
+            yield
+
+    def shared(self, order: Sequence[int]) -> dict[int, Shared]:
+        """Returns the tensors that the run has made and given to layers, by their numbers.
+
+        order: the layers in the order of their forwards.
+        """
+        made, given = dict[int, int](), dict[int, list[int]]()
+        for place, layer in enumerate(order):
+            for number in self.tensors[layer]:
+                made.setdefault(number, place)
+            for number in self.tensors[layer][: self.arguments[layer]]:
+                given.setdefault(number, []).append(place)
+        return {
+            number: Shared(made[number], places[0], places[-1], self._storages[number][1])
+            for number, places in given.items()
+            if self._storages[number][0]() is None  # others are there before or after the step
+        }
+
+    def _begin(self, layer: int, stack: ExitStack, module: Any, args: Any, kwargs: Any) -> None:
+        if layer not in self.arguments:
+            given = tensors_of((args, kwargs))
+            self.forms[layer] = tuple((each.shape, each.requires_grad) for each in given)
+            self.tensors[layer] = [*map(self._number_of, given)]
+            self.arguments[layer] = len(given)
+            saved, call = set[int](), stack.enter_context(ExitStack())  # a failing step closes it
+            call.enter_context(exchanging(lambda tensor: saved.add(self._number_of(tensor))))
+            self._calls[layer] = call, saved
+
+    def _end(self, layer: int, module: Any, args: Any, results: Any) -> None:
+        if layer in self._calls:
+            call, saved = self._calls.pop(layer)
+            call.close()
+            self.tensors[layer] += map(self._number_of, tensors_of(results))
+            places = enumerate(self.tensors[layer])
+            self.kept[layer] = {place for place, number in places if number in saved}
+
+    def _number_of(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        number = self._numbers.get(address_of(storage))
+        if number is None or self._storages[number][0]() is not storage:
+            number = self._numbers[address_of(storage)] = len(self._storages)
+            self._storages.append((weakref.ref(storage), storage.nbytes()))
+        return number
