@@ -67,42 +67,22 @@ def _convert(args: argparse.Namespace, program: str, check: Callable[[], None]) 
         check()
         for note in source.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
-        told = progress_lines(sum(tensor.num_bytes for tensor in source.tensors()))
+        total, done, told = sum(one.num_bytes for one in source.tensors()), 0, time.monotonic()
 
         def advance(num_bytes: int) -> None:
+            nonlocal done, told
             check()
-            told(num_bytes)
+            done += num_bytes
+            if time.monotonic() - told >= SECONDS_A_LINE:
+                told = time.monotonic()
+                text = f"converted {done / 1e6:.1f} of {total / 1e6:.1f} MB"
+                print(text, file=sys.stderr, flush=True)
 
         target.write(source, save, advance, **options)
     check()
     print(f"{save}: converted from {load} ({args.source} -> {args.target})", flush=True)
     if args.target == "megatron-lite":
         print(*next_lines(save, program), sep="\n", flush=True)
-
-
-def progress_lines(
-    total: int, clock: Callable[[], float] = time.monotonic
-) -> Callable[[int], None]:
-    """Returns a function to call with the number of bytes after each tensor.
-
-    It prints a line on stderr now and then, and never two in a short time.
-
-    total: all bytes. clock: returns seconds.
-    """
-    started = told = clock()
-    done = 0
-
-    def advance(num_bytes: int) -> None:
-        nonlocal done, told
-        done += num_bytes
-        now = clock()
-        if now - told >= SECONDS_A_LINE:
-            told = now
-            rate = done / 1e6 / (now - started)
-            text = f"converted {done / 1e6:.1f} of {total / 1e6:.1f} MB ({rate:.0f} MB/s)"
-            print(text, file=sys.stderr, flush=True)
-
-    return advance
 
 
 def parser(program: str = PROGRAM) -> Parser:

@@ -100,19 +100,6 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         sizes(rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}),
         "does not map exactly: rope_scaling 'yarn' is left out",
     ),
-    "other constants": (
-        sizes(
-            rope_parameters=None,
-            rope_scaling={
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 2.0,
-                "original_max_position_embeddings": 8192,
-            },
-        ),
-        "'llama3' with high_freq_factor 2.0 is left out: --use-rope-scaling has the constants",
-    ),
     "pickle": (pickle, "is pickled, and reading a pickle may run any code"),
     "no weights": (
         lambda folder: (folder / "model.safetensors").unlink(),

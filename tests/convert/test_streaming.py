@@ -75,6 +75,4 @@ def test_the_peak_is_a_few_tensors_and_not_the_model(tmp_path: Path) -> None:
         peak_bytes(lambda: native_source(ours), partial(write_legacy, **split), megatron),
         peak_bytes(lambda: legacy_source(megatron), write_hf, tmp_path / "again"),
     ]
-    written = sum(path.stat().st_size for path in theirs.glob("*.safetensors"))
-    assert written > 60 * MIB, written
     assert max(peaks) < 8 * MIB, [peak / MIB for peak in peaks]

@@ -87,15 +87,8 @@ PARTS = [
         "",
     ),
     ("torchtune", f"{ENABLE}, fsdp: {{memory_efficient_wrapping: true}}", f"*:full {WRAPPED}", ""),
-    (
-        "torchtune",
-        f"{ENABLE}, custom_sharded_layers: [output]",
-        f"*:full {WRAPPED}",
-        "custom_sharded_layers",
-    ),
     ("torchtune", "custom_sharded_layers: [vision, 3]", "*:none", "custom_sharded_layers"),
     ("torchtitan", "", "every-2+1:full", "compile"),  # the defaults of torchtitan
-    ("torchtitan", "mode: full, memory_budget: 0.5", "*:full", "memory_budget compile"),
     (
         "torchtitan",
         "selective_ac_option: op, per_op_sac_force_recompute_mm_shapes_by_fqns: [moe.router.gate]",
@@ -118,9 +111,7 @@ PARTS = [
     ("modalities", OP + f"{{save_ops_keys: [{', '.join(OPERATORS)}]}}", OPS, ""),
     ("modalities", LAYER.replace("ac_", "sac_") + "'${p}', p: {ac_freq: 2}", "every-2+1:full", ""),
     ("modalities", "component_key: app", "*:none", "no"),
-    ("modalities", f"{CLASSES}: []", "*:none", ""),
     ("modalities", f"{CLASSES}: [SwiGLU, LlamaDecoderLayer]", "*:full", f"{CLASSES}:"),
-    ("deepspeed", "profile: false, number_checkpoints: null", "*:full", ""),
     ("deepspeed", "number_checkpoints: 4, profile: true", "*:full", "number_checkpoints profile"),
     ("oslo", "cpu_checkpointing: true", "*:none", "cpu_checkpointing"),
     # keys elsewhere that concern memory
@@ -281,7 +272,6 @@ def test_a_file_of_nothing_but_keys_elsewhere_is_cut_short() -> None:
 VARIANT = "ac_variant: full_activation_checkpointing"
 # The system, its config, the tensor-parallel size, and what the error says
 REFUSED: list[tuple[str, str, int | None, str]] = [
-    ("torchtune", "ac_mode: selective", None, "ac_option of selective must be 'op', or it must be"),
     ("torchtune", "ac_mode: selective, ac_option: 0", None, "(got 0)"),
     ("torchtune", "ac_option: true", None, "ac_option must be int or str or null (got True)"),
     (
@@ -291,25 +281,19 @@ REFUSED: list[tuple[str, str, int | None, str]] = [
         "needs enable_activation_checkpointing true",
     ),
     ("torchtune", "ac_mode: '${ac_mode}'", None, "ac_mode is '${ac_mode}', which the file does"),
-    ("torchtune", "ac_mode: '${oc.env:MODE}'", None, "does not resolve: write its value there"),
     ("torchtune", "ac_mode: '${a.b}', a: {c: 1}", None, "does not resolve: write its value there"),
-    ("torchtitan", "mode: ful", None, "mode must be none or full or selective or memory_budget"),
     ("torchtitan", "mode: memory_budget, memory_budget: .nan", None, "(got nan)"),
     ("torchtitan", f"selective_ac_option: '{'9' * 5000}'", None, "must be 'op', or it must be"),
     ("torchtitan", "selective_ac_option: '٣'", None, "must be 'op', or it must be"),
-    ("modalities", "layers_fqn: h", None, "so nothing is said of recomputation"),
     ("modalities", "ac_variant: full", None, "must be full_activation_checkpointing or sel"),
     ("modalities", LAYER + "{save_ops_keys: []}", None, "save_ops_keys does not belong to"),
     ("modalities", LAYER + "{freq: 2}", None, "unknown key 'freq' (known: ac_freq, save_ops_keys)"),
     ("modalities", LAYER + "{}", None, "ac_freq must be from 1"),
-    ("modalities", OP + "{save_ops_keys: []}", None, "save_ops_keys must be one of"),
     ("modalities", OP + "{save_ops_keys: [ops.aten.addmm.default]}", None, "ops.aten.addmm"),
     ("modalities", f"a: {{{VARIANT}}}, b: {{{LAYER}{{}}}}", None, "leave one of them out"),
     ("modalities", f"{VARIANT}, {CLASSES}: [GPT2Block]", None, "leave one of them out"),
-    ("modalities", f"{CLASSES}: GPT2Block", None, "must be list or null (got 'GPT2Block')"),
     ("deepspeed", "partition_activations: true", None, "(got 1): give --tp N"),
     ("oslo", "enable: true}, tensor_parallel_size: 4, a: {", 2, "size is 4 and 2: leave one"),
-    ("oslo", "enable: true}, tensor_parallel_size: true, a: {", None, "must be int (got True)"),
     ("oslo", "enable: true}, tensor_parallel_size: -1, a: {", None, "at least 1 (got -1)"),
     (
         "oslo",
@@ -336,9 +320,7 @@ PARTITION = '{"activation_checkpointing": {"partition_activations": true}, "step
 @in_one_test(
     "text, arguments, message",
     [
-        ("", "", "not JSON"),
         ("[]", "--from oslo", "expected an object"),
-        ("{}", "--from oslo", "no section activation_checkpointing"),
         ('{"activation_checkpointing": []}', "--from oslo", "must be dict (got [])"),
         ('{"activation_checkpointing": {"a": 1, "a": 2}}', "", "'a' is given twice"),
         ('{"activation_checkpointing": {"%s": 1}}' % ("y" * 9000), "--from oslo", "unknown key"),
@@ -349,7 +331,6 @@ PARTITION = '{"activation_checkpointing": {"partition_activations": true}, "step
             "",
             "gradient_checkpointing is True and 'offload': leave one of them out",
         ),
-        ('{"mode": "full"}', "--from torchtitan", "there is no section activation_checkpoint"),
         ('{"activation_checkpoint": {"mode": "memory_budget"}}', "", "compile with enable true"),
         ('{"ac_mode": "full"}', "--tp 2", "--tp belongs to deepspeed and oslo"),
         (PARTITION, "--tp 0", "at least 1 (got 0)"),
@@ -369,11 +350,7 @@ def test_a_file_or_an_option_that_will_not_do_is_one_line(
     (tmp_path / "a.json").write_text(text)
     words = arguments if text == "missing" else f"{tmp_path}/a.json {arguments}"
     assert message in fault_of(translate_recompute.main, words)
-
-
-def test_bad_flags_end_with_status_2() -> None:
-    for words in ("a.json --json a.json", "a.json --from fairscale", ""):
-        assert ended(translate_recompute.main, words).status == 2
+    assert ended(translate_recompute.main, "a.json --json a.json").status == 2
 
 
 def test_it_runs_as_a_command_without_torch() -> None:

@@ -109,7 +109,8 @@ def _opened(folder: Path) -> WeightSource:
     values = {ranks: read_torch_file(Window(file)) for ranks, file in files.items()}
     model = megatron_args.model_of(args, where)
     parts = _parts(where, values, model.num_layers)
-    weights = whole_parameters(_of_ranks(parts), model, ep_size)
+    held = [(ranks, name, value) for ranks, own in parts.items() for name, value in own]
+    weights = whole_parameters(held, model, ep_size)
     for name, of_ranks in weights.items():
         if len(of_ranks) != tp_size:
             raise InputError(f"{where}: {len(of_ranks)} of {tp_size} TP ranks hold {name}")
@@ -142,10 +143,6 @@ def _rank_file(folder: Path, ranks: Ranks, sizes: Sequence[int]) -> Path:
         f"{folder}: was saved by TP {sizes[0]} x PP {sizes[1]} x EP {sizes[2]} ranks, and lacks "
         f"{name}/{MODEL_FILES[0]}: copy all mp_rank_* folders"
     )
-
-
-def _of_ranks(parts: Mapping[Ranks, Sequence[Named]]) -> Iterator[tuple[Ranks, str, Tensor]]:
-    return ((ranks, name, tensor) for ranks, named in parts.items() for name, tensor in named)
 
 
 def _parts(

@@ -85,14 +85,6 @@ def test_stacked_and_numbered_layers_are_read(
         assert torch.equal(source.read(name), whole), name
 
 
-def test_states_of_the_distributed_optimizer_leave_the_weights(tmp_path: Path) -> None:
-    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"
-    others = ("chained_1.optimizer.other", "rng_state/shard_0", bucket)
-    save(tmp_path, **{name.replace(".", "__"): torch.ones(9) for name in others})
-    source = dist_source(tmp_path)
-    assert source.state_keys == () and "kept by parameter" in source.notes[0]
-
-
 def _with_place(metadata: Metadata, **change: Any) -> Metadata:
     places = {key: replace(place, **change) for key, place in metadata.storage_data.items()}
     return replace(metadata, storage_data=places)
@@ -193,6 +185,12 @@ def test_states_that_are_kept_by_parameter_are_read(master: str, tmp_path: Path)
     source = dist_source(tmp_path / "states")
     assert source.state_keys == ("exp_avg", "exp_avg_sq", "master")
     assert (source.num_updates, source.notes) == (7, ())
+    # Those of the distributed optimizer are not by parameter.
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"
+    others = ("chained_1.optimizer.other", "rng_state/shard_0", bucket)
+    save(tmp_path / "others", **{one.replace(".", "__"): torch.ones(9) for one in others})
+    found = dist_source(tmp_path / "others")
+    assert found.state_keys == () and "kept by parameter" in found.notes[0]
     # An optimizer that holds itself is not walked through for ever.
     torch_file = tmp_path / "states" / "common.pt"
     optimizer: dict[str, Any] = {}
