@@ -321,6 +321,8 @@ def _cp_comm_type(given: Given) -> Iterator[str]:
         )
     for kind in kinds[:1]:
         read_as = settings_of(ParallelConfig)["cp_comm_type"].megatron.get(kind, kind)
+        if kind == "a2a" and given.get("context_parallel_size", 1) == 1:
+            read_as = "p2p"  # no ranks exchange anything
         given["cp_comm_type"] = read_as
         if read_as != kind:
             yield (
@@ -423,7 +425,8 @@ def _context_parallel_attention(given: Given) -> list[str]:
         bool(given.get("reset_attention_mask")),
     )
     is_free = given.get("attention_backend", "auto") == "auto"
-    if given.get("context_parallel_size", 1) == 1 or not is_free or reason is None:
+    size, is_a2a = given.get("context_parallel_size", 1), given.get("cp_comm_type") == "a2a"
+    if size == 1 or is_a2a or not is_free or reason is None:
         return []
     given["attention_backend"] = "unfused"
     return [

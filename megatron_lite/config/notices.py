@@ -210,7 +210,8 @@ def _of_operators(config: RunConfig, entries: Collection[str]) -> Iterator[str]:
         reasons["attention"] = (
             "--attention-dropout draws random numbers, so that attention has to run again"
         )
-    sends_attention = parallel.context_parallel_size > 1 and model.always_unfused
+    is_a2a = parallel.cp_comm_type == "a2a"
+    sends_attention = parallel.context_parallel_size > 1 and (model.always_unfused or is_a2a)
     if parallel.tensor_model_parallel_size == 1 and not sends_attention:
         reasons["collective"] = (
             "--tensor-model-parallel-size is 1, and what context-parallel ranks exchange is "
@@ -243,7 +244,8 @@ def _of_placement(
             "--memory-timeline FILE works here, too"
         )
     if model.attention_backend == "fused":
-        cp_size = config.parallel.context_parallel_size
+        is_a2a = config.parallel.cp_comm_type == "a2a"
+        cp_size = 1 if is_a2a else config.parallel.context_parallel_size
         if device != "cuda" or cp_size > 1:
             where = f"--context-parallel-size {cp_size}" if cp_size > 1 else device
             yield (

@@ -13,7 +13,7 @@ OTHER_EXPERTS = dict(
     why="ranks hold different experts, and exchange as many rows as their routers choose",
 )
 PIPELINE = ("pipeline_model_parallel_size>1",)
-CP_COMM_TYPES = ("p2p", "allgather")
+CP_COMM_TYPES = ("p2p", "allgather", "a2a")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,12 @@ class ParallelConfig:
     )
     context_parallel_size: int = setting("ranks that share each sequence", 1, least=1)
     cp_comm_type: str = setting(
-        "how context-parallel ranks exchange keys and values: around a ring, or all at once",
+        "how context-parallel ranks exchange keys and values: around a ring, or all at once; a2a: "
+        "they exchange heads, and attend to whole sequences",
         "p2p",
         nargs="+",
         choices=CP_COMM_TYPES,
-        megatron={"a2a": "p2p", "a2a+p2p": "p2p"},
+        megatron={"a2a+p2p": "p2p"},
         needs=("context_parallel_size>1",),
     )
     expert_model_parallel_size: int = setting(

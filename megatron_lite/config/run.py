@@ -235,11 +235,19 @@ class RunConfig:
         if hindrance is None and limit is not None:
             # which keys of another rank a window reaches differs from rank to rank
             hindrance = f"--window-size {limit},0"
-        if size > 1 and hindrance is not None and not model.always_unfused:
+        if size > 1 and self.parallel.cp_comm_type == "a2a":
+            ranks = size * self.parallel.tensor_model_parallel_size
+            if model.query_groups % ranks:
+                raise ValueError(
+                    f"--cp-comm-type a2a gives each rank whole heads: --num-query-groups "
+                    f"{model.query_groups} must be divisible by --tensor-model-parallel-size x "
+                    f"--context-parallel-size = {ranks}; p2p and allgather need no such size"
+                )
+        elif size > 1 and hindrance is not None and not model.always_unfused:
             raise ValueError(
                 f"--context-parallel-size {size} has no flash attention with {hindrance}: leave it "
-                "out (--attention-dropout 0), or give --attention-backend unfused, which builds "
-                "the scores"
+                "out (--attention-dropout 0), or give --cp-comm-type a2a, or --attention-backend "
+                "unfused, which builds the scores"
             )
 
     def _check_compiler(self) -> None:

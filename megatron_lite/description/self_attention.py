@@ -8,6 +8,7 @@ elements.
     p2p          c - 1 shifts    2 c - 1 shifts                one part
     allgather    all-gather      all-gather, reduce-scatter    all parts
     unfused      all-gather      reduce-scatter                all parts
+    a2a          4 all-to-alls   4 all-to-alls                 query, key, value and output
 
 Standard library only.
 """
@@ -15,12 +16,14 @@ Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.description.norms import query_key_norms
 from megatron_lite.description.operations import (
     ALL_GATHER,
+    ALL_TO_ALL,
     OPERATORS,
     REDUCE_SCATTER,
     SHIFT,
@@ -45,7 +48,7 @@ Tensors = tuple[KeptTensor, ...]
 
 def attention_output(of: Shape) -> KeptTensor:
     """Returns the tensor that core attention returns and linear_proj saves."""
-    return KeptTensor("attention output", of.query)
+    return KeptTensor("attention output" + " of own tokens" * of.sizes.exchanges_heads, of.query)
 
 
 def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
@@ -82,11 +85,43 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
         prefix = "rotated " if rotary else "normed " * normed
         value = whole if normed and not apart else KeptTensor("value", of.kv)
         inputs = (*_heads(of, prefix), value)
+    exchanges_heads = sizes.exchanges_heads
+    whole_of, own_inputs = of, inputs
+    if exchanges_heads:  # attention of one rank, with the heads of more tensor-parallel ranks
+        alone = replace(sizes, tp_size=sizes.tp_size * sizes.cp_size, cp_size=1)
+        whole_of, value = Shape(model, alone), KeptTensor("exchanged value", of.kv)
+        inputs = (*_heads(of, "exchanged "), value)
     if model.builds_scores(sizes.device):
-        yield _unfused(of, inputs)
+        core = _unfused(whole_of, inputs)
     else:
         windowed = model.layer_reach(layer, sizes.seq_length) is not None
-        yield _flash(of, inputs, windowed=windowed)
+        core = _flash(whole_of, inputs, windowed=windowed)
+    yield _with_heads_exchanged(of, core, own_inputs) if exchanges_heads else core
+
+
+def _with_heads_exchanged(of: Shape, core: Operation, inputs: Tensors) -> Operation:
+    """Returns attention of some heads with the exchanges around it (head_exchange.py).
+
+    core: the attention. inputs: those of all heads, of this rank's tokens.
+    """
+    sizes = dict(query=of.query, key=of.kv, value=of.kv, output=of.query)
+    sent = tuple(Collective(ALL_TO_ALL, num_bytes) for num_bytes in sizes.values())
+    *before, after = (
+        OperatorCall(
+            OPERATORS[ALL_TO_ALL],
+            (KeptTensor(f"received {name}", one.num_bytes),),
+            (),
+            (one,),
+            output_only=name == "output",
+        )
+        for name, one in zip(sizes, sent, strict=True)
+    )
+    return core._replace(
+        enters=(RegionEntry(CORE_ATTENTION, inputs),),
+        calls=(*before, *core.calls, after),
+        backward=sent,
+        temporary=core.temporary + 2 * of.query,
+    )
 
 
 def _heads(of: Shape, prefix: str = "") -> Tensors:

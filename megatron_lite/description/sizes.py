@@ -164,6 +164,11 @@ class Sizes:
         return self.seq_length // self.cp_size
 
     @property
+    def exchanges_heads(self) -> bool:
+        """Whether attention has all tokens of some heads (--cp-comm-type a2a)."""
+        return self.cp_size > 1 and self.cp_comm_type == "a2a"
+
+    @property
     def num_ranks(self) -> int:
         """The number of ranks that split the work of a layer on a micro-batch: t c."""
         return self.tp_size * self.cp_size

@@ -116,9 +116,19 @@ class SelfAttention(nn.Module):
                 for _ in range(2)
             )
         self.kernels = context.kernels
-        self.core_attention = CoreAttention(
-            config, context.rng, context.cp, layer=layer, kernels=context.kernels
+        cp = context.cp
+        self.core_attention: nn.Module = CoreAttention(
+            config,
+            context.rng,
+            None if cp.comm_type == "a2a" else cp,
+            layer=layer,
+            kernels=context.kernels,
         )
+        if cp.comm_type == "a2a" and cp.group is not None:
+            # late: few runs have it
+            from megatron_lite.model.head_exchange import HeadExchange
+
+            self.core_attention = HeadExchange(self.core_attention, cp.group)
 
     def forward(
         self,

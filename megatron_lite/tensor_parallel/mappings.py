@@ -45,12 +45,12 @@ def reduce_from_tensor_parallel_region(
     Each partial tensor is one summand, so its gradient is the whole gradient of the sum.
     skip_tail: builds only the graph, for a replay whose output is never read.
     """
-    return _mapped(partial, tp_group, _unread if skip_tail else all_reduce, lambda grad, _: grad)
+    return mapped(partial, tp_group, _unread if skip_tail else all_reduce, lambda grad, _: grad)
 
 
 def copy_to_tensor_parallel_region(whole: Tensor, tp_group: ProcessGroup | None) -> Tensor:
     """Returns the tensor. Each rank's gradient of it is partial, so backward sums them."""
-    return _mapped(whole, tp_group, lambda tensor, _: tensor.view_as(tensor), all_reduce)
+    return mapped(whole, tp_group, lambda tensor, _: tensor.view_as(tensor), all_reduce)
 
 
 def gather_from_sequence_parallel_region(
@@ -60,7 +60,7 @@ def gather_from_sequence_parallel_region(
 
     Each rank's gradient of that input is partial, so backward sums them (reduce-scatter).
     """
-    return _mapped(hidden_states, tp_group, all_gather_first_dim, reduce_scatter_first_dim)
+    return mapped(hidden_states, tp_group, all_gather_first_dim, reduce_scatter_first_dim)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -71,7 +71,7 @@ def reduce_scatter_to_sequence_parallel_region(
     Raises ValueError if t does not divide s. skip_tail: see reduce_from_tensor_parallel_region.
     """
     forward = _unread_part if skip_tail else reduce_scatter_first_dim
-    return _mapped(partial, tp_group, forward, all_gather_first_dim)
+    return mapped(partial, tp_group, forward, all_gather_first_dim)
 
 
 def gather_from_tensor_parallel_region(sharded: Tensor, tp_group: ProcessGroup | None) -> Tensor:
@@ -80,7 +80,7 @@ def gather_from_tensor_parallel_region(sharded: Tensor, tp_group: ProcessGroup |
     Every rank must compute the same from the result. Each rank's gradient is then complete, so
     backward takes a slice and sums nothing.
     """
-    return _mapped(sharded, tp_group, _gather_columns, _own_columns)
+    return mapped(sharded, tp_group, _gather_columns, _own_columns)
 
 
 def _unread(tensor: Tensor, _: ProcessGroup) -> Tensor:
@@ -100,9 +100,10 @@ def _own_columns(whole: Tensor, tp_group: ProcessGroup) -> Tensor:
     return whole.chunk(tp_group.size(), -1)[tp_group.rank()].contiguous()
 
 
-def _mapped(
+def mapped(
     tensor: Tensor, group: ProcessGroup | None, forward: Collective, backward: Collective
 ) -> Tensor:
+    """Returns `forward` of the tensor. Its gradient is `backward` of the result's."""
     return tensor if group is None else _Mapping.apply(tensor, group, forward, backward)
 
 

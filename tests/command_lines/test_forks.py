@@ -35,7 +35,7 @@ MOE = "--num-experts 4 --disable-bias-linear"
             "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path t",
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t",
         ),
-        ("--context-parallel-algo ulysses_cp_algo", "--cp-comm-type p2p"),
+        ("--context-parallel-algo ulysses_cp_algo", "--cp-comm-type p2p"),  # of one rank
         ("--ds-sequence-parallel-size 2", "--context-parallel-size 2"),
         ("--num-key-value-heads 1", "--group-query-attention --num-query-groups 1"),
         ("--attention-head-type multiquery", "--group-query-attention --num-query-groups 1"),

@@ -88,6 +88,7 @@ def wrong_bytes(rank: int, world_size: int, layout: Layout, every: int) -> tuple
         (Layout(1, 3, cp_comm_type="allgather"), 199),
         (Layout(2, 2), 211),
         (Layout(2, 2, True, "allgather"), 211),
+        (Layout(1, 2, cp_comm_type="a2a"), 199),
     ],
 )
 def test_predicted_bytes_are_the_measured_ones(layout: Layout, every: int) -> None:
@@ -144,6 +145,8 @@ def sent(
         (Layout(1, 2), "unfused"),
         (Layout(2, 2, True), "flash"),
         (Layout(2, 2, cp_comm_type="allgather"), "flash"),
+        (Layout(1, 2, cp_comm_type="a2a"), "flash"),
+        (Layout(1, 2, cp_comm_type="a2a"), "unfused"),
     ],
 )
 def test_every_policy_sends_what_is_predicted(layout: Layout, backend: str) -> None:

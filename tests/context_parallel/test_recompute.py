@@ -74,6 +74,7 @@ def faults(
         (1, 2, False, "unfused", "p2p", torch.float32),
         (2, 2, True, "llama", "p2p", torch.float32),
         (2, 2, False, "gpt", "allgather", torch.bfloat16),
+        (1, 2, False, "unfused", "a2a", torch.float32),
     ],
 )
 def test_gradients_are_unchanged_to_the_bit(

@@ -49,6 +49,8 @@ LAYOUTS = [
     Layout(tp=2, cp=2, sequence_parallel=True, cp_comm_type="allgather"),
     Layout(tp=2, cp=2, sequence_parallel=True),
     Layout(tp=2, cp=2),
+    Layout(cp=2, cp_comm_type="a2a"),
+    Layout(tp=2, cp=2, sequence_parallel=True, cp_comm_type="a2a"),
     Layout(cp=3),
     Layout(cp=4),
     Layout(cp=4, cp_comm_type="allgather"),

@@ -94,11 +94,19 @@ def one_by_one(name: str, seeds: range, **overrides: object) -> Outcome:
 
 
 def packed(
-    name: str, parallel: ParallelState, *, sequence_parallel: bool, **overrides: object
+    name: str,
+    parallel: ParallelState,
+    *,
+    sequence_parallel: bool,
+    cp_comm_type: str = "p2p",
+    **overrides: object,
 ) -> Outcome:
     """Returns the same of a packed micro-batch."""
     model = build_tiny_model(
-        variant_config(name, **overrides), parallel, sequence_parallel=sequence_parallel
+        variant_config(name, **overrides),
+        parallel,
+        sequence_parallel=sequence_parallel,
+        cp_comm_type=cp_comm_type,
     )
     parameters = dict(model.named_parameters())
     buffer = GradBuffer(parameters, parallel)
@@ -135,24 +143,35 @@ def assert_equal(name: str, expected: Outcome, actual: Outcome) -> None:
     assert wrong == {}
 
 
-LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
+LAYOUTS = [
+    *((1, 1, False, "p2p"), (2, 1, False, "p2p"), (2, 1, True, "p2p")),
+    *((1, 2, False, "p2p"), (2, 2, True, "p2p"), (1, 2, False, "a2a")),
+]
 
 
 @pytest.mark.runs(daily=1, ci=5)
-@pytest.mark.parametrize(("tp_size", "cp_size", "sequence_parallel"), LAYOUTS)
+@pytest.mark.parametrize(("tp_size", "cp_size", "sequence_parallel", "cp_comm_type"), LAYOUTS)
 def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(
-    tp_size: int, cp_size: int, sequence_parallel: bool
+    tp_size: int, cp_size: int, sequence_parallel: bool, cp_comm_type: str
 ) -> None:
     cases = [
         (name, overrides)
         for name, overrides in CASES
-        if cp_size == 1 or variant_config(name, **overrides).attention_backend == "unfused"
+        if cp_size == 1
+        or cp_comm_type == "a2a"
+        or variant_config(name, **overrides).attention_backend == "unfused"
     ]
 
     def work(rank: int, world_size: int) -> list[Outcome]:
         with tp_state(tp_size, cp_size=cp_size) as parallel:
             return [
-                packed(name, parallel, sequence_parallel=sequence_parallel, **overrides)
+                packed(
+                    name,
+                    parallel,
+                    sequence_parallel=sequence_parallel,
+                    cp_comm_type=cp_comm_type,
+                    **overrides,
+                )
                 for name, overrides in cases
             ]
 
