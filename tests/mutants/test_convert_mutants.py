@@ -1,8 +1,9 @@
-"""Faults in the mapping of Hugging Face's models and in the files of a conversion are seen."""
+"""Mistakes in reading weights of other systems, each put in: a named test must fail."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert import hf, target
-from tests.convert import test_safetensors_file as files
+from megatron_lite.convert import hf
+from megatron_lite.convert.megatron import dist, source
+from tests.convert.megatron import test_dist_layouts, test_legacy_layouts
 from tests.model import test_transformers_parity as parity
-from tests.support.changes import with_fields
 from tests.support.mutants import Fault, Mutant, each_is_seen, replaces
 
 pytest.importorskip("transformers")
@@ -27,44 +28,46 @@ def joined_by(name: str, join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
 
     @replaces(name, hf.LAYOUTS)
     def fault(layout: Any) -> Any:
-        return with_fields(layout, join=join)
+        return layout._replace(join=join)
 
     fault.__name__ = f"{name} is joined wrongly"
     return fault
 
 
-@replaces("ALIGNMENT", target)
-def tensors_begin_anywhere(_):
-    return 1
+@replaces("parameter_specs", source)
+def gate_and_up_are_one_block(parameter_specs, *args, **kwargs):
+    found = parameter_specs(*args, **kwargs)
+    return {name: replace(spec, tp_blocks=1) for name, spec in found.items()}
 
 
-def parity_of(name: str) -> dict[str, object]:
-    return dict(name=name, dtype=torch.float32, tolerance=1e-5)
+@replaces("read", dist.DistTensor)
+def every_layer_is_the_first_row(read, self):
+    return read(self._replace(layer=self.layer and 0))
 
 
-MUTANTS = (
-    Mutant(
-        joined_by("by group", lambda parts, _: torch.cat(list(parts))),
-        parity.test_logits_loss_and_gradients_equal_those_of_transformers,
-        parity_of("llama"),
+MUTANTS = [
+    *(
+        Mutant(
+            joined_by(layout, join),
+            parity.test_logits_loss_and_gradients_equal_those_of_transformers,
+            dict(name=family, dtype=torch.float32, tolerance=1e-5),
+        )
+        for layout, family, join in (
+            ("by group", "llama", lambda parts, _: torch.cat(list(parts))),
+            ("by expert", "mixtral", lambda parts, _: torch.stack(list(parts)[::-1])),
+        )
     ),
     Mutant(
-        joined_by("stacked", lambda parts, _: torch.cat(list(parts)[::-1])),
-        parity.test_logits_loss_and_gradients_equal_those_of_transformers,
-        parity_of("qwen3"),
+        gate_and_up_are_one_block,
+        test_legacy_layouts.test_every_layout_gives_the_whole_weights,
+        dict(layout="one file", tp=2, tied=True),
     ),
     Mutant(
-        joined_by("by expert", lambda parts, _: torch.stack(list(parts)[::-1])),
-        parity.test_logits_loss_and_gradients_equal_those_of_transformers,
-        parity_of("mixtral"),
+        every_layer_is_the_first_row,
+        test_dist_layouts.test_stacked_and_numbered_layers_are_read,
+        dict(stacked=True, settings=test_dist_layouts.LLAMA),
     ),
-    Mutant(
-        joined_by("fused", lambda parts, _: parts[0]),
-        parity.test_logits_loss_and_gradients_equal_those_of_transformers,
-        parity_of("phi3"),
-    ),
-    Mutant(tensors_begin_anywhere, files.test_any_order_of_dtypes_is_read_back_bit_for_bit),
-)
+]
 
 
 test_is_seen = each_is_seen(MUTANTS)

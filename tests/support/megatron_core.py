@@ -282,7 +282,7 @@ def load_dist(root: Path, model: Any, optimizer: Any) -> None:
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     wanted: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
     wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
-    state = dist_checkpointing.state(
+    state = dist_checkpointing.load(
         wanted, str(root / f"iter_{int(text):07d}"), strict=StrictHandling.RAISE_ALL
     )
     model.load_state_dict(state["model"], strict=True)

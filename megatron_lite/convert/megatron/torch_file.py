@@ -231,8 +231,7 @@ class _Machine(pickle._Unpickler):
             found.state = state
 
     def _setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set([key, value])
+        self._set([self.stack.pop(-2), self.stack.pop()])
 
     def _setitems(self) -> None:
         self._set(self.pop_mark())  # type: ignore[attr-defined]
