@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.tools import plan
 from tests.config.test_hf_config import LLAMA_3_8B
 from tests.plan.runs import small_run
+from tests.support.commands import ended, fault_of
 from tests.support.parsed_page import ParsedPage
-
-ERROR = "python -m megatron_lite.tools.plan: error: "
 
 SMALL = ("--model", "gpt2", "--gpu", "h100", "--global-batch-size", "64")
 LLAMA = ("--model", "llama3-8b", "--gpu", "h100-80gb", "--seq-length", "8192")
@@ -28,36 +28,24 @@ SIZES = (
 )
 
 
-def printed(arguments: list[str], capsys: pytest.CaptureFixture[str], *, status: int = 0) -> str:
-    assert plan.main(arguments) == status
-    shown = capsys.readouterr()
-    assert shown.err == ""
-    return shown.out
+def printed(arguments: Sequence[str], status: int = 0) -> str:
+    found = ended(plan.main, arguments)
+    assert (found.status, found.err) == (status, "")
+    return found.out
 
 
-def as_json(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], *, status: int = 0
-) -> dict[str, Any]:
-    return json.loads(printed([*arguments, "--json", "-"], capsys, status=status))
-
-
-def fault(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr of a run that must end with status 2 and print nothing else."""
-    assert plan.main(arguments) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith(ERROR) and shown.err.count("\n") == 1
-    assert len(shown.err) < 900
-    return shown.err
+def as_json(arguments: Sequence[str], status: int = 0) -> dict[str, Any]:
+    return json.loads(printed([*arguments, "--json", "-"], status))
 
 
 @pytest.mark.long
-def test_llama_3_8b_on_8_h100_gets_plans_within_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_llama_3_8b_on_8_h100_gets_plans_within_80_gb() -> None:
     arguments = [*LLAMA, "--gpus", "8", *BATCH]
-    text = printed(arguments, capsys)
+    text = printed(arguments)
     assert "8 x h100-80gb: fits" in text
     for heading in ("What holds the peak", "Largest micro-batch", "One step away", "To run plan 1"):
         assert heading in text
-    verdict = as_json(arguments, capsys)["verdicts"][0]
+    verdict = as_json(arguments)["verdicts"][0]
     assert len(verdict["plans"]) >= 3
     for one in verdict["plans"]:
         assert f"{one['peak_bytes'] / 2**30:.2f}" in text
@@ -67,29 +55,27 @@ def test_llama_3_8b_on_8_h100_gets_plans_within_80_gb(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_the_printed_command_is_parsed_to_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_command_is_parsed_to_the_plan() -> None:
     fixed = ["--fix", "pipeline-model-parallel-size=2", "--gpus", "8", "--memory-budget", "40GiB"]
     fixed += ["--fix", "tensor-model-parallel-size=2", "--context-parallel-size", "1"]
     fixed += ["--micro-batch-size", "1"]
     arguments = [*LLAMA, *fixed, *BATCH]
-    best = as_json(arguments, capsys)["verdicts"][0]["plans"][0]
+    best = as_json(arguments)["verdicts"][0]["plans"][0]
     config = RunConfig.from_json(json.dumps(best["config"]))
     place = best["command"].index("-m")  # runs in any directory, unlike the path of a script
     assert best["command"][place:][:3] == ["-m", "megatron_lite", "train"]
     assert parse_args(best["command"][place + 3 :]).config == config
-    text = printed(arguments, capsys)
+    text = printed(arguments)
     command = text[text.index("torchrun") :].partition("\n(")[0]
     assert shlex.split(command.replace("\\\n", " ")) == best["command"]
     assert config.parallel.pipeline_model_parallel_size == 2
 
 
 @pytest.mark.long
-def test_json_and_a_page_go_to_files_beside_the_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_and_a_page_go_to_files_beside_the_text(tmp_path: Path) -> None:
     data, page = tmp_path / "plan.json", tmp_path / "plan.html"
     arguments = [*SMALL, "--gpus", "1,2", "--json", str(data), "--html", str(page)]
-    assert printed(arguments, capsys).count("To run plan 1") == 2
+    assert printed(arguments).count("To run plan 1") == 2
     found, parsed = json.loads(data.read_text()), ParsedPage(page.read_text())
     assert found["machine"] == "h100-80gb" and parsed.faults == []
     for verdict in found["verdicts"]:
@@ -98,10 +84,8 @@ def test_json_and_a_page_go_to_files_beside_the_text(
             assert ["0", term["name"], size, term["tag"]] in parsed.rows
 
 
-def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = printed([*LLAMA, "--gpus", "1", *BATCH, "--micro-batch-size", "1"], capsys, status=2)
+def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak() -> None:
+    text = printed([*LLAMA, "--gpus", "1", *BATCH, "--micro-batch-size", "1"], status=2)
     assert "does not fit" in text and "The smallest peak that was found is" in text
     assert "optimizer states" in text and "To run" not in text
     states = 8_030_261_248 * 18 / 2**30  # bytes of a parameter: bf16, and four of float32
@@ -109,44 +93,40 @@ def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak(
 
 
 @pytest.mark.long
-def test_where_none_fits_a_command_has_the_fewest_gpus_that_are_enough(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_where_none_fits_a_command_has_the_fewest_gpus_that_are_enough() -> None:
     fixed = ["--reserve", "0", "--memory-budget", "1GiB", "--context-parallel-size", "1"]
     fixed += ["--fix", "tensor-model-parallel-size=1", "--pipeline-model-parallel-size", "1"]
-    text = printed([*SMALL, *fixed, "--gpus", "1"], capsys, status=2)
+    text = printed([*SMALL, *fixed, "--gpus", "1"], status=2)
     found = re.search(r"fits on (\d+) GPUs.*\n  (.*)\n$", text)
     assert found is not None
     count, typed = int(found[1]), shlex.split(found[2])
     assert typed[:3] == ["python", "-m", "megatron_lite.tools.plan"]
     assert typed[3:] == [*SMALL, *fixed, "--gpus", str(count)]
-    assert printed(typed[3:], capsys).count("fits") >= 1
+    assert printed(typed[3:]).count("fits") >= 1
     half = [*SMALL, *fixed, f"--gpus={count // 2}"]
-    assert count > 2 and printed(half, capsys, status=2).endswith(f"--gpus={count}\n")
+    assert count > 2 and printed(half, status=2).endswith(f"--gpus={count}\n")
 
 
-def test_where_more_gpus_do_not_help_the_advice_is_another(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_where_more_gpus_do_not_help_the_advice_is_another() -> None:
     kept = ["--micro-batch-size", "1", "--recompute-policy", "*:none", "--fix"]
     alone = "tensor-model-parallel-size=1 --fix pipeline-model-parallel-size=1"
     sizes = ["--memory-budget", "64MiB", "--reserve", "0", "--context-parallel-size", "1"]
-    text = printed([*SMALL, *kept, *alone.split(), *sizes, "--gpus=1"], capsys, status=2)
+    text = printed([*SMALL, *kept, *alone.split(), *sizes, "--gpus=1"], status=2)
     assert "More GPUs alone do not help" in text and "--seq-length" in text
 
 
-def test_a_plan_within_the_reserve_alone_is_tight(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_within_the_reserve_alone_is_tight() -> None:
     fixed = ["--gpus", "1", "--micro-batch-size", "1", "--recompute-policy", "*:none"]
-    peak = as_json([*SMALL, *fixed], capsys)["verdicts"][0]["plans"][0]["peak_bytes"]
+    peak = as_json([*SMALL, *fixed])["verdicts"][0]["plans"][0]["peak_bytes"]
     sizes = ["--memory-budget", str(peak + 2**20), "--reserve", "1GiB"]
-    text = printed([*SMALL, *fixed, *sizes], capsys, status=1)
+    text = printed([*SMALL, *fixed, *sizes], status=1)
     assert "tight" in text and "of the reserve" in text
 
 
-def test_what_is_fixed_is_kept_by_a_flag_or_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_fixed_is_kept_by_a_flag_or_a_fix() -> None:
     common = [*SMALL, "--gpus", "4", "--recompute-policy", "*:mlp"]
-    flags = as_json([*common, "--tensor-model-parallel-size", "2"], capsys)
-    fixed = as_json([*common, "--fix", "tensor-model-parallel-size=2"], capsys)
+    flags = as_json([*common, "--tensor-model-parallel-size", "2"])
+    fixed = as_json([*common, "--fix", "tensor-model-parallel-size=2"])
     assert flags == fixed
     for one in fixed["verdicts"][0]["plans"]:
         assert one["config"]["parallel"]["tensor_model_parallel_size"] == 2
@@ -162,31 +142,27 @@ def test_what_is_fixed_is_kept_by_a_flag_or_a_fix(capsys: pytest.CaptureFixture[
         (16, "--nproc-per-node 8 --nnodes 2"),
     ],
 )
-def test_the_command_starts_no_more_nodes_than_the_ranks_need(
-    gpus: int, nodes: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_starts_no_more_nodes_than_the_ranks_need(gpus: int, nodes: str) -> None:
     fixed = ["--micro-batch-size", "1", "--tensor-model-parallel-size", "1"]
     fixed += ["--pipeline-model-parallel-size", "1", "--context-parallel-size", "1"]
-    text = printed([*SMALL[:4], "--global-batch-size", "48", *fixed, "--gpus", str(gpus)], capsys)
+    text = printed([*SMALL[:4], "--global-batch-size", "48", *fixed, "--gpus", str(gpus)])
     assert f"torchrun {nodes}" in text.replace("\\\n  ", "")
 
 
-def test_models_come_from_presets_files_runs_and_flags(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_come_from_presets_files_runs_and_flags(tmp_path: Path) -> None:
     hf, run = tmp_path / "config.json", tmp_path / "run.json"
     hf.write_text(LLAMA_3_8B)
     run.write_text(small_run(parallel={"tensor_model_parallel_size": 2}).to_json())
     rest = [*LLAMA[2:], "--gpus", "8", *BATCH, "--fix", "tensor-model-parallel-size=8"]
-    assert as_json(["--hf-config", str(hf), *rest], capsys) == as_json([*LLAMA[:2], *rest], capsys)
+    assert as_json(["--hf-config", str(hf), *rest]) == as_json([*LLAMA[:2], *rest])
     one = ["--gpu", "a100", "--gpus", "1"]
-    found = as_json(["--config-json", str(run), *one], capsys)["verdicts"][0]["plans"][0]["config"]
+    found = as_json(["--config-json", str(run), *one])["verdicts"][0]["plans"][0]["config"]
     # The layout of the file does not count, its model and its batch do.
     assert found["parallel"]["tensor_model_parallel_size"] == 1
     assert found["model"]["hidden_size"] == 1024 and found["training"]["global_batch_size"] == 16
     sizes = "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 512"
     more = "--vocab-size 999 --swiglu --disable-bias-linear --window-size 127,0"
-    found = as_json([*one, *sizes.split(), *more.split(), *BATCH], capsys)
+    found = as_json([*one, *sizes.split(), *more.split(), *BATCH])
     model = found["verdicts"][0]["plans"][0]["config"]["model"]
     assert model["swiglu"] and not model["add_bias_linear"] and model["window_size"] == [127, 0]
 
@@ -232,14 +208,10 @@ def test_models_come_from_presets_files_runs_and_flags(
     ],
 )
 def test_a_fault_in_the_input_is_one_line(
-    arguments: list[str],
-    reason: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert re.search(reason, fault(arguments, capsys))
+    assert re.search(reason, fault_of(plan.main, arguments))
 
 
 @pytest.mark.parametrize(
@@ -251,34 +223,29 @@ def test_a_fault_in_the_input_is_one_line(
         ("--mtp-num-layers 0 --window-size (128,0)", ""),
     ],
 )
-def test_a_harmless_flag_of_megatron_is_one_here_too(
-    words: str, note: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_harmless_flag_of_megatron_is_one_here_too(words: str, note: str) -> None:
     arguments = [*SMALL, "--gpus", "1", "--seq-length", "256", *words.split()]
     train = [word for word in arguments if word not in ("--gpu", "h100", "--gpus", "1")]
     parse_args([*train, "--micro-batch-size", "1"])
-    assert plan.main(arguments) == 0
-    printed = capsys.readouterr()
-    assert note in " ".join(printed.out.split()) and printed.err == ""
+    assert note in " ".join(printed(arguments).split())
 
 
-def test_a_fault_in_a_policy_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main([*SMALL, "--gpus", "1", "--recompute-policy", "*:all"]) == 2
-    message = capsys.readouterr().err
+def test_a_fault_in_a_policy_is_shown() -> None:
+    message = fault_of(plan.main, [*SMALL, "--gpus", "1", "--recompute-policy", "*:all"])
     assert "expected an action" in message and "(got 'all'), in the rule '*:all'" in message
 
 
-def test_a_memory_limit_is_the_memory_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_memory_limit_is_the_memory_of_a_plan() -> None:
     arguments = [*SMALL, "--memory-limit", "4GiB"]
-    verdict = as_json(arguments, capsys)["verdicts"][0]
+    verdict = as_json(arguments)["verdicts"][0]
     assert verdict["num_gpus"] == 1, "without --gpus, the fewest that are enough"
     assert (verdict["memory_bytes"], verdict["reserve_bytes"]) == (4 * 2**30, 0)
     assert all(one["peak_bytes"] <= 4 * 2**30 for one in verdict["plans"])
-    assert "--memory-limit 4GiB is the memory that a plan may take" in printed(arguments, capsys)
+    assert "--memory-limit 4GiB is the memory that a plan may take" in printed(arguments)
 
 
-def test_the_policy_auto_is_what_the_planner_searches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_policy_auto_is_what_the_planner_searches() -> None:
     arguments = [*SMALL, "--gpus", "1", "--memory-budget", "5GiB", "--fix", "micro-batch-size=8"]
-    own = as_json(arguments, capsys)
-    assert as_json([*arguments, "--recompute-policy", "auto"], capsys) == own
+    own = as_json(arguments)
+    assert as_json([*arguments, "--recompute-policy", "auto"]) == own
     assert own["verdicts"][0]["plans"][0]["recompute_policy"] != "*:none"
