@@ -132,6 +132,11 @@ next_node_number = private("torch.autograd._get_sequence_nr")
 PythonNode = private("torch.autograd.function.BackwardCFunction")
 without_torch_function = private("torch._C.DisableTorchFunction")
 transforms_in_force = private("torch._C._functorch.peek_interpreter_stack")
+# A gradient of many vectors at once (`is_grads_batched`) runs backward under vmap.
+outside_vmap = partial(
+    private("torch._C._ExcludeDispatchKeyGuard"),
+    private("torch._C.DispatchKeySet")(private("torch._C._parse_dispatch_key")("VmapMode")),
+)
 
 
 def is_transformed() -> bool:

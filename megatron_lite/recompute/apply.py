@@ -11,6 +11,7 @@ layers of this project have them. `docs/any-model.md` lists what is supported an
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import warnings
@@ -149,10 +150,12 @@ class _Recomputed:
         # By whether the arguments have values: without them (fake, or on the meta device) a call
         # shows neither what the layer writes to, nor that it repeats itself.
         self._guards = {True: Guard(verify), False: Guard(False, stops_early=False)}
-        # another library's wrapper; None for the method of the class
-        self._before = layer.__dict__.get("forward")
-        self._written: dict[tuple[bool, ...], Written] = {}
-        self._is_off = False
+        # another library's wrapper; None for the method of the class, which a traced module lacks
+        is_script = isinstance(layer, torch.jit.ScriptModule)
+        self._before: Any = layer.forward if is_script else layer.__dict__.get("forward")
+        self._written: dict[tuple[tuple[type, bool], ...], Written] = {}
+        self._is_off = self._has_run = False
+        self._direct_calls = 0
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -191,7 +194,26 @@ class _Recomputed:
             module = frame.f_locals.get("self") if frame.f_code.co_name in CALLERS else None
             if isinstance(module, nn.Module) and vars(module).get("forward") is self:
                 return module
+        self._check_unshared()
         return self._layer
+
+    def _check_unshared(self) -> None:
+        """RuntimeError: a copy of the layer has this forward as well, and a call of `.forward` does
+        not tell for which of them it is.
+
+        The search is slow, so it comes with the calls 1, 2, 4, 8, .. of this kind.
+        """
+        self._direct_calls += 1
+        if self._direct_calls & (self._direct_calls - 1):
+            return
+        held = [vars(one) if isinstance(one, nn.Module) else one for one in gc.get_referrers(self)]
+        holders = {id(one) for one in held if type(one) is dict and one.get("forward") is self}
+        if len(holders) > 1:
+            raise RuntimeError(
+                f"{self._name}: a copy of the layer (copy.copy) shares its forward, and a call of "
+                "`.forward` does not tell which of them is meant: call the module itself, or make "
+                "the copy with copy.deepcopy"
+            )
 
     # A compiler around the model cannot trace hooks and replays, so layers with a policy run
     # uncompiled. Functions that a layer compiles itself stay compiled, in the forward and the
@@ -200,9 +222,13 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self._called()
         forward = self._forward_of(layer)
-        # The first call of a lazy layer makes its parameters, and keeps all that it saves.
-        is_lazy = any(isinstance(each, LazyModuleMixin) for each in layer.modules())
-        if self._is_off or is_lazy or not torch.is_grad_enabled():
+        if self._is_off or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # The first call of a lazy layer makes its parameters, and that of a scripted or traced one
+        # its final operators. It keeps all that it saves.
+        kinds = LazyModuleMixin if self._has_run else (LazyModuleMixin, torch.jit.ScriptModule)
+        self._has_run = True
+        if any(isinstance(each, kinds) for each in layer.modules()):
             return forward(*args, **kwargs)
         if is_transformed():
             # Its tensors belong to the transform, and what a replay rebuilds does not.
@@ -229,8 +255,8 @@ class _Recomputed:
         """Runs the layer. given: the tensors of its arguments, if they have values."""
         forward, args, kwargs = with_own_caches(forward, args, kwargs, self._shared.notify)
         # A layer writes to other buffers in eval mode than in training mode (BatchNorm). So the
-        # record of earlier writes is kept apart for each combination of modes.
-        training = tuple(module.training for module in layer.modules())
+        # record of earlier writes is kept apart for each combination of modules and modes.
+        training = tuple((type(module), module.training) for module in layer.modules())
         valued = given is not None
         results = None
         if self._segment.ops:

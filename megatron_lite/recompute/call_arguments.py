@@ -21,7 +21,7 @@ from megatron_lite.parallel.torch_internals import (
     tree_path_text,
     tree_unflatten,
 )
-from megatron_lite.recompute.contents import Contents
+from megatron_lite.recompute.contents import FUNCTIONS, Contents
 from megatron_lite.recompute.replay import replay_inputs
 from megatron_lite.recompute.saved import Args, Handle, Kwargs, saved_value
 
@@ -40,20 +40,24 @@ class Arguments:
         on itself, and is not among them. A tensor that is passed twice is one tensor in the replay.
     kinds: the kinds of devices of all tensors among the arguments.
     generators: the generators among the arguments, with their states before the forward.
+    holders: the modules and functions among the arguments, whose state is restored as the layer's.
     """
 
     def __init__(self, name: str, args: Args, kwargs: Kwargs) -> None:
         self._name = name
         found, self._spec = tree_flatten_with_path((args, kwargs))
         self._leaves: list[Any] = []
-        self._others = Contents()
+        kinds = nn.Module, *FUNCTIONS
+        self._others, self.holders = Contents(constant=kinds), dict[str, Any]()
         self.kinds: set[str] = set()
         self.tensors: dict[str, Tensor] = {}
         known: dict[int, str] = {}
         self._names: list[str] = []
         for place, (path, value) in enumerate(found):
             name = argument_name(path)
-            if not isinstance(value, Tensor):
+            if isinstance(value, kinds):
+                self.holders[name] = value
+            elif not isinstance(value, Tensor):
                 self._others.add(str(place), value)
             else:
                 self.kinds.add(value.device.type)
@@ -62,6 +66,8 @@ class Arguments:
                     self.tensors[name], value = value, None
             self._names.append(name)
             self._leaves.append(value)
+        # Those that a subclass of torch.Tensor makes itself are not taken over.
+        self._attributes = {name: {**vars(value)} for name, value in self.tensors.items()}
         self._needing = {name for name, value in self.tensors.items() if value.requires_grad}
         self._kept: dict[str, Handle] = {}
         self._written: set[str] = set()
@@ -115,6 +121,8 @@ class Arguments:
             # The replay writes to it again, and a later replay needs the value from before.
             made[name] = value.clone() if name in self._written else value
         made |= replay_inputs({name: made[name] for name in made if name in self._needing})[0]
+        for name, value in made.items():
+            vars(value).update(self._attributes[name] | vars(value))
         leaves = [
             made.get(name, value) for name, value in zip(self._names, self._leaves, strict=True)
         ]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -42,17 +43,21 @@ CONSTANT = (
     torch.Size,
     type,
     Enum,
-    nn.Module,
-    types.FunctionType,
     types.BuiltinFunctionType,
-    types.MethodType,
     types.ModuleType,
 )
 UNSET = object()  # in the place of a slot without a value
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 RESTORED = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})
-LIBRARIES = frozenset({"torch", "megatron_lite", "functools"})  # their objects are not looked into
+LIBRARIES = frozenset({"torch", "megatron_lite"})  # their objects are not looked into
 STANDARD = frozenset(vars(nn.Module()))  # the attributes of every module
+HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("hooks"))
+# What functions hold besides their code. A cell is a variable of the function around one.
+FUNCTIONS: dict[type, tuple[str, ...]] = {
+    types.FunctionType: ("__closure__", "__defaults__", "__kwdefaults__"),
+    types.MethodType: ("__self__", "__func__"),
+    partial: ("func", "args", "keywords"),
+}
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -112,11 +117,17 @@ class _Container(NamedTuple):
 class Contents:
     """What a value holds at one moment. Each container, tensor and generator is found once.
 
-    enters: tells by its name whether an object of Python is looked into.
+    enters: tells by its name whether an object of Python is looked into, a function, or a module
+        that is not inside the layer.
+    constant: further kinds that are never looked into.
     """
 
-    def __init__(self, enters: Callable[[str], bool] = lambda name: True) -> None:
+    def __init__(
+        self, enters: Callable[[str], bool] = lambda name: True, constant: tuple[type, ...] = ()
+    ) -> None:
         self._enters, self._known, self._room = enters, set[int](), MAX_PARTS
+        self._constant = CONSTANT + constant
+        self._modules = set[nn.Module]()
         self.containers: list[_Container] = []
         self.parts: dict[str, Part] = {}
         self.generators: list[tuple[str, GeneratorState]] = []  # each with its owner
@@ -125,21 +136,31 @@ class Contents:
     def of_layer(
         cls, layer: nn.Module, enters: Callable[[str], bool] = lambda name: True
     ) -> Contents:
-        """Returns what the modules of a layer hold. FSDP2 exchanges parameters by itself, so
-        they are left out under it."""
-        contents, exchanged = cls(enters), ("_parameters",) if is_sharded(layer) else ()
-        for path, module in layer.named_modules():
+        """Returns what the modules of a layer hold."""
+        contents = cls(enters)
+        contents._add_modules("", layer)
+        return contents
+
+    def _add_modules(self, name: str, root: nn.Module, owner: str = "") -> None:
+        """Adds what a module and those inside it hold.
+
+        FSDP2 exchanges parameters by itself, so they are left out under it, and those of a module
+        that only a container or a function holds (owner): nearly always other layers train them.
+        """
+        exchanged = {"_parameters"} if owner or is_sharded(root) else set()
+        for path, module in [*root.named_modules(self._modules, name)]:
             found, prefix = vars(module), f"{path}." if path else ""
-            contents.note(path, found)
+            self.note(path, found, owner)
             for name, value in found.items():
                 if name not in STANDARD:
-                    contents.add(f"{prefix}{name}", value)
+                    self.add(f"{prefix}{name}", value, owner)
                 elif name not in exchanged and type(value) in RESTORED:  # not those of a script
-                    contents.note(path, value)
+                    self.note(path, value, owner)
+                    for number, hook in enumerate([*value.values()] if name in HOOKS else ()):
+                        self.add(f"{prefix}{name}.{number}", hook, owner)
             for name in {"_parameters", "_buffers"}.difference(exchanged):
                 for key, value in getattr(module, name).items():
-                    contents.add(f"{prefix}{key}", value)
-        return contents
+                    self.add(f"{prefix}{key}", value, owner)
 
     def note(self, name: str, value: Any, owner: str = "") -> None:
         """Adds a container, without what its items hold."""
@@ -148,18 +169,23 @@ class Contents:
 
     def add(self, name: str, value: Any, owner: str = "") -> None:
         """Adds a value and all that it holds."""
-        if isinstance(value, CONSTANT) or id(value) in self._known:
+        if isinstance(value, self._constant) or id(value) in self._known:
             return
         self._known.add(id(value))
         if isinstance(value, (Tensor, *ARRAYS)):
             self.parts[name] = Part(name, owner, value)
         elif is_generator(value):
             self.generators.append((owner, GeneratorState.of(value)))
-        elif type(value).__module__.partition(".")[0] not in LIBRARIES:
+        elif isinstance(value, (*CONTAINERS, nn.Module)) or not _is_of_library(value):
             if not isinstance(value, CONTAINERS):
                 owner = owner or name
                 if self._room <= 0 or not self._enters(owner):
                     return
+            if isinstance(value, nn.Module):
+                self._add_modules(name, value, owner)
+                return
+            held = FUNCTIONS.get(type(value), ())
+            self._add_items(name, tuple(getattr(value, each) for each in held), owner)
             self._add_items(name, value, owner)
             attributes = getattr(value, "__dict__", None)
             if type(attributes) is dict:
@@ -217,6 +243,7 @@ class Contents:
         """
         self.containers = [each for each in self.containers if each.owner in owners]
         self.generators = [each for each in self.generators if each[0] in owners]
+        self.parts = {name: each for name, each in self.parts.items() if each.owner in owners}
         for each in self.containers:
             each.items[:] = _without_old_graphs(each.items, _items(each.value))
         for part in self.parts.values():
@@ -264,11 +291,27 @@ def _items(value: Any) -> list[Any]:
         return [*value.items()]
     if isinstance(value, CONTAINERS):
         return [*value]
-    return [(name, getattr(value, name, UNSET)) for name in _slots_of(type(value))]
+    return [(name, _slot(value, name)) for name in _slots_of(type(value))]
+
+
+def _slot(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name)
+    except (AttributeError, ValueError):  # the latter by an empty cell
+        return UNSET
+
+
+def _is_of_library(value: Any) -> bool:
+    """Tells whether the code of a function, or the class of an object, is torch's or ours."""
+    is_function = isinstance(value, types.FunctionType)
+    home = value.__globals__.get("__name__", "") if is_function else type(value).__module__
+    return home.partition(".")[0] in LIBRARIES
 
 
 def _slots_of(kind: type) -> Iterator[str]:
     """Yields the names of the slots of an object, those of private names as Python stores them."""
+    if kind is types.CellType:
+        yield "cell_contents"
     for one in kind.__mro__:
         names = one.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import tree_leaves
-from megatron_lite.recompute.layer_state import HOOKS, PARAMETER_HOOKS
+from megatron_lite.recompute.contents import HOOKS
+from megatron_lite.recompute.layer_state import PARAMETER_HOOKS
 from megatron_lite.recompute.saved import Args, Kwargs
 from megatron_lite.recompute.surroundings import kind_of
 

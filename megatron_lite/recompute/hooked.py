@@ -39,6 +39,7 @@ from megatron_lite.parallel.torch_internals import (
     current_backward,
     current_node,
     engine,
+    outside_vmap,
 )
 from megatron_lite.recompute.call_arguments import Arguments
 from megatron_lite.recompute.guard import Guard, Signature
@@ -130,7 +131,11 @@ class _LayerCall:
         # From here on the state before the forward is read, so this object is made right before it.
         self._arguments = Arguments(how.name, args, kwargs)
         self._state = LayerState(
-            how.name, how.layer, how.written or Written(set()), self._arguments.tensors
+            how.name,
+            how.layer,
+            how.written or Written(set()),
+            self._arguments.tensors,
+            self._arguments.holders,
         )
         self._conditions = Conditions(how.rng, self._arguments.kinds)
         self._surroundings = Surroundings.now(self._conditions.kinds)
@@ -270,7 +275,9 @@ class _LayerCall:
             # `again` builds graph nodes for the inputs, so gradients must be on before it. Another
             # checkpoint around this layer may run the layer to give back what was kept for the
             # replay. So that is read before the state is exchanged.
+            around.enter_context(torch.inference_mode(False))
             around.enter_context(torch.enable_grad())
+            around.enter_context(outside_vmap())
             args, kwargs = self._arguments.again(self._state.copies)
             states = [state() for state in self._generators]
             if witness is not None:

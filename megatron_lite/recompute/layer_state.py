@@ -27,7 +27,7 @@ from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_aga
 from megatron_lite.recompute.replay import replay_inputs
 from megatron_lite.recompute.saved import check_unwritten, has_values
 
-HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("hooks"))
+COUNT, STATISTICS = "num_batches_tracked", ("running_mean", "running_var")
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -51,12 +51,18 @@ class LayerState:
 
     layer: None for a function without a state.
     arguments: the tensors among the arguments, by names that no tensor of the layer has.
+    holders: the modules and functions among the arguments. They are part of the state.
     copies: the values before the forward of what it may write to; after `settle`, of what it wrote
         to in the layer.
     """
 
     def __init__(
-        self, name: str, layer: nn.Module | None, written: Written, arguments: dict[str, Tensor]
+        self,
+        name: str,
+        layer: nn.Module | None,
+        written: Written,
+        arguments: dict[str, Tensor],
+        holders: dict[str, Any],
     ) -> None:
         self._name, self._layer, self._written = name, layer, written
         self.is_first, found = written.names is None, written.names or set()
@@ -65,6 +71,8 @@ class LayerState:
             return self.is_first or name in found
 
         self._contents = Contents() if layer is None else Contents.of_layer(layer, enters)
+        for place, holder in holders.items():
+            self._contents.add(place, holder)
         # A tensor with a graph is a result of an earlier forward.
         self._parts = self._contents.parts = {
             part.name: part
@@ -101,6 +109,9 @@ class LayerState:
         # The states are large, and few layers draw from the global generators.
         self._global = [each for each in self._global if each.is_changed()]
         written = {part.name: part for part in self._contents.written()}
+        # A batch of zeros leaves BatchNorm's mean as it was. It counts its batches all the same.
+        names = {name.replace(COUNT, each) for name in written for each in STATISTICS}
+        written |= {name: self._parts[name] for name in names & self.copies.keys()}
         owners = {part.owner for part in written.values()}
         owners |= {owner for _, owner in self._contents.changed()}
         self._written.names = (self._written.names or set()) | written.keys() | owners
@@ -114,6 +125,7 @@ class LayerState:
         if self.is_first:  # later forwards take what changed once to change every time
             self.copies = {name: self.copies[name] for name in written.keys() - lost}
         self._contents.settle(self._written.names | {""})
+        self._parts = self._contents.parts
         self._is_settled = True
         for name in self._arguments:
             del self._parts[name]

@@ -109,7 +109,8 @@ def moving(
     wanted: called when a storage is saved for the first time; False leaves it where it is, also
         for later saves.
     """
-    fixed = {address_of(tensor.untyped_storage()) for tensor in stay}
+    dense = (tensor for tensor in stay if tensor.layout == torch.strided)
+    fixed = {address_of(tensor.untyped_storage()) for tensor in dense}
     moved: dict[
         tuple[int, int, tuple[int, ...]],
         tuple[weakref.ref[torch.UntypedStorage], MovedStorage | None],

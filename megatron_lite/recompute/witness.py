@@ -89,6 +89,8 @@ class Witness:
         paths = tree_flatten_with_path((args, kwargs))[0]
         given = {argument_name(path): value for path, value in paths if isinstance(value, Tensor)}
         self._replay = run = _LayerRun(given, self._attributes(of_objects=True))
+        # A replay may reach the forward's inputs in another way than by its arguments.
+        run.inputs |= self._forward.inputs
         with unobserved():
             for place, value in given.items():
                 run.see(place, value)
@@ -151,7 +153,8 @@ class Witness:
         self._saved = []
         # Outputs are kept only where kernels may round differently. The next layer keeps them, too.
         run.outputs = [each.detach() for each in run.outputs] if _may_round(run.outputs) else []
-        run.inputs, run.given = {}, []
+        run.inputs = {node: name for node, name in run.inputs.items() if isinstance(node, tuple)}
+        run.given = []
 
     def look(self) -> None:
         """Takes note of what the layer holds before a replay."""

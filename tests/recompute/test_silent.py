@@ -132,6 +132,18 @@ def test_a_copy_that_shares_the_forward_runs_its_own_weights(policy: str) -> Non
     )
 
 
+def test_a_copy_whose_forward_is_called_by_itself_is_refused() -> None:
+    """The call does not tell for which of the two modules it is."""
+    model = Model(Block)
+    apply_policy_(model, layers_fqn="layers", policy="*:full")
+    layer, x = model.layers[1], model.embedding(batches()[0])
+    layer.forward(x)
+    other = copy.copy(layer)
+    with pytest.raises(RuntimeError, match=r"layers\.1: a copy .* copy\.deepcopy"):
+        other.forward(x)
+    copy.deepcopy(model.layers[0]).forward(x)
+
+
 def test_replicas_of_data_parallel_run_their_own_weights() -> None:
     def replicated(model: nn.Module) -> list[Tensor]:
         layer = model.layers[1]

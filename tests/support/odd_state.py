@@ -14,8 +14,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -522,6 +523,160 @@ def local(model: nn.Module) -> Iterator[None]:
     del LOCAL.scale
 
 
+def norm() -> nn.Module:
+    return nn.BatchNorm1d(6)
+
+
+class HiddenNorm(Block):
+    """Holds a module that is none of its own, and gives the next layer to itself."""
+
+    following: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [norm()]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.body(self.hidden[0](hidden))
+        return self.following[0](hidden) if self.following else hidden
+
+
+class Nested(Model):
+    """Its layers call each other, so a replay of the first runs all of them."""
+
+    def __init__(self) -> None:
+        super().__init__(HiddenNorm)
+        self.norms = nn.ModuleList(layer.hidden[0] for layer in self.layers)
+        for layer, following in itertools.pairwise(self.layers):
+            layer.following = [following]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](self.embedding(x)).square().mean()
+
+
+class Remote(Block):
+    """Gets a module, functions and a tensor with attributes, all of which count."""
+
+    def forward(self, hidden: Tensor, norm: nn.Module, count: Any, add: Any) -> Tensor:
+        add(hidden.square().mean())
+        return self.body(norm(hidden) * (1 + count() % 3) * hidden.scale)
+
+
+class Remotes(Model):
+    def __init__(self) -> None:
+        super().__init__(Remote)
+        self.norm, self.count, self.losses = norm(), Collector(), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        number, shift = 0, self.embedding(x)
+
+        def count() -> int:
+            nonlocal number
+            number += 1
+            return number
+
+        hidden = shift
+        for layer in self.layers:
+            hidden.scale = 1.5
+            hidden = layer(hidden, lambda x: self.norm(x) + shift, count, self.losses.append)
+        return hidden.square().mean()
+
+
+class KeepsCell(Block):
+    """Counts in variables of a function, in a partial, and behind a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        number, seen, counter = 0, list[float](), Collector()
+
+        def count(boxes: list[int]) -> float:
+            nonlocal number
+            number += 1
+            boxes[0] += 1
+            seen.append(float(number))
+            return number + boxes[0] + len(seen)
+
+        def total(self: Collector) -> float:
+            self.total += 1
+            return self.total
+
+        self.count, self.total = partial(count, [0]), MethodType(total, counter)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.body(hidden * (1 + self.count() % 5 + self.total() % 3))
+
+
+def caught(model: nn.Module, number: int) -> Tensor:
+    """Adds what hooks caught, in a list that is emptied before backward."""
+    if not hasattr(model, "caught"):
+        model.caught = []
+        for layer in model.layers:
+            layer.first.register_forward_hook(
+                lambda module, args, output: model.caught.append(output)
+            )
+    loss = plainly(model, number) + sum(each.square().mean() for each in model.caught)
+    model.caught.clear()
+    return loss
+
+
+def by_many_vectors(model: nn.Module, number: int) -> Tensor:
+    rows = torch.autograd.functional.jacobian(
+        model, batches()[number], create_graph=True, vectorize=True
+    )
+    return rows.square().sum()
+
+
+def in_inference_mode(model: nn.Module, number: int) -> Tensor:
+    loss = plainly(model, number)
+    with torch.inference_mode():
+        loss.backward()
+    return loss.detach().clone().requires_grad_()
+
+
+class Graphs(Model):
+    """Passes a sparse matrix to each layer."""
+
+    class Layer(Block):
+        def forward(self, hidden: Tensor, matrix: Tensor) -> Tensor:
+            return torch.sparse.mm(matrix, self.body(hidden))
+
+    def __init__(self) -> None:
+        super().__init__(self.Layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, matrix = self.embedding(x), torch.eye(5).to_sparse()
+        for layer in self.layers:
+            hidden = layer(hidden, matrix)
+        return hidden.square().mean()
+
+
+class LateNorm(nn.Module):
+    """Its BatchNorm gets zeros at first, which leave the mean as it was."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = norm()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return hidden + self.norm(hidden * float(self.calls > 2))
+
+
+def exchanged(model: nn.Module, number: int) -> Tensor:
+    model.calls = getattr(model, "calls", 0) + 1
+    for layer in model.layers if model.calls == 3 else ():
+        layer.dropout = nn.BatchNorm1d(12)
+    return plainly(model, number)
+
+
+def traced() -> nn.Module:
+    model = Model(Block)
+    model.layers[1] = torch.jit.trace(model.layers[1], batches()[0], check_trace=False)
+    return model
+
+
 def case(
     build: Callable[[], nn.Module],
     loss: Callable[[nn.Module, int], Tensor] = plainly,
@@ -529,7 +684,8 @@ def case(
     may_refuse: bool = False,
 ) -> Foreign:
     """Returns a model. build: makes the model, or one layer of it."""
-    make = build if build is WritesView else (lambda: Model(build))  # type: ignore[arg-type]
+    whole = build in (WritesView, Nested, Remotes, Graphs, traced)
+    make = build if whole else (lambda: Model(build))  # type: ignore[arg-type]
     return Foreign(build=make, loss=loss, lists=("layers",), may_refuse=may_refuse)
 
 
@@ -583,6 +739,16 @@ UNLISTED: dict[str, Foreign] = {
     "a gradient of its own": case(Differentiates),
     "a memory with its graph in an object": case(lambda: Sequel(SimpleNamespace), segments),
     "a memory with its graph in a slot of an object": case(lambda: Sequel(Memory), segments),
+    "hidden modules, and layers that call each other": case(Nested),
+    "modules, functions and attributes of arguments": case(Remotes),
+    "variables of functions": case(KeepsCell),
+    "what hooks caught, in a list that is emptied before backward": case(Block, caught),
+    "a Jacobian by many vectors at once": case(Block, by_many_vectors),
+    "a backward in inference mode": case(Block, in_inference_mode),
+    "a sparse argument": case(Graphs),
+    "BatchNorm on zeros at first": case(LateNorm),
+    "another kind of module, from the third call on": case(Block, exchanged),
+    "a traced layer": case(traced),
     "a dispatch mode, from the third call on": case(
         Block, later(around(lambda model: DoublesOperators())), may_refuse=True
     ),
