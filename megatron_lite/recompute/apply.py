@@ -153,7 +153,7 @@ class _Recomputed:
         # another library's wrapper; None for the method of the class, which a traced module lacks
         is_script = isinstance(layer, torch.jit.ScriptModule)
         self._before: Any = layer.forward if is_script else layer.__dict__.get("forward")
-        self._written: dict[tuple[tuple[type, bool], ...], Written] = {}
+        self._written: dict[Any, Written] = {}
         self._is_off = self._has_run = False
         self._direct_calls = 0
 
@@ -206,9 +206,9 @@ class _Recomputed:
         self._direct_calls += 1
         if self._direct_calls & (self._direct_calls - 1):
             return
-        held = [vars(one) if isinstance(one, nn.Module) else one for one in gc.get_referrers(self)]
-        holders = {id(one) for one in held if type(one) is dict and one.get("forward") is self}
-        if len(holders) > 1:
+        found = gc.get_referrers(self)  # Python has modules among them, or their attributes
+        held = [vars(each) if isinstance(each, nn.Module) else each for each in found]
+        if len({id(each) for each in held if isinstance(each, dict) and "_modules" in each}) > 1:
             raise RuntimeError(
                 f"{self._name}: a copy of the layer (copy.copy) shares its forward, and a call of "
                 "`.forward` does not tell which of them is meant: call the module itself, or make "

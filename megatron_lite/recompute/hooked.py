@@ -131,11 +131,7 @@ class _LayerCall:
         # From here on the state before the forward is read, so this object is made right before it.
         self._arguments = Arguments(how.name, args, kwargs)
         self._state = LayerState(
-            how.name,
-            how.layer,
-            how.written or Written(set()),
-            self._arguments.tensors,
-            self._arguments.holders,
+            how.name, how.layer, how.written or Written(set()), self._arguments
         )
         self._conditions = Conditions(how.rng, self._arguments.kinds)
         self._surroundings = Surroundings.now(self._conditions.kinds)

@@ -19,7 +19,7 @@ from megatron_lite.recompute.stores import Opened, Stores
 
 if TYPE_CHECKING:
     from megatron_lite.recompute.ops import KeptResults
-    from megatron_lite.recompute.verify import Record
+    from megatron_lite.recompute.record import Record
 
 Layer = Callable[..., Tensor]
 
@@ -91,7 +91,7 @@ def _run(
     # What few policies need is imported late.
     record, results = None, None
     if plan.verify:
-        from megatron_lite.recompute.verify import Record
+        from megatron_lite.recompute.record import Record
 
         record = Record(_name(segment), rng)
     if segment.ops:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.recompute.call_arguments import Arguments
 from megatron_lite.recompute.contents import Contents, Part, Value, unobserved
 from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
 from megatron_lite.recompute.replay import replay_inputs
@@ -50,19 +51,13 @@ class LayerState:
     Make it before the forward, call `settle` after the forward, and `restored` around each replay.
 
     layer: None for a function without a state.
-    arguments: the tensors among the arguments, by names that no tensor of the layer has.
-    holders: the modules and functions among the arguments. They are part of the state.
+    arguments: of the call. The modules and functions among them are part of the state.
     copies: the values before the forward of what it may write to; after `settle`, of what it wrote
         to in the layer.
     """
 
     def __init__(
-        self,
-        name: str,
-        layer: nn.Module | None,
-        written: Written,
-        arguments: dict[str, Tensor],
-        holders: dict[str, Any],
+        self, name: str, layer: nn.Module | None, written: Written, arguments: Arguments
     ) -> None:
         self._name, self._layer, self._written = name, layer, written
         self.is_first, found = written.names is None, written.names or set()
@@ -71,15 +66,15 @@ class LayerState:
             return self.is_first or name in found
 
         self._contents = Contents() if layer is None else Contents.of_layer(layer, enters)
-        for place, holder in holders.items():
+        for place, holder in arguments.holders.items():
             self._contents.add(place, holder)
         # A tensor with a graph is a result of an earlier forward.
         self._parts = self._contents.parts = {
             part.name: part
             for part in self._contents.parts.values()
             if not isinstance(part.value, Tensor) or part.value.is_leaf
-        } | {name: Part(name, "", tensor) for name, tensor in arguments.items()}
-        self._arguments = {*arguments}  # names alone: their graphs must not live on here
+        } | {name: Part(name, "", tensor) for name, tensor in arguments.tensors.items()}
+        self._arguments = {*arguments.tensors}  # names alone: their graphs must not live on here
         self._trainable = [
             (part.value, part.value.requires_grad)
             for part in self._parts.values()

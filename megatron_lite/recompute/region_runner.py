@@ -32,7 +32,7 @@ from megatron_lite.recompute.saved import Handle, bytes_of, exchanging, view_in
 
 if TYPE_CHECKING:
     from megatron_lite.recompute.ops import KeptResults
-    from megatron_lite.recompute.verify import Record
+    from megatron_lite.recompute.record import Record
 
 DISCARDING = frozenset(name for name, facts in REGIONS.items() if facts.method == "discard")
 
@@ -236,7 +236,7 @@ class Regions:
     def _record(self, name: str, rng: RngStreams | None) -> Record | None:
         if not self.verify:
             return None
-        from megatron_lite.recompute.verify import Record  # imported late: few runs verify
+        from megatron_lite.recompute.record import Record  # imported late: few runs verify
 
         return Record(f"layer {self.layer}, {name}", rng)
 

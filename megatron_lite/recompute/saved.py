@@ -109,8 +109,7 @@ def moving(
     wanted: called when a storage is saved for the first time; False leaves it where it is, also
         for later saves.
     """
-    dense = (tensor for tensor in stay if tensor.layout == torch.strided)
-    fixed = {address_of(tensor.untyped_storage()) for tensor in dense}
+    fixed = {address_of(each.untyped_storage()) for each in stay if each.layout == torch.strided}
     moved: dict[
         tuple[int, int, tuple[int, ...]],
         tuple[weakref.ref[torch.UntypedStorage], MovedStorage | None],

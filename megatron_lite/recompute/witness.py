@@ -34,7 +34,7 @@ from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.tensor_hash import differing, quick_hash
 from megatron_lite.parallel.torch_internals import address_of, tree_flatten_with_path
 from megatron_lite.recompute.call_arguments import argument_name
-from megatron_lite.recompute.contents import Contents, is_sharded, tensors_of
+from megatron_lite.recompute.contents import Contents, is_sharded, tensors_of, unobserved
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.saved import Args, Kwargs, version_of
@@ -45,7 +45,6 @@ from megatron_lite.recompute.verify import (
     Graph,
     described,
     inputs_of,
-    unobserved,
 )
 
 ROUNDING = 1e-3  # relative to a result's largest value, for kernels that add in any order
