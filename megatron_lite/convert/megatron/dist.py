@@ -316,9 +316,10 @@ def _extra_states(name: str, model: ModelConfig) -> Iterator[str]:
     layer, _ = layer_of(name)
     if layer is None or not LINEAR.search(name):
         return
-    of_layer = [f"{layer}.{model.num_layers}"] if has_stacks(model) else []
+    of_layer = [(layer, model.num_layers)] if has_stacks(model) else []
     count = model.num_experts or 1
-    of_experts = [[f"{one}.{count}"] for one in range(count)] if EXPERTS in name else [[]]
+    of_experts = [[(one, count)] for one in range(count)] if EXPERTS in name else [[]]
     for of_expert in of_experts:
-        place = "_".join([*of_layer, *of_expert]) or "0.1"
+        numbers, sizes = zip(*([*of_layer, *of_expert] or [(0, 1)]), strict=True)
+        place = "_".join(".".join(map(str, one)) for one in (numbers, sizes))
         yield f"{dist_name(name, model).removesuffix('weight')}_extra_state/shard_{place}"
