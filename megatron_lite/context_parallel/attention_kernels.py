@@ -8,17 +8,19 @@ add up (2205.14135, 2310.01889).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
+
+if TYPE_CHECKING:
+    from megatron_lite.context_parallel.documents import CuSeqlens
 
 LARGEST_FLASH_HEAD = 256
 aten = torch.ops.aten
@@ -35,44 +37,6 @@ class Attended(NamedTuple):
 
     output: Tensor
     lse: Tensor
-
-
-class CuSeqlens(NamedTuple):
-    """Where the documents of packed samples begin and end, as lists and not as masks.
-
-    bounds: on the host, over the samples in a row: 0, the ends of the documents, b s. A sample ends
-        its last document.
-    ends: the same numbers on the device, in int32.
-    """
-
-    bounds: Sequence[int]
-    ends: Tensor
-
-    @classmethod
-    def of(
-        cls, bounds: Sequence[int], *, batch: int, seq_length: int, device: torch.device
-    ) -> CuSeqlens:
-        """Returns the documents between these bounds.
-
-        ValueError: they are no documents of `batch` whole samples.
-        """
-        total = batch * seq_length
-        needed, rises = range(0, total + 1, seq_length), all(a < b for a, b in pairwise(bounds))
-        if not rises or not {*needed} <= {*bounds} or bounds[0] != 0 or bounds[-1] != total:
-            raise ValueError(
-                f"the bounds of documents must rise from 0 to {total} and pass every multiple of "
-                f"{seq_length}: cut those that are longer than a sequence (got {[*bounds[:9]]})"
-            )
-        ends = torch.tensor(bounds, dtype=torch.int32)
-        if device.type == "cuda":
-            ends = ends.pin_memory().to(device, non_blocking=True)
-        return cls(bounds, ends)
-
-    def starts(self, seq_length: int) -> Tensor:
-        """Returns for each token, [b, s], the place of the first token of its document."""
-        begins = self.ends[:-1] % seq_length
-        each = begins.repeat_interleave(self.ends.diff(), output_size=self.bounds[-1])
-        return each.view(-1, seq_length)
 
 
 class Readable(NamedTuple):
@@ -197,7 +161,7 @@ def attend(
     reach, documents = readable
     if documents is not None and not takes_window(query):
         one = partial(attend, causal=causal, scale=scale, readable=Readable(reach))
-        return Attended(*_by_document(documents, one, query, key, value))
+        return Attended(*documents.one_by_one(one, query, key, value))
     mask = _window_mask(query, reach)
     if query.device.type == "cpu":
         if not cpu_attention_takes_groups():
@@ -259,7 +223,7 @@ def attend_backward(
                 grad, query, key, value, of, causal=causal, scale=scale, readable=window
             )
 
-        return _by_document(documents, one, grad_output, query, key, value, output, lse)
+        return documents.one_by_one(one, grad_output, query, key, value, output, lse)
     mask = _window_mask(query, reach)
     # The kernels for CUDA take the seed of a dropout. Dropout is 0 here, so any seed will do.
     if query.device.type == "cpu":
@@ -311,28 +275,6 @@ def attend_backward(
     return grad_query, shared[0], shared[1]
 
 
-def _by_document(
-    documents: CuSeqlens, run: Callable[..., Iterable[Tensor]], *tensors: Tensor
-) -> Any:
-    """Returns the results of `run` for the rows of each document, joined.
-
-    tensors: each [b, .., n, d], as the results. They lie in memory as [n, b, .., d].
-    """
-    if len(documents.bounds) == 2:
-        return run(*tensors)
-    b, _, n = tensors[0].shape[:3]
-    whole: list[Tensor] = []
-    for start, stop in pairwise(documents.bounds):
-        rows = slice(start // n, start // n + 1), slice(None), slice(start % n, (stop - 1) % n + 1)
-        found = [*run(*(tensor[rows] for tensor in tensors))]
-        whole = whole or [
-            one.new_empty(n, b, one.shape[1], *one.shape[3:]).movedim(0, 2) for one in found
-        ]
-        for one, part in zip(whole, found, strict=True):
-            one[rows] = part
-    return whole
-
-
 def _tokens_first(documents: CuSeqlens | None, *tensors: Tensor) -> Iterable[Tensor]:
     """Returns each [b, a, n, d] as a view [b, n, a, d], or with documents as [b n, a, d]."""
     for tensor in tensors:
@@ -344,8 +286,7 @@ def _lengths(documents: CuSeqlens | None, query: Tensor, key: Tensor) -> tuple[A
     """Returns the ends of queries and keys, and the most of each that belong together."""
     if documents is None:
         return None, None, query.shape[2], key.shape[2]
-    longest = max(stop - start for start, stop in pairwise(documents.bounds))
-    return documents.ends, documents.ends, longest, longest
+    return documents.ends, documents.ends, documents.longest, documents.longest
 
 
 def _window_mask(query: Tensor, reach: int | None) -> Tensor | None:
@@ -361,7 +302,7 @@ def _window(reach: int | None) -> dict[str, int]:
 
 def _is_efficient(query: Tensor, mask: Tensor | None) -> bool:
     """Returns whether CUDA's memory-efficient kernel runs, not the flash kernel."""
-    return query.dtype == torch.float32 or mask is not None
+    return mask is not None or not takes_window(query)
 
 
 def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:

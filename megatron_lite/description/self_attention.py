@@ -23,7 +23,6 @@ from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.description.norms import query_key_norms
 from megatron_lite.description.operations import (
     ALL_GATHER,
-    ALL_TO_ALL,
     OPERATORS,
     REDUCE_SCATTER,
     SHIFT,
@@ -96,32 +95,11 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
     else:
         windowed = model.layer_reach(layer, sizes.seq_length) is not None
         core = _flash(whole_of, inputs, windowed=windowed)
-    yield _with_heads_exchanged(of, core, own_inputs) if exchanges_heads else core
+    if exchanges_heads:
+        from megatron_lite.description.long_sequences import with_heads_exchanged  # late, as above
 
-
-def _with_heads_exchanged(of: Shape, core: Operation, inputs: Tensors) -> Operation:
-    """Returns attention of some heads with the exchanges around it (head_exchange.py).
-
-    core: the attention. inputs: those of all heads, of this rank's tokens.
-    """
-    sizes = dict(query=of.query, key=of.kv, value=of.kv, output=of.query)
-    sent = tuple(Collective(ALL_TO_ALL, num_bytes) for num_bytes in sizes.values())
-    *before, after = (
-        OperatorCall(
-            OPERATORS[ALL_TO_ALL],
-            (KeptTensor(f"received {name}", one.num_bytes),),
-            (),
-            (one,),
-            output_only=name == "output",
-        )
-        for name, one in zip(sizes, sent, strict=True)
-    )
-    return core._replace(
-        enters=(RegionEntry(CORE_ATTENTION, inputs),),
-        calls=(*before, *core.calls, after),
-        backward=sent,
-        temporary=core.temporary + 2 * of.query,
-    )
+        core = with_heads_exchanged(of, core, own_inputs)
+    yield core
 
 
 def _heads(of: Shape, prefix: str = "") -> Tensors:

@@ -20,7 +20,7 @@ layer with windows or documents therefore keeps the same tensors as a layer with
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,6 @@ from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.context_parallel.attention_kernels import (
     PLAIN,
     Attended,
-    CuSeqlens,
     Readable,
     attend,
     attend_backward,
@@ -55,6 +54,9 @@ from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
+
+if TYPE_CHECKING:
+    from megatron_lite.context_parallel.documents import CuSeqlens
 
 
 def branch_skips_bias(config: ModelConfig, context: RankContext) -> bool:

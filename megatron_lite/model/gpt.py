@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.stages import Stage, whole_model
-from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model.embedding import LanguageModelEmbedding
 from megatron_lite.model.layer import TransformerBlock
 from megatron_lite.model.rotary import RotaryTables, rotary_tables
@@ -31,6 +30,9 @@ from megatron_lite.tensor_parallel.cross_entropy import (
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, parallel_linear
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
+
+if TYPE_CHECKING:
+    from megatron_lite.context_parallel.documents import CuSeqlens
 
 
 class Documents(NamedTuple):

@@ -9,6 +9,8 @@ default                y = x + attention(norm(x)),  output = y + mlp(norm(y))
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
@@ -21,7 +23,6 @@ from megatron_lite.config.regions import (
     SHARED_EXPERTS,
 )
 from megatron_lite.config.stages import Stage
-from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model.attention import SelfAttention
 from megatron_lite.model.dropout import add_dropped_out
 from megatron_lite.model.mlp import MLP
@@ -32,6 +33,9 @@ from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.stores import Stores
 from megatron_lite.tensor_parallel.rank_context import RankContext
+
+if TYPE_CHECKING:
+    from megatron_lite.context_parallel.documents import CuSeqlens
 
 
 class TransformerLayer(nn.Module):

@@ -49,7 +49,6 @@ from torch import Tensor
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model.gpt import NO_DOCUMENTS, Documents
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.sequence_spans import select, spans_of
@@ -201,6 +200,8 @@ def cut(
         batch = batch._replace(loss_mask=(batch.tokens != rules.eod).float())
     if not (rules.reset_positions or rules.reset_attention):
         return batch
+    from megatron_lite.context_parallel.documents import CuSeqlens  # late: few runs pack
+
     size, length = samples.shape[0], samples.shape[1] - 1
     bounds = bounds_of(samples.numpy(), rules.eod) if bounds is None else bounds
     packed = CuSeqlens.of(bounds, batch=size, seq_length=length, device=samples.device)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.context_parallel.attention_kernels import CuSeqlens, Readable
+from megatron_lite.context_parallel.attention_kernels import Readable
+from megatron_lite.context_parallel.documents import CuSeqlens
 from megatron_lite.model.attention import masked_attention
 from megatron_lite.parallel.generators import Generators
 from megatron_lite.recompute.tiles import run_in_tiles

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lite.context_parallel.attention_kernels import CuSeqlens
+from megatron_lite.context_parallel.documents import CuSeqlens
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model import attention as core_attention
 from megatron_lite.model.attention import CoreAttention, Readable, masked_attention
