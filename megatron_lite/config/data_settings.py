@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from megatron_lite.config.checks import resolve
+from megatron_lite.config.checks import flag, resolve
 from megatron_lite.config.setting import check_settings, condition, required, setting, switch
 
 # One of them names the data of a run. The last two give each split its own.
@@ -104,6 +104,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    @property
+    def document_flags(self) -> list[str]:
+        """The flags that give the ends of documents a meaning."""
+        names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+        return [flag(name) for name in names if getattr(self, name)]
 
     @property
     def is_per_split(self) -> bool:

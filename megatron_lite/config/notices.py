@@ -124,8 +124,7 @@ def _of_run(config: RunConfig) -> Iterator[str]:
             f"--window-size {spelled(window)} limits nothing: --seq-length {data.seq_length} is "
             "not longer"
         )
-    documents = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-    if data.mock_data and (given := [flag(name) for name in documents if getattr(data, name)]):
+    if data.mock_data and (given := data.document_flags):
         yield (
             f"--mock-data packs no documents: {', '.join(given)} find end-of-document "
             "tokens in its samples by chance only"
@@ -233,16 +232,22 @@ def _of_placement(
                 f"--recompute-modules {region} saves next to nothing on {device}: flash attention "
                 "runs there, and rebuilds its scores in backward by itself"
             )
-    if device != "cuda" and profiling.profile and not profiling.use_pytorch_profiler:
-        yield (
-            f"--profile has no effect on {device}: Nsight Systems profiles CUDA; "
-            "--use-pytorch-profiler works here, too"
-        )
-    if device != "cuda" and profiling.record_memory_history:
-        yield (
-            f"--record-memory-history has no effect on {device}: it records CUDA's allocations; "
-            "--memory-timeline FILE works here, too"
-        )
+    graphs = config.training.cuda_graph_impl
+    for name, is_set, why in (
+        (
+            "--profile",
+            profiling.profile and not profiling.use_pytorch_profiler,
+            "Nsight Systems profiles CUDA; --use-pytorch-profiler works here, too",
+        ),
+        (
+            "--record-memory-history",
+            profiling.record_memory_history,
+            "it records CUDA's allocations; --memory-timeline FILE works here, too",
+        ),
+        (f"--cuda-graph-impl {graphs}", graphs != "none", "it launches the kernels of a GPU"),
+    ):
+        if is_set and device != "cuda":
+            yield f"{name} has no effect on {device}: {why}"
     if model.attention_backend == "fused":
         is_a2a = config.parallel.cp_comm_type == "a2a"
         cp_size = 1 if is_a2a else config.parallel.context_parallel_size
@@ -258,11 +263,6 @@ def _of_placement(
                 f"--attention-backend fused has no effect on layers with {masked}: cuDNN's kernel "
                 "takes no such mask here"
             )
-    if device != "cuda" and config.training.cuda_graph_impl != "none":
-        yield (
-            f"--cuda-graph-impl {config.training.cuda_graph_impl} has no effect on {device}: it "
-            "launches the kernels of a GPU"
-        )
     for name in (
         *("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16"),
         *("use_distributed_optimizer", "use_torch_fsdp2"),

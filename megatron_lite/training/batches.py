@@ -38,7 +38,7 @@ on those ranks, except in a run that is resumed at that place. Here no run reads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -70,18 +70,8 @@ def microbatch_indices(
     return range(start, start + micro_batch_size)
 
 
-class SampleOrder(Protocol):
-    """Maps a micro-batch to its samples. The arguments are those of `microbatch_indices`."""
-
-    def __call__(
-        self,
-        consumed_samples: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        microbatch: int,
-        /,
-    ) -> Sequence[int]: ...
+# Maps a micro-batch to its samples. The arguments are those of `microbatch_indices`.
+SampleOrder = Callable[[int, int, int, int, int], Sequence[int]]
 
 
 class CyclicOrder:
@@ -229,16 +219,7 @@ def document_rules(config: RunConfig) -> DocumentRules | None:
     Raises InputError if the tokenizer has no end-of-document token.
     """
     data = config.data
-    given = [
-        name
-        for name, value in (
-            ("--eod-mask-loss", data.eod_mask_loss),
-            ("--reset-position-ids", data.reset_position_ids),
-            ("--reset-attention-mask", data.reset_attention_mask),
-        )
-        if value
-    ]
-    if not given:
+    if not (given := data.document_flags):
         return None
     from megatron_lite.data.tokenizers import build_tokenizer
 
