@@ -26,8 +26,8 @@ from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.graphs import LEAST_WARMUP, Recorder
 from megatron_lite.training.step import StageRunner, train_step
 
-OURS, PLAIN = "ours, none", "plain torch"
-OUR_POLICIES = ("none", "full", "core_attn", "pointwise")
+OURS, PLAIN, COMPILED = "ours, none", "plain torch", ", compiled"
+OUR_POLICIES = ("none", "full", "pointwise")
 PEERS = {
     "plain": (("gpt2",), others.plain),
     "transformers": (("gpt2", "llama"), others.transformers),
@@ -37,33 +37,38 @@ PEERS = {
 def build_contestants(
     setting: Setting, *, peers: Sequence[str] = tuple(PEERS), compiled: bool = False
 ) -> tuple[list[Contestant], dict[str, str]]:
-    """Returns the contestants, ours without recomputation first, and who is left out and why.
+    """Returns the contestants, and who is left out and why. Ours without recomputation is the
+    first; the others follow by how much they tell.
 
     peers: the libraries to compare with, if they have the model (PEERS).
     compiled: whether contestants of torch.compile are built too.
     """
     model = our_model(setting, one_rank(setting))
     weights = {name: one.detach() for name, one in model.named_parameters()}
-    found = list(_ours(model, setting, [f"ours, {name}" for name in OUR_POLICIES]))
-    skipped: dict[str, str] = {}
-    for library in peers:
-        families, build = PEERS[library]
-        if setting.family in families:
-            try:
-                found += build(setting, weights, compiled=compiled)
-            except (ImportError, torch.OutOfMemoryError) as reason:
-                skipped[library] = str(reason).splitlines()[0]
+    first, *others = _ours(model, setting, [f"ours, {name}" for name in OUR_POLICIES])
+    found, late, skipped = [first], list[Contestant](), dict[str, str]()
     if compiled:
         try:
             own = replace(setting, compiled=True)
             model = our_model(own, one_rank(own))
-            (one,) = _ours(model, own, [OURS])
-            found.append(one._replace(name="ours, none, compiled"))
-            if setting.device.type == "cuda":
-                graphs = _ours(model, own, [OURS, "ours, full"], captured=True)
-                found += [one._replace(name=f"{one.name}, CUDA graph") for one in graphs]
+            modes = {COMPILED: False, ", CUDA graph": True}
+            for mode, captured in list(modes.items())[: 1 + (setting.device.type == "cuda")]:
+                ones = _ours(model, own, [OURS, "ours, full"], captured=captured)
+                found += [one._replace(name=one.name + mode) for one in ones]
         except InputError as reason:
             skipped["ours, compiled"] = str(reason).splitlines()[0]
+    for library in peers:
+        families, build = PEERS[library]
+        if setting.family in families:
+            try:
+                theirs = build(setting, weights, compiled=compiled)
+            except (ImportError, torch.OutOfMemoryError) as reason:
+                skipped[library] = str(reason).splitlines()[0]
+                continue
+            for one in theirs:
+                (late if one.name.endswith(COMPILED) else found).append(one)
+    # the best ones of the peers first: the compiler may take more time than there is
+    found += sorted(late, key=lambda one: "Liger" not in one.name) + others
     return found, skipped
 
 

@@ -46,9 +46,8 @@ PRESETS = {
     "medium": Shape(8, 512, 8, 512, 4, 8192),
     "1024": Shape(16, 1024, 16, 2048, 2, 32768),
     "gpt2": Shape(12, 768, 12, 1024, 8, 50304),
+    "8b": Shape(6, 4096, 32, 4096, 1, 32768),  # Llama 3 8B but for its vocabulary and depth
 }
-# Llama 3 8B but for its vocabulary and depth: benchmarks/step_time.py takes what a card holds.
-LAYER_8B = Shape(1, 4096, 32, 4096, 1, 32768)
 
 
 @dataclass(frozen=True, kw_only=True)

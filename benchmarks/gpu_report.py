@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import platform
 import subprocess
 import sys
 from collections import Counter
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not 
 
 from benchmarks.harness import about, table
 
-PACKAGES = ("numpy", "pytest", "rich", "safetensors", "tokenizers", "transformers", "liger-kernel")
+PACKAGES = ("transformers", "liger-kernel")
 
 
 def commit() -> str | None:
@@ -34,23 +33,19 @@ def commit() -> str | None:
 
 
 def version(package: str) -> str | None:
-    """Returns the version of an installed package that can be imported."""
+    """Returns the version of a package; None: it is not installed."""
     try:
-        __import__(package.replace("-", "_"))
         return importlib.metadata.version(package)
-    except (ImportError, importlib.metadata.PackageNotFoundError):
+    except importlib.metadata.PackageNotFoundError:
         return None
 
 
 def joined(parts: Path) -> dict[str, Any]:
     """Returns the report: machine, versions, and of each part its status and what it wrote."""
-    packages = {name: version(name) for name in PACKAGES}
     return {
         **about(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "git_commit": commit(),
-        "python": platform.python_version(),
-        "packages": packages,
-        "missing_packages": [name for name, known in packages.items() if known is None],
+        "packages": {name: version(name) for name in PACKAGES},
         "parts": {
             path.stem: {
                 "status": int(path.read_text()),
@@ -67,7 +62,7 @@ def page(report: dict[str, Any]) -> Iterator[str]:
     """Yields the lines of the page."""
     yield f"# {report['device']}, torch {report['torch']}, {report['date'][:10]}"
     yield f"\nMade by `bash benchmarks/gpu.sh` at commit {report['git_commit']}."
-    yield "Not installed: " + (", ".join(report["missing_packages"]) or "nothing") + "."
+    yield "Packages: " + ", ".join(f"{name} {has}" for name, has in report["packages"].items())
     for name, part in report["parts"].items():
         yield f"\n## {name}\n"
         if part["status"]:

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import gc
 import json
+import math
 import platform
 import statistics
 import sys
@@ -64,14 +65,19 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
 
-def in_rounds(measured: Mapping[str, Callable[[], Sample]], rounds: int) -> dict[str, list[Sample]]:
+def in_rounds(
+    measured: Mapping[str, Callable[[], Sample]], rounds: int, until: float = math.inf
+) -> dict[str, list[Sample]]:
     """Returns what each function measures in each round.
 
     Each round begins with another one. One round before them, which does not count, warms up.
+    until: no round after the first begins later, by `time.monotonic`.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in measured}
     names, progress = list(measured), Progress()
     for number in range(-1, rounds):
+        if number > 0 and time.monotonic() > until:
+            break
         for turn in range(len(names)):
             name = names[(turn + number) % len(names)]
             progress(f"round {number + 1} of {rounds}, {name}")
@@ -227,8 +233,6 @@ COLUMNS = {
     "peak_bytes": ("peak, MiB", ",.2f"),
     "extra_flops": ("FLOPs above none", ".1%"),
     "of_matmuls": ("of the matmul rate", ".0%"),
-    "mfu": ("MFU", ".0%"),
-    "hfu": ("HFU", ".0%"),
 }
 
 

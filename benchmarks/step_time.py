@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
 from benchmarks.contestants import OURS, PEERS, build_contestants
-from benchmarks.engines import DTYPES, LAYER_8B, SETTINGS, Setting, Shape
+from benchmarks.engines import DTYPES, SETTINGS, Setting
 from benchmarks.harness import (
+    Progress,
+    add_number,
     benchmark_parser,
     clock_of,
     garbage_kept,
@@ -36,21 +39,10 @@ from benchmarks.harness import (
     spread,
 )
 from benchmarks.peers import Contestant
-from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
+from megatron_lite.memory.predict.flops import step_flops
 
-# Per parameter in bf16: ours has 2 bytes of weight, 4 of gradient, 12 of masters and moments. Each
-# of two peers has 2 of weight and 4 of moments, and one of them at a time 2 of gradient.
-BYTES_PER_PARAMETER = 18 + 2 * 6 + 2
-SHARE = 0.6  # of the free memory for these; the rest is for activations
 LINEAR = "linear layers alone"
-
-
-def fitting(device: torch.device) -> Shape:
-    """Returns the 8B stack with as many layers as fit the device, from 1 to 32."""
-    hidden, vocab = LAYER_8B.hidden_size, LAYER_8B.vocab_size
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    left = SHARE * free / BYTES_PER_PARAMETER - 2 * hidden * vocab
-    return replace(LAYER_8B, num_layers=max(1, min(32, int(left / (12 * hidden * hidden)))))
+FOR_WARMING = 0.55  # of --seconds; torch's compiler takes most of it
 
 
 def linear_layers(setting: Setting) -> tuple[Callable[[], None], int]:
@@ -89,20 +81,24 @@ def warm(one: Contestant, device: torch.device) -> tuple[float, int | None]:
 
 
 def measure(
-    setting: Setting, args: argparse.Namespace, skipped: dict[str, str], peak_rate: float | None
+    setting: Setting, args: argparse.Namespace, skipped: dict[str, str]
 ) -> list[dict[str, Any]]:
     """Returns a row of each contestant that the memory is enough for.
 
     ms, step_ms: of forward and backward, and of the whole step.
     ratio, step_ratio: its time over that of ours without recomputation, over the rounds.
     of_matmuls: the model's FLOPs at the rate of its linear layers alone, over `ms`.
-    mfu, hfu: the model's FLOPs, and those that ran, over `ms` and the data sheet's peak.
     peak_bytes: on a GPU, above what was there before.
     """
+    began, seconds, progress = time.monotonic(), args.seconds or math.inf, Progress()
     contestants, missing = build_contestants(setting, peers=args.peers, compiled=args.compile)
     skipped.update(missing)
     first = {}
     for one in contestants:  # a contestant that fails leaves the others alone
+        progress(f"warming up {one.name}")
+        if first and time.monotonic() > began + FOR_WARMING * seconds:
+            skipped[one.name] = f"no time left of --seconds {args.seconds}"
+            continue
         try:
             first[one.name] = warm(one, setting.device)
         except (RuntimeError, ImportError) as reason:
@@ -118,8 +114,9 @@ def measure(
             in_rounds(
                 {name: partial(one.ms, clock, getattr(one, kind)) for name, one in running.items()},
                 args.repeats,
+                began + share * seconds,
             )
-            for kind in ("run", "step")
+            for kind, share in (("run", FOR_WARMING + 0.2), ("step", 1.0))
         )
     sizes = dict(
         batch=shape.batch_size, seq_length=shape.seq_length, padded_vocab_size=shape.vocab_size
@@ -127,13 +124,7 @@ def measure(
     flops = step_flops(config, **sizes)
     rows = []
     for name, times in samples.items():
-        ms, plan, (loss, peak) = statistics.median(times), running[name].plan, first[name]
-        mfu = hfu = None
-        if peak_rate is not None:
-            mfu = flops / peak_rate / ms * 1000.0
-            if plan is not None:
-                ran = hardware_flops(config, plan, **sizes, device=setting.device.type)
-                hfu = mfu * ran / flops
+        ms, (loss, peak) = statistics.median(times), first[name]
         rows.append(
             dict(
                 name=name,
@@ -147,8 +138,6 @@ def measure(
                 step_ratio=spread(steps[name], steps[OURS]),
                 tokens_per_second=setting.tokens / ms * 1000.0,
                 of_matmuls=flops * statistics.median(linear_ms) / linear_flops / ms,
-                mfu=mfu,
-                hfu=hfu,
                 samples_ms=times,
             )
         )
@@ -158,15 +147,10 @@ def measure(
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = benchmark_parser("step_time.py", (__doc__ or "").partition("\n")[0], repeats=9)
     parser.add_argument("--family", choices=list(SETTINGS), default="gpt", help="default: gpt")
-    parser.add_argument(
-        "--stack-8b", action="store_true", help="layers of an 8B model, as many as the card holds"
-    )
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--compile", action="store_true", help="also torch.compile's contestants")
-    args = parse_benchmark(parser, argv)
-    if args.stack_8b:
-        args.shape = fitting(args.device)
-    return args
+    add_number(parser, "--seconds", None, "leave out contestants and rounds, to end in this time")
+    return parse_benchmark(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,8 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setting = SETTINGS[args.family](
             shape=args.shape, device=args.device, dtype=dtype, dropout=dropout
         )
-        peak = peak_flops(report["device"], bf16=dtype == "bf16")
-        rows = measure(setting, args, report["skipped"], peak)
+        rows = measure(setting, args, report["skipped"])
         losses = [row["loss"] for row in rows]
         if not dropout and max(losses) - min(losses) > 2e-2 * max(losses):
             print(f"the contestants compute different losses: {losses}", file=sys.stderr)

@@ -47,7 +47,7 @@ def test_a_background_save_waits_less_than_a_save(tmp_path: Path) -> None:
 def test_every_contestant_of_a_step_has_the_same_loss(family: str, tmp_path: Path) -> None:
     rows = report(step_time, f"{TINY} --dropout 0 --family {family}", tmp_path)
     names = [row["name"] for row in rows]
-    assert names[:2] == ["ours, none", "ours, full"] and "transformers, full" in names
+    assert names[0] == "ours, none" and {"ours, full", "transformers, full"} <= {*names}
     for row in rows:
         assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4), row["name"]
     assert abs(rows[0]["loss"] - math.log(256)) < 0.3  # a guess among the vocabulary's 256 ids

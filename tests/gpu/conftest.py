@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-# Files that also run without pytest cannot mark their tests themselves. On a CPU other tests have
-# what these find: they only try themselves.
+# On a CPU other tests have what these find: they only try themselves.
 WEEKLY = (
     "test_a_deterministic_run_repeats_bit_for_bit",
     "test_a_resumed_run_ends_as_an_uninterrupted_one",

@@ -1,15 +1,9 @@
 """What must hold on a GPU as on the CPU. Each test takes a `device`, so that the CPU run of the
-suite tries the test itself.
-
-Written without pytest's own functions, so that `run.py` can run it on a machine that has nothing
-but torch. A test whose package is missing there is skipped and says so.
-"""
+suite tries the test itself."""
 
 from __future__ import annotations
 
-import importlib
 import io
-import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
@@ -31,6 +25,7 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.step import StageRunner, StepResult, train_step
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config
+from tests.support.runs import tiny_run
 
 if TYPE_CHECKING:
     from megatron_lite.config.run import RunConfig
@@ -274,15 +269,7 @@ def test_a_step_never_waits_for_the_gpu(cuda: torch.device) -> None:
 
 
 def tiny_run_on(device: torch.device, folder: Path, **training: Any) -> RunConfig:
-    """20 iterations on mock data, with dropout unless `training` says dropout=0. SkipTest where a
-    package is missing."""
-    for package in ("rich", "safetensors"):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise unittest.SkipTest(f"{package} is not installed") from error
-    from tests.support.runs import tiny_run
-
+    """20 iterations on mock data, with dropout unless `training` says dropout=0."""
     folder.mkdir()
     probability = training.pop("dropout", 0.1)
     config = tiny_run(

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.gpu.test_gpu import finish, tiny_run_on
+from tests.support.runs import step_bytes
 
 
 def test_a_background_save_holds_what_one_in_the_foreground_does(
@@ -23,9 +24,6 @@ def test_a_background_save_holds_what_one_in_the_foreground_does(
             ),
             device,
         )
-    # late, as tiny_run_on skips where its packages are missing
-    from tests.support.runs import step_bytes
-
     for iteration in (4, 8, 12, 16, 20):
         files = [step_bytes(tmp_path / name, iteration) for name in ("foreground", "background")]
         assert files[0] == files[1] and len(files[0]) == 3

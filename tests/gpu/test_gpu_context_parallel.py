@@ -1,8 +1,5 @@
 """The kernels under attention over context-parallel ranks, on any device: all ranks in one process,
-their exchange in memory.
-
-Written without pytest's own functions, as test_gpu.py.
-"""
+their exchange in memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Packed documents and an MLP in tiles, on any device: against formulas in float64 on the CPU.
-
-Written without pytest's own functions, as test_gpu.py.
-"""
+"""Packed documents and an MLP in tiles, on any device: against formulas in float64 on the CPU."""
 
 from __future__ import annotations
 
