@@ -345,7 +345,10 @@ def take_snapshot(
         place = parallel.holding(spec)
         if spec.of_experts:
             weight = all_gather_first_dim(weight.detach(), place.ep_group)
-            states = {key: all_gather_first_dim(one, place.ep_group) for key, one in states.items()}
+            states = {
+                key: all_gather_first_dim(one.to(weight.device), place.ep_group)
+                for key, one in states.items()
+            }
         if parallel.dp_cp_rank != 0:
             continue
         for kind, key, tensor in (

@@ -6,6 +6,7 @@ A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, a modul
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,12 @@ from megatron_lite.config.setting import check_settings, setting, switch
 
 ADAM, MUON, SGD = OPTIMIZERS = ("adam", "muon", "sgd")
 FLOAT32 = 4
+FORMATS = {"fp32": FLOAT32, "bf16": 2, "fp16": 2}  # bytes of an element
+# The most elements of a parameter that are read in another format, or copied to the host, at once.
+PART = 2**24
 
+PRECISION_AWARE: dict[str, Any] = dict(needs=("use_precision_aware_optimizer",))
+NO_FP8 = {"fp8": "is not built: give bf16 or fp16"}
 # The facts of a setting of Muon.
 OF_MUON: dict[str, Any] = dict(needs=("optimizer=muon",), why="AdamW and SGD do not read it")
 
@@ -63,6 +69,54 @@ class OptimizerConfig:
         why="at 0 a weight without gradient becomes NaN",
     )
     weight_decay: float = setting("decoupled weight decay of matrices", 0.01, least=0.0)
+    use_precision_aware_optimizer: bool = switch(
+        "allow the formats below; an update computes in float32 and rounds once",
+        needs=("optimizer=adam", "use_distributed_optimizer"),
+        excludes=("optimizer_impl=apex",),
+    )
+    main_grads_dtype: str = setting(
+        "in what gradients are summed over micro-batches and ranks; bf16 sets "
+        "--no-gradient-accumulation-fusion",
+        "fp32",
+        choices=("fp32", "bf16"),
+        needs=("use_precision_aware_optimizer", "bf16"),
+    )
+    main_params_dtype: str = setting(
+        "format of main weights; fp16 with a scale",
+        "fp32",
+        choices=("fp32", "fp16"),
+        **PRECISION_AWARE,
+    )
+    exp_avg_dtype: str = setting(
+        "format of AdamW's mean; fp16 with a scale",
+        "fp32",
+        choices=tuple(FORMATS),
+        refused=NO_FP8,
+        **PRECISION_AWARE,
+    )
+    exp_avg_sq_dtype: str = setting(
+        "format of its mean square; fp16 with a scale",
+        "fp32",
+        choices=tuple(FORMATS),
+        refused=NO_FP8,
+        **PRECISION_AWARE,
+    )
+    optimizer_cpu_offload: bool = switch(
+        "main weights, moments and update on the host, by torch's fused AdamW or SGD",
+        excludes=("use_torch_fsdp2", "optimizer_impl=apex"),
+        why="main weights stay on the device there",
+    )
+    optimizer_offload_fraction: float = setting(
+        "share of the elements, by whole parameters, the largest first",
+        1.0,
+        least=0.0,
+        most=1.0,
+        without="optimizer_cpu_offload",
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = switch(
+        "copy gradients and weights of other parts beside the update of one",
+        without="optimizer_cpu_offload",
+    )
     clip_grad: float = setting("largest global gradient norm; 0 for no clipping", 1.0, least=0.0)
     muon_momentum: float = setting(
         "decay of the gradient's mean, which Muon orthogonalizes",
@@ -131,7 +185,38 @@ class OptimizerConfig:
         """
         if self.optimizer == SGD:
             return (FLOAT32,) if self.sgd_momentum else ()
-        return (FLOAT32,) if self.optimizer == MUON and of_matrix else (FLOAT32, FLOAT32)
+        if self.optimizer == MUON and of_matrix:
+            return (FLOAT32,)
+        return FORMATS[self.exp_avg_dtype], FORMATS[self.exp_avg_sq_dtype]
+
+    def format_of(self, state: str) -> str:
+        """Returns the format of a state of AdamW or SGD."""
+        return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}.get(
+            state, "fp32"
+        )
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether a gradient, a main weight or a moment has another format than float32."""
+        moments = self.exp_avg_dtype, self.exp_avg_sq_dtype
+        return {self.main_grads_dtype, self.main_params_dtype, *moments} != {"fp32"}
+
+    def on_host(self, pieces: Iterable[tuple[bool, int]]) -> list[bool]:
+        """Returns which pieces of a rank have their main weight and states on the host.
+
+        Those are the largest, until they have the fraction of all elements. Muon's matrices stay on
+        the device.
+        pieces: (whether it is a matrix of a layer, elements).
+        """
+        movable = [
+            0 if of_matrix and self.optimizer == MUON else number for of_matrix, number in pieces
+        ]
+        left = self.optimizer_offload_fraction * sum(movable) * self.optimizer_cpu_offload
+        found = [False] * len(movable)
+        for place in sorted(range(len(movable)), key=lambda one: -movable[one]):
+            found[place] = left > 0 and movable[place] > 0
+            left -= movable[place]
+        return found
 
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")

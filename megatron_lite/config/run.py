@@ -90,6 +90,7 @@ class RunConfig:
                 f"{parallel.sequence_parts}: each rank holds an equal part of the sequence"
             )
         self.training.batch_steps(seq_length)
+        self._check_formats()
         self._check_experts()
         self._check_context_parallel()
         self._check_recompute_policy()
@@ -97,6 +98,19 @@ class RunConfig:
         self._check_compiler()
         self._check_graphs()
         self._check_folders()
+
+    def _check_formats(self) -> None:
+        """Raises ValueError for rounded main weights of a model that has none. Sums in bfloat16 are
+        autograd's."""
+        if self.optimizer.main_params_dtype != "fp32" and self.training.precision == "fp32":
+            raise ContradictionError(
+                "--main-params-dtype fp16 needs --bf16 or --fp16: float32 weights are their own "
+                "main weights",
+                "main_params_dtype",
+            )
+        if self.optimizer.main_grads_dtype != "fp32":
+            training = replace(self.training, gradient_accumulation_fusion=False)
+            object.__setattr__(self, "training", training)
 
     def _check_experts(self) -> None:
         """Raises ValueError for ranks that cannot share experts as asked. Without experts the

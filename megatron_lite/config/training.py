@@ -160,7 +160,7 @@ class TrainingConfig:
         excludes=(
             *("recompute_verify", "timing_log_level>0", "log_straggler"),
             *("use_torch_fsdp2", "overlap_param_gather", "optimizer=muon"),
-            "reset_attention_mask",
+            *("reset_attention_mask", "optimizer_cpu_offload"),
         ),
         why="a graph runs no Python, nothing that its step does not end, and reads no host memory",
     )

@@ -5,12 +5,14 @@ Both kernels of AdamW update the same tensors in place: a master weight and two 
 piece. A checkpoint is therefore the same for both. They round differently: torch scales the weight
 by 1 - lr * decay before the update, and apex adds decay * weight to the update.
 
-An update rule changes master weights by their `.grad`, and owns the states for that. It never waits
-for the device. If `skipped` is 1, a step changes nothing and does not count.
+An update rule changes master weights by their gradients, and owns the states for that. It never
+waits for the device, unless a piece is on the host. If `skipped` is 1, a step changes nothing and
+does not count.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,8 +21,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from megatron_lite.config.optimizer_settings import SGD, OptimizerConfig
+from megatron_lite.config.optimizer_settings import PART, SGD, OptimizerConfig
+from megatron_lite.optim.host_link import HostLink
 from megatron_lite.optim.layouts import Piece
+from megatron_lite.optim.stored import new_state, parts_of, read, write_
 from megatron_lite.parallel.apex import fused_adam, require
 
 Rate = float | Tensor  # a 0-d tensor in a CUDA graph: float32 there, float64 on a CPU
@@ -30,11 +34,30 @@ class Group(NamedTuple):
     """The pieces that share a weight decay and a learning rate.
 
     at_an_end: whether they belong to the word embedding and the output layer (--decoupled-lr).
+    apart, on_host: as in Piece.
     """
 
     pieces: list[Piece]
     weight_decay: float
     at_an_end: bool
+    apart: bool
+    on_host: bool
+
+
+class _Part(NamedTuple):
+    """A part of a piece that is updated by itself, and the settings of its group."""
+
+    piece: Piece
+    place: slice
+    settings: dict[str, Any]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.piece.weight.detach().view(-1)[self.place]
+
+    @property
+    def grad(self) -> Tensor:
+        return self.piece.grad.view(-1)[self.place]
 
 
 class AdamW:
@@ -44,8 +67,9 @@ class AdamW:
     torch.optim.Optimizer imports torch._dynamo, which takes more than a second of every start.
 
     names: those of the states, as in checkpoints.
-    states[parameter][state]: in the order of the pieces, with the shape and dtype of the master. A
-        parameter of which this rank has no piece has no entry.
+    states[parameter][state]: in the order of the pieces, with the shape of the master, and stored
+        where it is. A parameter of which this rank has no piece has no entry.
+    link: the way to the host; None if no piece is there.
     """
 
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
@@ -55,20 +79,35 @@ class AdamW:
     ) -> None:
         pieces, self._config, self._groups = list(pieces), config, []
         self.states = {
-            piece.name: {key: torch.zeros_like(piece.master) for key in self.names}
+            piece.name: {
+                key: new_state(piece.weight, config.format_of(key), piece.master.device)
+                for key in self.names
+            }
             for piece in pieces
         }
-        for decays in (True, False):
-            for at_an_end in (False, True):
-                group = [
-                    one for one in pieces if (one.decays, one.at_an_end) == (decays, at_an_end)
-                ]
-                if group:
-                    self._groups.append(Group(group, config.weight_decay * decays, at_an_end))
+        # The host comes last, so that the device works while the host does.
+        for on_host, apart, decays, at_an_end in itertools.product(
+            (False, True), (False, True), (True, False), (False, True)
+        ):
+            key = on_host, apart, decays, at_an_end
+            group = [
+                one for one in pieces if (one.on_host, one.apart, one.decays, one.at_an_end) == key
+            ]
+            if group:
+                self._groups.append(
+                    Group(group, config.weight_decay * decays, at_an_end, apart, on_host)
+                )
         # The fused kernel raises the step count of each piece, unless `skipped` is 1.
         self._steps = {
-            piece.name: torch.zeros((), dtype=torch.float32, device=device) for piece in pieces
+            piece.name: torch.zeros((), dtype=torch.float32, device=piece.master.device)
+            for piece in pieces
         }
+        hosted = [piece for piece in pieces if piece.on_host]
+        self.link = None
+        if hosted:
+            size = min(PART, max(piece.weight.numel() for piece in hosted))
+            overlaps = config.overlap_cpu_optimizer_d2h_h2d
+            self.link = HostLink(size, hosted[0].grad, hosted[0].weight, overlaps=overlaps)
 
     def state_names(self, _: str) -> tuple[str, ...]:
         """Returns the names of a parameter's states, as in checkpoints.
@@ -87,17 +126,70 @@ class AdamW:
         if skipped.device.type == "cuda" and not isinstance(rate, Tensor):
             # as the kernel reads a tensor, so that a step in a CUDA graph has the same bits
             rate, rate_at_the_ends = torch.tensor([rate, rate_at_the_ends]).tolist()
+        on_host: list[_Part] = []
         for group in self._groups:
             names = [piece.name for piece in group.pieces]
-            self._update(
-                [piece.master for piece in group.pieces],
-                [piece.grad for piece in group.pieces],
-                [[self.states[name][key] for name in names] for key in self.names],
-                [self._steps[name] for name in names],
-                lr=rate_at_the_ends if group.at_an_end else rate,
-                weight_decay=group.weight_decay,
-                found_inf=skipped,
+            settings = dict(
+                lr=rate_at_the_ends if group.at_an_end else rate, weight_decay=group.weight_decay
             )
+            if not group.apart:
+                self._update(
+                    [piece.master for piece in group.pieces],
+                    [piece.grad for piece in group.pieces],
+                    [[self.states[name][key] for name in names] for key in self.names],
+                    [self._steps[name] for name in names],
+                    found_inf=skipped,
+                    **settings,
+                )
+                continue
+            parts = [
+                _Part(piece, place, settings)
+                for piece in group.pieces
+                for place in parts_of(piece.weight)
+            ]
+            if group.on_host:
+                on_host += parts
+                continue
+            for part in parts:
+                values = self._update_part(part, part.grad, found_inf=skipped)
+                if part.piece.weight is not part.piece.master:
+                    part.weight.copy_(values)
+            for name in names:
+                self._steps[name] += 1.0 - skipped
+        if on_host:
+            self._update_on_host(on_host, skipped)
+
+    def _update_on_host(self, parts: list[_Part], skipped: Tensor) -> None:
+        """Updates parts on the host. Waits for the device, and for all but their last copies."""
+        assert self.link is not None
+        if skipped.item():
+            return
+        arriving = self.link.arriving([part.grad for part in parts])
+        for part, grad in zip(parts, arriving, strict=True):
+            self.link.send(part.weight, self._update_part(part, grad, found_inf=None))
+        self.link.finish()
+        for name in {part.piece.name for part in parts}:
+            self._steps[name] += 1.0
+
+    def _update_part(self, part: _Part, grad: Tensor, found_inf: Tensor | None) -> Tensor:
+        """Updates the states of a part, where they are. Returns its main weights before they are
+        stored."""
+        piece, place, settings = part
+        states = [piece.master, *(self.states[piece.name][key] for key in self.names)]
+        master, *others = values = [read(state, place) for state in states]
+        # The parts of a piece share its step count, so each raises a copy.
+        self._update(
+            [master],
+            [grad.to(master.dtype)],
+            [[one] for one in others],
+            [self._steps[piece.name].clone()],
+            found_inf=found_inf,
+            **settings,
+        )
+        for state, value in zip(states, values, strict=True):
+            if value.dtype != state.dtype:
+                write_(state, place, value)
+        return master
 
     def _update(
         self,

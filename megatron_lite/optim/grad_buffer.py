@@ -59,6 +59,7 @@ class Bucket:
 class GradBuffer:
     """The owner of the gradients of the given parameters. Every rank must make every call.
 
+    sums_in: "fp32", or "bf16" for sums over micro-batches and ranks in bfloat16.
     grads[name]: the float32 view of a parameter's gradient. With a distributed optimizer only this
         rank's part of each bucket (`Bucket.own`) is valid after `reduce_`.
     own_norm: the 2-norm, 0-d, of this rank's gradients before the sum over data-parallel ranks. It
@@ -70,6 +71,7 @@ class GradBuffer:
         parameters: Mapping[str, nn.Parameter],
         parallel: ParallelState,
         config: DataParallelConfig | None = None,
+        sums_in: str = "fp32",
     ) -> None:
         config = config or DataParallelConfig()
         self._parallel, experts = parallel, parallel.experts
@@ -97,7 +99,8 @@ class GradBuffer:
             expert_shards=experts.dp_cp_size if sharded and experts is not None else 1,
         ):
             first = next(iter(layout.places))
-            dtype = torch.promote_types(torch.float32, parameters[first].dtype)
+            wide = torch.promote_types(torch.float32, parameters[first].dtype)
+            dtype = torch.bfloat16 if sums_in == "bf16" else wide
             flat = torch.zeros(layout.num_elements, dtype=dtype, device=parallel.device)
             spec = specs[first]
             self.buckets.append(Bucket(layout, flat, parallel.holding(spec), tied=spec.tied))

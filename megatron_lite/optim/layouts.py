@@ -26,17 +26,19 @@ The forward of each module first waits for the buckets that hold its own paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import Bucket, GradBuffer
+from megatron_lite.optim.stored import new_state, write_whole_
 from megatron_lite.parallel.collectives import (
     Started,
     all_gather_first_dim,
@@ -56,9 +58,14 @@ ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 class Piece:
     """Elements [start, stop) of a flattened parameter; at least one.
 
+    weight: the elements with which the model computes.
     master: their float32 (float64) weights, which the optimizer updates. It has the parameter's
-        shape if the piece is the whole parameter. Its `.grad` is the gradient, which is complete
-        after the `reduce_` of the layout's gradients.
+        shape if the piece is the whole parameter. It may be `weight`, and it may be stored on the
+        host or as float16 (stored.py).
+    gradient: the view of the buffer that becomes their gradient. None under FSDP2: the master's
+        `.grad`.
+    apart: whether the rule updates and publishes it part by part, since something of it is on the
+        host or rounded.
     decays: whether weight decay applies.
     at_an_end: whether it belongs to the word embedding or the output layer (--decoupled-lr).
     """
@@ -67,29 +74,38 @@ class Piece:
     spec: ParameterSpec
     start: int
     stop: int
+    weight: Tensor
     master: Tensor
     decays: bool
     at_an_end: bool = False
+    gradient: Tensor | None = None
+    apart: bool = False
+    on_host: bool = False
 
     @classmethod
-    def of(cls, name: str, parameter: nn.Parameter, master: Tensor, *, start: int = 0) -> Piece:
-        """Returns the piece of a parameter that begins at element `start` and has this master.
-
-        By Megatron's rule biases and one-dimensional parameters (norms) do not decay.
-        """
+    def of(
+        cls, name: str, parameter: nn.Parameter, weight: Tensor, master: Tensor, **facts: Any
+    ) -> Piece:
+        """Returns the piece of a parameter. By Megatron's rule biases and one-dimensional
+        parameters (norms) do not decay."""
+        start = facts.pop("start", 0)
         return cls(
             name=name,
             spec=spec_of(parameter),
             start=start,
             stop=start + master.numel(),
+            weight=weight,
             master=master,
             decays=parameter.dim() > 1 and not name.endswith(".bias"),
             at_an_end=name.endswith(ENDS),
+            **facts,
         )
 
     @property
     def grad(self) -> Tensor:
-        """The gradient of the master."""
+        """The gradient, which is complete after the `reduce_` of the layout's gradients."""
+        if self.gradient is not None:
+            return self.gradient
         assert self.master.grad is not None, self.name
         return self.master.grad
 
@@ -97,9 +113,18 @@ class Piece:
     def take_(self, target: Tensor, whole: Tensor) -> None:
         """Overwrites `target` with this piece's elements of a whole tensor.
 
-        target: a tensor in the master's shape.
+        target: the master or a state.
         """
-        target.copy_(whole.reshape(-1)[self.start : self.stop].view(target.shape))
+        write_whole_(target, whole.reshape(-1)[self.start : self.stop])
+
+
+class _View(NamedTuple):
+    """What a rank updates of a parameter: its elements from `start` on, and their gradient."""
+
+    name: str
+    weight: Tensor
+    grad: Tensor
+    start: int = 0
 
 
 class Replicated:
@@ -121,9 +146,13 @@ class Replicated:
     replicates_weights = True
 
     def __init__(
-        self, model: nn.Module, parallel: ParallelState, config: DataParallelConfig
+        self,
+        model: nn.Module,
+        parallel: ParallelState,
+        config: DataParallelConfig,
+        optimizer: OptimizerConfig,
     ) -> None:
-        self._parallel, self._config = parallel, config
+        self._parallel, self._config, self._optimizer = parallel, config, optimizer
         self._parameters = dict(model.named_parameters())
         self.keeps_masters = any(
             is_rounded(gathered_dtype(one)) for one in self._parameters.values()
@@ -132,13 +161,34 @@ class Replicated:
 
     def _new_pieces(self, model: nn.Module) -> list[Piece]:
         """Makes `gradients`, and returns the pieces."""
-        self.gradients = GradBuffer(self._parameters, self._parallel, self._config)
-        pieces = []
+        config = self._optimizer
+        self.gradients = GradBuffer(
+            self._parameters, self._parallel, self._config, config.main_grads_dtype
+        )
+        views = list(self._views())
+        matrices = {name for name, one in self._parameters.items() if spec_of(one).matrices}
+        hosted = config.on_host([(one.name in matrices, one.weight.numel()) for one in views])
+        return [self._piece(*one, on_host) for one, on_host in zip(views, hosted, strict=True)]
+
+    def _views(self) -> Iterator[_View]:
+        """Yields what this rank updates of each parameter."""
         for name, parameter in self._parameters.items():
-            master = parameter.detach().float() if is_rounded(parameter.dtype) else parameter
-            master.grad = self.gradients.grads[name]
-            pieces.append(Piece.of(name, parameter, master))
-        return pieces
+            yield _View(name, parameter, self.gradients.grads[name])
+
+    def _piece(self, name: str, weight: Tensor, grad: Tensor, start: int, on_host: bool) -> Piece:
+        config, rounded = self._optimizer, is_rounded(weight.dtype)
+        apart = on_host or config.is_rounded
+        master = weight
+        if on_host or (rounded and config.main_params_dtype != "fp32"):
+            device = torch.device("cpu") if on_host else weight.device
+            master = new_state(weight, config.main_params_dtype if rounded else "fp32", device)
+            write_whole_(master, weight)
+        elif rounded:
+            master = weight.detach().float()
+        if not apart:
+            master.grad = grad
+        facts = dict(start=start, gradient=grad, apart=apart, on_host=on_host)
+        return Piece.of(name, self._parameters[name], weight, master, **facts)
 
     def _holders(self, name: str) -> ProcessGroup | None:
         """Returns the ranks that hold different pieces of a parameter."""
@@ -154,9 +204,12 @@ class Replicated:
 
         It may return while gathers run: the forward of each module waits for its own weights.
         """
-        if self.keeps_masters:
-            weights = list(self._parameters.values())
-            foreach_copy_(weights, [piece.master for piece in self.pieces])
+        rounded = [
+            piece for piece in self.pieces if not piece.apart and is_rounded(piece.weight.dtype)
+        ]
+        if rounded:
+            weights = [piece.weight for piece in rounded]
+            foreach_copy_(weights, [piece.master for piece in rounded])
 
     def finish(self) -> None:
         """Waits for the gathers that `publish` has begun."""
@@ -194,7 +247,7 @@ class Replicated:
 
 
 class _Weights:
-    """The parameters of a bucket as one tensor, and the masters of this rank's part.
+    """The parameters of a bucket as one tensor, of which this rank updates a part, `own`.
 
     The parameters become views of this tensor, so a gather into it needs no copy.
     """
@@ -207,7 +260,6 @@ class _Weights:
             self.flat[place].copy_(parameters[name].detach().view(-1))
             parameters[name].data = self.flat[place].view(parameters[name].shape)
         self.own = self.flat[bucket.own]
-        self.masters = self.own.float() if is_rounded(dtype) else self.own
         self.gather = Started(self.flat)
 
     def finish(self) -> None:
@@ -222,10 +274,13 @@ class Zero1(Replicated):
     @torch.no_grad()
     def _new_pieces(self, model: nn.Module) -> list[Piece]:
         self.shard_group = self._parallel.dp_cp_group
-        self.gradients = GradBuffer(self._parameters, self._parallel, self._config)
+        if self._config.overlap_param_gather:
+            self._wait_before_use(model)
+        return super()._new_pieces(model)
+
+    def _views(self) -> Iterator[_View]:
         self._weights = {one: _Weights(one, self._parameters) for one in self.gradients.buckets}
-        pieces = []
-        for name, parameter in self._parameters.items():
+        for name in self._parameters:
             bucket = self.gradients.bucket_of[name]
             # The part's border may cut the parameter, or leave this rank none of it.
             part = bucket.layout.own_part(name, bucket.rank)
@@ -233,13 +288,9 @@ class Zero1(Replicated):
                 first = bucket.places[name].start
                 place = slice(first + part.start, first + part.stop)
                 own = slice(place.start - bucket.own.start, place.stop - bucket.own.start)
-                master = self._weights[bucket].masters[own]
-                # a view, which holds the summed gradient once the bucket is reduced
-                master.grad = bucket.flat[place]
-                pieces.append(Piece.of(name, parameter, master, start=part.start))
-        if self._config.overlap_param_gather:
-            self._wait_before_use(model)
-        return pieces
+                # The gradient is a view, which holds the sum once the bucket is reduced.
+                weight = self._weights[bucket].own[own]
+                yield _View(name, weight, bucket.flat[place], part.start)
 
     def _holders(self, name: str) -> ProcessGroup | None:
         group: ProcessGroup | None = self.gradients.bucket_of[name].group
@@ -253,12 +304,11 @@ class Zero1(Replicated):
     @torch.no_grad()
     def publish(self) -> None:
         """Rounds the masters of a 16-bit model, and gathers all weights in the order of use."""
+        # A module that took no part in the step has not waited for the gather before this one.
+        self.finish()
+        super().publish()
         # The buckets are in the reverse order of their use; a tied embedding is the last bucket.
         for bucket, weights in reversed(self._weights.items()):
-            if weights.masters is not weights.own:
-                weights.own.copy_(weights.masters)
-            # A module that took no part in the step has not waited for the gather before this one.
-            weights.finish()
             if bucket.group is not None:
                 weights.gather = start_all_gather_into_(weights.flat, weights.own, bucket.group)
             if not self._config.overlap_param_gather:
@@ -318,7 +368,8 @@ class FullySharded(Replicated):
             assert rows is not parameter, f"{name} is not sharded: fully_shard_ comes first"
             start = sum(self._lengths(name)[: self._parallel.dp_cp_rank])
             if rows.numel():
-                pieces.append(Piece.of(name, parameter, rows.detach(), start=start))
+                own = rows.detach()
+                pieces.append(Piece.of(name, parameter, own, own, start=start))
         return pieces
 
     def _lengths(self, name: str) -> list[int]:

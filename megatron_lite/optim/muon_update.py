@@ -125,7 +125,7 @@ class Muon:
         momenta = {
             name: {MOMENTUM: torch.zeros_like(one.master)} for name, one in self._pieces.items()
         }
-        self.states = {**momenta, **self._adam.states}
+        self.states, self.link = {**momenta, **self._adam.states}, self._adam.link
 
     def state_names(self, parameter: str) -> tuple[str, ...]:
         """Implements AdamW.state_names."""

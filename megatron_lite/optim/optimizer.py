@@ -24,6 +24,7 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.adam_update import rule_of
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.layouts import FullySharded, Piece, Replicated, Zero1
+from megatron_lite.optim.stored import whole as whole_state
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
@@ -71,7 +72,8 @@ class Optimizer:
     """The owner of the gradients, the master weights and the rule's states.
 
     states[name]: the rule's states of this rank's piece of a parameter and, for a 16-bit model,
-        "master", each float32. A parameter of which this rank has no piece has no entry.
+        "master", each float32, or as stored.py has it. A parameter of which this rank has no piece
+        has no entry.
     loss_scale: the factor by which backward multiplied the gradients; `step` divides them by it.
     spikes: decides whether a loss is a spike; None: no loss is one.
     timed: times the parts of `step`, by the names of training/timers.py.
@@ -102,7 +104,7 @@ class Optimizer:
             layout = FullySharded
         elif parallel.dp_cp_group is not None and data_parallel.use_distributed_optimizer:
             layout = Zero1
-        self.layout = layout(model, parallel, data_parallel)
+        self.layout = layout(model, parallel, data_parallel, config)
         self._pieces = self.layout.pieces
         self._counts_here = [self._counts(piece.spec) for piece in self._pieces]
         specs = {name: spec_of(parameter) for name, parameter in model.named_parameters()}
@@ -180,9 +182,19 @@ class Optimizer:
         """The number of updates made so far. Reading it waits for the device."""
         return int(self._updates.item())
 
+    def host_tensors(self) -> list[Tensor]:
+        """Returns the states in host memory, and the buffers of the copies, if a GPU is elsewhere
+        or not."""
+        link = self._rule.link
+        hosted = [piece for piece in self._pieces if piece.on_host]
+        states = [one for piece in hosted for one in self.states[piece.name].values()]
+        return [*(piece.master for piece in hosted), *states, *(link.buffers if link else ())]
+
     def params_norm(self) -> Tensor:
         """Returns the 2-norm of all weights, 0-d."""
-        return self._global_norms([piece.master for piece in self._pieces])[0]
+        return self._global_norms(
+            [piece.weight if piece.apart else piece.master for piece in self._pieces]
+        )[0]
 
     def num_zeros_in_grad(self) -> Tensor:
         """Returns the number of zeros in the gradients of the last step, 0-d int64.
@@ -202,7 +214,8 @@ class Optimizer:
         Every data-parallel rank must call this.
         """
         keys = (*self.state_names(name), *(("master",) if self.layout.keeps_masters else ()))
-        return {key: self.layout.whole(name, self.states.get(name, {}).get(key)) for key in keys}
+        held = {key: whole_state(state) for key, state in self.states.get(name, {}).items()}
+        return {key: self.layout.whole(name, held.get(key)) for key in keys}
 
     @torch.no_grad()
     def load(self, states: Mapping[str, Mapping[str, Tensor]], *, num_updates: int) -> None:
@@ -248,7 +261,9 @@ class Optimizer:
         NaN. Issues one all-reduce of one number over the ranks that hold different pieces, over the
         TP group and over the pipeline each.
         """
-        norms = foreach_norm(list(values)) if values else ()
+        narrow = any(one.dtype.itemsize < 4 for one in values)
+        dtype = torch.float32 if narrow else None
+        norms = foreach_norm(list(values), dtype=dtype) if values else ()
         counted: list[Tensor] = []
         others: list[Tensor] = []
         for counts, norm in zip(self._counts_here, norms, strict=bool(norms)):

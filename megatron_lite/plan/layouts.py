@@ -16,11 +16,13 @@ from typing import Any
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.flops import forward_flops, logits_flops
+from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.plan.problem import (
     CONTEXT,
     DATA_PARALLEL,
     LOSS_CHUNK,
     MICRO_BATCH,
+    OFFLOAD,
     PIPELINE,
     SEQUENCE,
     TENSOR,
@@ -34,6 +36,7 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 LEAST_CONTEXT = 2048  # tokens of a sequence on one rank; the search splits none into shorter parts
 LOSS_CHUNKS = (1024, 4096, 256)  # of which those count that are shorter than a micro-batch
 MOST_VIRTUAL_STAGES = 8
+OFFLOAD_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 REPLICATED, ZERO1, FSDP2 = "replicated", "ZeRO-1", "FSDP2"
 _OFF = dict.fromkeys(
     ("overlap_grad_reduce", "overlap_param_gather", *DATA_PARALLEL, WRAPPING), False
@@ -85,8 +88,28 @@ def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
     for row in rows:
         with suppress(ValueError):  # training would refuse it
             config = with_fields(_base(problem), row)
-            if _divides(config, num_ranks):
+            if _divides(config, num_ranks) and (
+                problem.states_on_host is None
+                or states_on_host(config, num_ranks) <= problem.states_on_host
+            ):
                 yield config
+
+
+def states_on_host(config: RunConfig, num_ranks: int, pp_rank: int = 0) -> int:
+    """Returns the bytes of optimizer states that a rank has in host memory."""
+    parallel = config.parallel
+    size = parallel.data_parallel_size(num_ranks) * parallel.context_parallel_size
+    return rank_states(config, pp_rank, dp_cp_size=size, dp_cp_rank=0).on_host
+
+
+def with_states_on_host(problem: Problem) -> Iterator[Problem]:
+    """Yields the problem with more and more of the optimizer states in host memory, as far as the
+    user has not decided that."""
+    for fraction in OFFLOAD_FRACTIONS if OFFLOAD not in problem.fixed else ():
+        fields = {OFFLOAD: True, "overlap_cpu_optimizer_d2h_h2d": True}
+        with suppress(ValueError):  # training would refuse it
+            base = with_fields(problem.base, {**fields, "optimizer_offload_fraction": fraction})
+            yield problem._replace(base=base)
 
 
 def _base(problem: Problem) -> RunConfig:

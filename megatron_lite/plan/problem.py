@@ -26,6 +26,7 @@ VIRTUAL = (
 # The fields that a layout sets. A value that the user gives fixes the dimension.
 SEARCHED = frozenset((TENSOR, PIPELINE, CONTEXT, MICRO_BATCH, LOSS_CHUNK, SEQUENCE, *VIRTUAL))
 DATA_PARALLEL = ("use_distributed_optimizer", "use_torch_fsdp2")
+OFFLOAD = "optimizer_cpu_offload"
 WRAPPING = "fsdp_memory_efficient_wrapping"
 # The recompute settings that the search leaves as they are. Any other one fixes the policy.
 KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
@@ -42,6 +43,7 @@ class Problem(NamedTuple):
     fixed: the values of the dimensions that the user has fixed, by the names of their fields.
     recompute: the recompute settings, if they are fixed too.
     host_bytes: the host memory of a rank in which a policy may keep tensors. 0: none.
+    states_on_host: the most bytes of optimizer states there. None: any.
     """
 
     base: RunConfig
@@ -49,6 +51,7 @@ class Problem(NamedTuple):
     fixed: Mapping[str, Any] = {}
     recompute: RecomputeConfig | None = None
     host_bytes: int = 0
+    states_on_host: int | None = None
 
 
 def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
@@ -66,7 +69,7 @@ def problem_of(
     chosen: Mapping[str, Any],
     hardware: Hardware,
     *,
-    host_bytes: int = 0,
+    host_bytes: int | None = None,
     notes: list[str],
     num_ranks: Sequence[int] = (),
 ) -> Problem:
@@ -100,9 +103,9 @@ def problem_of(
         kept = {name: getattr(base.recompute, name) for name in KEPT_RECOMPUTE}
         with input_faults():
             recompute = RecomputeConfig(**{**kept, **policy})
-    dimensions = SEARCHED.union(DATA_PARALLEL, [WRAPPING])
+    dimensions = SEARCHED.union(DATA_PARALLEL, [WRAPPING, OFFLOAD])
     fixed = {name: value for name, value in chosen.items() if name in dimensions}
-    return Problem(base, hardware, fixed, recompute, host_bytes)
+    return Problem(base, hardware, fixed, recompute, host_bytes or 0, host_bytes)
 
 
 def _complete(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from megatron_lite.config.optimizer_settings import MUON
+from megatron_lite.config.optimizer_settings import FORMATS, MUON
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.description.operations import (
@@ -280,7 +280,15 @@ def update_time(
             gather = exposed(ALL_GATHER, element, forward, parts)
     written = element if element < FLOAT32 else 0
     moved = UPDATE_BYTES + 2 * sum(config.optimizer.state_bytes(of_matrix=False)) + written
-    update = hardware.memory_seconds(moved * parameters / shards)
+    own, settings = parameters / shards, config.optimizer
+    hosted = settings.optimizer_offload_fraction * settings.optimizer_cpu_offload * own
+    update = hardware.memory_seconds(moved * (own - hosted))
+    # Gradients go to the host, and weights back: beside each other, or one after the other.
+    out, back = (
+        num_bytes * hosted / hardware.host_bandwidth
+        for num_bytes in (FORMATS[settings.main_grads_dtype], element)
+    )
+    update += max(out, back) if settings.overlap_cpu_optimizer_d2h_h2d else out + back
     if config.optimizer.optimizer == MUON:
         update += _muon(run, stages, shards)
     return UpdateTime(reduction, update, gather)

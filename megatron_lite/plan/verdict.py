@@ -9,6 +9,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
@@ -22,7 +23,15 @@ from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.memory.predict.step_peak import PeakTerm
 from megatron_lite.plan.auto_policy import Budget, Unreachable
 from megatron_lite.plan.hardware import Hardware
-from megatron_lite.plan.layouts import KINDS, LOSS_CHUNKS, kind_of, layouts, refusal
+from megatron_lite.plan.layouts import (
+    KINDS,
+    LOSS_CHUNKS,
+    kind_of,
+    layouts,
+    refusal,
+    states_on_host,
+    with_states_on_host,
+)
 from megatron_lite.plan.problem import LOSS_CHUNK, MICRO_BATCH, Problem, with_fields
 from megatron_lite.plan.rank_mixes import Run, with_policy
 from megatron_lite.plan.search import Plan, Search, SearchResult
@@ -64,9 +73,12 @@ class FitVerdict(NamedTuple):
         return self.found.plans[0] if self.found.plans else self.found.smallest
 
 
-def verdict(problem: Problem, num_ranks: int, budget: Budget) -> FitVerdict:
+def verdict(
+    problem: Problem, num_ranks: int, budget: Budget, *, may_offload: bool = True
+) -> FitVerdict:
     """Returns the verdict for so many ranks.
 
+    may_offload: whether optimizer states may go to host memory if nothing else fits.
     Raises InputError if training would refuse every layout.
     """
     search = Search(problem)
@@ -87,6 +99,14 @@ def verdict(problem: Problem, num_ranks: int, budget: Budget) -> FitVerdict:
         # The next round has a chance only if the smallest peak is within its budget.
         if found.smallest is None or not found.smallest.peak.fits(budget.memory_bytes):
             break
+    others = [
+        verdict(other, num_ranks, budget, may_offload=False)
+        for other in (with_states_on_host(problem) if may_offload else ())
+        if next(layouts(other, num_ranks), None) is not None
+    ]
+    fitting = [(one.found.plans[0].time.seconds, one) for one in others if one.found.plans]
+    if fitting:
+        return min(fitting, key=itemgetter(0))[1]
     return FitVerdict(DOES_NOT_FIT, num_ranks, budget, found)
 
 
@@ -269,6 +289,7 @@ def _plain_plan(plan: Plan, hardware: Hardware) -> dict[str, Any]:
         "moment": plan.peak.moment,
         "peak_bytes": plan.peak.num_bytes,
         "peak_terms": plain_terms(plan.peak.terms),
+        "states_on_host_bytes": states_on_host(plan.config, plan.num_ranks, plan.peak.rank),
         "step_seconds": plan.time.seconds,
         "band": plan.time.band,
         "step_terms": dict(plan.time.terms),
@@ -313,6 +334,7 @@ def _layout(plan: Plan) -> str:
         f"d {parallel.data_parallel_size(plan.num_ranks)}",
         kind_of(config) + " wrapped" * config.data_parallel.fsdp_memory_efficient_wrapping,
         f"b {config.training.micro_batch_size}",
+        *(["host"] if config.optimizer.optimizer_cpu_offload else []),
         *([f"chunk {config.loss_chunk_size}"] if config.loss_chunk_size else []),
     ]
     return ", ".join(words)
@@ -385,6 +407,11 @@ def lines(one: Mapping[str, Any]) -> Iterator[str]:
     for term in sorted(plan["peak_terms"], key=lambda term: -term["bytes"]):
         share = term["bytes"] / plan["peak_bytes"]
         yield f"  {term['name']:<60}{gib(term['bytes']):>9} GiB{share:>7.1%}  {term['tag']}"
+    if plan["states_on_host_bytes"]:
+        yield from _wrapped(
+            f"{gib(plan['states_on_host_bytes'])} GiB of main weights and optimizer states are in "
+            "host memory (the step's time has their copies, and not the host's arithmetic)."
+        )
     yield ""
     if one["plans"]:
         yield from _around(one, plan, budget)

@@ -46,7 +46,7 @@ class ReplicaCheck:
         self._optimizer.finish()
         held = self._held()  # nothing on a rank whose stage has no parameters
         hashes = torch.stack(
-            [quick_hash(tensor) for _, tensor, _ in held]
+            [quick_hash(tensor).to(self._parallel.device) for _, tensor, _ in held]
             or [torch.zeros((), dtype=torch.int64, device=self._parallel.device)]
         )
         groups = self._groups(held)

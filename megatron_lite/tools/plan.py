@@ -102,8 +102,8 @@ def _parser(program: str) -> tuple[Parser, list[str]]:
     add(
         "--host-memory",
         metavar="SIZE",
-        default="0",
-        help="host memory of each GPU in which a policy may keep tensors, @host (default: 0)",
+        help="host memory of each GPU in which a policy may keep tensors, @host (default: 0), and "
+        "the optimizer its states, if nothing else fits (default: any)",
     )
     add("--train-tokens", metavar="N", help="tokens to train on, such as 2e12: prints the days")
     add("--price-per-gpu-hour", metavar="PRICE", help="prints the cost, with --train-tokens")
@@ -243,7 +243,7 @@ def _problem(
             f"a reserve of {reserve} bytes leaves nothing of the {memory} bytes of memory: give "
             "more --memory-budget or less --reserve, with a unit such as 40GiB"
         )
-    host_bytes = _amount(own, "host_memory", 0)
+    host_bytes = None if own["host_memory"] is None else _amount(own, "host_memory", 0)
     counts = () if own["gpus"] is None else _counts(own["gpus"])
     problem = problem_of(
         values, chosen, hardware, host_bytes=host_bytes, notes=notes, num_ranks=counts

@@ -88,7 +88,9 @@ def fuse_weight_gradients_(
         if weight in matmuls:
             sums[_who_sums(weight, reason, kernel)] += 1
     groups = [f"{plural(number, 'weight')} by {who}" for who, number in sums.items()]
-    line = f"weight gradients are summed in float32: {'; '.join(groups)}"
+    rounded = isinstance(gradients, GradBuffer) and gradients.buckets[0].flat.dtype.itemsize == 2
+    summed = "bfloat16" if rounded else "float32"
+    line = f"weight gradients are summed in {summed}: {'; '.join(groups)}"
     return line + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
 
 

@@ -307,6 +307,7 @@ def _assign(meter: StepMeter, model: ModelStages, optimizer: Optimizer) -> None:
         else [piece.grad for piece in optimizer.layout.pieces if piece.master.grad is not None],
     )
     meter.assign(WEIGHTS, (local_part(parameter) for parameter in model.parameters()))
+    meter.assign(HOST, optimizer.host_tensors())
 
 
 RANKS_ABREAST = 4

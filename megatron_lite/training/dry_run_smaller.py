@@ -125,7 +125,7 @@ def _exact(step: StepSize, place: RankPlace) -> tuple[Counter[str], int]:
     (stage,) = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
     states = rank_states(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
     update = update_memory(config, stage, states, dp_cp_size=dp_cp_size, device="cpu")
-    found = Counter(dict(zip(STATES, states, strict=True)))
+    found = Counter({**dict(zip(STATES, states[:4], strict=True)), HOST: states.on_host})
     waiting = most_in_flight(
         size=step.pipeline_size, rank=pp_rank, num_microbatches=step.num_microbatches
     )
@@ -133,7 +133,7 @@ def _exact(step: StepSize, place: RankPlace) -> tuple[Counter[str], int]:
     for term in activation_terms(config.model, plan, Sizes.of(config, device="cpu", stage=stage)):
         if term.tensor.given or not term.tensor.shared:
             found[HOST if term.on_host else FORWARD] += waiting * term.num_bytes
-    return found, states.total + update.num_bytes
+    return found, states.total + states.on_host + update.num_bytes
 
 
 def _smaller(whole: StepSize, place: RankPlace) -> tuple[StepSize, list[tuple[StepSize, int]]]:

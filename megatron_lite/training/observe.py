@@ -308,6 +308,7 @@ def _held_tensors(model: ModelStages, optimizer: Optimizer) -> Iterator[Tensor]:
         yield from optimizer.layout.gradients.grads.values()
     for piece in optimizer.layout.pieces:
         yield piece.master
+    yield from optimizer.host_tensors()
     for states in optimizer.states.values():
         yield from states.values()
 

@@ -64,6 +64,8 @@ def check_fits(
         which are known before anything else.
     """
     device, host = parallel.device, socket.gethostname()
+    if num_microbatches is None and config.optimizer.optimizer_cpu_offload:
+        _check_host(config, parallel, host)
     if num_microbatches is None:
         held = PeakTerm("weights, gradients and optimizer state", least_bytes(config, parallel))
         peak = StepPeak(parallel.pp_rank, "from step to step", (held,))
@@ -98,6 +100,26 @@ def check_fits(
     parallel.together("the memory of the machine", check)
 
 
+def _check_host(config: RunConfig, parallel: ParallelState, host: str) -> None:
+    """Raises InputError if the optimizer states of a host's ranks need more memory than it has."""
+    group = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
+    own = rank_states(config, parallel.pp_rank, **group).on_host
+    rows = [text.rpartition(" ") for text in gather_texts(f"{host} {own}", parallel)]
+    here = [int(number) for name, _, number in rows if name == host]
+
+    def check() -> None:
+        there = memory_bytes(torch.device("cpu"))
+        if there is not None and sum(here) > there:
+            raise InputError(
+                f"--optimizer-cpu-offload puts {size(sum(here))} of main weights and optimizer "
+                f"states into host memory, for {len(here)} ranks, and {host} has {size(there)}: "
+                "give a smaller --optimizer-offload-fraction "
+                f"(got {config.optimizer.optimizer_offload_fraction}), or more hosts"
+            )
+
+    parallel.together("the memory of the host", check)
+
+
 def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
     """Returns a lower bound of the bytes that one rank holds for its parameters all the time.
 
@@ -106,9 +128,10 @@ def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
     """
     if config.model.num_layers > MANY_LAYERS:
         return rank_parameter_count(config, parallel.pp_rank) // parallel.dp_cp_size
-    return rank_states(
+    states = rank_states(
         config, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
-    ).total
+    )
+    return states.total + (states.on_host if parallel.device.type == "cpu" else 0)
 
 
 def memory_bytes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,24 @@ LAYOUTS = {
 }
 
 
+ROUNDED = dict(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp16")
+HOST = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.6)
+RULES = {
+    "rounded": OptimizerConfig(**ROUNDED, main_params_dtype="fp16", main_grads_dtype="bf16"),
+    "host": OptimizerConfig(**HOST),
+    "rounded, on the host": OptimizerConfig(**HOST, **ROUNDED),
+    "muon, on the host": OptimizerConfig(**HOST, optimizer="muon"),
+}
+
+
+OF_ZERO1 = (
+    ("gpt2", "host", False),
+    ("llama", "muon, on the host", True),
+    ("qwen", "rounded", True),
+    ("qwen", "rounded, on the host", True),
+)
+
+
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of the storages, each once."""
     local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
@@ -55,24 +73,29 @@ def held(run: RunConfig) -> tuple[RankStates, RankStates]:
         weights = list(trainer.model.parameters())
         local = [one.to_local() if isinstance(one, DTensor) else one for one in weights]
         own = addresses(local)
-        masters = [
-            piece.master
-            for piece in trainer.optimizer.layout.pieces
-            if not own & addresses([piece.master])
-        ]
-        own |= addresses(masters)
-        states = [
-            value
-            for state in trainer.optimizer.states.values()
-            for value in state.values()
-            if not own & addresses([value])
-        ]
+        pieces = trainer.optimizer.layout.pieces
+        masters = [piece for piece in pieces if not own & addresses([piece.master])]
+        own |= addresses(piece.master for piece in masters)
+        link = trainer.optimizer._rule.link
+
+        def states(on_host: bool) -> Iterator[Tensor]:
+            for piece in pieces:
+                for value in trainer.optimizer.states[piece.name].values():
+                    if piece.on_host == on_host and not own & addresses([value]):
+                        yield value
+
         found = RankStates(
             weights=bytes_of(weights),
-            masters=bytes_of(masters),
+            masters=bytes_of(piece.master for piece in masters if not piece.on_host),
             gradients=bytes_of(grads),
-            optimizer=bytes_of(states),
+            optimizer=bytes_of(states(False)),
+            host_masters=bytes_of(piece.master for piece in masters if piece.on_host),
+            host_optimizer=bytes_of(states(True)),
+            host_copies=bytes_of(link.buffers if link else ()),
         )
+        if found.on_host:
+            held_there = bytes_of(trainer.optimizer.host_tensors())
+            assert held_there == found.on_host
         told = rank_states(
             run, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
         )
@@ -99,7 +122,7 @@ def run_of(
     )
     return replace(
         run,
-        optimizer=OptimizerConfig(optimizer=rule),
+        optimizer=RULES.get(rule) or OptimizerConfig(optimizer=rule),
         parallel=replace(run.parallel, pipeline_model_parallel_size=pp_size),
     )
 
@@ -115,6 +138,7 @@ def test_states_of_data_parallel_ranks_are_those_predicted(layout: str) -> None:
             ("qwen", "adam", True),
             ("neox", "muon", False),
             ("gpt2", "sgd", True),
+            *(OF_ZERO1 if "ZeRO" in layout else ()),
         )
     }
     assert run_ranks(differing, 2, runs, detail=False) == [{}] * 2
@@ -142,6 +166,7 @@ def test_states_in_tensor_and_pipeline_parallel_layouts_are_those_predicted(
             layout,
             variant,
             bf16=variant == "qwen",
+            rule="host" if layout != "FSDP2" and variant == "qwen" else "adam",
             pp_size=pp_size,
             tp_size=tp_size,
             sequence_parallel=tp_size > 1,

@@ -45,11 +45,18 @@ MESHES: dict[str, tuple[Any, ...]] = {
         ("overlap", "zero1, overlap", "fsdp2"),
         {},
     ),
+    "host-dp2-tp2": (4, 2, True, "gpt2", 3, ("replicated", "zero1, overlap"), {}),
     "muon-dp2": (2, 1, False, "llama", 3, ("replicated", "zero1, overlap", "fsdp2"), {}),
     "muon-dp3": (3, 1, False, "gpt2", 3, ("zero1", "fsdp2"), {}),
     "muon-tp2": (2, 2, False, "llama", 3, ("replicated",), {}),
     "muon-dp2-tp2": (4, 2, True, "gpt2", 3, ("zero1", "fsdp2, memory-efficient"), {}),
 }
+HOST = OptimizerConfig(
+    clip_grad=0.5,
+    optimizer_cpu_offload=True,
+    optimizer_offload_fraction=0.5,
+    overlap_cpu_optimizer_d2h_h2d=True,
+)
 # Newton-Schulz multiplies a rounding error by less than 1000.
 MUON = OptimizerConfig(
     optimizer="muon", muon_fp32_matmul_prec="high", muon_nesterov=True, clip_grad=0.5
@@ -82,6 +89,7 @@ def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) 
     steps of full size."""
     world_size, tp_size, sequence_parallel, name, steps, layouts, options = MESHES[mesh]
     rule = dict(settings=MUON) if mesh.startswith("muon") else dict(clip_grad=0.5)
+    place = dict(settings=HOST) if mesh.startswith("host") else {}
     options = {**options, **rule, "dtype": dtype}
     with tp_state(1) as parallel:
         expected = train(name, parallel, LAYOUTS["replicated"], steps=steps, **options)
@@ -91,7 +99,7 @@ def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) 
         world_size,
         tp_size,
         name,
-        dict(options, sequence_parallel=sequence_parallel),
+        dict(options, sequence_parallel=sequence_parallel, **place),
         steps,
         layouts,
         detail=False,

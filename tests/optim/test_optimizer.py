@@ -53,7 +53,7 @@ SGD = dict(optimizer="sgd", sgd_momentum=0.8, weight_decay=0.1)
 RULES = {"adam": CONFIG, "sgd": SGD, "sgd without momentum": dict(SGD, sgd_momentum=0.0)}
 
 
-def torchs(model, config=CONFIG):
+def torchs(model, config=CONFIG, **kernel):
     """torch's optimizer with Megatron's groups: vectors (norms, biases) do not decay."""
     groups = [
         {
@@ -68,7 +68,7 @@ def torchs(model, config=CONFIG):
         groups,
         betas=(config["adam_beta1"], config["adam_beta2"]),
         eps=config["adam_eps"],
-        foreach=False,
+        **(kernel or dict(foreach=False)),
     )
 
 

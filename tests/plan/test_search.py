@@ -73,7 +73,7 @@ def test_a_plan_that_cannot_fit_gives_the_smallest_peak() -> None:
 
 def test_the_verdict_is_tight_where_only_the_reserve_helps() -> None:
     fixed = {"tensor_model_parallel_size": 1}
-    problem = with_fields(SMALL, fixed=fixed)
+    problem = with_fields(SMALL, fixed=fixed, states_on_host=0)
     smallest = verdict(problem, 1, Budget(GIB, 0)).plan
     assert smallest is not None
     peak = smallest.peak.num_bytes
@@ -105,7 +105,8 @@ def test_the_smallest_machine_is_the_first_power_of_two_that_fits() -> None:
     budget = Budget(2 * GIB, GIB // 8)
     answer = smallest_machine(SMALL, budget)
     assert answer.word != DOES_NOT_FIT and answer.num_ranks > 1
-    assert verdict(SMALL, answer.num_ranks // 2, budget).word == DOES_NOT_FIT
+    on_device = with_fields(SMALL, states_on_host=0)
+    assert verdict(on_device, answer.num_ranks // 2, budget).word == DOES_NOT_FIT
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.tools import plan
 from tests.config.test_hf_config import LLAMA_3_8B
 from tests.plan.runs import small_run
@@ -57,7 +58,14 @@ def test_llama_3_8b_on_8_h100_gets_plans_within_80_gb() -> None:
 @pytest.mark.slow
 def test_the_printed_command_is_parsed_to_the_plan() -> None:
     fixed = ["--fix", "pipeline-model-parallel-size=2", "--gpus", "8", "--memory-budget", "40GiB"]
-    fixed += ["--fix", "tensor-model-parallel-size=2", "--context-parallel-size", "1"]
+    fixed += [
+        "--host-memory",
+        "0",
+        "--fix",
+        "tensor-model-parallel-size=2",
+        "--context-parallel-size",
+        "1",
+    ]
     fixed += ["--micro-batch-size", "1"]
     arguments = [*LLAMA, *fixed, *BATCH]
     best = as_json(arguments)["verdicts"][0]["plans"][0]
@@ -85,17 +93,35 @@ def test_json_and_a_page_go_to_files_beside_the_text(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak() -> None:
-    text = printed([*LLAMA, "--gpus", "1", *BATCH, "--micro-batch-size", "1"], status=2)
+    on_one = [*LLAMA, "--gpus", "1", *BATCH, "--micro-batch-size", "1"]
+    text = printed([*on_one, "--host-memory", "0"], status=2)
     assert "does not fit" in text and "The smallest peak that was found is" in text
     assert "optimizer states" in text and "To run" not in text
     states = 8_030_261_248 * 18 / 2**30  # bytes of a parameter: bf16, and four of float32
     assert f"states alone take {states:.2f} GiB" in text.replace("\n", " ")
+    # In host memory: all but 6 bytes, weights and the sums of gradients.
+    text = printed(on_one)
+    on_host = 12 * 8_030_261_248 + 2 * 2**24 * (4 + 2)  # with the buffers of copies
+    assert f"{on_host / 2**30:.2f} GiB of main weights and optimizer states" in text
+    words = shlex.split(text.partition("To run plan 1:")[2].partition("(training")[0])
+    config = parse_args([word for word in words if word != "\n"][6:]).config
+    peak = step_peak(config, 0, device="cuda", dp_cp_size=1)
+    assert f"{peak.num_bytes / 2**30:.2f}" in text and config.optimizer.optimizer_cpu_offload
+    less = printed([*on_one, "--host-memory", "80GiB"])
+    assert "--optimizer-offload-fraction 0.75" in less.replace("\n", " ")
 
 
 @pytest.mark.long
 def test_where_none_fits_a_command_has_the_fewest_gpus_that_are_enough() -> None:
     fixed = ["--reserve", "0", "--memory-budget", "1GiB", "--context-parallel-size", "1"]
-    fixed += ["--fix", "tensor-model-parallel-size=1", "--pipeline-model-parallel-size", "1"]
+    fixed += [
+        "--host-memory",
+        "0",
+        "--fix",
+        "tensor-model-parallel-size=1",
+        "--pipeline-model-parallel-size",
+        "1",
+    ]
     text = printed([*SMALL, *fixed, "--gpus", "1"], status=2)
     found = re.search(r"fits on (\d+) GPUs.*\n  (.*)\n$", text)
     assert found is not None

@@ -22,6 +22,16 @@ from tests.training.test_experts import MODEL as EXPERTS
 
 LAST, STOP = 6, 3
 MUON = dict(bf16=True, optimizer="muon", muon_nesterov=True)
+ROUNDED = dict(
+    use_precision_aware_optimizer=True,
+    exp_avg_dtype="bf16",
+    exp_avg_sq_dtype="fp16",
+    main_grads_dtype="bf16",
+    main_params_dtype="fp16",
+    optimizer_cpu_offload=True,
+    overlap_cpu_optimizer_d2h_h2d=True,
+    optimizer_offload_fraction=0.3,
+)
 SEQUENCE = dict(tp_size=2, sequence_parallel=True)
 UNTIED = dict(untie_embeddings_and_output_weights=True)
 SCALE = dict(fp16=True, initial_loss_scale=2.0**20, loss_scale_window=1.0, hysteresis=1)
@@ -32,6 +42,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "experts, tp2 sp": (2, dict(SEQUENCE, **EXPERTS)),
     "zero1": (2, dict(data_parallel=LAYOUTS["zero1, overlap"], bf16=True)),
     "fsdp2": (2, dict(UNTIED, data_parallel=LAYOUTS["fsdp2, memory-efficient"])),
+    "states on the host": (
+        1,
+        dict(fp16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5),
+    ),
+    "rounded states, some on the host": (
+        2,
+        dict(ROUNDED, data_parallel=LAYOUTS["zero1, overlap"], bf16=True),
+    ),
     "muon": (1, MUON),
     "the loss scale goes up and down": (2, dict(SCALE, tp_size=2)),
     "experts, pp2": (2, dict(EXPERTS, pipeline_model_parallel_size=2)),

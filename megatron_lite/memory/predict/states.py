@@ -6,13 +6,15 @@
     FSDP2        1/n              -                1/n              1/n
 
 n is the number of data-parallel and context-parallel ranks. Weights have the dtype of the run,
-except that FSDP2 keeps its rows in float32. Masters exist only beside 16-bit weights. All else is
-float32. Every figure is exact: buckets and pieces are those that training allocates. AdamW's step
-counters, 4 bytes for each parameter, are not counted.
+except that FSDP2 keeps its rows in float32. Masters exist only beside 16-bit weights, and in host
+memory. All else is float32, or what --use-precision-aware-optimizer chooses. Every figure is exact:
+buckets and pieces are those that training allocates. AdamW's step counters, 4 bytes for each
+parameter, and the scales of float16 are not counted.
 
 The memory that the end of a step needs besides the states: after the last backward.
 
     AdamW                          none: it updates in place
+    rounded states                 float32 copies of a part of a parameter
     Muon                           temporaries of the largest matrix (optim/muon_update.py)
     --grad-reduce-in-bf16          a bfloat16 copy of the gradients
     --use-distributed-optimizer    over gloo: a copy of what is reduced, then one of the weights
@@ -21,14 +23,14 @@ The memory that the end of a step needs besides the states: after the last backw
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import FLOAT32, MUON
+from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS, MUON, PART
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.description.gradient_buckets import Gradient, bucket_layouts
@@ -45,20 +47,30 @@ from megatron_lite.description.transformer_layer import (
 class RankStates(NamedTuple):
     """The bytes on the device of one rank, between two steps and during each of them.
 
-    masters: the float32 weights that the optimizer updates, where they are not the weights.
+    masters: the weights that the optimizer updates, where they are not the weights.
     gradients: under FSDP2 they exist from the first backward of a step to its end.
     optimizer: the states of the update rule, such as the two moments of AdamW.
+    host_masters, host_optimizer: those in host memory.
+    host_copies: the buffers there through which gradients and weights pass.
     """
 
     weights: int
     masters: int
     gradients: int
     optimizer: int
+    host_masters: int = 0
+    host_optimizer: int = 0
+    host_copies: int = 0
 
     @property
     def total(self) -> int:
-        """The sum of all four."""
-        return sum(self)
+        """The bytes on the device."""
+        return sum(self[:4])
+
+    @property
+    def on_host(self) -> int:
+        """The bytes in host memory."""
+        return sum(self[4:])
 
 
 class _HeldParameter(NamedTuple):
@@ -80,6 +92,9 @@ class StateTensors(NamedTuple):
     masters: list[int]
     gradients: list[int]
     optimizer: list[int]
+    host_masters: Sequence[int] = ()
+    host_optimizer: Sequence[int] = ()
+    host_copies: Sequence[int] = ()
 
     @property
     def sums(self) -> RankStates:
@@ -88,7 +103,7 @@ class StateTensors(NamedTuple):
 
     def rounding(self, device: str) -> int:
         """Returns the bytes that the device's allocator adds to the tensors."""
-        return sum(allocated(size, device) - size for sizes in self for size in sizes)
+        return sum(allocated(size, device) - size for sizes in self[:4] for size in sizes)
 
 
 def rank_states(config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
@@ -167,11 +182,22 @@ def _state_tensors(
         for part in (bucket.own_part(name, own),)
         if part.start < part.stop
     ]
+    options, grad = config.optimizer, FORMATS[config.optimizer.main_grads_dtype]
+    hosted = options.on_host(pieces)
+    main = FORMATS[options.main_params_dtype] if element < FLOAT32 else FLOAT32
+    here, there = (
+        [piece for piece, moved in zip(pieces, hosted, strict=True) if moved == on_host]
+        for on_host in (False, True)
+    )
+    copied = 2 * min(PART, max((number for _, number in there), default=0))
     return StateTensors(
         weights=[element * number for number, _ in weights],
-        masters=[FLOAT32 * number // parts for number, parts in weights if element < FLOAT32],
-        gradients=[FLOAT32 * number for number, _ in in_buckets],
-        optimizer=_optimizer_tensors(config, pieces),
+        masters=[main * number for _, number in here if element < FLOAT32],
+        gradients=[grad * number for number, _ in in_buckets],
+        optimizer=_optimizer_tensors(config, here),
+        host_masters=[main * number for _, number in there],
+        host_optimizer=_optimizer_tensors(config, there),
+        host_copies=[copied * grad, copied * element],
     )
 
 
@@ -199,7 +225,7 @@ def _fully_sharded(
 
 
 def _optimizer_tensors(config: RunConfig, pieces: list[tuple[bool, int]]) -> list[int]:
-    """Returns the bytes of the tensors that the update rule keeps, which are float32.
+    """Returns the bytes of the tensors that the update rule keeps.
 
     pieces: (whether it is a matrix, elements) of each piece that the rank updates.
     """
@@ -308,7 +334,7 @@ def update_memory(
     """Returns the memory of the end of a step. stage: one of the rank's stages."""
     found = [UpdateMemory("update", 0, True)]
     sharding = config.data_parallel
-    in_bf16 = sharding.grad_reduce_in_bf16
+    in_bf16 = sharding.grad_reduce_in_bf16 and config.optimizer.main_grads_dtype == "fp32"
     sent = states.gradients // FLOAT32 * BFLOAT16 if in_bf16 else states.gradients
     if dp_cp_size > 1 and not sharding.use_torch_fsdp2:
         copied = sharding.use_distributed_optimizer and device == "cpu"
@@ -316,10 +342,22 @@ def update_memory(
         name = "reduction of gradients" + " in bfloat16" * in_bf16
         found.append(UpdateMemory(name, reduced, True))
         found.append(UpdateMemory("gather of weights", states.weights * copied, True))
+    if config.optimizer.is_rounded:
+        found.append(UpdateMemory("update of a part", _part(config, states), False))
     if config.optimizer.optimizer == MUON:
         most = _muon(config, stage, dp_cp_size)
         found.append(UpdateMemory("update of a matrix", most, False))
     return max(found, key=lambda one: one.num_bytes)
+
+
+def _part(config: RunConfig, states: RankStates) -> int:
+    """Returns the most bytes of the float32 copies of a part of a parameter (optim/stored.py), and
+    of what a scale divides."""
+    options = config.optimizer
+    moments = options.exp_avg_dtype, options.exp_avg_sq_dtype
+    kinds = (*moments, options.main_params_dtype, options.main_grads_dtype)
+    copies = sum(kind != "fp32" for kind in kinds) + ("fp16" in kinds)
+    return FLOAT32 * copies * min(PART, states.gradients // FORMATS[options.main_grads_dtype])
 
 
 def _muon(config: RunConfig, stage: Stage, dp_cp_size: int) -> int:

@@ -189,6 +189,7 @@ def step_peak(
         ("main weights", states.masters, EXACT),
         ("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
         ("optimizer states", states.optimizer, EXACT),
+        ("optimizer in host memory", states.on_host if device == "cpu" else 0, EXACT),
         (ROUNDING, tensors.rounding(device), ESTIMATE),
         (CUBLAS, 0 if device == "cpu" else workspaces * WORKSPACE, ESTIMATE),
         ("rotary tables", sum(one.tables for one in each), EXACT),

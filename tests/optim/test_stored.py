@@ -1,0 +1,192 @@
+"""States in less than float32, or in host memory: an update computes in float32 and rounds once,
+every copy has arrived before it is read, and what is stored loads into every other format."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config import optimizer_settings
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.parallel import DataParallelConfig
+from megatron_lite.optim import adam_update
+from megatron_lite.optim.host_link import HostLink
+from megatron_lite.optim.optimizer import Optimizer
+from tests.optim.test_muon import step
+from tests.optim.test_optimizer import CONFIG, SGD, Plain, float32_sum_of_gradients, torchs
+from tests.support.models import tp_state
+
+RATES = (0.01, 0.02, 0.0, 0.015, 0.01)
+BF16 = dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+FP16 = dict(exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16", main_params_dtype="fp16")
+MIXED = dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="fp16", main_grads_dtype="bf16")
+HOST = dict(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
+
+
+def in_float16(values: Tensor) -> Tensor:
+    """The largest value comes to lie in [2^14, 2^15)."""
+    scale = 2.0 ** (math.frexp(values.abs().max().item())[1] - 15)
+    return (values.double() / scale).half().double().mul(scale).float()
+
+
+ROUND: dict[str, Callable[[Tensor], Tensor]] = {
+    "fp32": lambda values: values,
+    "bf16": lambda values: values.bfloat16().float(),
+    "fp16": in_float16,
+}
+
+
+def optimizer_of(model: Any, parallel: Any, **settings: Any) -> Optimizer:
+    rounds = any(key.endswith("_dtype") for key in settings)
+    rule = {} if "sgd_momentum" in settings else CONFIG
+    config = OptimizerConfig(
+        **{"clip_grad": 0.0, **rule, **settings}, use_precision_aware_optimizer=rounds
+    )
+    return Optimizer(model, config, parallel, DataParallelConfig(use_distributed_optimizer=True))
+
+
+@pytest.mark.parametrize("place", [{}, HOST])
+@pytest.mark.parametrize("formats", [BF16, FP16, MIXED])
+def test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once(
+    formats: dict[str, str], place: dict[str, Any]
+) -> None:
+    """The oracle is torch.optim.AdamW in float32, whose state this test rounds between two steps.
+    The model computes with the main weights before they are rounded to float16."""
+    model, masters = Plain(torch.bfloat16), Plain(torch.bfloat16).float()
+    reference = torchs(masters, fused=True)
+    main = ROUND[formats.get("main_params_dtype", "fp32")]
+    with torch.no_grad():
+        for parameter in masters.parameters():
+            parameter.copy_(main(parameter))
+    with tp_state(1) as parallel:
+        optimizer = optimizer_of(model, parallel, **formats, **place)
+        for number, rate in enumerate(RATES):
+            batches = (2 * number, 2 * number + 1)
+            if "main_grads_dtype" in formats:
+                one, two = (float32_sum_of_gradients(model, [batch]) for batch in batches)
+                grads = {key: (one[key].bfloat16() + two[key].bfloat16()).float() for key in one}
+            else:
+                grads = float32_sum_of_gradients(model, batches)
+            optimizer.zero_grad()
+            for batch in batches:
+                model.loss(batch).backward()
+            optimizer.step(rate)
+            for group in reference.param_groups:
+                group["lr"] = rate
+            for name, parameter in masters.named_parameters():
+                parameter.grad = grads[name]
+            reference.step()
+            for name, parameter in masters.named_parameters():
+                assert torch.equal(model.get_parameter(name), parameter.bfloat16()), name
+                with torch.no_grad():
+                    parameter.copy_(main(parameter))
+                held = optimizer.whole_states(name)
+                assert torch.equal(held["master"], parameter), name
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state = reference.state[parameter]
+                    state[key] = ROUND[formats[f"{key}_dtype"]](state[key])
+                    assert torch.equal(held[key], state[key]), (name, key)
+
+
+class LateLink(HostLink):
+    """Every copy takes place at the last moment: when it is waited for, or when all are."""
+
+    waiting: list[Any]
+
+    def _copy(self, side: Any, target: Tensor, source: Tensor) -> Any:
+        self.waiting = [*getattr(self, "waiting", ()), late := _Late(target, source)]
+        return late
+
+    def finish(self) -> None:
+        for one in self.waiting:
+            one.synchronize()
+
+
+class _Late:
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        self._copies: list[Any] = [(target, source)]
+
+    def synchronize(self) -> None:
+        while self._copies:
+            target, source = self._copies.pop()
+            target.copy_(source)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "fraction"),
+    [({}, 1.0), ({}, 0.4), (dict(clip_grad=0.05, **BF16), 1.0), (SGD, 1.0)],
+)
+def test_no_copy_is_read_before_it_has_arrived(
+    settings: dict[str, Any], fraction: float, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of 16 elements, which torch's kernel may round as other ones: one rounding of
+    float32, or of bfloat16 where moments have it."""
+    monkeypatch.setattr(adam_update, "HostLink", LateLink)
+    results = []
+    for part, place in (
+        (2**24, {}),
+        (
+            16,
+            dict(HOST, optimizer_offload_fraction=fraction, overlap_cpu_optimizer_d2h_h2d=overlaps),
+        ),
+    ):
+        monkeypatch.setattr(optimizer_settings, "PART", part)
+        monkeypatch.setattr(adam_update, "PART", part)
+        model = Plain()
+        with tp_state(1) as parallel:
+            optimizer = optimizer_of(model, parallel, **settings, **place)
+            for number, rate in enumerate(RATES):
+                step(model, optimizer, number, rate)
+                if number == 2:  # a step that is skipped changes nothing, and does not count
+                    optimizer.zero_grad()
+                    model.loss(9).backward()
+                    optimizer.buffer.grads["linear_bias"][1] = math.nan
+                    assert optimizer.step(rate).skipped.item() == 1.0
+            moved = 1 if fraction < 0.5 else 4  # of four parameters, the largest first
+            states = moved * (2 if settings is SGD else 3) + 4  # with the buffers
+            assert len(optimizer.host_tensors()) == states * bool(place)
+            results.append((model.state_dict(), optimizer.params_norm()))
+    tolerance = 2e-2 if "exp_avg_dtype" in settings else 1e-5
+    torch.testing.assert_close(*results, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("writer", [{}, BF16, FP16, dict(BF16, **HOST)])
+@pytest.mark.parametrize("reader", [{}, BF16, FP16, dict(FP16, **HOST), HOST])
+def test_states_load_across_formats_and_places(
+    writer: dict[str, Any], reader: dict[str, Any]
+) -> None:
+    """What a checkpoint holds is rounded to the reader's format, once; the same format goes on with
+    the same bits."""
+    with tp_state(1) as parallel:
+        models = [Plain(torch.bfloat16), Plain(torch.bfloat16)]
+        first, second = (
+            optimizer_of(model, parallel, **settings)
+            for model, settings in zip(models, (writer, reader), strict=True)
+        )
+        for number in range(3):
+            step(models[0], first, number, 0.01)
+        states = {
+            name: {key: one.clone() for key, one in first.whole_states(name).items()}
+            for name, _ in models[0].named_parameters()
+        }
+        for name, parameter in models[0].named_parameters():
+            second.set_weight(name, parameter.detach())
+        second.load(copy.deepcopy(states), num_updates=first.num_updates)
+        for name, saved in states.items():
+            loaded = second.whole_states(name)
+            for key, value in saved.items():
+                field = "main_params_dtype" if key == "master" else f"{key}_dtype"
+                rounded = ROUND[reader.get(field, "fp32")](value)
+                assert torch.equal(loaded[key], rounded), (name, key)
+        formats = [{k: v for k, v in one.items() if k not in HOST} for one in (writer, reader)]
+        if formats[0] == formats[1]:
+            for model, optimizer in zip(models, (first, second), strict=True):
+                step(model, optimizer, 7, 0.01)
+            assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
