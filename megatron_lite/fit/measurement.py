@@ -173,16 +173,28 @@ class Measurement:
             for numbers, actions in waiting:
                 # The first and the last layer of a kind may have other neighbours. A layer that is
                 # rebuilt holds the cache of one before it, so no neighbours are tried together.
+                # Two layers that copy to the host would wait for each other.
                 for number in numbers[1:-1] or numbers:
                     place = places[number]
-                    if actions and not tried.keys() & set(
-                        self._order[max(0, place - 1) : place + 2]
+                    near = set(self._order[max(0, place - 1) : place + 2])
+                    copies = any(action in ON_HOST for _, action in tried.values())
+                    if (
+                        actions
+                        and not tried.keys() & near
+                        and not (copies and actions[0] in ON_HOST)
                     ):
                         tried[number] = numbers[0], actions.pop(0)
             found |= self._compared(tried, spans)
         options: dict[int, list[Option]] = {}
         for numbers in kinds.values():
             agreed = self._agreed([found[numbers[0], action] for action in candidates])
+            kept = {FULL: 0} | {one.action: one.kept for one in agreed}
+            agreed = [
+                one._replace(moved=kept[one.action.removesuffix("@host")] - one.kept)
+                if one.action in ON_HOST
+                else one
+                for one in agreed
+            ]
             for number in numbers:
                 full = Option(FULL, keeps=frozenset(self._notes.kept[number]))
                 options[number] = [
@@ -264,9 +276,9 @@ class Measurement:
         # A layer that keeps everything does the least, also where clocks are not exact.
         quickest = min(0, *(option.nanoseconds for option in options))
         options[0] = options[0]._replace(nanoseconds=quickest)
-        columns = [self._of_all_ranks(column) for column in list(zip(*options, strict=True))[1:-1]]
+        columns = [self._of_all_ranks(column) for column in list(zip(*options, strict=True))[1:-2]]
         agreed = [
-            option._replace(**dict(zip(Option._fields[1:-1], row, strict=True)))
+            option._replace(**dict(zip(Option._fields[1:-2], row, strict=True)))
             for option, row in zip(options, zip(*columns, strict=True), strict=True)
         ]
         return [option for option in agreed if option.kept < IMPOSSIBLE]

@@ -8,7 +8,8 @@ what the layers before it keep. The search goes through the layers in order, and
 
 A tensor that several layers read, such as a mask, is there once, however many of them keep it. So
 such tensors are no part of what an action keeps: they count as long as a layer that keeps them
-waits for its backward. States that keep other ones of them are not compared with each other.
+waits for its backward. States that keep other ones of them are not compared with each other, nor
+are those in which other bytes are on their way to the host.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 MOST_STATES = 4000  # of one layer; of more, those with nearly the same bytes are joined
@@ -33,6 +35,8 @@ class Option(NamedTuple):
     forward, backward: how much higher the peak inside is, above the bytes at its begin.
     nanoseconds: how much longer all its calls in a step take.
     keeps: the numbers of the shared tensors that it keeps. Their bytes are not in `held`.
+    moved: the bytes that it copies to the host. On the device they stay until the next layer that
+        copies has ended its forward, and are there again when the backward of that one begins.
     """
 
     action: str
@@ -42,6 +46,7 @@ class Option(NamedTuple):
     backward: int = 0
     nanoseconds: int = 0
     keeps: frozenset[int] = frozenset()
+    moved: int = 0
 
     @property
     def rebuilds(self) -> bool:
@@ -79,6 +84,8 @@ class _State(NamedTuple):
     nanoseconds: the time more.
     extra: the bytes more in backward, of shared tensors that later layers have too.
     keeps: the numbers of those that some layer keeps.
+    moving: the bytes that the last layer with copies has moved, if another one follows.
+    is_last: whether no other one follows.
     peaks: inside the forward and the backward of the last of these layers, and after it.
     before: the state without this layer, which has the option.
     """
@@ -88,6 +95,8 @@ class _State(NamedTuple):
     nanoseconds: int = 0
     extra: int = 0
     keeps: frozenset[int] = frozenset()
+    moving: int = 0
+    is_last: bool = False
     peaks: tuple[int, ...] = ()
     before: _State | None = None
     option: Option = Option("")
@@ -117,9 +126,14 @@ class Problem:
     nanoseconds: int
     shared: Mapping[int, Shared]
 
-    def with_layer(self, state: _State, number: int, option: Option) -> _State:
-        """Returns the state in which a layer follows with this option."""
-        count = self.counts[number]
+    def with_layer(
+        self, state: _State, number: int, option: Option, *, is_last: bool = False
+    ) -> _State:
+        """Returns the state in which a layer follows with this option.
+
+        is_last: whether it is the last one that copies to the host.
+        """
+        count, moving = self.counts[number], state.moving
         kept = state.kept + count * option.kept
         held = max(state.held, state.kept) if option.rebuilds else state.held
         held += count * option.held
@@ -131,21 +145,25 @@ class Problem:
                     kept, held, keeps = kept + more, held + more, keeps - {key}
                 else:
                     extra += more
-        peaks = (
-            self.forward[number] + state.kept + option.forward,
-            self.backward[number] + held + extra + option.backward,
-            max(self.outside[number + 1] + kept, self.after[number + 1] + held + extra),
+        inside = (
+            self.forward[number] + state.kept + option.forward + moving,
+            self.backward[number] + held + extra + option.backward + moving,
         )
-        time = state.nanoseconds + option.nanoseconds
-        return _State(kept, held, time, extra, keeps, peaks, state, option)
+        if option.moved:
+            moving = 0 if is_last else option.moved
+        after = max(self.outside[number + 1] + kept, self.after[number + 1] + held + extra)
+        time, is_last = state.nanoseconds + option.nanoseconds, state.is_last or is_last
+        peaks = (*inside, after + moving)
+        return _State(kept, held, time, extra, keeps, moving, is_last, peaks, state, option)
 
     def peaks(self, choice: Sequence[Option]) -> Iterator[tuple[int, str, int]]:
         """Yields the peaks of a step: the bytes, where they are, and the number of the layer."""
         yield self.update, "the optimizer's update", 0
         yield max(self.outside[0], self.after[0]), "what is before the layers", 0
         state = _State()
+        last = max((number for number, one in enumerate(choice) if one.moved), default=-1)
         for number, option in enumerate(choice):
-            state = self.with_layer(state, number, option)
+            state = self.with_layer(state, number, option, is_last=number == last)
             places = ("the forward of", "the backward of", "what comes after")
             yield from (
                 (peak, place, number) for peak, place in zip(state.peaks, places, strict=True)
@@ -164,12 +182,14 @@ def fastest(problem: Problem, budget: int) -> Plan | None:
         return None
     states = [_State()]
     for number, options in enumerate(problem.options):
-        after: dict[frozenset[int], list[_State]] = {}
-        for state in states:
-            for option in options:
-                one = problem.with_layer(state, number, option)
+        after: dict[tuple[frozenset[int], int, bool], list[_State]] = {}
+        for state, option in product(states, options):
+            if option.moved and state.is_last:
+                continue
+            for is_last in {False, option.moved > 0}:
+                one = problem.with_layer(state, number, option, is_last=is_last)
                 if max(one.peaks) <= budget:
-                    after.setdefault(one.keeps, []).append(one)
+                    after.setdefault((one.keeps, one.moving, one.is_last), []).append(one)
         states = [one for group in after.values() for one in _unbeaten(group)]
     if not states:
         return None

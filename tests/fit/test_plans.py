@@ -32,18 +32,19 @@ def drawn(seed: int) -> Problem:
     def option(action: str, number: int) -> Option:
         has = [key for key, one in shared.items() if one.made <= number <= one.last]
         given = {key for key in has if shared[key].first <= number}
-        keeps = given if action != "none" else {key for key in has if draw.random() < 0.5}
+        keeps = given if action == "full" else {key for key in has if draw.random() < 0.5}
         if action == "full":
             return Option("full", keeps=frozenset(keeps))
+        moved = draw.randint(0, 6) * (action == "none@host")
         kept = draw.randint(-2, 9)
         return Option(
             action, kept, kept - draw.randint(0, 5), draw.randint(-2, 5), draw.randint(-9, 5),
-            -draw.randint(0, 9), frozenset(keeps),
+            -draw.randint(0, 9), frozenset(keeps), moved,
         )  # fmt: skip
 
     numbers = range(5)
     return Problem(
-        options=[[option(a, n) for a in ("none", "ops(matmul)", "full")] for n in numbers],
+        options=[[option(a, n) for a in ("none", "none@host", "full")] for n in numbers],
         counts=[draw.randint(1, 2) for _ in numbers],
         forward=[draw.randint(20, 40) for _ in numbers],
         backward=[draw.randint(30, 50) for _ in numbers],
@@ -74,12 +75,31 @@ def peak_of(problem: Problem, choice: Sequence[Option]) -> int:
             total += one.num_bytes * (is_there - is_there_in_full)
         return total
 
+    copying = [n for n in numbers if choice[n].moved]
+
+    def moving(number: int, *, between: bool = False) -> int:
+        """Returns the bytes on their way at a layer, or between it and the next one."""
+        before = [n for n in copying if n < number + between]
+        return choice[before[-1]].moved if before and before[-1] != copying[-1] else 0
+
     return max(
         *(problem.update, problem.outside[0], problem.after[0]),
-        *(problem.forward[n] + extra("forward", n, n) + choice[n].forward for n in numbers),
-        *(problem.backward[n] + extra("backward", n + 1, 5) + choice[n].backward for n in numbers),
-        *(problem.outside[n + 1] + extra("forward", n + 1, n + 1) for n in numbers),
-        *(problem.after[n + 1] + extra("backward", n + 1, 5) for n in numbers),
+        *(
+            max(
+                problem.forward[n] + extra("forward", n, n) + choice[n].forward,
+                problem.backward[n] + extra("backward", n + 1, 5) + choice[n].backward,
+            )
+            + moving(n)
+            for n in numbers
+        ),
+        *(
+            max(
+                problem.outside[n + 1] + extra("forward", n + 1, n + 1),
+                problem.after[n + 1] + extra("backward", n + 1, 5),
+            )
+            + moving(n, between=True)
+            for n in numbers
+        ),
     )
 
 
