@@ -279,6 +279,7 @@ def _matmuls(of: Shape) -> tuple[Matmul, Matmul]:
     """
     queries, keys, d = of.sizes.own_seq_length, of.sizes.seq_length, of.model.head_dim
     heads = of.sizes.micro_batch_size * of.model.num_attention_heads // of.tp_size
+    heads *= of.sizes.attends
     return Matmul("scores", queries, keys, d, heads), Matmul("context", queries, d, keys, heads)
 
 

@@ -51,6 +51,7 @@ class Sizes:
         (--torch-compile).
     deterministic: --deterministic-mode, in which torch's attention on CUDA is FlashAttention.
     in_step: whether tensors take what the allocator counts for them in a step.
+    attends: whether FLOPs count the matmuls of attention.
     """
 
     micro_batch_size: int
@@ -82,6 +83,7 @@ class Sizes:
     compiled: bool = False
     deterministic: bool = False
     in_step: bool = False
+    attends: bool = True
 
     @classmethod
     def of(cls, config: RunConfig, *, device: str, stage: Stage | None = None) -> Sizes:

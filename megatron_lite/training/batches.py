@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -288,6 +289,21 @@ class MicroBatches:
             sum(int(np.count_nonzero(sample[:-1] != eod)) for sample in self._read(number))
             for number in range(self.num_microbatches)
         ]
+
+    def attended(self) -> Tensor:
+        """Returns which share of the samples' s x s squares lies within documents, on all ranks.
+
+        Reads all samples once more, on the host. Issues an all-reduce of a number over dp_group.
+        """
+        assert self.rules is not None
+        pairs = squares = 0
+        for number in range(self.num_microbatches):
+            read = np.stack(self._read(number))
+            bounds = bounds_of(read, self.rules.eod)
+            pairs += sum((stop - start) ** 2 for start, stop in pairwise(bounds))
+            squares += bounds[-1] * (read.shape[1] - 1)
+        share = torch.tensor(pairs / squares, dtype=torch.float64).to(self.parallel.device)
+        return all_reduce_(share, self.parallel.dp_group) / self.parallel.dp_size
 
     def _read(self, number: int) -> list[np.ndarray]:
         """Returns the samples of a micro-batch. An InputError says where they were to be read."""

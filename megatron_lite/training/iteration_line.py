@@ -43,6 +43,7 @@ class RunFacts(NamedTuple):
     batch_size: the full global batch size, after any ramp.
     tokens: the tokens of one iteration with the full batch, over all ranks.
     flops, hardware_flops: the model FLOPs and hardware FLOPs of such an iteration, over all ranks.
+    beside_attention: both without the matmuls of attention, which documents make smaller.
     peak_flops: the FLOP/s of one GPU, if known.
     spared_flops: by global batch size, the hardware FLOPs that an iteration need not run, because
         some micro-batches save all activations. A size that is not a key spares none.
@@ -58,6 +59,7 @@ class RunFacts(NamedTuple):
     peak_flops: float | None
     device: torch.device
     spared_flops: Mapping[int, int] = MappingProxyType({})
+    beside_attention: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,8 @@ class IterationRecord:
     decoupled_learning_rate: that of the word embedding and the output layer. None without
         --decoupled-lr.
     params_norm, num_zeros: only on logged iterations, and only if asked for.
+    attended: the share of attention's s x s squares that lies within documents, on all ranks. Only
+        on logged iterations under --reset-attention-mask.
     load_balancing_loss, z_loss, expert_imbalance, expert_rank_imbalance: only on logged iterations
         of a model with experts (model/router.py).
     """
@@ -100,6 +104,7 @@ class IterationRecord:
     decoupled_learning_rate: float | None = None
     params_norm: float | None = None
     num_zeros: int | None = None
+    attended: float | None = None
     load_balancing_loss: float | None = None
     z_loss: float | None = None
     expert_imbalance: float | None = None
@@ -120,7 +125,8 @@ class Interval:
     loss: the mean of the losses that are finite; NaN if none is.
     tokens_per_second: those of all ranks. teraflops: those of one rank.
     utilization: MFU and HFU in percent of the peak; {} if the peak is unknown. MFU counts model
-        FLOPs, HFU counts hardware FLOPs (memory/predict/flops.py).
+        FLOPs, HFU counts hardware FLOPs (memory/predict/flops.py). Of attention all three count
+        what the last iteration attended.
     eta: the time left at this speed.
     """
 
@@ -141,13 +147,20 @@ class Interval:
         # The seconds of an iteration with the full batch, at this speed.
         full = facts.batch_size * milliseconds / samples / 1000.0
         self.tokens_per_second = facts.tokens / full
-        self.teraflops = facts.flops / full / facts.world_size / 1e12
+        share = 1.0 if self.last.attended is None else self.last.attended
+        flops, hardware_flops = (
+            beside + share * (whole - beside)
+            for whole, beside in zip(
+                (facts.flops, facts.hardware_flops), facts.beside_attention, strict=True
+            )
+        )
+        self.teraflops = flops / full / facts.world_size / 1e12
         self.utilization = {}
         if facts.peak_flops is not None:
             available = facts.peak_flops * facts.world_size * full
-            hardware_flops = facts.hardware_flops - spared * facts.batch_size / samples
+            hardware_flops -= spared * facts.batch_size / samples
             self.utilization = {
-                "MFU": 100.0 * facts.flops / available,
+                "MFU": 100.0 * flops / available,
                 "HFU": 100.0 * hardware_flops / available,
             }
         left = facts.num_samples - self.last.consumed_samples
@@ -315,6 +328,22 @@ def run_facts(
         seq_length=config.data.seq_length,
         padded_vocab_size=config.tokenizer.rows(tp_size),
     )
+
+    def flops(*, attends: bool) -> tuple[int, int]:
+        hardware = hardware_flops(
+            config.model,
+            plan_model(config),
+            **shape,
+            attends=attends,
+            device=device.type,
+            loss_chunk_size=config.loss_chunk_size,
+            loss_in_one_pass=config.loss_in_one_pass,
+            tp_size=tp_size,
+            cp_size=config.parallel.context_parallel_size,
+        )
+        return step_flops(config.model, **shape, attends=attends), hardware
+
+    own, hardware = flops(attends=True)
     return RunFacts(
         num_iterations=num_iterations,
         batch_size=batches.full,
@@ -331,16 +360,8 @@ def run_facts(
             for size in batches.sizes_from(consumed, num_iterations=remaining)
         },
         world_size=parallel.world_size,
-        flops=step_flops(config.model, **shape),
-        hardware_flops=hardware_flops(
-            config.model,
-            plan_model(config),
-            **shape,
-            device=device.type,
-            loss_chunk_size=config.loss_chunk_size,
-            loss_in_one_pass=config.loss_in_one_pass,
-            tp_size=tp_size,
-            cp_size=config.parallel.context_parallel_size,
-        ),
+        flops=own,
+        hardware_flops=hardware,
+        beside_attention=flops(attends=False),
         peak_flops=peak_flops,
     )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SKIPPED_BATCHES = "skipped_batches.jsonl"
 # A row has these fields only if they are known.
 OPTIONAL = (
-    *("decoupled_learning_rate", "params_norm", "num_zeros"),
+    *("decoupled_learning_rate", "params_norm", "num_zeros", "attended"),
     *("load_balancing_loss", "z_loss", "expert_imbalance", "expert_rank_imbalance"),
 )
 

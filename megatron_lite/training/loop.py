@@ -364,6 +364,8 @@ class Trainer:
         }
         if logged and logging.log_params_norm:
             figures["params_norm"] = self.optimizer.params_norm()
+        if logged and config.data.reset_attention_mask:
+            figures["attended"] = batches.attended()
         if logged and logging.log_num_zeros_in_grad:
             figures["num_zeros"] = self.optimizer.num_zeros_in_grad()
         if logged and self.config.model.num_experts is not None:

@@ -17,6 +17,7 @@ from arguments import parse_args
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.supervision.exits import Pulse
@@ -309,6 +310,27 @@ def test_the_counts_are_those_of_the_masks_and_say_where_a_sample_cannot_be_read
         last = MicroBatches(consumed_samples=994, rules=ALL, where="iteration 7", **shape)
         with pytest.raises(InputError, match="iteration 7, samples 997 to 999: a damaged file"):
             last.counts()
+
+
+def test_flops_count_what_documents_attend() -> None:
+    with tp_state(1) as parallel:
+        batches = MicroBatches(
+            dataset=Texts(),
+            consumed_samples=6,
+            micro_batch_size=BATCH,
+            num_microbatches=2,
+            parallel=parallel,
+            rules=ALL,
+        )
+        found = float(batches.attended())
+    tokens = torch.stack([packed_text(index, batch=1)[0, :-1] for index in range(6, 6 + 2 * BATCH)])
+    number = (tokens == EOD).cumsum(1) - (tokens == EOD).int()  # of each token's document
+    assert found == (number[:, :, None] == number[:, None]).double().mean()
+    model = variant_config("gpt2")
+    shape: dict[str, Any] = dict(batch=2, seq_length=SEQ_LENGTH)
+    of_attention = step_flops(model, **shape) - step_flops(model, **shape, attends=False)
+    width = model.num_attention_heads * model.head_dim
+    assert of_attention == 3 * model.num_layers * 4 * 2 * SEQ_LENGTH**2 * width
 
 
 # --- runs ------------------------------------------------------------------------------------

@@ -66,6 +66,14 @@ def record(**changes: Any) -> IterationRecord:
     return IterationRecord(**{**values, **changes})
 
 
+def test_the_flops_of_a_line_are_those_of_the_attended_documents() -> None:
+    facts = FACTS._replace(beside_attention=(10_000_000, 11_000_000))
+    whole, quarter = (Interval([record(attended=share)], facts) for share in (None, 0.25))
+    assert quarter.teraflops == pytest.approx(whole.teraflops * 15 / 30)
+    of = quarter.utilization["HFU"] / whole.utilization["HFU"]
+    assert of == pytest.approx((11 + 30 / 4) / 41)
+
+
 def own_fields(records: list[IterationRecord], facts: RunFacts = FACTS) -> list[str]:
     """The fields after Megatron's last one, up to the peak memory."""
     fields = iteration_line(Interval(records, facts), facts, throughput=False).split(" | ")
