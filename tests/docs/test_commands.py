@@ -34,8 +34,9 @@ def script(block: Block, where: Path, number: int) -> str:
 )
 def test_the_commands_of_a_page_work_one_after_the_other(page: Path) -> None:
     with folder() as where:
-        for number, block in enumerate(RUN[page]):
-            run(script(block, where, number), where)
+        blocks = enumerate(RUN[page])
+        printed = [run(script(block, where, number), where) for number, block in blocks]
+    assert all(printed), "a command of the page does nothing that its reader sees"
 
 
 @pytest.mark.weekly
