@@ -22,6 +22,10 @@ Orthogonalizing is a Newton-Schulz iteration, without an SVD:
 Each step maps every singular value s of X to a s + b s^3 + c s^5 and leaves the singular vectors as
 they are. A few steps bring all singular values near 1 (within about 0.3), which Muon is content
 with. The norm counts as EPSILON if it is less, so that a matrix of zeros stays one.
+
+The update of torch.optim.Muon is that of `--muon-coefficient-type simple --muon-no-split-qkv`, with
+`--muon-scale-mode shape_scaling` for its adjustment "original", or `--muon-extra-scale-factor 0.2`
+for "match_rms_adamw".
 """
 
 from __future__ import annotations

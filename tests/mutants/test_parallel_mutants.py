@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_lite.model import dispatch, layer, router
-from megatron_lite.optim import grad_buffer, layouts
+from megatron_lite.optim import adam_update, grad_buffer, host_link, layouts
 from megatron_lite.optim.muon_update import MOMENTUM
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import fsdp, sequence_spans, state, weight_gradient
 from megatron_lite.training.step import MicroBatchLoss
 from tests.model import test_experts as test_model_experts
-from tests.optim import test_zero1
+from tests.optim import test_stored, test_zero1
 from tests.parallel import test_equality, test_fsdp, test_weight_gradient
 from tests.parallel.test_weight_gradient import calls  # noqa: F401
 from tests.pipeline import test_pipeline
@@ -28,6 +28,32 @@ from tests.support.pipelines import Layout
 from tests.training import test_experts, test_loss_in_one_pass, test_resume
 
 Patch = pytest.MonkeyPatch
+
+
+@replaces("_arrived", host_link.HostLink)
+def the_host_reads_a_stale_gradient(real: Any, self: Any, host: Tensor, mark: Any) -> Tensor:
+    return host
+
+
+@replaces("send", host_link.HostLink)
+def a_buffer_is_overwritten_under_its_copy(
+    real: Any, self: Any, weight: Tensor, values: Tensor
+) -> None:
+    self._sent = [None, None]
+    real(self, weight, values)
+
+
+@replaces("take_", layouts.Piece)
+def a_loaded_weight_leaves_the_copy_on_the_host(
+    real: Any, self: layouts.Piece, target: Tensor, whole: Tensor
+) -> None:
+    if not (self.on_host and target is self.master):
+        real(self, target, whole)
+
+
+@replaces("write_", adam_update)
+def a_moment_is_rounded_twice(real: Any, state: Tensor, part: slice, values: Tensor) -> None:
+    real(state, part, values.bfloat16().float())
 
 
 @replaces("there", dispatch.Journey)
@@ -189,6 +215,24 @@ MUTANTS = [
         nobody_waits_for_weights,
         test_zero1.test_every_weight_is_waited_for_before_it_is_used,
         dict(name="gpt2", chunk_size=None),
+    ),
+    *(
+        Mutant(
+            fault,
+            test_stored.test_no_copy_is_read_before_it_has_arrived,
+            dict(settings={}, fraction=1.0, overlaps=True),
+        )
+        for fault in (the_host_reads_a_stale_gradient, a_buffer_is_overwritten_under_its_copy)
+    ),
+    Mutant(
+        a_loaded_weight_leaves_the_copy_on_the_host,
+        test_stored.test_states_load_across_formats_and_places,
+        dict(writer={}, reader=test_stored.HOST),
+    ),
+    Mutant(
+        a_moment_is_rounded_twice,
+        test_stored.test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once,
+        dict(formats=test_stored.FP16, place={}),
     ),
     Mutant(
         a_token_is_lost_on_its_way,

@@ -12,6 +12,7 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import size
+from megatron_lite.memory.predict.states import parameter_count, rank_states
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import build_trainer as build
@@ -125,3 +126,27 @@ def test_the_peaks_of_the_ranks_of_one_host_are_added() -> None:
     for text in run_ranks(work, 2, peak.num_bytes * 5 // 4):
         assert "the run does not fit. A step of this rank needs" in text
         assert "for the 2 ranks there" in text
+
+
+def test_optimizer_states_beyond_the_memory_of_the_host_are_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of all ranks of a host together; the device has room."""
+    run = tiny_run(learning_rate=0.001, optimizer_cpu_offload=True)
+    with parallel_state(run.parallel, seed=1) as parallel:
+        needed = rank_states(run, 0, dp_cp_size=1, dp_cp_rank=0).on_host
+        # main weights and two moments, and two buffers of the largest parameter each way
+        assert needed > 3 * 4 * parameter_count(run.model, run.tokenizer.rows(1))
+        texts = [f"a {needed}", f"a {needed}", f"b {needed}"]
+        monkeypatch.setattr(capacity, "gather_texts", lambda text, parallel: texts)
+        monkeypatch.setattr(capacity.socket, "gethostname", lambda: "a")
+        for memory, fits in ((2 * needed, True), (2 * needed - 1, False)):
+            monkeypatch.setattr(capacity, "memory_bytes", lambda device, memory=memory: memory)
+            if fits:
+                capacity._check_host(run, parallel, "a")
+            else:
+                message = (
+                    r"--optimizer-cpu-offload puts .* --optimizer-offload-fraction \(got 1.0\)"
+                )
+                with pytest.raises(InputError, match=message):
+                    capacity._check_host(run, parallel, "a")
