@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 
 if TYPE_CHECKING:
@@ -51,28 +50,6 @@ class Readable(NamedTuple):
 
 
 PLAIN = Readable()
-
-
-def causal_mask(query: Tensor, readable: Readable, cp: ContextParallel | None = None) -> Tensor:
-    """Returns 0 for each key that a query reads, and -inf for the others, in the query's dtype.
-
-    [s, s], or with documents [b, 1, s, s]. The mask is added to scores. query: [s, ..]. Under
-    context parallelism it is [s/c, s], with the keys in the order of a gather over the ranks.
-    """
-    keys = queries = torch.arange(query.shape[0], device=query.device)
-    if cp is not None and cp.size > 1:
-        positions = cp.positions_by_rank(query.shape[0], query.device)
-        keys, queries = positions.flatten(), positions[cp.rank]
-    hidden = keys > queries.unsqueeze(-1)
-    reach, documents = readable
-    first = None if documents is None else documents.starts(len(keys))[:, queries]  # [b, s/c]
-    if reach is not None:
-        nearest = queries - reach
-        first = nearest if first is None else first.maximum(nearest)
-    if first is not None:
-        hidden = hidden | (keys < first.unsqueeze(-1))
-    mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-    return mask if documents is None else mask.unsqueeze(1)
 
 
 def has_kernel(query: Tensor) -> bool:
@@ -293,7 +270,10 @@ def _window_mask(query: Tensor, reach: int | None) -> Tensor | None:
     """Returns a window over the queries [.., n, d] as a mask, if the kernel needs one."""
     if reach is None or takes_window(query):
         return None
-    return causal_mask(query[0, 0], Readable(reach))
+    places = torch.arange(query.shape[2], device=query.device)
+    distance = places.unsqueeze(1) - places
+    hidden = (distance < 0) | (distance > reach)
+    return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
 def _window(reach: int | None) -> dict[str, int]:

@@ -62,7 +62,7 @@ class Segment:
         set."""
         return is_on_host(self.store)
 
-    @property
+    @cached_property
     def rebuilt(self) -> frozenset[str]:
         """The regions that a run of the layers with gradients rebuilds: those named, and in a unit
         an MLP in tiles."""
