@@ -148,12 +148,9 @@ class Interval:
         full = facts.batch_size * milliseconds / samples / 1000.0
         self.tokens_per_second = facts.tokens / full
         share = 1.0 if self.last.attended is None else self.last.attended
-        flops, hardware_flops = (
-            beside + share * (whole - beside)
-            for whole, beside in zip(
-                (facts.flops, facts.hardware_flops), facts.beside_attention, strict=True
-            )
-        )
+        beside, beside_hardware = facts.beside_attention
+        flops = beside + share * (facts.flops - beside)
+        hardware_flops = beside_hardware + share * (facts.hardware_flops - beside_hardware)
         self.teraflops = flops / full / facts.world_size / 1e12
         self.utilization = {}
         if facts.peak_flops is not None:
