@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron_lite.memory.measure.allocator_peak import allocator_peak
-
 
 class Reading(NamedTuple):
     """What a mark shows: the bytes then, the most since the mark before, and the time in ns."""
@@ -65,6 +63,8 @@ class CpuGauge(AbstractContextManager["CpuGauge"]):
     """Reads torch's allocator of a CPU. held: the bytes of the model from before the block."""
 
     def __init__(self, device: torch.device, held: int) -> None:
+        from megatron_lite.memory.measure.allocator_peak import allocator_peak
+
         self._block, self._held = allocator_peak(), held
         self._times: list[int] = []
         self.readings: list[Reading] = []

@@ -23,16 +23,7 @@ from torch import nn
 from megatron_lite.fit.gauges import Gauge
 from megatron_lite.fit.layers import LayerList, kind_of
 from megatron_lite.fit.plans import NEVER, Option, Plan, Problem, Shared, policy_text
-from megatron_lite.fit.step import (
-    AFTER,
-    BACKWARD,
-    FORWARD,
-    OUTSIDE,
-    Span,
-    Step,
-    bytes_of,
-    update_bytes,
-)
+from megatron_lite.fit.step import AFTER, BACKWARD, FORWARD, OUTSIDE, Span, Step, bytes_of
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.replay import RecomputeMismatch
@@ -64,7 +55,7 @@ class Measurement:
         buckets: int = 0,
         has_values: bool = True,
     ) -> None:
-        """optimizer: see update_bytes. gauge: makes what reads the device (gauges.py).
+        """optimizer: see fit/update.py. gauge: makes what reads the device (gauges.py).
 
         buckets: the bytes that data parallelism holds beside weights and gradients.
         has_values: whether tensors are real. Fake ones neither need a first run nor prove replays.
@@ -85,7 +76,11 @@ class Measurement:
         self._held = buckets + bytes_of(
             [*weights, *states, *(each.grad for each in model.parameters())]
         )
-        self._missing, self._update = update_bytes(model, optimizer, device)
+        self._missing = self._update = 0
+        if optimizer is not None:
+            from megatron_lite.fit.update import update_bytes
+
+            self._missing, self._update = update_bytes(model, optimizer, device)
         self.terms = {
             "weights and buffers": bytes_of(weights),
             "gradients": bytes_of(each for each in model.parameters() if each.requires_grad),

@@ -37,7 +37,7 @@ class Sharing:
         self._calls: dict[int, tuple[ExitStack, set[int]]] = {}
         self.arguments: dict[int, int] = {}
         self.tensors: dict[int, list[int]] = {}
-        self.kept: dict[int, set[int]] = {}
+        self.kept: dict[int, frozenset[int]] = {}
         self.forms: dict[int, tuple[Any, ...]] = {}
 
     @contextmanager
@@ -82,8 +82,8 @@ class Sharing:
             call, saved = self._calls.pop(layer)
             call.close()
             self.tensors[layer] += map(self._number_of, tensors_of(results))
-            places = enumerate(self.tensors[layer])
-            self.kept[layer] = {place for place, number in places if number in saved}
+            found = enumerate(self.tensors[layer])
+            self.kept[layer] = frozenset(place for place, number in found if number in saved)
 
     def _number_of(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()

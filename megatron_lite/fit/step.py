@@ -6,10 +6,9 @@ gradient of its output is there, and ends when that of its input is.
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -193,54 +192,6 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """Returns the bytes of the storages of this rank's tensors, each once."""
     storages = [local_part(each).untyped_storage() for each in tensors if each is not None]
     return sum({address_of(one): one.nbytes() for one in storages}.values())
-
-
-def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tuple[int, int]:
-    """Returns the bytes of an optimizer's states that do not exist yet, and the peak of an update
-    above weights, gradients and existing states.
-
-    A copy of the optimizer runs one update of tensors that have no memory.
-
-    optimizer: an optimizer, or what makes one of parameters, such as its class; or None.
-    Raises ValueError if the update cannot run so, and there are no states yet.
-    """
-    if optimizer is None:
-        return 0, 0
-    from megatron_lite.memory.measure.live_storages import LiveStorages
-
-    is_made = isinstance(optimizer, Optimizer)
-    trained = [each for each in model.parameters() if each.requires_grad]
-    groups = optimizer.param_groups if is_made else [{"params": trained}]
-    stand_ins = [
-        {**group, "params": [nn.Parameter(local_part(each).to("meta")) for each in group["params"]]}
-        for group in groups
-    ]
-    existing = bytes_of(tensors_of(list(optimizer.state.values()))) if is_made else 0
-    try:
-        new = copy.copy(optimizer) if is_made else optimizer(stand_ins)
-        new.state = defaultdict(dict)
-        new.param_groups = stand_ins if is_made else new.param_groups
-        for group in new.param_groups:
-            for each in group["params"]:
-                each.grad = torch.empty_like(each)
-            # Without a choice torch updates all tensors of a GPU at once, which takes memory.
-            is_fused = group.get("fused")
-            if device.type == "cuda" and group.get("foreach", 0) is None:
-                group["foreach"] = not is_fused
-            group["fused"] = False if is_fused else is_fused
-        with LiveStorages() as live:
-            type(new).step(new)
-            states = bytes_of(tensors_of(list(new.state.values())))
-            temporary = live.peak_bytes - live.total_bytes()
-    except (RuntimeError, TypeError) as error:
-        if existing:
-            return 0, 0
-        raise ValueError(
-            f"the states of {optimizer} cannot be counted before they exist ({error}): give an "
-            "optimizer that has run a step"
-        ) from error
-    missing = max(0, states - existing)
-    return missing, missing + temporary
 
 
 def _refuse_update(optimizer: Optimizer, *_: Any) -> None:

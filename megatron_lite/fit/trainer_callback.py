@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from megatron_lite.fit.memory_fit import Fit, fit_memory_
+from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
 
 
 class MemoryBudgetCallback(TrainerCallback):
@@ -29,7 +31,10 @@ class MemoryBudgetCallback(TrainerCallback):
         """Fits the model."""
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         device = next(model.parameters()).device
-        batch = {name: value.to(device) for name, value in next(iter(loader)).items()}
+        # An iterator draws random numbers, and that of accelerate counts as the one of training.
+        with torch.random.fork_rng([]), drawn_again(map(GeneratorState.of, GLOBAL)):
+            first = next(iter(getattr(loader, "base_dataloader", loader)))
+        batch = {name: value.to(device) for name, value in first.items()}
         self.fit = fit_memory_(
             model,
             self._budget,

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.parallel.generators import Generators
-from megatron_lite.parallel.tensor_hash import read
+from megatron_lite.parallel.tensor_hash import quick_hash, read
 from megatron_lite.parallel.torch_internals import (
     PythonNode,
     current_backward,
@@ -42,6 +42,7 @@ from megatron_lite.parallel.torch_internals import (
     outside_vmap,
 )
 from megatron_lite.recompute.call_arguments import Arguments
+from megatron_lite.recompute.contents import unobserved
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.layer_state import LayerState, Written
 from megatron_lite.recompute.randomness import drawn_again
@@ -59,12 +60,13 @@ from megatron_lite.recompute.saved import (
 )
 from megatron_lite.recompute.surroundings import Surroundings
 from megatron_lite.recompute.turns import Turns
-from megatron_lite.recompute.witness import Witness, hash_last
 
 if TYPE_CHECKING:
     from megatron_lite.recompute.ops import KeptResults
+    from megatron_lite.recompute.witness import Witness
 
 NO_TASK = -1  # torch's number for "not inside a backward"
+NUM_LAST = 4  # so many saved tensors are compared at the point where replays may stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,8 @@ class _LayerCall:
                 settings = *self._surroundings.kinds(), str(self._conditions.autocast)
                 signature = Signature.of(how.layer, args, kwargs, settings)
             if how.guard.wants(signature):
+                from megatron_lite.recompute.witness import Witness
+
                 self._witness = Witness(how.name, how.rng, how.layer, how.guard, signature)
             if how.guard.has_router is not False or self._witness:
                 self._choices = KeptChoices()
@@ -404,6 +408,12 @@ class _Enough(BaseException):
 
     def __init__(self, call: _LayerCall) -> None:
         self.call = call
+
+
+def hash_last(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns the hashes of the tensors that a replay saved last, when it might stop."""
+    with unobserved():
+        return [quick_hash(each) for each in tensors[-NUM_LAST:]]
 
 
 def _unlike(name: str, what: str) -> RecomputeMismatch:

@@ -48,7 +48,6 @@ from megatron_lite.recompute.verify import (
 )
 
 ROUNDING = 1e-3  # relative to a result's largest value, for kernels that add in any order
-NUM_LAST = 4  # so many saved tensors are compared at the point where replays may stop
 SAVED = "saved tensor"
 
 
@@ -305,12 +304,6 @@ class _LayerRun(Execution):
         ]
         found = torch.autograd.grad(results, inputs, weights, retain_graph=True, allow_unused=True)
         return [torch.zeros(0) if each is None else each for each in found]
-
-
-def hash_last(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns the hashes of the tensors that a replay saved last, when it might stop."""
-    with unobserved():
-        return [quick_hash(each) for each in tensors[-NUM_LAST:]]
 
 
 def _address(tensor: Tensor) -> int | None:

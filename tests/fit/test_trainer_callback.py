@@ -19,12 +19,15 @@ def test_the_callback_fits_at_the_begin_and_removes_at_the_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model: Any = FAMILIES["GPT-2"].build()
-    batches = [{"input_ids": tokens(0), "labels": tokens(0)}] * 2
+    rows = [{"input_ids": each, "labels": each} for each in tokens(0)]
+    batches = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters())
     callback = MemoryBudgetCallback("1GiB")
     handler = CallbackHandler([callback], model, None, optimizer, None)
     handler.train_dataloader = batches
+    state = torch.get_rng_state()
     handler.call_event("on_train_begin", None, None, None)
+    assert torch.equal(torch.get_rng_state(), state)  # else training would draw other numbers
     assert callback.fit is not None and callback.fit.policies == {"transformer.h": "*:none"}
     assert capsys.readouterr().out.startswith("fits 1.000 GiB: a step takes ")
     small = MemoryBudgetCallback(f"{callback.fit.measured - 1}B")
