@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.parallel.generators import Generators
-from megatron_lite.parallel.tensor_hash import quick_hash, read
+from megatron_lite.parallel.tensor_hash import read
 from megatron_lite.parallel.torch_internals import (
     PythonNode,
     current_backward,
@@ -42,7 +42,7 @@ from megatron_lite.parallel.torch_internals import (
     outside_vmap,
 )
 from megatron_lite.recompute.call_arguments import Arguments
-from megatron_lite.recompute.contents import unobserved
+from megatron_lite.recompute.contents import hash_last
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.layer_state import LayerState, Written
 from megatron_lite.recompute.randomness import drawn_again
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from megatron_lite.recompute.witness import Witness
 
 NO_TASK = -1  # torch's number for "not inside a backward"
-NUM_LAST = 4  # so many saved tensors are compared at the point where replays may stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +112,12 @@ def rebuild_saved(function: Callable[..., Any], args: Args, kwargs: Kwargs, how:
         return _LayerCall(function, args, kwargs, how).forward(args, kwargs)
 
 
-MOST_OF_ONE_OPERATOR = (
-    3  # the tensors that an operator saves, at most, if it fills one of them later
-)
+# the tensors that an operator saves, at most, if it fills one of them later
+MOST_OF_ONE_OPERATOR = 3
 
 
 Saved = tuple[Tensor, int | None]  # a tensor that is saved for backward, and its version
+Form = tuple[tuple[int, ...], torch.dtype, torch.device]  # what a replay must repeat of it
 
 
 class _LayerCall:
@@ -152,7 +151,7 @@ class _LayerCall:
             if how.guard.has_router is not False or self._witness:
                 self._choices = KeptChoices()
         self.slots: list[weakref.ref[Handle]] = []
-        self.forms: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
+        self.forms: list[Form] = []
         self._is_complete = False
         # What a first forward saves. It stays if the forward wrote to a parameter, of which there
         # is no copy: this call is then not recomputed.
@@ -410,12 +409,6 @@ class _Enough(BaseException):
         self.call = call
 
 
-def hash_last(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns the hashes of the tensors that a replay saved last, when it might stop."""
-    with unobserved():
-        return [quick_hash(each) for each in tensors[-NUM_LAST:]]
-
-
 def _unlike(name: str, what: str) -> RecomputeMismatch:
     return RecomputeMismatch(
         f"{name}: {what}. Something that the function reads has changed in between, or it does not "
@@ -424,7 +417,7 @@ def _unlike(name: str, what: str) -> RecomputeMismatch:
     )
 
 
-def _form(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+def _form(tensor: Tensor) -> Form:
     """Returns what a replay must repeat of a saved tensor."""
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
