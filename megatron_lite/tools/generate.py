@@ -78,10 +78,6 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     return exit_status(lambda: run(args, program), program)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """The rule that chooses the next token.
@@ -108,3 +104,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
