@@ -14,6 +14,7 @@ from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
+from megatron_lite.config.notices import notices
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
@@ -36,7 +37,7 @@ from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules, sample_order
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import above_limit, check_fits, told_where_memory_runs_out
-from megatron_lite.training.start_text import log_notices
+from megatron_lite.training.start_text import here
 from megatron_lite.training.step import StageRunner, train_step
 
 if TYPE_CHECKING:
@@ -292,7 +293,13 @@ def _build(
             accumulation,
             *attention,
             *_predicted_peak(config, parallel, most),
-            *log_notices(config, device=device, world_size=world_size),
+            *notices(
+                config,
+                "log",
+                device=device,
+                world_size=world_size,
+                here=here(config.training.precision),
+            ),
             *course.notices,
         ),
         invocation=invocation,

@@ -1,4 +1,4 @@
-"""The texts at the start of a run: its settings, what computes it, and the notices that need torch.
+"""The texts at the start of a run: its settings, what computes it, and what notices ask torch.
 
 The terminal gets the settings that differ from their defaults, as flags. The log file gets the
 dotted table of all arguments, in Megatron's form.
@@ -12,7 +12,7 @@ import shlex
 
 import torch
 
-from megatron_lite.config.notices import Here, notices
+from megatron_lite.config.notices import Here
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import changed_settings, run_fields
 from megatron_lite.config.units import plural
@@ -77,19 +77,14 @@ def short_settings(config: RunConfig) -> list[str]:
 BITS = 2
 
 
-def log_notices(config: RunConfig, *, device: str, world_size: int) -> list[str]:
-    """Returns the notices that only the log has, about kernels and about this machine.
-
-    device: "cpu" or "cuda".
-    Raises ValueError if the number of ranks is not a multiple of one model's ranks.
-    """
+def here(precision: str) -> Here:
+    """Returns what the notices of a run with this precision say about this machine."""
     missing = ", ".join(torch_internals.MISSING)
-    here = Here(
+    return Here(
         f"torch {torch.__version__} lacks {missing}" if missing else "",
         apex.notice(),
-        _multiplies_16_bits(config.training.precision),
+        _multiplies_16_bits(precision),
     )
-    return notices(config, "log", device=device, world_size=world_size, here=here)
 
 
 def described(device: torch.device) -> str:

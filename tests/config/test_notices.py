@@ -16,7 +16,7 @@ from megatron_lite.config.notices import notices
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import apex
-from megatron_lite.training.start_text import log_notices
+from megatron_lite.training.start_text import here
 from tests.support.changes import with_settings
 from tests.support.pairs import in_one_test
 from tests.support.runs import tiny_run
@@ -77,7 +77,7 @@ def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels(
         "--recompute-modules core_attn saves next to nothing on cuda",
         "--use-distributed-optimizer",
     ]
-    in_log = log_notices(config, device="cuda", world_size=1)
+    in_log = notices(config, "log", device="cuda", here=here("fp32"))
     assert in_log[0] == "another apex" and in_log[1].startswith(HASH)
     assert notices(config, "placement", world_size=2) == []
 
@@ -90,7 +90,7 @@ def test_verifying_on_a_gpu_says_that_gradients_are_not_compared() -> None:
         ("cpu", config, 0),
         ("cuda", replace(repeats, recompute=config.recompute), 0),
     ):
-        said = log_notices(each, device=device, world_size=1)
+        said = notices(each, "log", device=device, here=here("fp32"))
         assert sum("cannot compare gradients" in line for line in said) == count
 
 
