@@ -42,7 +42,7 @@ from benchmarks.peers import Contestant
 from megatron_lite.memory.predict.flops import step_flops
 
 LINEAR = "linear layers alone"
-FOR_WARMING = 0.55  # of --seconds; torch's compiler takes most of it
+FOR_WARMING = 0.45  # of --seconds; torch's compiler takes most of it
 
 
 def linear_layers(setting: Setting) -> tuple[Callable[[], None], int]:
