@@ -138,15 +138,15 @@ class SelfAttention(nn.Module):
         regions: Regions,
         documents: CuSeqlens | None = None,
     ) -> Tensor:
-        qkv = self.linear_qkv(hidden_states)
-        if self.kernels is not None and self.rotates and self.q_layernorm is None:
+        qkv, rotates, tables = self.linear_qkv(hidden_states), self.rotates, tuple[Tensor, ...]()
+        if self.kernels is not None and rotates and self.q_layernorm is None:
             assert rotary is not None
             query, key, value = _RotatedHeads.apply(
                 self.kernels, qkv, *rotary, self.queries_per_group, self.head_dim
             )
-            return self._attended(query, key, value, regions, documents)
-        query, key, value = self._split_heads(qkv)
-        rotates, tables = self.rotates, tuple[Tensor, ...]()
+            rotates = False
+        else:
+            query, key, value = self._split_heads(qkv)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             if self.q_layernorm.does_more and rotary is not None:
                 rotates, tables = False, rotary
@@ -154,16 +154,7 @@ class SelfAttention(nn.Module):
         if rotates:
             assert rotary is not None
             query, key = (apply_rotary(heads, rotary, self.kernels) for heads in (query, key))
-        return self._attended(query.flatten(2, -2), key, value, regions, documents)
-
-    def _attended(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        regions: Regions,
-        documents: CuSeqlens | None,
-    ) -> Tensor:
+        query = query.flatten(2, -2)
         return self.linear_proj(
             regions.run(CORE_ATTENTION, self.core_attention, query, key, value, documents)
         )

@@ -151,7 +151,13 @@ class Witness:
         self._saved = []
         # Outputs are kept only where kernels may round differently. The next layer keeps them, too.
         run.outputs = [each.detach() for each in run.outputs] if _may_round(run.outputs) else []
-        run.inputs = {node: name for node, name in run.inputs.items() if isinstance(node, tuple)}
+        # Those that the results depend on live as long as these. Others, such as a result of an
+        # earlier forward in an attribute, would keep the graph of that forward.
+        run.inputs = {
+            edge: name
+            for edge, name in run.inputs.items()
+            if isinstance(edge, tuple) and name in run.graph.ends
+        }
         run.given = []
 
     def look(self) -> None:
