@@ -26,6 +26,7 @@ from megatron_lite.optim.host_link import HostLink
 from megatron_lite.optim.layouts import Piece
 from megatron_lite.optim.stored import new_state, parts_of, read, write_
 from megatron_lite.parallel.apex import fused_adam, require
+from megatron_lite.parallel.torch_internals import is_fake
 
 Rate = float | Tensor  # a 0-d tensor in a CUDA graph: float32 there, float64 on a CPU
 
@@ -162,7 +163,7 @@ class AdamW:
     def _update_on_host(self, parts: list[_Part], skipped: Tensor) -> None:
         """Updates parts on the host. Waits for the device, and for all but their last copies."""
         assert self.link is not None
-        if skipped.item():
+        if not is_fake(skipped) and skipped.item():
             return
         arriving = self.link.arriving([part.grad for part in parts])
         for part, grad in zip(parts, arriving, strict=True):
