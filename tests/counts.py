@@ -31,13 +31,13 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 288_400,
-    "files of the library": 289,
-    "tokens of tests": 334_300,
+    "tokens of the library": 295_800,
+    "files of the library": 280,
+    "tokens of tests": 337_000,
     "tokens of benchmarks": 20_900,
     "own files in one plain step": 34,
-    "own functions in one plain step": 132,
-    "tokens that a training process has loaded": 123_100,
+    "own functions in one plain step": 137,
+    "tokens that a training process has loaded": 128_400,
     "own calls in one forward of a column-parallel linear layer": 4,
     "functions named *notices*": 1,
     "places that read JSON": 1,

@@ -153,11 +153,8 @@ class Witness:
         run.outputs = [each.detach() for each in run.outputs] if _may_round(run.outputs) else []
         # Those that the results depend on live as long as these. Others, such as a result of an
         # earlier forward in an attribute, would keep the graph of that forward.
-        run.inputs = {
-            edge: name
-            for edge, name in run.inputs.items()
-            if isinstance(edge, tuple) and name in run.graph.ends
-        }
+        edges = filter(lambda each: isinstance(each[0], tuple), run.inputs.items())
+        run.inputs = {edge: name for edge, name in edges if name in run.graph.ends}
         run.given = []
 
     def look(self) -> None:
