@@ -30,6 +30,7 @@ from megatron_lite.checkpointing.step_files import (
 )
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.input_file import regular_path
+from megatron_lite.config.optimizer_settings import SGD
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
@@ -210,7 +211,10 @@ def check_same_model(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
 
 def check_same_update_rule(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
     """Raises InputError if the saved optimizer states belong to another update rule."""
-    mine, theirs = ours.optimizer.optimizer, saved.optimizer.optimizer
+    mine, theirs = (
+        one.optimizer if one.optimizer != SGD or one.sgd_momentum else f"{SGD} --sgd-momentum 0"
+        for one in (ours.optimizer, saved.optimizer)
+    )
     if mine != theirs:
         raise InputError(
             f"{where} holds the optimizer states of --optimizer {theirs}, from which --optimizer "

@@ -270,8 +270,9 @@ def translate_values(given: Given, *, has_file: bool) -> list[str]:
     has_file: whether a file supplies the values of flags that are not given.
     Raises ValueError for flags that contradict each other.
     """
-    steps = (_cp_comm_type, _other_values, _position_embedding, _no_bf16, _megatron_fsdp)
-    notices = [*_of_forks(given), *(notice for step in steps for notice in step(given))]
+    steps = (_other_values, _position_embedding, _no_bf16, _megatron_fsdp)
+    notices = [*_of_forks(given), *_cp_comm_type(given, has_file=has_file)]
+    notices += (notice for step in steps for notice in step(given))
     notices += _accounted_layers(given, has_file=has_file)
     return notices + ([] if has_file else _context_parallel_attention(given))
 
@@ -312,7 +313,7 @@ def _other_values(given: Given) -> Iterator[str]:
         yield "--loss-scale 0 is read as a dynamic scale"
 
 
-def _cp_comm_type(given: Given) -> Iterator[str]:
+def _cp_comm_type(given: Given, *, has_file: bool) -> Iterator[str]:
     kinds = given.pop("cp_comm_type", [])
     if len({*kinds}) > 1:
         raise InputError(
@@ -321,7 +322,7 @@ def _cp_comm_type(given: Given) -> Iterator[str]:
         )
     for kind in kinds[:1]:
         read_as = settings_of(ParallelConfig)["cp_comm_type"].megatron.get(kind, kind)
-        if kind == "a2a" and given.get("context_parallel_size", 1) == 1:
+        if kind == "a2a" and given.get("context_parallel_size", 1 + has_file) == 1:
             read_as = "p2p"  # no ranks exchange anything
         given["cp_comm_type"] = read_as
         if read_as != kind:

@@ -183,6 +183,8 @@ def _of_regions(config: RunConfig, actions: list[LayerAction], modules: list[str
         )
     if any(action.router for action in actions) and model.num_experts is None:
         yield "--recompute-policy +router has no effect: these layers have no router"
+    if any(action.tiles > 1 for action in actions) and model.num_dense_layers == 0:
+        yield "--recompute-policy mlp/N has no effect: every layer has experts"
     for region in modules:
         # `pointwise` names every cheap region, whatever the layers have.
         wanted = REGIONS[region].needs_experts and not {*POINTWISE} <= {*modules}

@@ -20,6 +20,7 @@ PART = 2**24
 
 PRECISION_AWARE: dict[str, Any] = dict(needs=("use_precision_aware_optimizer",))
 NO_FP8 = {"fp8": "is not built: give bf16 or fp16"}
+NOT_SGD = "optimizer=adam/muon"
 # The facts of a setting of Muon.
 OF_MUON: dict[str, Any] = dict(needs=("optimizer=muon",), why="AdamW and SGD do not read it")
 
@@ -59,13 +60,18 @@ class OptimizerConfig:
         below=1.0,
         without="optimizer=sgd",
     )
-    adam_beta1: float = setting("decay of the gradient's mean", 0.9, least=0.0, below=1.0)
-    adam_beta2: float = setting("decay of the squared gradient's mean", 0.999, least=0.0, below=1.0)
+    adam_beta1: float = setting(
+        "decay of the gradient's mean", 0.9, least=0.0, below=1.0, without=NOT_SGD
+    )
+    adam_beta2: float = setting(
+        "decay of the squared gradient's mean", 0.999, least=0.0, below=1.0, without=NOT_SGD
+    )
     adam_eps: float = setting(
         "added to the denominator",
         1e-8,
         above=0,
         below=1,
+        without=NOT_SGD,
         why="at 0 a weight without gradient becomes NaN",
     )
     weight_decay: float = setting("decoupled weight decay of matrices", 0.01, least=0.0)

@@ -184,16 +184,19 @@ class Measurement:
         for numbers in kinds.values():
             agreed = self._agreed([found[numbers[0], action] for action in candidates])
             kept = {FULL: 0} | {one.action: one.kept for one in agreed}
+            # Without its twin on the device, which ran out of memory, it is not known what moves.
             agreed = [
-                one._replace(moved=kept[one.action.removesuffix("@host")] - one.kept)
-                if one.action in ON_HOST
-                else one
+                one._replace(moved=(kept[twin] - one.kept) * (twin != one.action))
                 for one in agreed
+                if (twin := one.action.removesuffix("@host")) in kept
             ]
             for number in numbers:
                 full = Option(FULL, keeps=frozenset(self._notes.kept[number]))
                 options[number] = [
-                    one._replace(keeps=self._shared_at(number, one.keeps))
+                    one._replace(
+                        keeps=self._shared_at(number, one.keeps),
+                        held=one.held + self._kept_alone(number, one.keeps, numbers),
+                    )
                     for one in (*agreed, full)
                 ]
         # Most shared tensors are kept by every option.
@@ -237,6 +240,17 @@ class Measurement:
         tensors = self._notes.tensors[number]
         keys = {tensors[place] for place in places if place < len(tensors)}
         return frozenset(keys & self._shared.keys())
+
+    def _kept_alone(self, number: int, places: Iterable[int], alike: Sequence[int]) -> int:
+        """Returns the bytes of what a layer keeps and shares with none, such as the last layer its
+        result, where others of its kind share it (alike), so that no option has its bytes."""
+        notes = self._notes
+        alone = {
+            notes.tensors[number][place]
+            for place in places
+            if any(self._shared_at(other, [place]) for other in alike)
+        } - self._shared.keys()
+        return sum(map(notes.num_bytes, alone))
 
     def _compared(
         self, tried: dict[int, tuple[int, str]], full: list[Span]

@@ -67,6 +67,10 @@ class Sharing:
             if self._storages[number][0]() is None  # others are there before or after the step
         }
 
+    def num_bytes(self, number: int) -> int:
+        """Returns the bytes of a storage."""
+        return self._storages[number][1]
+
     def _begin(self, layer: int, stack: ExitStack, module: Any, args: Any, kwargs: Any) -> None:
         if layer not in self.arguments:
             given = tensors_of((args, kwargs))

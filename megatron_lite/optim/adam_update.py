@@ -154,7 +154,8 @@ class AdamW:
             for part in parts:
                 values = self._update_part(part, part.grad, found_inf=skipped)
                 if part.piece.weight is not part.piece.master:
-                    part.weight.copy_(values)
+                    # what is stored has been rounded, and a skipped step changes nothing
+                    part.weight.copy_(torch.where(skipped > 0.0, part.weight, values))
             for name in names:
                 self._steps[name] += 1.0 - skipped
         if on_host:

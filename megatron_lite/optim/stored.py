@@ -54,7 +54,9 @@ def write_(state: Tensor, part: slice, values: Tensor) -> None:
     if scales is not None:
         scale = scales[part.start // optimizer_settings.PART]
         values = values.float()
-        exponent = torch.frexp(values.abs().max()).exponent.clamp(min=LEAST_EXPONENT)
+        mantissa, exponent = torch.frexp(values.abs().max())
+        # A largest value that float16 rounds up to a power of two has the next exponent when read.
+        exponent = (exponent + (mantissa >= 1.0 - 2.0**-12)).clamp(min=LEAST_EXPONENT)
         scale.copy_(torch.ldexp(torch.ones_like(scale), exponent - HEADROOM))
         values = values / scale
     own.copy_(values)

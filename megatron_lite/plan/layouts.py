@@ -90,7 +90,11 @@ def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
             config = with_fields(_base(problem), row)
             if _divides(config, num_ranks) and (
                 problem.states_on_host is None
-                or states_on_host(config, num_ranks) <= problem.states_on_host
+                or max(
+                    states_on_host(config, num_ranks, rank)
+                    for rank in range(config.parallel.pipeline_model_parallel_size)
+                )
+                <= problem.states_on_host
             ):
                 yield config
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.plan.auto_policy import Unreachable, fitted, least_replays
-from megatron_lite.plan.layouts import kind_of, layouts, recuts, savers
+from megatron_lite.plan.layouts import kind_of, layouts, recuts, savers, states_on_host
 from megatron_lite.plan.problem import Problem
 from megatron_lite.plan.rank_mixes import Chosen, Run, with_policy
 from megatron_lite.plan.stage_time import FSDP, HOST_PACE
@@ -71,7 +71,11 @@ class Search:
 
     def run(self, config: RunConfig, num_ranks: int) -> Run:
         """Returns the run for auto_policy."""
-        return Run(config, self.problem.hardware, num_ranks, self.problem.host_bytes)
+        left = self.problem.host_bytes
+        if left and config.optimizer.optimizer_cpu_offload:  # the states take the same memory
+            ranks = range(config.parallel.pipeline_model_parallel_size)
+            left -= max(states_on_host(config, num_ranks, rank) for rank in ranks)
+        return Run(config, self.problem.hardware, num_ranks, max(0, left))
 
     def time(self, config: RunConfig, num_ranks: int, *, bound: bool = False) -> StepTime:
         """Returns the step time. bound: a lower bound of it, in less time."""

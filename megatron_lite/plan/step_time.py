@@ -271,7 +271,8 @@ def update_time(
     if options.use_torch_fsdp2:
         shards = group.size
     else:
-        sent = 2 if options.grad_reduce_in_bf16 else FLOAT32
+        narrow = options.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
+        sent = 2 if narrow else FLOAT32
         kind = REDUCE_SCATTER if options.use_distributed_optimizer else ALL_REDUCE
         reduction += exposed(kind, sent, backward, buckets)
         if options.use_distributed_optimizer:

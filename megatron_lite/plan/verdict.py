@@ -9,7 +9,6 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
@@ -104,9 +103,11 @@ def verdict(
         for other in (with_states_on_host(problem) if may_offload else ())
         if next(layouts(other, num_ranks), None) is not None
     ]
-    fitting = [(one.found.plans[0].time.seconds, one) for one in others if one.found.plans]
+    fitting = [one for one in others if one.found.plans]
     if fitting:
-        return min(fitting, key=itemgetter(0))[1]
+        return min(
+            fitting, key=lambda one: (EXIT_STATUS[one.word], one.found.plans[0].time.seconds)
+        )
     return FitVerdict(DOES_NOT_FIT, num_ranks, budget, found)
 
 

@@ -208,7 +208,7 @@ class _Recomputed:
             return
         found = gc.get_referrers(self)  # Python has modules among them, or their attributes
         held = [vars(each) if isinstance(each, nn.Module) else each for each in found]
-        if len({id(each) for each in held if isinstance(each, dict) and "_modules" in each}) > 1:
+        if len({id(one) for one in held if type(one) is dict and one.get("forward") is self}) > 1:
             raise RuntimeError(
                 f"{self._name}: a copy of the layer (copy.copy) shares its forward, and a call of "
                 "`.forward` does not tell which of them is meant: call the module itself, or make "

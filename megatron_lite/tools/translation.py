@@ -143,7 +143,8 @@ class Settings:
         """Reads the settings in a section and in all below it."""
         fitting = (one for one in self._tables if re.fullmatch(one.section, place, re.DOTALL))
         _, keys, own = next(fitting, Table("", {}))
-        if own == NO_KEY and isinstance(section, Mapping) and section.get("enable") is False:
+        is_section = place and own == NO_KEY and isinstance(section, Mapping)
+        if is_section and section.get("enable") is False:
             keys = {}  # the section is turned off
         for at, key, value in inside(section, place):
             self.require(

@@ -368,7 +368,8 @@ def from_hf(found: Settings) -> Found:
     mode, offload = found.given.get(MODE.name), found.given.get("offload")
     if "disk" in f"{mode} {offload}":
         found.note("offloading to a disk has no counterpart: host memory takes its place")
-    every = found.given.get("every_n_layers") or 1
+    every = found.given.get("every_n_layers")
+    every = 1 if every is None else every
     rule = found.every(every, "every_n_layers") if mode and every != 1 else unit(int(bool(mode)))
     return _on_the_host(rule) if mode in OFFLOADING or offload else [rule], []
 

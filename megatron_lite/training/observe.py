@@ -286,6 +286,7 @@ class PeakMeter:
 
         with gloo_has_freed(), allocator_peak() as found:
             yield
+            self._optimizer.finish()  # gathers of weights; a profiler must not end beside them
         self.peak_bytes = held + found.peak_bytes
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from megatron_lite.checkpointing.step_files import Progress, step_directory
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import plural, size
@@ -95,7 +94,7 @@ def summary_of(
         if machine is not None:
             predicted = 1000.0 * step_time(config, machine, parallel.world_size).seconds
             if config.training.cuda_graph_impl == "none" and parallel.device.type == "cuda":
-                with suppress(InputError):  # tensors in host memory, which no graph has
+                with suppress(ValueError):  # what no graph has, such as tensors in host memory
                     training = replace(config.training, cuda_graph_impl="full_iteration")
                     graph = replace(config, training=training)
                     as_graph = 1000.0 * step_time(graph, machine, parallel.world_size).seconds

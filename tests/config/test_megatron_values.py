@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from arguments import ParsedArguments, parse_args
+from megatron_lite.config.megatron_flags import translate_values
 from tests.support.commands import ended
 
 BASE = (
@@ -32,6 +34,11 @@ def test_a_hierarchical_exchange_is_read_as_the_ring() -> None:
     flags = "--context-parallel-size 2 --attention-dropout 0 --cp-comm-type a2a+p2p"
     assert parsed(flags).config.parallel.cp_comm_type == "p2p"
     assert "--cp-comm-type a2a+p2p is read as p2p" in notices(flags)
+    # A file may say how many ranks there are.
+    for has_file, kind in ((False, "p2p"), (True, "a2a")):
+        given: dict[str, Any] = {"cp_comm_type": ["a2a"]}
+        translate_values(given, has_file=has_file)
+        assert given["cp_comm_type"] == kind
 
 
 @pytest.mark.parametrize("needs", ["", "--attention-dropout 0 --reset-attention-mask"])

@@ -17,7 +17,9 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim import adam_update
 from megatron_lite.optim.host_link import HostLink
+from megatron_lite.optim.layouts import Piece
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.optim.stored import new_state, whole, write_, write_whole_
 from tests.optim.test_muon import step
 from tests.optim.test_optimizer import CONFIG, SGD, Plain, float32_sum_of_gradients, torchs
 from tests.support.models import tp_state
@@ -190,3 +192,32 @@ def test_states_load_across_formats_and_places(
             for model, optimizer in zip(models, (first, second), strict=True):
                 step(model, optimizer, 7, 0.01)
             assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def test_what_is_read_is_stored_again_as_it_was() -> None:
+    """Also if float16 rounds the largest value up to a power of two."""
+    state = new_state(torch.zeros(2), "fp16", torch.device("cpu"))
+    write_(state, slice(0, 2), torch.tensor([0.99999, 3 * 2.0**-39]))
+    first = whole(state).clone()
+    write_whole_(state, first)
+    assert torch.equal(whole(state), first)
+
+
+def test_a_skipped_step_changes_no_weight() -> None:
+    """The weight was rounded from the main weight before that was stored in fewer bits."""
+    config = OptimizerConfig(use_precision_aware_optimizer=True, main_params_dtype="fp16")
+    weight = torch.randn(1000, generator=torch.Generator().manual_seed(3)).bfloat16()
+    master = new_state(weight, "fp16", weight.device)
+    write_whole_(master, weight)
+    grad = torch.randn(1000)
+    piece: Any = Piece(
+        name="w", spec=None, start=0, stop=1000, weight=weight, master=master, decays=True,
+        gradient=grad, apart=True,
+    )  # type: ignore[arg-type]  # fmt: skip
+    rule = adam_update.AdamW([piece], config, torch.device("cpu"))
+    for _ in range(3):
+        rule.step(1e-3, 1e-3, torch.tensor(0.0))
+    before = weight.clone()
+    grad.fill_(math.nan)
+    rule.step(1e-3, 1e-3, torch.tensor(1.0))
+    assert torch.equal(weight, before)

@@ -138,6 +138,10 @@ def test_a_copy_whose_forward_is_called_by_itself_is_refused() -> None:
     apply_policy_(model, layers_fqn="layers", policy="*:full")
     layer, x = model.layers[1], model.embedding(batches()[0])
     layer.forward(x)
+    holder = nn.Module()
+    holder.forward_of_another = layer.forward  # type: ignore[assignment]  # which is no copy
+    for _ in range(2):
+        layer.forward(x)
     other = copy.copy(layer)
     with pytest.raises(RuntimeError, match=r"layers\.1: a copy .* copy\.deepcopy"):
         other.forward(x)
