@@ -221,6 +221,16 @@ def test_a_kernel_that_does_not_compile_names_the_function_its_shapes_and_the_fl
         CompiledKernels()(squared_relu, torch.randn(4, 5))
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch keeps dtypes equal")
+def test_a_kernel_reads_a_parameter_whose_gradient_has_another_dtype() -> None:
+    """As in an evaluation after a step, whose bias has 16 bits and a float32 sum of gradients."""
+    weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    weight.grad_dtype = None
+    weight.grad = torch.zeros(8)
+    rows = torch.ones(3, 8, dtype=torch.bfloat16)
+    assert torch.equal(CompiledKernels()(torch.add, rows, weight), rows + 1.0)
+
+
 @pytest.mark.usefixtures("uncompiled")
 def test_shapes_that_vary_do_not_compile_without_end() -> None:
     kernels = CompiledKernels()
