@@ -33,7 +33,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 295_800,
     "files of the library": 280,
-    "tokens of tests": 337_200,
+    "tokens of tests": 337_400,
     "tokens of benchmarks": 20_900,
     "own files in one plain step": 34,
     "own functions in one plain step": 137,

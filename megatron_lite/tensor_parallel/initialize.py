@@ -3,11 +3,13 @@
 They depend only on the seed, the parameter's name and its global shape. The whole tensor is cut
 into at most 64 blocks along its split dim. Each block is drawn on the CPU in float32, from its own
 generator. A rank draws only the blocks that overlap its shard, so t ranks split the work of a large
-model.
+model, and the threads of a rank draw the blocks of a large tensor side by side.
 """
 
 from __future__ import annotations
 
+import math
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -19,6 +21,7 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import is_fake
 
 NUM_BLOCKS = 64
+LARGE = 2**20  # elements of a block: drawing them takes milliseconds
 
 
 @torch.no_grad()
@@ -65,11 +68,19 @@ def _normal_rows(
     assert spec.init_std is not None
     total = spec.global_shape[dim]
     block = -(-total // NUM_BLOCKS)
-    drawn = []
+    std = spec.init_std
+
     # A block that the shard cuts is drawn whole, so its numbers are the same at every TP size.
-    for first in range(start // block * block, start + length, block):
+    def drawn(first: int) -> Tensor:
         shape = list(spec.global_shape)
         shape[dim] = min(block, total - first)
         generator = torch.Generator().manual_seed(derive_seed("init", seed, name, first))
-        drawn.append(torch.empty(shape).normal_(0.0, spec.init_std, generator=generator))
-    return torch.cat(drawn, dim).narrow(dim, start % block, length)
+        return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+    firsts, workers = range(start // block * block, start + length, block), torch.get_num_threads()
+    if workers > 1 and math.prod(spec.global_shape) // total * block >= LARGE:
+        with ThreadPoolExecutor(workers) as pool:
+            blocks = list(pool.map(drawn, firsts))
+    else:
+        blocks = list(map(drawn, firsts))
+    return torch.cat(blocks, dim).narrow(dim, start % block, length)

@@ -11,6 +11,7 @@ import torch
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.tensor_parallel import initialize
 from megatron_lite.tensor_parallel.initialize import initial_values, initialize_parameters_
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, tp_state, whole_tensor
@@ -44,6 +45,13 @@ def test_values_depend_on_the_seed_and_on_the_name():
     assert torch.equal(first, shard("rows"))
     assert not torch.equal(first, shard("rows", seed=2))
     assert not torch.equal(first, shard("rows", parameter="other.weight"))
+
+
+def test_threads_draw_the_same_values(monkeypatch):
+    alone = {name: shard(name) for name in SPECS}
+    monkeypatch.setattr(initialize, "LARGE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert all(torch.equal(shard(name), values) for name, values in alone.items())
 
 
 def test_values_are_normal_with_the_asked_deviation():
