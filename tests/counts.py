@@ -31,13 +31,13 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 295_800,
-    "files of the library": 280,
-    "tokens of tests": 337_400,
+    "tokens of the library": 312_000,
+    "files of the library": 292,
+    "tokens of tests": 352_000,
     "tokens of benchmarks": 20_900,
-    "own files in one plain step": 34,
-    "own functions in one plain step": 137,
-    "tokens that a training process has loaded": 128_400,
+    "own files in one plain step": 35,
+    "own functions in one plain step": 139,
+    "tokens that a training process has loaded": 131_000,
     "own calls in one forward of a column-parallel linear layer": 4,
     "functions named *notices*": 1,
     "places that read JSON": 1,
@@ -45,7 +45,7 @@ BUDGETS = {
     'conditions on "cpu" in model/ and tensor_parallel/': 3,
     "lines of more than 100 columns": 0,
     "pages of docs": 22,
-    "words of docs": 30_000,
+    "words of docs": 31_500,
 }
 
 # One step is what runs between two calls of autograd's engine.
