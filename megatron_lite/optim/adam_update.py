@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from megatron_lite.config.optimizer_settings import PART, SGD, OptimizerConfig
-from megatron_lite.optim.host_link import HostLink
+from megatron_lite.config.optimizer_settings import SGD, OptimizerConfig
 from megatron_lite.optim.layouts import Piece
-from megatron_lite.optim.stored import new_state, parts_of, read, write_
-from megatron_lite.parallel.apex import fused_adam, require
-from megatron_lite.parallel.torch_internals import is_fake
+
+if TYPE_CHECKING:
+    from megatron_lite.optim.host_link import HostLink
 
 Rate = float | Tensor  # a 0-d tensor in a CUDA graph: float32 there, float64 on a CPU
 
@@ -45,22 +44,6 @@ class Group(NamedTuple):
     on_host: bool
 
 
-class _Part(NamedTuple):
-    """A part of a piece that is updated by itself, and the settings of its group."""
-
-    piece: Piece
-    place: slice
-    settings: dict[str, Any]
-
-    @property
-    def weight(self) -> Tensor:
-        return self.piece.weight.detach().view(-1)[self.place]
-
-    @property
-    def grad(self) -> Tensor:
-        return self.piece.grad.view(-1)[self.place]
-
-
 class AdamW:
     """AdamW by torch's fused kernel. Its states are the means of the gradient and of its square.
 
@@ -70,6 +53,7 @@ class AdamW:
     names: those of the states, as in checkpoints.
     states[parameter][state]: in the order of the pieces, with the shape of the master, and stored
         where it is. A parameter of which this rank has no piece has no entry.
+    steps[parameter]: how many updates they have seen, 0-d.
     link: the way to the host; None if no piece is there.
     """
 
@@ -80,11 +64,7 @@ class AdamW:
     ) -> None:
         pieces, self._config, self._groups = list(pieces), config, []
         self.states = {
-            piece.name: {
-                key: new_state(piece.weight, config.format_of(key), piece.master.device)
-                for key in self.names
-            }
-            for piece in pieces
+            piece.name: {key: self._new_state(piece, key) for key in self.names} for piece in pieces
         }
         # The host comes last, so that the device works while the host does.
         for on_host, apart, decays, at_an_end in itertools.product(
@@ -99,16 +79,22 @@ class AdamW:
                     Group(group, config.weight_decay * decays, at_an_end, apart, on_host)
                 )
         # The fused kernel raises the step count of each piece, unless `skipped` is 1.
-        self._steps = {
+        self.steps = {
             piece.name: torch.zeros((), dtype=torch.float32, device=piece.master.device)
             for piece in pieces
         }
-        hosted = [piece for piece in pieces if piece.on_host]
-        self.link = None
-        if hosted:
-            size = min(PART, max(piece.weight.numel() for piece in hosted))
-            overlaps = config.overlap_cpu_optimizer_d2h_h2d
-            self.link = HostLink(size, hosted[0].grad, hosted[0].weight, overlaps=overlaps)
+        self.link: HostLink | None = None
+        if hosted := [piece for piece in pieces if piece.on_host]:
+            from megatron_lite.optim.host_link import link_of
+
+            self.link = link_of(hosted, overlaps=config.overlap_cpu_optimizer_d2h_h2d)
+
+    def _new_state(self, piece: Piece, key: str) -> Tensor:
+        if not piece.apart:
+            return torch.zeros_like(piece.master)
+        from megatron_lite.optim.stored import new_state
+
+        return new_state(piece.weight, self._config.format_of(key), piece.master.device)
 
     def state_names(self, _: str) -> tuple[str, ...]:
         """Returns the names of a parameter's states, as in checkpoints.
@@ -127,73 +113,29 @@ class AdamW:
         if skipped.device.type == "cuda" and not isinstance(rate, Tensor):
             # as the kernel reads a tensor, so that a step in a CUDA graph has the same bits
             rate, rate_at_the_ends = torch.tensor([rate, rate_at_the_ends]).tolist()
-        on_host: list[_Part] = []
+        apart = []
         for group in self._groups:
             names = [piece.name for piece in group.pieces]
             settings = dict(
                 lr=rate_at_the_ends if group.at_an_end else rate, weight_decay=group.weight_decay
             )
-            if not group.apart:
-                self._update(
-                    [piece.master for piece in group.pieces],
-                    [piece.grad for piece in group.pieces],
-                    [[self.states[name][key] for name in names] for key in self.names],
-                    [self._steps[name] for name in names],
-                    found_inf=skipped,
-                    **settings,
-                )
+            if group.apart:
+                apart.append((group.pieces, settings))
                 continue
-            parts = [
-                _Part(piece, place, settings)
-                for piece in group.pieces
-                for place in parts_of(piece.weight)
-            ]
-            if group.on_host:
-                on_host += parts
-                continue
-            for part in parts:
-                values = self._update_part(part, part.grad, found_inf=skipped)
-                if part.piece.weight is not part.piece.master:
-                    # what is stored has been rounded, and a skipped step changes nothing
-                    part.weight.copy_(torch.where(skipped > 0.0, part.weight, values))
-            for name in names:
-                self._steps[name] += 1.0 - skipped
-        if on_host:
-            self._update_on_host(on_host, skipped)
+            self.update(
+                [piece.master for piece in group.pieces],
+                [piece.grad for piece in group.pieces],
+                [[self.states[name][key] for name in names] for key in self.names],
+                [self.steps[name] for name in names],
+                found_inf=skipped,
+                **settings,
+            )
+        if apart:
+            from megatron_lite.optim.stored import update_apart
 
-    def _update_on_host(self, parts: list[_Part], skipped: Tensor) -> None:
-        """Updates parts on the host. Waits for the device, and for all but their last copies."""
-        assert self.link is not None
-        if not is_fake(skipped) and skipped.item():
-            return
-        arriving = self.link.arriving([part.grad for part in parts])
-        for part, grad in zip(parts, arriving, strict=True):
-            self.link.send(part.weight, self._update_part(part, grad, found_inf=None))
-        self.link.finish()
-        for name in {part.piece.name for part in parts}:
-            self._steps[name] += 1.0
+            update_apart(self, apart, skipped)
 
-    def _update_part(self, part: _Part, grad: Tensor, found_inf: Tensor | None) -> Tensor:
-        """Updates the states of a part, where they are. Returns its main weights before they are
-        stored."""
-        piece, place, settings = part
-        states = [piece.master, *(self.states[piece.name][key] for key in self.names)]
-        master, *others = values = [read(state, place) for state in states]
-        # The parts of a piece share its step count, so each raises a copy.
-        self._update(
-            [master],
-            [grad.to(master.dtype)],
-            [[one] for one in others],
-            [self._steps[piece.name].clone()],
-            found_inf=found_inf,
-            **settings,
-        )
-        for state, value in zip(states, values, strict=True):
-            if value.dtype != state.dtype:
-                write_(state, place, value)
-        return master
-
-    def _update(
+    def update(
         self,
         masters: list[Tensor],
         grads: list[Tensor],
@@ -221,7 +163,7 @@ class AdamW:
 
     def set_num_updates(self, number: int) -> None:
         """Sets how many updates the moments have seen. Their bias correction depends on it."""
-        for step in self._steps.values():
+        for step in self.steps.values():
             step.fill_(float(number))
 
 
@@ -235,7 +177,7 @@ class Sgd(AdamW):
         self.names = ("momentum_buffer",) if config.sgd_momentum else ()
         super().__init__(pieces, config, device)
 
-    def _update(
+    def update(
         self,
         masters: list[Tensor],
         grads: list[Tensor],
@@ -269,6 +211,8 @@ class ApexAdamW(AdamW):
     def __init__(
         self, pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device
     ) -> None:
+        from megatron_lite.parallel.apex import fused_adam, require
+
         fused = require(fused_adam(device.type), "--optimizer-impl")
         super().__init__(pieces, config, device)
         self._adams = [

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.config import optimizer_settings
+from megatron_lite.optim.layouts import Piece
+
 
 class HostLink:
     """Copies between a device and its host.
@@ -83,3 +86,9 @@ class HostLink:
         with torch.cuda.stream(side):  # None: the current stream
             target.copy_(source, non_blocking=True)
             return torch.cuda.current_stream(self._device).record_event()
+
+
+def link_of(hosted: Sequence[Piece], *, overlaps: bool) -> HostLink:
+    """Returns the way to the host for these pieces."""
+    size = min(optimizer_settings.PART, max(piece.weight.numel() for piece in hosted))
+    return HostLink(size, hosted[0].grad, hosted[0].weight, overlaps=overlaps)

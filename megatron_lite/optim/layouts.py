@@ -38,7 +38,6 @@ from torch.distributed import ProcessGroup
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import Bucket, GradBuffer
-from megatron_lite.optim.stored import new_state, write_whole_
 from megatron_lite.parallel.collectives import (
     Started,
     all_gather_first_dim,
@@ -115,6 +114,8 @@ class Piece:
 
         target: the master or a state.
         """
+        from megatron_lite.optim.stored import write_whole_
+
         write_whole_(target, whole.reshape(-1)[self.start : self.stop])
 
 
@@ -180,6 +181,8 @@ class Replicated:
         apart = on_host or config.is_rounded
         master = weight
         if on_host or (rounded and config.main_params_dtype != "fp32"):
+            from megatron_lite.optim.stored import new_state, write_whole_
+
             device = torch.device("cpu") if on_host else weight.device
             master = new_state(weight, config.main_params_dtype if rounded else "fp32", device)
             write_whole_(master, weight)

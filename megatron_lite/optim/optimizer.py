@@ -24,7 +24,6 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.adam_update import rule_of
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.layouts import FullySharded, Piece, Replicated, Zero1
-from megatron_lite.optim.stored import whole as whole_state
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
@@ -213,6 +212,8 @@ class Optimizer:
 
         Every data-parallel rank must call this.
         """
+        from megatron_lite.optim.stored import whole as whole_state
+
         keys = (*self.state_names(name), *(("master",) if self.layout.keeps_masters else ()))
         held = {key: whole_state(state) for key, state in self.states.get(name, {}).items()}
         return {key: self.layout.whole(name, held.get(key)) for key in keys}

@@ -1,4 +1,5 @@
-"""States of the optimizer in less than float32 or in host memory, read and written part by part.
+"""States of the optimizer in less than float32 or in host memory, which are read, written and
+updated part by part.
 
     fp32    as it is
     bf16    rounded once, when an update writes it
@@ -11,10 +12,18 @@ cut into parts of at most PART elements, so that no float32 copy of a large one 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from megatron_lite.config import optimizer_settings
+from megatron_lite.optim.layouts import Piece
+from megatron_lite.parallel.torch_internals import is_fake
+
+if TYPE_CHECKING:
+    from megatron_lite.optim.adam_update import AdamW
 
 SCALES = "scales_of_parts"
 HEADROOM = 15  # 2^15 is below float16's largest number
@@ -74,3 +83,68 @@ def whole(state: Tensor) -> Tensor:
     if state.dtype.itemsize > 2:
         return state
     return torch.cat([read(state, part) for part in parts_of(state)]).view(state.shape)
+
+
+class _Part(NamedTuple):
+    """A part of a piece that is updated by itself, and the settings of its group."""
+
+    piece: Piece
+    place: slice
+    settings: dict[str, Any]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.piece.weight.detach().view(-1)[self.place]
+
+    @property
+    def grad(self) -> Tensor:
+        return self.piece.grad.view(-1)[self.place]
+
+
+def update_apart(
+    rule: AdamW, groups: Sequence[tuple[list[Piece], dict[str, Any]]], skipped: Tensor
+) -> None:
+    """Updates and publishes the pieces of groups part by part, each with its group's settings."""
+    on_host: list[_Part] = []
+    for pieces, settings in groups:
+        parts = [_Part(one, place, settings) for one in pieces for place in parts_of(one.weight)]
+        if pieces[0].on_host:
+            on_host += parts
+            continue
+        for part in parts:
+            values = _update_part(rule, part, part.grad, found_inf=skipped)
+            if part.piece.weight is not part.piece.master:
+                # what is stored has been rounded, and a skipped step changes nothing
+                part.weight.copy_(torch.where(skipped > 0.0, part.weight, values))
+        for piece in pieces:
+            rule.steps[piece.name] += 1.0 - skipped
+    # It waits for the device, and for all but the last copies.
+    if on_host and (is_fake(skipped) or not skipped.item()):
+        assert rule.link is not None
+        arriving = rule.link.arriving([part.grad for part in on_host])
+        for part, grad in zip(on_host, arriving, strict=True):
+            rule.link.send(part.weight, _update_part(rule, part, grad, found_inf=None))
+        rule.link.finish()
+        for name in {part.piece.name for part in on_host}:
+            rule.steps[name] += 1.0
+
+
+def _update_part(rule: AdamW, part: _Part, grad: Tensor, found_inf: Tensor | None) -> Tensor:
+    """Updates the states of a part, where they are. Returns its main weights before they are
+    stored."""
+    piece, place, settings = part
+    states = [piece.master, *(rule.states[piece.name][key] for key in rule.names)]
+    master, *others = values = [read(state, place) for state in states]
+    # The parts of a piece share its step count, so each raises a copy.
+    rule.update(
+        [master],
+        [grad.to(master.dtype)],
+        [[one] for one in others],
+        [rule.steps[piece.name].clone()],
+        found_inf=found_inf,
+        **settings,
+    )
+    for state, value in zip(states, values, strict=True):
+        if value.dtype != state.dtype:
+            write_(state, place, value)
+    return master

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_lite.config import optimizer_settings
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim import adam_update
+from megatron_lite.optim import host_link
 from megatron_lite.optim.host_link import HostLink
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.rng import RngStreams
@@ -38,9 +38,9 @@ def train(
 ) -> tuple[dict[str, Tensor], Optimizer]:
     """Four steps of a bf16 model, whose gradients are the same random ones whatever it computes.
     Returns weights and states, on the CPU."""
-    before = optimizer_settings.PART, adam_update.PART, adam_update.HostLink
-    optimizer_settings.PART = adam_update.PART = part
-    adam_update.HostLink = link  # type: ignore[misc]
+    before = optimizer_settings.PART, host_link.HostLink
+    optimizer_settings.PART = part
+    host_link.HostLink = link  # type: ignore[misc]
     try:
         parallel = ParallelState(device=device, rng=RngStreams(device, seed=7))
         model = build_tiny_model(tiny_config(num_layers=3), parallel, dtype=torch.bfloat16)
@@ -63,7 +63,7 @@ def train(
                 held[f"{name}/{key}"] = state
         return {name: one.float().cpu() for name, one in held.items()}, optimizer
     finally:
-        optimizer_settings.PART, adam_update.PART, adam_update.HostLink = before  # type: ignore[misc]
+        optimizer_settings.PART, host_link.HostLink = before  # type: ignore[misc]
 
 
 def check_alike(found: dict[str, Tensor], expected: dict[str, Tensor], rounded: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.model import dispatch, layer, router
-from megatron_lite.optim import adam_update, grad_buffer, host_link, layouts
+from megatron_lite.optim import grad_buffer, host_link, layouts, stored
 from megatron_lite.optim.muon_update import MOMENTUM
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import fsdp, sequence_spans, state, weight_gradient
@@ -51,7 +51,7 @@ def a_loaded_weight_leaves_the_copy_on_the_host(
         real(self, target, whole)
 
 
-@replaces("write_", adam_update)
+@replaces("write_", stored)
 def a_moment_is_rounded_twice(real: Any, state: Tensor, part: slice, values: Tensor) -> None:
     real(state, part, values.bfloat16().float())
 

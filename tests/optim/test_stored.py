@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_lite.config import optimizer_settings
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.optim import adam_update
+from megatron_lite.optim import adam_update, host_link
 from megatron_lite.optim.host_link import HostLink
 from megatron_lite.optim.layouts import Piece
 from megatron_lite.optim.optimizer import Optimizer
@@ -130,7 +130,7 @@ def test_no_copy_is_read_before_it_has_arrived(
 ) -> None:
     """In parts of 16 elements, which torch's kernel may round as other ones: one rounding of
     float32, or of bfloat16 where moments have it."""
-    monkeypatch.setattr(adam_update, "HostLink", LateLink)
+    monkeypatch.setattr(host_link, "HostLink", LateLink)
     results = []
     for part, place in (
         (2**24, {}),
@@ -140,7 +140,6 @@ def test_no_copy_is_read_before_it_has_arrived(
         ),
     ):
         monkeypatch.setattr(optimizer_settings, "PART", part)
-        monkeypatch.setattr(adam_update, "PART", part)
         model = Plain()
         with tp_state(1) as parallel:
             optimizer = optimizer_of(model, parallel, **settings, **place)
