@@ -7,7 +7,8 @@
     host          launches x the time of one, by mode
     collective    steps x latency + bytes / bandwidth, inside a node or between nodes
 
-Each machine is a JSON file in machines/, which also states the source of each figure.
+Each machine is a JSON file in machines/, which also states the source of each figure. "like" names
+a machine there of which a file takes every figure, and its source, that it does not have.
 `python -m megatron_lite.tools.calibrate` writes such a file for the machine it runs on. Standard
 library only.
 """
@@ -38,7 +39,11 @@ from megatron_lite.description.operations import (
 MACHINES = Path(__file__).parent / "machines"
 ALIASES = {"a100": "a100-80gb", "h100": "h100-80gb", "h200-141gb": "h200", "b200-180gb": "b200"}
 # Parts of the names that CUDA gives to GPUs, in lower case, and their machines.
-GPU_MACHINES = (("a100", "a100-80gb"), ("h100", "h100-80gb"), ("h200", "h200"), ("b200", "b200"))
+GPU_MACHINES = (
+    *(("a100", "a100-80gb"), ("h100", "h100-80gb"), ("h200", "h200"), ("gb200", "gb200")),
+    *(("b200", "b200"), ("l40s", "l40s"), ("rtx 4090", "rtx4090"), ("rtx 5090", "rtx5090")),
+    ("mi300x", "mi300x"),
+)
 CPU_MACHINE = "cpu"
 LARGEST_FIGURE = 1e24
 DEVICES = ("cpu", "cuda")
@@ -318,7 +323,21 @@ def from_json(text: str) -> Hardware:
     Raises ValueError if the text is not JSON, if a figure is missing, unknown or of the wrong type,
     or if one is outside its bounds.
     """
-    return typing.cast(Hardware, from_plain(Hardware, parse_json(text), "the machine"))
+    values = parse_json(text)
+    if isinstance(values, dict) and "like" in values:
+        like = values.pop("like")
+        if like not in machine_names():
+            raise ValueError(f"like must be one of {', '.join(machine_names())} (got {like!r})")
+        whole = parse_json(read_input_text(MACHINES / f"{like}.json", LARGEST_TEXT))
+        values = _completed(values, whole)
+    return typing.cast(Hardware, from_plain(Hardware, values, "the machine"))
+
+
+def _completed(own: Any, whole: Any) -> Any:
+    """Returns a value with the entries of objects that only the other one has."""
+    if not (isinstance(own, dict) and isinstance(whole, dict)):
+        return own
+    return {**whole, **{name: _completed(value, whole.get(name)) for name, value in own.items()}}
 
 
 def _figures(config: Any, where: str = "") -> typing.Iterator[tuple[str, float]]:

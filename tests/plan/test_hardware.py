@@ -4,6 +4,7 @@ through memory and one collective."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,18 @@ from megatron_lite.description.operations import (
     Collective,
     Matmul,
 )
-from megatron_lite.plan.hardware import MACHINES, Group, load_hardware
+from megatron_lite.plan.hardware import MACHINES, Group, load_hardware, machine_names
+from megatron_lite.plan.problem import Problem
+from megatron_lite.plan.search import Search
 from tests.plan.machines import ideal
+from tests.plan.runs import small_run
 from tests.support.changes import with_fields
 
 A100 = load_hardware("a100-80gb")
 DIMENSIONS = st.integers(1, 20_000)
+NOT_OF_A_CARD = {"name", "like", "device", "sources", "ranks_per_node", "shares_cores"} | {
+    *("bf16", "fp32", "captured")  # their parts are named
+}
 
 
 def text_of(**changes: Any) -> str:
@@ -41,6 +48,29 @@ def test_a_path_of_a_file_is_a_machine(tmp_path: Path) -> None:
         load_hardware(str(tmp_path / "elsewhere.json"))
 
 
+@pytest.mark.parametrize("name", machine_names())
+def test_each_machine_plans_and_says_where_its_figures_are_from(name: str) -> None:
+    machine = load_hardware(name)
+    assert machine.name == name
+    said = {word for key in machine.sources for word in re.split(r", |\.", key)}
+    own = json.loads((MACHINES / f"{name}.json").read_text())
+    figures = own.keys() | {"peak_flops"}
+    assert machine.device == "cpu" or figures - NOT_OF_A_CARD <= said
+    found = Search(Problem(small_run(), machine)).find(2, machine.memory_bytes, most=1)
+    assert found.plans[0].peak.num_bytes < machine.memory_bytes
+
+
+def test_a_file_has_its_own_figures_and_those_of_the_machine_that_it_is_like(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "here.json"
+    own = dict(name="here", like="a100-80gb", bf16=dict(peak_flops=1e15), sources={"band": "me"})
+    path.write_text(json.dumps(own))
+    sources = {**A100.sources, "band": "me"}
+    bf16 = replace(A100.bf16, peak_flops=1e15)
+    assert load_hardware(str(path)) == replace(A100, name="here", bf16=bf16, sources=sources)
+
+
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
@@ -52,6 +82,7 @@ def test_a_path_of_a_file_is_a_machine(tmp_path: Path) -> None:
         (dict(inside=dict(latency_s=0.0, bandwidth=0.0)), "inside.bandwidth must be in"),
         (dict(inside=7), "inside: expected an object"),
         (dict(sources=["a"]), "sources: expected collections.abc.Mapping"),
+        (dict(like="h900"), "like must be one of a100-80gb, .* .got 'h900'."),
         ("{", "wrong.json"),
         ("[" * 100_000, "wrong.json"),
         ('{"a": 1, "a": 2}', "is given twice"),
