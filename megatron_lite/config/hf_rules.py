@@ -7,25 +7,18 @@ them back and compares. Standard library only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from megatron_lite.config.checks import quoted
-from megatron_lite.config.model import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS, ModelConfig
-from megatron_lite.config.plain import MOST_LAYERS, shown
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.plain import MOST_LAYERS
 
 Values = dict[str, Any]
 
 REQUIRED = object()
 MOST_SIZE = 2**40  # larger than any size of a model
 SLIDING, FULL = "sliding_attention", "full_attention"
-LLAMA3 = {
-    "low_freq_factor": SLOW_TURNS,
-    "high_freq_factor": FAST_TURNS,
-    "original_max_position_embeddings": ORIGINAL_LENGTH,
-}
-ROTARY_KEYS = {"rope_theta", "rope_type", "factor", "partial_rotary_factor", *LLAMA3}
 
 
 class Config:
@@ -240,131 +233,3 @@ class Unrotated(NamedTuple):
     def write(self, model: ModelConfig) -> Values:
         layers = range(model.num_layers)
         return {"no_rope_layers": [int(model.layer_rotates(layer)) for layer in layers]}
-
-
-class Rotary(NamedTuple):
-    """The rotary embedding: its base, its scaling, and the share of a head that is rotated.
-
-    Older files have rope_theta and rope_scaling, newer ones an object rope_parameters. Both are
-    read, and the older keys are written, which every version reads.
-
-    base: the key of the base. share: the key of the share; None: the whole head.
-    form: "by layer": rope_parameters has an object for each kind of layer, and they must be equal.
-        "explicit": without the object transformers takes a scaling of its own.
-    """
-
-    default_base: int = 10000
-    base: str = "rope_theta"
-    share: str | None = None
-    default_share: float = 1.0
-    form: str = ""
-
-    def read(self, config: Config, fields: Values) -> None:
-        found = self._parameters(config)
-        fields["rotary_base"] = _whole_number(self.base, found["rope_theta"])
-        share = found.get("partial_rotary_factor", self.share and config.get(self.share))
-        if self.share is not None:
-            inside = Config({self.share: share})
-            fields["rotary_percent"] = inside.value(self.share, float, self.default_share)
-        elif share not in (1, None):
-            raise ValueError("partial_rotary_factor: the whole head is rotated in this family")
-        kind = found["rope_type"]
-        if kind == "linear":
-            factor = _whole_number("factor", found.get("factor", 1))
-            fields["rotary_seq_len_interpolation_factor"] = factor
-        elif kind == "llama3":
-            self._read_llama3(found, config, fields)
-        elif kind not in (None, "default"):
-            config.inexact.append(
-                f"rope_scaling {quoted(kind)} is left out: it changes no size, but a run here does "
-                "not scale its rotary embedding so (it knows linear and llama3)"
-            )
-
-    def _parameters(self, config: Config) -> Values:
-        """Returns rope_parameters, or what stands for it in older files, with its rope_theta.
-
-        Raises ValueError if two places contradict: versions of transformers differ in which of
-        them they read.
-        """
-        outside = config.get(self.base)
-        base = self.default_base if outside is None else outside
-        both = [config.object(key) for key in ("rope_parameters", "rope_scaling")]
-        if self.form == "explicit" and not any(both):
-            raise ValueError("rope_parameters is missing")
-        if {FULL, SLIDING} & both[0].keys():
-            of_layers = Config(both[0])
-            both = [of_layers.object(FULL), of_layers.object(SLIDING), both[1]]
-        elif self.form == "by layer" and (
-            base != self.default_base
-            or both[1].get("rope_type", both[1].get("type")) in ("linear", "llama3")
-        ):
-            raise ValueError(
-                f"rope_scaling and {self.base} outside of rope_parameters are of some layers only "
-                "in this family: a model here has one rotary embedding"
-            )
-        places = [
-            {"rope_theta": base, "rope_type": one.get("type", "default"), **one}
-            for one in [one for one in both if one] or [{}]
-        ]
-        for place in places:
-            place.pop("type", None)
-        found = places[0]
-        if any(found != place for place in places) or (
-            outside is not None and found["rope_theta"] != outside
-        ):
-            raise ValueError(
-                f"rope_parameters, rope_scaling and {self.base} differ, or those of two kinds of "
-                "layers do: a model here has one rotary embedding, and versions of transformers "
-                "read one or the other: remove one"
-            )
-        unknown = found.keys() - ROTARY_KEYS
-        if unknown and found["rope_type"] in (None, "default", "linear", "llama3"):
-            raise ValueError(
-                f"the rotary embedding has the unknown key {shown(', '.join(sorted(unknown)))}: "
-                "it may change results, so the config is not read"
-            )
-        return found
-
-    def _read_llama3(self, found: Values, config: Config, fields: Values) -> None:
-        # transformers prefers the number outside of the object
-        key = "original_max_position_embeddings"
-        length = config.get(key) or found.get(key) or config.get("max_position_embeddings")
-        there = {**found, key: length}
-        other = [
-            f"{key} {quoted(there.get(key))}" for key in LLAMA3 if there.get(key) != LLAMA3[key]
-        ]
-        if other:
-            rule = ", ".join(f"{key} {value:g}" for key, value in LLAMA3.items())
-            config.inexact.append(
-                f"rope_scaling 'llama3' with {', '.join(other)} is left out: --use-rope-scaling "
-                f"has the constants of Llama 3.1, {rule}"
-            )
-            return
-        fields["use_rope_scaling"] = True
-        fields["rope_scaling_factor"] = Config(found).value("factor", float, 8.0)
-
-    def write(self, model: ModelConfig) -> Values:
-        scaling: Values | None = None
-        if model.use_rope_scaling:
-            scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
-        elif model.rotary_seq_len_interpolation_factor is not None:
-            factor = float(model.rotary_seq_len_interpolation_factor)
-            scaling = {"rope_type": "linear", "factor": factor}
-        base = float(model.rotary_base)
-        found: Values = {self.base: base, "rope_scaling": scaling}
-        if self.share is not None:
-            found[self.share] = model.rotary_percent
-        if self.form:
-            one = {"rope_theta": base, "rope_type": "default", **(scaling or {})}
-            by_layer = self.form == "by layer"
-            found["rope_parameters"] = {FULL: one, SLIDING: one} if by_layer else one
-        return found
-
-
-def _whole_number(key: str, value: Any) -> int:
-    """Returns a number that may be written as a float but must be whole."""
-    if type(value) not in (int, float) or not math.isfinite(value) or value != int(value):
-        raise ValueError(f"{key} must be a whole number (got {quoted(value)})")
-    if abs(value) > MOST_SIZE:
-        raise ValueError(f"{key} must be at most {MOST_SIZE} (got {quoted(value)})")
-    return int(value)

@@ -29,26 +29,8 @@ from megatron_lite.config.layer_pattern import (
     spelled,
 )
 from megatron_lite.config.plain import MOST_LAYERS
+from megatron_lite.config.rotary import RotaryScaling, RotarySettings
 from megatron_lite.config.setting import check_settings, required, setting, switch
-
-# The constants of Llama 3.1, which Megatron has as well. A frequency whose wave is longer than the
-# original length is slow. One whose wave is shorter than a quarter of it is fast.
-ORIGINAL_LENGTH = 8192
-SLOW_TURNS, FAST_TURNS = 1.0, 4.0
-
-
-class RotaryScaling(NamedTuple):
-    """The factors of both rules. None: the rule is not used.
-
-    frequency_factor: divides slow frequencies.
-    position_factor: divides positions.
-    """
-
-    frequency_factor: float | None = None
-    position_factor: int | None = None
-
-
-NO_SCALING = RotaryScaling()
 
 
 class Positions(NamedTuple):
@@ -100,7 +82,7 @@ ATTENTION_BACKENDS = tuple(ALWAYS_UNFUSED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertSettings):
+class ModelConfig(ExpertSettings, RotarySettings):
     """The shape of one GPT.
 
     ffn_hidden_size: f. None: Megatron's default, 4 h. With a gated activation it is 8/3 h, rounded
@@ -119,7 +101,7 @@ class ModelConfig(ExpertSettings):
     window_attn_skip_freq: which layers have the window. None: all layers.
     no_rope_freq: which layers have no rotary embedding. None: no layer.
     use_rope_scaling, rope_scaling_factor, rotary_seq_len_interpolation_factor: how a rotary
-        embedding reaches longer sequences than it was trained on (config/model.py).
+        embedding reaches longer sequences than it was trained on (config/rotary.py).
 
     config/layer_pattern.py defines window_attn_skip_freq and no_rope_freq.
     """
@@ -274,6 +256,15 @@ class ModelConfig(ExpertSettings):
                 f"{self.rotary_dim} rotated channels: it must be an even number of at least 2, in "
                 "(0, 1]"
             )
+        frequencies = self.rotary_dim // 2
+        if self.rope_type == "longrope" and {frequencies} != {
+            len(self.short_factor),
+            len(self.long_factor),
+        }:
+            raise ValueError(
+                f"--rope-type longrope needs --short-factor and --long-factor, each with a number "
+                f"for each of {frequencies} frequencies"
+            )
         self._check_window()
         self._check_rotation()
         self.check_experts(self.num_layers)
@@ -427,7 +418,7 @@ class ModelConfig(ExpertSettings):
     @property
     def rotary_scaling(self) -> RotaryScaling:
         """The scaling of the rotary embedding's frequencies and positions."""
-        return RotaryScaling(
+        return self.scaling_by_rule()._replace(
             frequency_factor=self.rope_scaling_factor if self.use_rope_scaling else None,
             position_factor=self.rotary_seq_len_interpolation_factor,
         )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.config.model import (
+from megatron_lite.config.rotary import (
     FAST_TURNS,
     NO_SCALING,
     ORIGINAL_LENGTH,
@@ -37,19 +37,39 @@ def rotary_tables(
 ) -> RotaryTables:
     """Returns the tables of positions 0 .. s-1: angle = position / base^(2i/rotary_dim).
 
-    The angles are computed in float32. scaling: changes the frequencies and the positions.
+    The angles are computed in float32. scaling: changes frequencies, positions and magnitudes.
     """
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
     positions = torch.arange(seq_length, dtype=torch.float32, device=device)
-    frequencies = 1.0 / base**exponents
-    if scaling.frequency_factor is not None:
-        frequencies = _scaled(frequencies, scaling.frequency_factor)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
+    frequencies = _frequencies(base**exponents, base, seq_length, scaling)
     if scaling.position_factor is not None:
         positions *= 1 / scaling.position_factor
     angles = torch.outer(positions, frequencies)
     # Channels i and i + rotary_dim/2 form a pair (half-split layout), so they share an angle.
     angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
-    return RotaryTables(angles.cos().to(dtype), angles.sin().to(dtype))
+    cos, sin = ((table * scaling.magnitude).to(dtype) for table in (angles.cos(), angles.sin()))
+    return RotaryTables(cos, sin)
+
+
+def _frequencies(waves: Tensor, base: float, seq_length: int, scaling: RotaryScaling) -> Tensor:
+    """Returns the frequency of each pair of channels. waves: 1 / frequency without a scaling."""
+    length, dim = scaling.original_length, 2 * len(waves)
+    if scaling.divisors:
+        divisors = scaling.divisors[seq_length > length]
+        return 1.0 / (waves.new_tensor(divisors) * waves)
+    if scaling.rule == "yarn":
+        # the channels that make these turns within the original length
+        first, last = (
+            dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+            for turns in scaling.turns
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
+        channels = torch.arange(len(waves), dtype=waves.dtype, device=waves.device)
+        stays = 1 - ((channels - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+        return 1.0 / (scaling.factor * waves) * (1 - stays) + 1.0 / waves * stays
+    if scaling.frequency_factor is not None:
+        return _scaled(1.0 / waves, scaling.frequency_factor)
+    return 1.0 / waves
 
 
 def _scaled(frequencies: Tensor, factor: float) -> Tensor:

@@ -96,9 +96,17 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         "'deepseek_v3' has no counterpart here (it has multi-head latent attention, which no model "
         "here has), only gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, mixtral, olmoe, ",
     ),
-    "yarn": (
-        sizes(rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}),
-        "does not map exactly: rope_scaling 'yarn' is left out",
+    "dynamic": (
+        sizes(rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}),
+        "does not map exactly: rope_scaling 'dynamic', which depends on the length of the text, is",
+    ),
+    "a list of texts": (
+        sizes(rope_parameters=dict(rope_type="longrope", short_factor=["1"], long_factor=[])),
+        "short_factor must be of type float (got '1')",
+    ),
+    "too few divisors": (
+        sizes(rope_parameters=dict(rope_type="longrope", short_factor=[1.0], long_factor=[])),
+        "--rope-type longrope needs --short-factor and --long-factor, each with a number for each",
     ),
     "pickle": (pickle, "is pickled, and reading a pickle may run any code"),
     "no weights": (

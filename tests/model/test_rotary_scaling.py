@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config.model import RotaryScaling
+from megatron_lite.config.hf_config import from_hf
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.rotary import RotaryScaling
 from megatron_lite.model.rotary import rotary_tables
 
 LENGTH, CHANNELS, BASE = 300, 64, 500000
+LENGTH_BEFORE = "original_max_position_embeddings"
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, LENGTH_BEFORE: 8192}
 SCALINGS = [
     RotaryScaling(),
     RotaryScaling(frequency_factor=8.0),
@@ -28,29 +34,54 @@ def cosines(scaling: RotaryScaling, length: int = LENGTH) -> Tensor:
     return tables.cos[:, 0, 0, : CHANNELS // 2]
 
 
-@pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_scaled_frequencies_equal_those_of_transformers(factor: float) -> None:
+LONGROPE = dict(
+    short_factor=[1 + i / 10 for i in range(32)], long_factor=[1 + i for i in range(32)]
+)
+# Rules of transformers with their parameters, and of which length the sequences are.
+RULES: dict[str, tuple[dict[str, Any], int]] = {
+    "llama3 by 8": (dict(rope_type="llama3", factor=8.0, **LLAMA3), LENGTH),
+    "llama3 by 32": (dict(rope_type="llama3", factor=32.0, **LLAMA3), LENGTH),
+    "yarn": (dict(rope_type="yarn", factor=4.0), LENGTH),
+    "yarn of DeepSeek": (
+        dict(rope_type="yarn", factor=40.0, mscale=1.0, mscale_all_dim=0.7),
+        LENGTH,
+    ),
+    "yarn of GPT-OSS's turns": (
+        dict(rope_type="yarn", factor=2.5, beta_fast=8.0, beta_slow=2.0),
+        90,
+    ),
+    "yarn that is told all": (dict(rope_type="yarn", factor=4.0, attention_factor=1.5), LENGTH),
+    "longrope": (dict(rope_type="longrope", factor=4.0, **LONGROPE), 128),
+    "longrope beyond": (dict(rope_type="longrope", factor=4.0, **LONGROPE), 129),
+    "longrope by lengths": (dict(rope_type="longrope", **LONGROPE), LENGTH),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_scaled_tables_equal_those_of_transformers(rule: str) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    parameters, length = RULES[rule]
+    rope = {"rope_theta": float(BASE), LENGTH_BEFORE: 128, **parameters}
     config = transformers.LlamaConfig(
+        hidden_size=4 * CHANNELS,
+        num_attention_heads=4,
         head_dim=CHANNELS,
-        rope_parameters=dict(
-            rope_type="llama3",
-            rope_theta=float(BASE),
-            factor=factor,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
-        ),
+        max_position_embeddings=512,
+        rope_parameters=rope,
     )
-    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](
+        config, torch.device("cpu"), seq_len=length
+    )
     plain = 1.0 / BASE ** (torch.arange(0, CHANNELS, 2) / CHANNELS)
     shares = frequencies / plain
-    assert shares.min() < 1.001 / factor and shares.max() == 1.0
-    assert ((shares > 1.001 / factor) & (shares < 0.999)).any(), "no frequency lies between"
-    angles = torch.outer(torch.arange(LENGTH, dtype=torch.float32), frequencies)
-    assert torch.equal(cosines(RotaryScaling(frequency_factor=factor)), angles.cos())
+    if rope["rope_type"] != "longrope":
+        assert shares.min() < 1.001 / rope["factor"] and shares.max() == 1.0
+        assert ((shares > 1.001 / rope["factor"]) & (shares < 0.999)).any(), "none lies between"
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    model = ModelConfig(**from_hf(json.loads(config.to_json_string())).fields)
+    assert torch.equal(cosines(model.rotary_scaling, length), angles.cos() * magnitude)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

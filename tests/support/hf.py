@@ -102,6 +102,14 @@ _QWEN2_SIZES = {key: value for key, value in _LLAMA_SIZES.items() if key != "hea
 _EXPERTS = dict(_LLAMA_SIZES, num_experts_per_tok=3, pad_token_id=None)
 _QWEN2_EXPERTS = dict(_QWEN2_SIZES, num_experts_per_tok=3, pad_token_id=None)
 
+
+def _llama_of_rule(theirs: dict[str, object], ours: dict[str, object]) -> Peer:
+    """Returns Llama with a scaled rotary embedding."""
+    rope = dict(theirs, rope_theta=500.0)
+    build = _random("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA_SIZES, "rope_parameters": rope})
+    return Peer(build, {**_LLAMA, **ours})
+
+
 _NEOX = dict(
     hidden_size=H,
     intermediate_size=F,
@@ -401,16 +409,41 @@ PEERS = {
         ),
         config={**_LLAMA, "rotary_base": 260_000_000, "use_rope_scaling": True},
     ),
-    "llama with longer positions": Peer(
+    "llama with longer positions": _llama_of_rule(
+        dict(rope_type="linear", factor=2.0), dict(rotary_seq_len_interpolation_factor=2)
+    ),
+    "llama with yarn": _llama_of_rule(
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+        dict(rope_type="yarn", rotary_scaling_factor=4.0, original_max_position_embeddings=8),
+    ),
+    # The sample is longer than the original length, so the second list counts.
+    "phi3 with longrope": Peer(
         build=_random(
-            "LlamaForCausalLM",
-            "LlamaConfig",
+            "Phi3ForCausalLM",
+            "Phi3Config",
+            pad_token_id=None,
+            original_max_position_embeddings=5,
             **{
-                **_LLAMA_SIZES,
-                "rope_parameters": dict(rope_type="linear", rope_theta=500.0, factor=2.0),
+                **_QWEN2_SIZES,
+                "rope_parameters": dict(
+                    rope_type="longrope",
+                    rope_theta=500.0,
+                    partial_rotary_factor=0.75,
+                    short_factor=[1.0, 1.5, 2.0],
+                    long_factor=[2.0, 3.0, 7.5],
+                ),
             },
         ),
-        config={**_LLAMA, "rotary_seq_len_interpolation_factor": 2},
+        config={
+            **_LLAMA,
+            "kv_channels": D,
+            "rotary_percent": 0.75,
+            "rope_type": "longrope",
+            "rotary_scaling_factor": POSITIONS / 5,
+            "original_max_position_embeddings": 5,
+            "short_factor": (1.0, 1.5, 2.0),
+            "long_factor": (2.0, 3.0, 7.5),
+        },
     ),
 }
 

@@ -16,6 +16,7 @@ from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import from_plain
+from megatron_lite.config.rotary import RotarySettings
 from megatron_lite.convert.megatron.torch_file import Inert
 from megatron_lite.convert.weights import OUTPUT, WORDS, WeightSource
 
@@ -26,6 +27,7 @@ EXPERT_FIELDS = tuple(field.name for field in fields(ExpertSettings))
 NOT_TAKEN = {"attention_backend", "norm_impl"}
 # Fields that Megatron-LM has no argument for, with the only value that its models have.
 ONLY_HERE = {"parallel_residual": False, "norm_position": "before", "qk_layernorm_scope": "head"}
+ONLY_HERE |= {field.name: field.default for field in fields(RotarySettings)}
 SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in ONLY_HERE]
 # Arguments that change the model, and must be off unless ModelConfig has them as a field.
 VARIANTS = (

@@ -1,0 +1,183 @@
+"""The rotary embedding of a Hugging Face model: a rule of hf_rules.py. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megatron_lite.config.checks import quoted
+from megatron_lite.config.hf_rules import FULL, MOST_SIZE, REQUIRED, SLIDING, Config, Values
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.plain import as_whole, shown
+from megatron_lite.config.rotary import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS
+
+LENGTH = "original_max_position_embeddings"
+LLAMA3 = {"low_freq_factor": SLOW_TURNS, "high_freq_factor": FAST_TURNS, LENGTH: ORIGINAL_LENGTH}
+MSCALES = ("mscale", "mscale_all_dim")
+OF_RULE = {"yarn": ("beta_fast", "beta_slow"), "longrope": ("short_factor", "long_factor")}
+KEYS = {"rope_theta", "rope_type", "factor", "partial_rotary_factor", "attention_factor", *LLAMA3}
+KEYS |= {*MSCALES, *OF_RULE["yarn"], *OF_RULE["longrope"]}
+RULES = (None, "default", "linear", "llama3", "yarn", "longrope")
+
+
+class Rotary(NamedTuple):
+    """The rotary embedding: its base, its scaling, and the share of a head that is rotated.
+
+    Older files have rope_theta and rope_scaling, newer ones an object rope_parameters. Both are
+    read, and the older keys are written, which every version reads.
+
+    base: the key of the base. share: the key of the share; None: the whole head.
+    form: "by layer": rope_parameters has an object for each kind of layer, and they must be equal.
+        "explicit": without the object transformers takes a scaling of its own.
+    """
+
+    default_base: int = 10000
+    base: str = "rope_theta"
+    share: str | None = None
+    default_share: float = 1.0
+    form: str = ""
+
+    def read(self, config: Config, fields: Values) -> None:
+        found = self._parameters(config)
+        fields["rotary_base"] = _whole_number(self.base, found["rope_theta"])
+        share = found.get("partial_rotary_factor", self.share and config.get(self.share))
+        if self.share is not None:
+            inside = Config({self.share: share})
+            fields["rotary_percent"] = inside.value(self.share, float, self.default_share)
+        elif share not in (1, None):
+            raise ValueError("partial_rotary_factor: the whole head is rotated in this family")
+        kind = found["rope_type"]
+        if kind == "linear":
+            factor = _whole_number("factor", found.get("factor", 1))
+            fields["rotary_seq_len_interpolation_factor"] = factor
+        elif kind == "llama3":
+            self._read_llama3(found, config, fields)
+        elif kind in ("yarn", "longrope"):
+            self._read_stretched(Config(found), config, fields)
+        elif kind not in RULES:
+            depends = ", which depends on the length of the text," * (kind == "dynamic")
+            config.inexact.append(
+                f"rope_scaling {quoted(kind)}{depends} is left out: it changes no size, but a run "
+                f"here does not scale its rotary embedding so (it knows {', '.join(RULES[2:])})"
+            )
+
+    def _parameters(self, config: Config) -> Values:
+        """Returns rope_parameters, or what stands for it in older files, with its rope_theta.
+
+        Raises ValueError if two places contradict: versions of transformers differ in which of
+        them they read.
+        """
+        outside = config.get(self.base)
+        base = self.default_base if outside is None else outside
+        both = [config.object(key) for key in ("rope_parameters", "rope_scaling")]
+        if self.form == "explicit" and not any(both):
+            raise ValueError("rope_parameters is missing")
+        if {FULL, SLIDING} & both[0].keys():
+            of_layers = Config(both[0])
+            both = [of_layers.object(FULL), of_layers.object(SLIDING), both[1]]
+        elif self.form == "by layer" and (
+            base != self.default_base
+            or both[1].get("rope_type", both[1].get("type", "default")) != "default"
+        ):
+            raise ValueError(
+                f"rope_scaling and {self.base} outside of rope_parameters are of some layers only "
+                "in this family: a model here has one rotary embedding"
+            )
+        places = [
+            {"rope_theta": base, "rope_type": one.get("type", "default"), **one}
+            for one in [one for one in both if one] or [{}]
+        ]
+        for place in places:
+            place.pop("type", None)
+            if "short_factor" in place:  # older files say su or yarn
+                place["rope_type"] = "longrope"
+        found = places[0]
+        if any(found != place for place in places) or (
+            outside is not None and found["rope_theta"] != outside
+        ):
+            raise ValueError(
+                f"rope_parameters, rope_scaling and {self.base} differ, or those of two kinds of "
+                "layers do: a model here has one rotary embedding, and versions of transformers "
+                "read one or the other: remove one"
+            )
+        unknown = found.keys() - KEYS
+        if unknown and found["rope_type"] in RULES:
+            raise ValueError(
+                f"the rotary embedding has the unknown key {shown(', '.join(sorted(unknown)))}: "
+                "it may change results, so the config is not read"
+            )
+        return found
+
+    def _read_llama3(self, found: Values, config: Config, fields: Values) -> None:
+        there = {**found, LENGTH: _original_length(found, config)}
+        other = [
+            f"{key} {quoted(there.get(key))}" for key in LLAMA3 if there.get(key) != LLAMA3[key]
+        ]
+        if other:
+            rule = ", ".join(f"{key} {value:g}" for key, value in LLAMA3.items())
+            config.inexact.append(
+                f"rope_scaling 'llama3' with {', '.join(other)} is left out: --use-rope-scaling "
+                f"has the constants of Llama 3.1, {rule}"
+            )
+            return
+        fields["use_rope_scaling"] = True
+        fields["rope_scaling_factor"] = Config(found).value("factor", float, 8.0)
+
+    def _read_stretched(self, found: Config, config: Config, fields: Values) -> None:
+        kind, length = found.get("rope_type"), _original_length(found.values, config)
+        by_length = fields["max_position_embeddings"] / length
+        fields |= {"rope_type": kind, LENGTH: length}
+        fields["rotary_scaling_factor"] = found.value("factor", float, by_length)
+        fields["rope_attention_factor"] = found.value("attention_factor", float, None)
+        scales = {key: found.value(key, float, 0.0) for key in MSCALES}
+        if all(scales.values()):
+            fields |= scales
+        for key in OF_RULE[kind]:
+            if kind == "longrope":
+                numbers = (Config({key: one}) for one in found.value(key, list, REQUIRED))
+                fields[key] = tuple(one.value(key, float, REQUIRED) for one in numbers)
+            elif found.get(key) is not None:
+                fields[key] = found.value(key, float, None)
+
+    def write(self, model: ModelConfig) -> Values:
+        scaling: Values | None = None
+        if model.use_rope_scaling:
+            scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
+        elif model.rotary_seq_len_interpolation_factor is not None:
+            factor = float(model.rotary_seq_len_interpolation_factor)
+            scaling = {"rope_type": "linear", "factor": factor}
+        elif model.rope_type != "rope":
+            factor, length = model.rotary_scaling_factor, model.original_max_position_embeddings
+            scaling = {"rope_type": model.rope_type, "factor": factor, LENGTH: length}
+            scaling["attention_factor"] = model.rotary_scaling.magnitude
+            for key in OF_RULE[model.rope_type]:
+                value = getattr(model, key)
+                scaling[key] = list(value) if isinstance(value, tuple) else value
+        base = float(model.rotary_base)
+        found: Values = {self.base: base, "rope_scaling": scaling}
+        if model.rope_type != "rope":  # Phi-3 reads it here
+            found[LENGTH] = model.original_max_position_embeddings
+        if self.share is not None:
+            found[self.share] = model.rotary_percent
+        if self.form:
+            one = {"rope_theta": base, "rope_type": "default", **(scaling or {})}
+            by_layer = self.form == "by layer"
+            found["rope_parameters"] = {FULL: one, SLIDING: one} if by_layer else one
+        return found
+
+
+def _original_length(found: Mapping[str, Any], config: Config) -> int:
+    # transformers prefers the number outside of the object
+    most = config.get("max_position_embeddings")
+    length = config.get(LENGTH) or found.get(LENGTH) or most
+    return as_whole(length, LENGTH, 1, MOST_SIZE)
+
+
+def _whole_number(key: str, value: Any) -> int:
+    """Returns a number that may be written as a float but must be whole."""
+    if type(value) not in (int, float) or not math.isfinite(value) or value != int(value):
+        raise ValueError(f"{key} must be a whole number (got {quoted(value)})")
+    if abs(value) > MOST_SIZE:
+        raise ValueError(f"{key} must be at most {MOST_SIZE} (got {quoted(value)})")
+    return int(value)
