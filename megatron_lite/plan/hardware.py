@@ -211,6 +211,10 @@ class Hardware:
             if collective.kind == SHIFT
             else rounds * collective.num_bytes * (group.size - 1) / group.size
         )
+        if collective.kind == ALL_TO_ALL and link is self.between:
+            # Each rank's own card brings what it gets from other nodes.
+            received = collective.num_bytes * (1 - group.per_node(self) / group.size)
+            bandwidth = link.bandwidth
         steps = 1 if collective.kind == SHIFT else rounds * math.ceil(math.log2(group.size))
         # The ranks of a group that share a node use the network cards of all of them, but no
         # byte travels faster than inside a node.

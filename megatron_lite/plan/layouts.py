@@ -8,11 +8,12 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from megatron_lite.config.parallel import CP_COMM_TYPES, no_flash_across_ranks
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.flops import forward_flops, logits_flops
@@ -20,6 +21,8 @@ from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.plan.problem import (
     CONTEXT,
     DATA_PARALLEL,
+    EXCHANGE,
+    EXPERTS,
     LOSS_CHUNK,
     MICRO_BATCH,
     OFFLOAD,
@@ -36,6 +39,7 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 LEAST_CONTEXT = 2048  # tokens of a sequence on one rank; the search splits none into shorter parts
 LOSS_CHUNKS = (1024, 4096, 256)  # of which those count that are shorter than a micro-batch
 MOST_VIRTUAL_STAGES = 8
+USUAL_HOST_BYTES = 128 * 2**30  # of a GPU, if --host-memory is not given and nothing else fits
 OFFLOAD_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 REPLICATED, ZERO1, FSDP2 = "replicated", "ZeRO-1", "FSDP2"
 _OFF = dict.fromkeys(
@@ -76,7 +80,12 @@ def refusal(problem: Problem, num_ranks: int) -> str:
 
 
 def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
-    """Yields every layout of so many ranks, without a recompute policy of its own."""
+    """Yields the layouts of so many ranks, for each of which `variants`, `virtuals`, `recuts` and
+    `savers` yield others.
+
+    No layout has a recompute policy of its own. Of all variants the one that is yielded here
+    computes for the shortest time.
+    """
     rows: list[Row] = [{}]
     for fields, values in DIMENSIONS:
         fixed = {name: problem.fixed[name] for name in fields if name in problem.fixed}
@@ -86,17 +95,22 @@ def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
             for more in ([fixed] if fixed else values(problem, num_ranks, row))
         ]
     for row in rows:
-        with suppress(ValueError):  # training would refuse it
-            config = with_fields(_base(problem), row)
-            if _divides(config, num_ranks) and (
-                problem.states_on_host is None
-                or max(
-                    states_on_host(config, num_ranks, rank)
-                    for rank in range(config.parallel.pipeline_model_parallel_size)
-                )
-                <= problem.states_on_host
-            ):
-                yield config
+        yield from _possible(problem, num_ranks, _base(problem), row)
+
+
+def _possible(problem: Problem, num_ranks: int, base: RunConfig, row: Row) -> Iterator[RunConfig]:
+    """Yields the run with these values, unless training would refuse it."""
+    with suppress(ValueError):
+        config = with_fields(base, row)
+        if _divides(config, num_ranks) and (
+            problem.states_on_host is None
+            or max(
+                states_on_host(config, num_ranks, rank)
+                for rank in range(config.parallel.pipeline_model_parallel_size)
+            )
+            <= problem.states_on_host
+        ):
+            yield config
 
 
 def states_on_host(config: RunConfig, num_ranks: int, pp_rank: int = 0) -> int:
@@ -106,9 +120,11 @@ def states_on_host(config: RunConfig, num_ranks: int, pp_rank: int = 0) -> int:
     return rank_states(config, pp_rank, dp_cp_size=size, dp_cp_rank=0).on_host
 
 
-def with_states_on_host(problem: Problem) -> Iterator[Problem]:
-    """Yields the problem with more and more of the optimizer states in host memory, as far as the
-    user has not decided that."""
+def with_host_memory(problem: Problem) -> Iterator[Problem]:
+    """Yields the problem with host memory for policies, and then with more and more of the
+    optimizer states in it, as far as the user has decided neither."""
+    if problem.states_on_host is None and problem.recompute is None:
+        yield problem._replace(host_bytes=USUAL_HOST_BYTES)
     for fraction in OFFLOAD_FRACTIONS if OFFLOAD not in problem.fixed else ():
         fields = {OFFLOAD: True, "overlap_cpu_optimizer_d2h_h2d": True}
         with suppress(ValueError):  # training would refuse it
@@ -149,6 +165,17 @@ def _context(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
             yield {CONTEXT: size}
 
 
+def _exchanges(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
+    yield {EXCHANGE: _ways(problem)[0]} if row[CONTEXT] > 1 else {}
+
+
+def _ways(problem: Problem) -> tuple[str, ...]:
+    """Returns the ways in which context-parallel ranks can exchange keys and values."""
+    model, resets = problem.base.model, problem.base.data.reset_attention_mask
+    whole = model.window_size or no_flash_across_ranks(model.attention_dropout, resets)
+    return ("a2a",) if whole and not model.always_unfused else CP_COMM_TYPES
+
+
 def _pipeline(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
     for size in range(1, min(num_ranks, problem.base.model.num_layers) + 1):
         if num_ranks % (size * row[TENSOR] * row[CONTEXT]) == 0:
@@ -160,16 +187,31 @@ def _sequence(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
 
 
 def _cuts(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    """Yields one cut of the layers into stages for each number of virtual stages."""
-    for virtual in range(1, MOST_VIRTUAL_STAGES + 1 if row[PIPELINE] > 1 else 2):
-        more = {"num_virtual_stages_per_pipeline_rank": virtual} if virtual > 1 else {}
-        for ends in _ends(problem, row[PIPELINE], virtual)[:1]:
-            yield {**ends, **more}
+    """Yields the most even cut of the layers into stages."""
+    yield from _ends(problem, row[PIPELINE], 1)[:1]
+
+
+def most_virtual(problem: Problem, config: RunConfig) -> int:
+    """Returns the most virtual stages that the search gives each rank of a layout."""
+    if config.parallel.pipeline_model_parallel_size > 1 and not problem.fixed.keys() & {*VIRTUAL}:
+        return MOST_VIRTUAL_STAGES
+    return config.parallel.num_virtual_stages_per_pipeline_rank or 1
+
+
+def virtuals(problem: Problem, num_ranks: int, config: RunConfig) -> Iterator[RunConfig]:
+    """Yields a layout of `variants` with 2, 3, ... virtual stages, as far as the user has fixed no
+    stages, each with the most even cut of the layers."""
+    parallel = config.parallel
+    if not problem.fixed.keys() & {*VIRTUAL}:
+        for virtual in range(2, most_virtual(problem, config) + 1):
+            more = {**dict.fromkeys(VIRTUAL), VIRTUAL[0]: virtual}
+            for ends in _ends(problem, parallel.pipeline_model_parallel_size, virtual)[:1]:
+                yield from _possible(problem, num_ranks, config, {**more, **ends})
 
 
 def recuts(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
-    """Yields a layout of `layouts` with every other cut of its layers into as many stages, as far
-    as the user has fixed none."""
+    """Yields a layout of `variants` or `virtuals` with every other cut of its layers into as many
+    stages, as far as the user has fixed none."""
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank or 1
     if not problem.fixed.keys() & {*VIRTUAL}:
         for ends in _ends(problem, config.parallel.pipeline_model_parallel_size, virtual)[1:]:
@@ -180,7 +222,7 @@ def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
     """Yields the layout with loss chunks, and with embedding and output layer as units of FSDP2, as
     far as the user has fixed neither. They save memory.
 
-    The layouts, their other cuts, the savers of both and of those have every combination once.
+    The variants, their other stages, the savers of both and of those have every combination once.
     """
     if config.data_parallel.fsdp_memory_efficient_wrapping:
         return
@@ -237,6 +279,46 @@ def _kinds(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
             yield flags
 
 
+def _experts(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
+    yield _spreads(problem, num_ranks, row)[-1]
+
+
+def _spreads(problem: Problem, num_ranks: int, row: Row) -> list[Row]:
+    """Returns the ways to spread experts over ranks, the widest one last.
+
+    Each is whole on one rank, or shared by the tensor-parallel ranks, which helps more only where
+    ranks cannot have fewer of them. FSDP2 spreads none. All tokens go to every rank where that
+    sends less than each row alone.
+    """
+    model, tensor = problem.base.model, row[TENSOR]
+    found: list[Row] = [{}]
+    if model.num_experts is None or row.get("use_torch_fsdp2"):
+        return found
+    for size in range(1, model.num_experts + 1):
+        for shared in {tensor, 1} if size in (1, model.num_experts) else {1}:
+            is_new = size > 1 or shared != tensor
+            if is_new and num_ranks // row[PIPELINE] % (size * shared) == 0:
+                kind = "allgather" if size <= model.moe_router_topk else "alltoall"
+                found.append(dict(zip(EXPERTS, (size, shared, kind), strict=True)))
+    return [one for one in found if model.num_experts % one.get(EXPERTS[0], 1) == 0]
+
+
+def variants(problem: Problem, num_ranks: int, config: RunConfig) -> Iterator[RunConfig]:
+    """Yields a layout of `layouts` with every exchange and spread of experts that are not fixed."""
+    parallel, fixed = config.parallel, problem.fixed.keys()
+    row = vars(parallel) | vars(config.data_parallel)
+    ways: Sequence[Row] = [{}]
+    if parallel.context_parallel_size > 1 and EXCHANGE not in fixed:
+        ways = [{EXCHANGE: kind} for kind in _ways(problem)]
+    spreads: Sequence[Row] = [{}]
+    if not fixed & {*EXPERTS}:
+        alone = dict(zip(EXPERTS, (1, None, "allgather"), strict=True))
+        spreads = [{**alone, **one} for one in _spreads(problem, num_ranks, row)]
+    for way in ways:
+        for spread in spreads:
+            yield from _possible(problem, num_ranks, config, {**way, **spread})
+
+
 def _micro_batches(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
     samples = num_ranks // (row[TENSOR] * row[CONTEXT] * row[PIPELINE]) or 1  # of one each
     for size in MICRO_BATCH_SIZES:
@@ -254,8 +336,10 @@ DIMENSIONS: tuple[tuple[tuple[str, ...], Callable[[Problem, int, Row], Iterator[
     ((CONTEXT,), _context),
     ((PIPELINE,), _pipeline),
     ((SEQUENCE,), _sequence),
+    ((EXCHANGE,), _exchanges),
     (VIRTUAL, _cuts),
     (DATA_PARALLEL, _kinds),
+    (EXPERTS, _experts),
     ((WRAPPING,), _none),
     ((MICRO_BATCH,), _micro_batches),
     ((LOSS_CHUNK,), _none),

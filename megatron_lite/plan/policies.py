@@ -24,6 +24,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from megatron_lite.plan.work import Clock
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, Store
 
 KEEP = LayerAction()
+TILES, LEAST_TILE = (4, 16), 4096
 
 
 class LayerChoice(NamedTuple):
@@ -219,8 +221,9 @@ def _useful_choices(
     on_device = sizes.device != "cpu"
     stores: list[Store] = ["device", "host"] if host and on_device else ["device"]
     priced = [
-        _priced(model, sizes, clock, skip_tail, action, store)
+        _priced(model, sizes, clock, skip_tail, replace(action, tiles=tiles), store)
         for action in _actions(model, sizes)
+        for tiles in tile_counts(model, sizes, action)
         for store in [*stores, *(_split_stores(sizes, host) if action.unit else ())]
     ]
     found: list[LayerChoice] = []
@@ -236,6 +239,17 @@ def _split_stores(sizes: Sizes, host: bool) -> list[Store]:
     if sizes.tp_size == 1 or sizes.sequence_parallel:
         return []
     return ["split", "split+host"] if host else ["split"]
+
+
+def tile_counts(model: ModelConfig, sizes: Sizes, action: LayerAction) -> Iterator[int]:
+    """Yields into how many tiles of the sequence an action can cut the MLP, as far as tiles of
+    LEAST_TILE tokens are left."""
+    yield 1
+    rows = sizes.own_seq_length // (sizes.tp_size if sizes.sequence_parallel else 1)
+    for tiles in TILES if model.num_dense_layers else ():
+        has_mlp = action.unit or MLP_REGION in action.regions
+        if has_mlp and rows % tiles == 0 and sizes.tokens // tiles >= LEAST_TILE:
+            yield tiles
 
 
 def _actions(model: ModelConfig, sizes: Sizes) -> Iterator[LayerAction]:
@@ -270,12 +284,17 @@ def _priced(
 ) -> LayerChoice:
     kept, moved = _kept(model, sizes, action, store)
     rebuilt = 2 * moved  # the tensors of this layer and of the one before come back
+    whole = _kept(model, sizes)[0]
+
+    def inside(region: str) -> int:
+        """Returns the bytes that a replay of the region keeps, or of a tile of it."""
+        freed = whole - _kept(model, sizes, LayerAction(regions=(region,)))[0]
+        return freed // (action.tiles if region == MLP_REGION else 1)
+
     if action.unit:
-        rebuilt += _kept(model, sizes)[0]
-    if action.regions:  # they are rebuilt one at a time
-        rebuilt += _kept(model, sizes)[0] - min(
-            _kept(model, sizes, LayerAction(regions=(region,)))[0] for region in action.regions
-        )
+        rebuilt += whole - (action.tiles - 1) * (inside(MLP_REGION) if action.tiles > 1 else 0)
+    elif action.regions:  # they are rebuilt one at a time
+        rebuilt += max(map(inside, action.regions))
     segment = _segment(action, store)
     if segment.split:  # the gather of the split unit before runs at the same time
         rebuilt += Shape(model, sizes).residual

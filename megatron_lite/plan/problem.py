@@ -16,7 +16,8 @@ from megatron_lite.plan.hardware import Hardware
 
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CONTEXT, MICRO_BATCH = "context_parallel_size", "micro_batch_size"
-LOSS_CHUNK, SEQUENCE = "loss_chunk_size", "sequence_parallel"
+LOSS_CHUNK, SEQUENCE, EXCHANGE = "loss_chunk_size", "sequence_parallel", "cp_comm_type"
+EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type")
 VIRTUAL = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
@@ -24,7 +25,9 @@ VIRTUAL = (
     "decoder_last_pipeline_num_layers",
 )
 # The fields that a layout sets. A value that the user gives fixes the dimension.
-SEARCHED = frozenset((TENSOR, PIPELINE, CONTEXT, MICRO_BATCH, LOSS_CHUNK, SEQUENCE, *VIRTUAL))
+SEARCHED = frozenset(
+    (TENSOR, PIPELINE, CONTEXT, MICRO_BATCH, LOSS_CHUNK, SEQUENCE, EXCHANGE, *VIRTUAL, *EXPERTS)
+)
 DATA_PARALLEL = ("use_distributed_optimizer", "use_torch_fsdp2")
 OFFLOAD = "optimizer_cpu_offload"
 WRAPPING = "fsdp_memory_efficient_wrapping"

@@ -13,6 +13,7 @@ from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Layers, Policy,
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.policies import (
@@ -22,6 +23,7 @@ from megatron_lite.plan.policies import (
     layer_choices,
     layer_order,
     mix_peak,
+    tile_counts,
 )
 from megatron_lite.plan.stage_time import TimedRun, stage_time
 from megatron_lite.plan.work import Clock
@@ -250,8 +252,19 @@ class RankMixes:
     def smallest(self) -> Chosen:
         """Returns the run with the smallest peak among units of several lengths."""
         longest = max(stage.num_layers for stage in self.stages)
+        config = self.run.config
+        sizes = Sizes.of(config, device=self.run.hardware.device)
+        tiles = max(tile_counts(config.model, sizes, LayerAction(unit=1)))
         policies = [
-            Policy((Rule(layers=(Layers(),), action=LayerAction(unit=length), store=store),))
+            Policy(
+                (
+                    Rule(
+                        layers=(Layers(),),
+                        action=LayerAction(unit=length, tiles=tiles),
+                        store=store,
+                    ),
+                )
+            )
             for store in (("device", "host") if self.run.host_bytes else ("device",))
             for length in UNIT_LENGTHS
             if length <= max(longest, 1)

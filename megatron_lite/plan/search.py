@@ -4,12 +4,16 @@ A layout passes through stations, each with a lower bound of its step time that 
 as the one before. The layout with the lowest bound goes on, so the first to arrive is the fastest
 of all that were tried, by the time model.
 
-    0  no recomputation, and stages that all take the same time: it stands for every cut of the
-       layers into stages, which then join at station 1
-    1  no recomputation, and the shortest way through the pipeline
-    2  the fewest replays if only states and activations took memory. If they fit, the layout joins
-       at station 1 with loss chunks, and with further units of FSDP2
-    3  the fastest policy by the full prediction of the peak, and the simulated pipeline: a plan
+    0  no recomputation, stages that all take the same time, the most virtual stages, and nothing
+       that context- and expert-parallel ranks send: it stands for all ways to send
+    1  the same with one of these ways: it stands for every number of virtual stages
+    2  the same with one of these: it stands for every cut of the layers into stages
+    3  no recomputation, and the shortest way through the pipeline
+    4  the fewest replays if only states and activations took memory. If they fit, the layout joins
+       at station 3 with loss chunks, and with further units of FSDP2
+    5  the fastest policy by the full prediction of the peak, and the simulated pipeline: a plan
+
+The rows behind the first plan are the fastest of MORE_FITTED further layouts that are planned.
 
 Standard library only.
 """
@@ -18,19 +22,31 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
+from collections.abc import Iterable
 from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.plan.auto_policy import Unreachable, fitted, least_replays
-from megatron_lite.plan.layouts import kind_of, layouts, recuts, savers, states_on_host
+from megatron_lite.plan.layouts import (
+    kind_of,
+    layouts,
+    most_virtual,
+    recuts,
+    savers,
+    states_on_host,
+    variants,
+    virtuals,
+)
 from megatron_lite.plan.problem import Problem
 from megatron_lite.plan.rank_mixes import Chosen, Run, with_policy
 from megatron_lite.plan.stage_time import FSDP, HOST_PACE
 from megatron_lite.plan.step_time import StepTime, step_time
 
 SMALLEST_TRIED = 4
+MORE_FITTED = 60
 NEAREST = 64  # faster layouts of which the smallest is looked for
 SLOWEST = 1.1  # times the step time of the best plan: a slower one is not worth a row
 BETTER = 0.999  # of the step time: a plan that is not clearly faster is no better plan
@@ -77,9 +93,11 @@ class Search:
             left -= max(states_on_host(config, num_ranks, rank) for rank in ranks)
         return Run(config, self.problem.hardware, num_ranks, max(0, left))
 
-    def time(self, config: RunConfig, num_ranks: int, *, bound: bool = False) -> StepTime:
-        """Returns the step time. bound: a lower bound of it, in less time."""
-        return step_time(config, self.problem.hardware, num_ranks, bound=bound)
+    def time(
+        self, config: RunConfig, num_ranks: int, *, bound: bool = False, sends: bool = True
+    ) -> StepTime:
+        """Returns the step time. bound: a lower bound of it, in less time; see `step_time`."""
+        return step_time(config, self.problem.hardware, num_ranks, bound=bound, sends=sends)
 
     def plan(self, chosen: Chosen, num_ranks: int) -> Plan:
         """Returns the plan of a chosen policy."""
@@ -95,10 +113,7 @@ class Search:
 
     def find(self, num_ranks: int, budget_bytes: int, *, most: int = 6) -> SearchResult:
         """Returns the fastest plans of so many ranks. most: how many plans to return."""
-        tried = [
-            (config, self.time(config, num_ranks, bound=True))
-            for config in layouts(self.problem, num_ranks)
-        ]
+        tried: list[tuple[RunConfig, StepTime]] = []
         plans, too_large = self._ranked(tried, num_ranks, budget_bytes, most)
         if not plans:
             smallest = self._smallest(too_large, num_ranks)
@@ -114,7 +129,7 @@ class Search:
     ) -> tuple[list[Plan], list[RunConfig]]:
         """Returns the fastest plans, and the layouts that were found not to fit until then.
 
-        tried: the layouts, to which their other cuts and savers are added.
+        tried: a list to which the layouts are added.
         """
         number = itertools.count()  # decides between equal bounds
         heap: list[tuple[float, int, int, RunConfig, StepTime, Plan | None]] = []
@@ -129,10 +144,22 @@ class Search:
             ranked = seconds * _handicap(config)
             heapq.heappush(heap, (ranked, next(number), station, config, time, plan))
 
-        for config, time in tried:
-            push(self._balanced(config, num_ranks, time), 0, config, time)
+        def push_new(configs: Iterable[RunConfig], station: int) -> None:
+            for config in configs:
+                time = self.time(config, num_ranks, bound=True)
+                tried.append((config, time))
+                most_stages = most_virtual(self.problem, config)
+                balanced = self._balanced(config, num_ranks, time, most_stages)
+                push(balanced if station == 1 else time.seconds, station, config, time)
+
+        for config in layouts(self.problem, num_ranks):
+            time = self.time(config, num_ranks, bound=True, sends=False)
+            most_stages = most_virtual(self.problem, config)
+            push(self._balanced(config, num_ranks, time, most_stages), 0, config, time)
         plans: dict[object, Plan] = {}
+        fastest: dict[object, float] = {}  # of the plans of a shape so far
         too_large: list[RunConfig] = []
+        fitted = 0
         while heap and len(plans) < most:
             bound, _, station, config, time, plan = heapq.heappop(heap)
             if plans and bound > SLOWEST * next(iter(plans.values())).time.seconds:
@@ -141,34 +168,51 @@ class Search:
                 continue
             if plan is not None:  # no bound that is left is lower than its time
                 plans[_shape(config)] = plan
-            elif station < 2:
-                more = list(recuts(self.problem, config)) if station == 0 else []
+            elif station == 0:
+                push_new(variants(self.problem, num_ranks, config), 1)
+            elif station == 1:
+                for one in (config, *virtuals(self.problem, num_ranks, config)):
+                    push(self._balanced(one, num_ranks, time), 2, one, time)
+            elif station == 2:
+                if config.parallel.num_virtual_stages_per_pipeline_rank is None:
+                    push(time.seconds, 3, config, time)
+                else:  # its time is that of one stage on each rank
+                    push_new([config], 3)
+                push_new(recuts(self.problem, config), 3)
+            elif bound > BETTER * fastest.get(_shape(config), math.inf):
+                continue
+            elif station == 3:
                 seconds = self._fitting(config, num_ranks, budget_bytes, time)
                 if seconds is None:
                     too_large.append(config)
                 else:
-                    push(seconds, 2, config, time)
-                    more += savers(self.problem, config)
-                for one in more:
-                    tried.append((one, self.time(one, num_ranks, bound=True)))
-                    push(tried[-1][1].seconds, 1, *tried[-1])
+                    push(seconds, 4, config, time)
+                    push_new(savers(self.problem, config), 3)
             else:
+                fitted += bool(plans)
+                if fitted > MORE_FITTED:
+                    break
                 chosen = self.fit(config, num_ranks, budget_bytes)
                 if isinstance(chosen, Unreachable):
                     too_large.append(config)
                 else:
                     plan = self.plan(chosen, num_ranks)
-                    push(plan.time.seconds, 3, config, time, plan)
+                    push(plan.time.seconds, 5, config, time, plan)
+                    known = fastest.get(_shape(config), math.inf)
+                    fastest[_shape(config)] = min(known, plan.time.seconds)
         return list(plans.values()), too_large
 
-    def _balanced(self, config: RunConfig, num_ranks: int, time: StepTime) -> float:
+    def _balanced(
+        self, config: RunConfig, num_ranks: int, time: StepTime, chunks: int | None = None
+    ) -> float:
         """Returns a lower bound of the time, however the layers are cut into stages.
 
         Where all ranks compute for the same time, each but the last two begins later and ends
         earlier than the one before.
+        chunks: the most virtual stages. None: those of the layout.
         """
         parallel, ranks = config.parallel, len(time.busy)
-        chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
+        chunks = chunks or parallel.num_virtual_stages_per_pipeline_rank or 1
         number = config.training.num_microbatches(parallel.data_parallel_size(num_ranks))
         return sum(time.busy) / ranks * (1 + max(0, ranks - 2) / (chunks * number))
 
@@ -243,6 +287,8 @@ def _handicap(config: RunConfig) -> float:
         parallel.pipeline_model_parallel_size > 1,
         (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1,
         parallel.context_parallel_size > 1,
+        parallel.cp_comm_type != "p2p",
+        parallel.spreads_experts,
         parallel.decoder_first_pipeline_num_layers is not None,
         config.data_parallel.fsdp_memory_efficient_wrapping,
         config.training.loss_chunk_size is not None,

@@ -229,11 +229,19 @@ def _summed_bytes(run: TimedRun) -> int:
     return 2 * FLOAT32 + element
 
 
-def stage_parameters(config: RunConfig, stage: Stage) -> int:
-    """Returns how many parameters one tensor-parallel rank of a stage holds."""
-    tp_size = config.parallel.tensor_model_parallel_size
-    vocab_size = config.tokenizer.rows(tp_size)
-    return _parameter_count(config.model, vocab_size, tp_size=tp_size, stage=stage)
+def stage_parameters(config: RunConfig, stage: Stage, of_experts: bool | None = None) -> int:
+    """Returns how many parameters one rank of a stage holds: all, those of experts, or others."""
+    parallel = config.parallel
+    tp_size = parallel.tensor_model_parallel_size
+    return _parameter_count(
+        config.model,
+        config.tokenizer.rows(tp_size),
+        tp_size=tp_size,
+        ep_size=parallel.expert_model_parallel_size,
+        whole_experts=parallel.expert_tensor_parallel < tp_size,
+        stage=stage,
+        of_experts=of_experts,
+    )
 
 
 _parameter_count = lru_cache(CACHED)(parameter_count)

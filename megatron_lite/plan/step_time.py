@@ -107,6 +107,7 @@ def step_time(
     all_stages: Sequence[Stage] | None = None,
     transfer_bytes: int | None = None,
     bound: bool = False,
+    sends: bool = True,
 ) -> StepTime:
     """Returns the time of one step of the full batch.
 
@@ -115,6 +116,7 @@ def step_time(
         states.
     bound: whether to return a lower bound, in less time: the pipeline's longest simple path instead
         of a simulation.
+    sends: whether what context- and expert-parallel ranks exchange takes time.
     Raises ValueError if the ranks or the batch do not divide, or if the vocabulary is not known.
     """
     parallel, model = config.parallel, config.model
@@ -123,6 +125,8 @@ def step_time(
     # Ranks are numbered tensor-parallel first, then context-, data- and pipeline-parallel.
     t = parallel.tensor_model_parallel_size
     clock = Clock.of(config, hardware)
+    if not sends:
+        clock = clock._replace(cp=Group(1), ep=Group(1))
     run = TimedRun(config, clock, Group(dp_size * parallel.context_parallel_size, t))
     pipeline = Group(p, run.data_parallel.size * t)
     own_stages = _alike(config, all_stages or stages(parallel, model.num_layers))
@@ -258,30 +262,29 @@ def update_time(
     """
     config, clock, group = run.config, run.clock, run.data_parallel
     options, element, hardware = config.data_parallel, clock.element_bytes, run.clock.hardware
-    parameters = sum(stage_parameters(config, stage) for stage in stages)
     bucket = options.bucket_size(group.size)
-    buckets = 1 if bucket is None else max(1, math.ceil(parameters / bucket))
-
-    def exposed(kind: str, element_bytes: int, beside: float, parts: int) -> float:
-        collective = Collective(kind, element_bytes * parameters)
-        return clock.reduced(hardware.collective_seconds(collective, group), parts, beside)
-
+    narrow = options.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
+    sent = 2 if narrow else FLOAT32
+    kind = REDUCE_SCATTER if options.use_distributed_optimizer else ALL_REDUCE
     reduction = hardware.collective_seconds(_tied_gradient(config, stages), embeddings)
-    gather, shards = 0.0, 1
-    if options.use_torch_fsdp2:
-        shards = group.size
-    else:
-        narrow = options.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
-        sent = 2 if narrow else FLOAT32
-        kind = REDUCE_SCATTER if options.use_distributed_optimizer else ALL_REDUCE
-        reduction += exposed(kind, sent, backward, buckets)
+    gather, own = 0.0, 0.0
+    shares_out = options.use_torch_fsdp2 or options.use_distributed_optimizer
+    for parameters, ranks in _parameters_by_group(run, stages):
+        own += parameters / (ranks.size if shares_out else 1)
+        if options.use_torch_fsdp2:
+            continue
+        buckets = 1 if bucket is None else max(1, math.ceil(parameters / bucket))
+        reduce = hardware.collective_seconds(Collective(kind, sent * parameters), ranks)
+        reduction += clock.reduced(reduce, buckets, backward)
         if options.use_distributed_optimizer:
-            shards = group.size
             parts = buckets if options.overlap_param_gather else 1
-            gather = exposed(ALL_GATHER, element, forward, parts)
+            seconds = hardware.collective_seconds(
+                Collective(ALL_GATHER, element * parameters), ranks
+            )
+            gather += clock.reduced(seconds, parts, forward)
     written = element if element < FLOAT32 else 0
     moved = UPDATE_BYTES + 2 * sum(config.optimizer.state_bytes(of_matrix=False)) + written
-    own, settings = parameters / shards, config.optimizer
+    settings = config.optimizer
     hosted = settings.optimizer_offload_fraction * settings.optimizer_cpu_offload * own
     update = hardware.memory_seconds(moved * (own - hosted))
     # Gradients go to the host, and weights back: beside each other, or one after the other.
@@ -291,8 +294,22 @@ def update_time(
     )
     update += max(out, back) if settings.overlap_cpu_optimizer_d2h_h2d else out + back
     if config.optimizer.optimizer == MUON:
-        update += _muon(run, stages, shards)
+        update += _muon(run, stages, group.size if shares_out else 1)
     return UpdateTime(reduction, update, gather)
+
+
+def _parameters_by_group(run: TimedRun, stages: Sequence[Stage]) -> list[tuple[int, Group]]:
+    """Returns how many parameters of a rank each group of ranks has the same of."""
+    parallel, all_ranks = run.config.parallel, run.data_parallel
+    kinds: list[tuple[bool | None, Group]] = [(None, all_ranks)]
+    if parallel.spreads_experts:
+        unit = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel
+        copies = all_ranks.size * parallel.tensor_model_parallel_size // unit
+        kinds = [(False, all_ranks), (True, Group(copies, unit))]
+    return [
+        (sum(stage_parameters(run.config, stage, kind) for stage in stages), ranks)
+        for kind, ranks in kinds
+    ]
 
 
 def _tied_gradient(config: RunConfig, stages: Sequence[Stage]) -> Collective:

@@ -29,7 +29,7 @@ from megatron_lite.plan.layouts import (
     layouts,
     refusal,
     states_on_host,
-    with_states_on_host,
+    with_host_memory,
 )
 from megatron_lite.plan.problem import LOSS_CHUNK, MICRO_BATCH, Problem, with_fields
 from megatron_lite.plan.rank_mixes import Run, with_policy
@@ -77,7 +77,7 @@ def verdict(
 ) -> FitVerdict:
     """Returns the verdict for so many ranks.
 
-    may_offload: whether optimizer states may go to host memory if nothing else fits.
+    may_offload: whether host memory may be used if nothing else fits.
     Raises InputError if training would refuse every layout.
     """
     search = Search(problem)
@@ -100,7 +100,7 @@ def verdict(
             break
     others = [
         verdict(other, num_ranks, budget, may_offload=False)
-        for other in (with_states_on_host(problem) if may_offload else ())
+        for other in (with_host_memory(problem) if may_offload else ())
         if next(layouts(other, num_ranks), None) is not None
     ]
     fitting = [one for one in others if one.found.plans]
@@ -215,9 +215,10 @@ WIDTH = 100
 MOST_STAGES = 64
 STATES = ("weights", "main weights", "gradients", "optimizer states")
 LEGEND = (
-    "t p c d: tensor-, pipeline- (layers of the first and last), context- and data-parallel ranks; "
-    "v: virtual stages; b: micro-batch; chunk: --loss-chunk-size; extra: FLOPs that recomputation "
-    "adds; +-: the band of an estimate"
+    "t p c d e: tensor-, pipeline- (layers of the first and last), context- (--cp-comm-type), "
+    "data- and expert-parallel ranks (x those that share an expert); v: virtual stages; b: "
+    "micro-batch; chunk: --loss-chunk-size; extra: FLOPs that recomputation adds; +-: the band of "
+    "an estimate"
 )
 DAY_S = 86400.0
 
@@ -326,13 +327,14 @@ def _layout(plan: Plan) -> str:
     first, last = (sum(one.num_layers for one in cut[rank::size]) for rank in (0, size - 1))
     between = "+..+" if size > 2 else "+"
     is_uneven = parallel.decoder_first_pipeline_num_layers is not None
-    context = parallel.context_parallel_size
+    context, experts = parallel.context_parallel_size, parallel.expert_model_parallel_size
     words = [
         f"t {parallel.tensor_model_parallel_size}",
         f"p {size}" + f" ({first}{between}{last})" * is_uneven,
         *([f"v {len(cut) // size}"] if len(cut) > size else []),
-        *([f"c {context}"] if context > 1 else []),
+        *([f"c {context} {parallel.cp_comm_type}"] if context > 1 else []),
         f"d {parallel.data_parallel_size(plan.num_ranks)}",
+        *([f"e {experts} x {parallel.expert_tensor_parallel}"] if experts > 1 else []),
         kind_of(config) + " wrapped" * config.data_parallel.fsdp_memory_efficient_wrapping,
         f"b {config.training.micro_batch_size}",
         *(["host"] if config.optimizer.optimizer_cpu_offload else []),

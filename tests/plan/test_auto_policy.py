@@ -37,13 +37,23 @@ def budgets(config: RunConfig, num_ranks: int, count: int) -> list[int]:
     return [low + (high - low) * number // count for number in range(1, count + 1)]
 
 
-@pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize("parallel", [{}, {"pipeline_model_parallel_size": 2}], ids=["p1", "p2"])
-def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel: dict[str, int]) -> None:
+PP2 = {"pipeline_model_parallel_size": 2}
+REGION_ACTIONS = ("none", "layernorm+activation", "mlp+layernorm", "full")
+TILE_ACTIONS = ("none", "mlp/4", "full+mlp/4", "full")
+
+
+@pytest.mark.runs(daily=2, ci=3)
+@pytest.mark.parametrize(
+    ("parallel", "micro", "actions"),
+    [({}, 8, REGION_ACTIONS), ({}, 16, TILE_ACTIONS), (PP2, 8, REGION_ACTIONS)],
+    ids=["p1", "tiles", "p2"],
+)
+def test_no_policy_of_regions_or_units_by_layer_is_faster(
+    parallel: dict[str, int], micro: int, actions: tuple[str, ...]
+) -> None:
     """Every assignment of four actions to the layers is tried, in any order and on both ranks."""
-    config = small_run(layers=4 if parallel else 3, parallel=parallel, micro=8)
+    config = small_run(layers=4 if parallel else 3, parallel=parallel, micro=micro)
     num_ranks = parallel.get("pipeline_model_parallel_size", 1)
-    actions = ("none", "layernorm+activation", "mlp+layernorm", "full")
     layers = config.model.num_layers // num_ranks
     tried = []
     for stage_actions in itertools.product(

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.plan.auto_policy import Budget, Unreachable, default_reserve
-from megatron_lite.plan.layouts import layouts, recuts, savers
+from megatron_lite.plan.layouts import layouts, recuts, savers, variants, virtuals
 from megatron_lite.plan.problem import Problem, usual_batch
 from megatron_lite.plan.search import Search
 from megatron_lite.plan.verdict import (
@@ -32,6 +32,15 @@ WIDE = small_run(layers=6, batch=32, hidden_size=2048)
 WIDE = replace(WIDE, tokenizer=replace(WIDE.tokenizer, vocab_size=63999))
 LONG = small_run(batch=16, max_position_embeddings=65536)
 LONG = replace(LONG, data=replace(LONG.data, seq_length=65536))
+SPREAD = small_run(
+    layers=2,
+    batch=4,
+    swiglu=True,
+    add_bias_linear=False,
+    num_experts=8,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=512,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,10 +48,11 @@ LONG = replace(LONG, data=replace(LONG.data, seq_length=65536))
     [
         (WIDE, 3, dict(pipeline_model_parallel_size=3), 4),  # which the even cut does not fit
         (WIDE, 2, dict(pipeline_model_parallel_size=2, micro_batch_size=2), 6),
-        (LONG, 4, dict(tensor_model_parallel_size=1, micro_batch_size=1), 3),
+        (LONG, 2, dict(tensor_model_parallel_size=1, micro_batch_size=1), 4),
+        (SPREAD, 4, dict(micro_batch_size=1, pipeline_model_parallel_size=1), 1),
         (SMALL.base, 4, dict(micro_batch_size=4), 3),
     ],
-    ids=["3 stages", "2 stages", "a long sequence", "4 ranks"],
+    ids=["3 stages", "2 stages", "a long sequence", "experts", "4 ranks"],
 )
 def test_nothing_that_is_searched_is_faster_than_the_first_plan(
     run: RunConfig, num_ranks: int, fixed: dict[str, int], limit: int
@@ -51,13 +61,21 @@ def test_nothing_that_is_searched_is_faster_than_the_first_plan(
     without bounds or an order."""
     problem = Problem(run, H100, fixed)
     search, times = Search(problem), []
-    left = [cut for one in layouts(problem, num_ranks) for cut in (one, *recuts(problem, one))]
+    stages = [
+        one
+        for layout in layouts(problem, num_ranks)
+        for variant in variants(problem, num_ranks, layout)
+        for one in (variant, *virtuals(problem, num_ranks, variant))
+    ]
+    left = [cut for one in stages for cut in (one, *recuts(problem, one))]
     for config in left:
         left += savers(problem, config)
         chosen = search.fit(config, num_ranks, limit * GIB)
         if not isinstance(chosen, Unreachable):
             times.append(search.time(chosen.config, num_ranks).seconds)
     assert len({*left}) == len(left) >= len(times) >= 8
+    ways = {(one.parallel.cp_comm_type, one.parallel.spreads_experts) for one in left}
+    assert len(ways) == 3 if run is LONG else len(ways) == 1 + (run is SPREAD)
     best = Search(problem).find(num_ranks, limit * GIB).plans[0]
     assert best.peak.num_bytes <= limit * GIB
     # A simpler layout wins if it is less than a handicap slower.

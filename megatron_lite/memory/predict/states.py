@@ -263,10 +263,12 @@ def parameter_count(
     ep_size: int = 1,
     whole_experts: bool = False,
     stage: Stage | None = None,
+    of_experts: bool | None = None,
 ) -> int:
     """Returns how many parameters the whole model has, or one stage on one rank.
 
     vocab_size: the padded size if tp_size is above 1.
+    of_experts: counts those of experts alone, or all others alone.
     Tied word embeddings count once. A last stage that is not the first holds a copy of them, which
     counts in that stage.
     """
@@ -283,8 +285,8 @@ def parameter_count(
         first_layer=stage.first_layer,
     )
     ends = embedding_operations(model, sizes) + head_operations(model, sizes)
-    return _elements(ends) + sum(
-        count * _elements(layer.operations)
+    return _elements(ends, of_experts) + sum(
+        count * _elements(layer.operations, of_experts)
         for layer, count in describe_kinds(model, sizes, stage.num_layers)
     )
 
@@ -308,9 +310,12 @@ def rank_parameter_count(config: RunConfig, rank: int) -> int:
     )
 
 
-def _elements(operations: Iterable[Operation]) -> int:
+def _elements(operations: Iterable[Operation], of_experts: bool | None) -> int:
     return sum(
-        parameter.num_elements for operation in operations for parameter in operation.parameters
+        parameter.num_elements
+        for operation in operations
+        for parameter in operation.parameters
+        if of_experts in (None, parameter.of_experts)
     )
 
 
