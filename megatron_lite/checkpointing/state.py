@@ -196,7 +196,6 @@ def check_same_model(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
         "attention_backend",
         "attention_softmax_in_fp32",
         "init_method_std",
-        "norm_impl",
     }
     mine, theirs = (
         {**asdict(one.model), "vocabulary": one.tokenizer.true_vocab_size} for one in (ours, saved)

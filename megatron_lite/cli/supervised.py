@@ -33,7 +33,6 @@ from megatron_lite.parallel.launch import Launch, allocator_settings
 from megatron_lite.parallel.messages import print_fault
 from megatron_lite.parallel.state import ParallelState, choose_device
 from megatron_lite.supervision.exits import Exits, Pulse, StoppedEarly
-from megatron_lite.training.apex_kernels import check_kernels
 from megatron_lite.training.out_of_memory import memory_bytes
 from megatron_lite.training.start_text import arguments_table, ranks_line, short_settings
 from megatron_lite.training.step import TrainingError
@@ -52,14 +51,12 @@ def ready_to_train(
 
     It also has the policy that `--recompute-policy auto` chooses.
     notices: those of the command line.
-    Raises InputError if a setting that training needs is missing, or if a chosen kernel of NVIDIA
-    apex cannot be used in this run. It raises InputError too if a file of the tokenizer has a
+    Raises InputError if a setting that training needs is missing, if a file of the tokenizer has a
     fault, or if no policy fits.
     """
     with input_faults():
         config.check_complete_for_training()
     device = choose_device(config.parallel, launch)
-    check_kernels(config, device.type)
     if device.type == "cuda":
         notices = (*notices, *(f"CUDA's allocator has {one}" for one in allocator_settings()))
     if config.tokenizer.vocab_size is None or config.tokenizer.tokenizer_type != "NullTokenizer":

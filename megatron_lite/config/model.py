@@ -96,7 +96,6 @@ class ModelConfig(ExpertSettings, RotarySettings):
         channels of all heads together, as in OLMo 2.
     apply_layernorm_1p: a norm multiplies by 1 + its weight, and the weight starts at zero.
     fp32_residual_connection: the residual stream is float32 in a 16-bit run.
-    norm_impl: "torch" or "apex", the library whose kernel computes the norms.
     window_size: how many tokens (before, after) its own a query reads. None: all tokens before.
     window_attn_skip_freq: which layers have the window. None: all layers.
     no_rope_freq: which layers have no rotary embedding. None: no layer.
@@ -155,11 +154,6 @@ class ModelConfig(ExpertSettings, RotarySettings):
         choices=tuple(NORMS_AFTER),
     )
     normalization: str = setting("norm of every layer", "LayerNorm", choices=tuple(NORM_VECTORS))
-    norm_impl: str = setting(
-        "whose kernel computes the norms: torch's, or NVIDIA apex's on CUDA (docs/performance.md)",
-        "torch",
-        choices=("torch", "apex"),
-    )
     norm_epsilon: float = setting("added to the variance in a norm", 1e-5, least=0.0)
     apply_layernorm_1p: bool = switch(
         "norms multiply by 1 + their weight, and the weight starts at zero"
@@ -169,7 +163,7 @@ class ModelConfig(ExpertSettings, RotarySettings):
         "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
         "head",
         choices=tuple(NORMS_ALL_HEADS),
-        needs=("qk_layernorm", "normalization=RMSNorm", "norm_impl=torch"),
+        needs=("qk_layernorm", "normalization=RMSNorm"),
         why="it norms queries and keys, and only torch's RMSNorm sums over the ranks",
     )
     swiglu: bool = switch("gated linear unit with SiLU in the MLP, instead of GELU")

@@ -31,7 +31,6 @@ class OptimizerConfig:
 
     optimizer: "adam" is AdamW. "muon" updates the matrices of layers by Muon and all other weights
         by AdamW. "sgd" is torch's, whose weight decay is added to the gradient.
-    optimizer_impl: "torch" or "apex", the library whose kernel computes AdamW.
     muon_split_qkv: whether the query, key and value rows of linear_qkv are orthogonalized as three
         matrices, or else as one.
     muon_tp_mode: for a matrix that is split over TP ranks. "duplicated" gathers it and
@@ -46,12 +45,6 @@ class OptimizerConfig:
         "other weights (docs/training.md); sgd has momentum",
         ADAM,
         choices=OPTIMIZERS,
-    )
-    optimizer_impl: str = setting(
-        "whose kernel computes AdamW: torch's, or NVIDIA apex's FusedAdam on CUDA",
-        "torch",
-        choices=("torch", "apex"),
-        needs=("optimizer=adam/muon",),
     )
     sgd_momentum: float = setting(
         "share of the last update that the next one takes up",
@@ -78,7 +71,6 @@ class OptimizerConfig:
     use_precision_aware_optimizer: bool = switch(
         "allow the formats below; an update computes in float32 and rounds once",
         needs=("optimizer=adam", "use_distributed_optimizer"),
-        excludes=("optimizer_impl=apex",),
     )
     main_grads_dtype: str = setting(
         "in what gradients are summed over micro-batches and ranks; bf16 sets "
@@ -109,7 +101,7 @@ class OptimizerConfig:
     )
     optimizer_cpu_offload: bool = switch(
         "main weights, moments and update on the host, by torch's fused AdamW or SGD",
-        excludes=("use_torch_fsdp2", "optimizer_impl=apex"),
+        excludes=("use_torch_fsdp2",),
         why="main weights stay on the device there",
     )
     optimizer_offload_fraction: float = setting(

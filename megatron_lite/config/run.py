@@ -303,7 +303,7 @@ class RunConfig:
         device: "cpu" or "cuda", which decides if no flag does.
         """
         asked = self.training.torch_compile
-        return device == "cuda" and self.model.norm_impl == "torch" if asked is None else asked
+        return device == "cuda" if asked is None else asked
 
     @property
     def compiles_layers(self) -> bool:

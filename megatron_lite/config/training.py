@@ -146,9 +146,7 @@ class TrainingConfig:
     torch_compile: bool | None = setting(
         "compile norms, activations, rotary embedding, dropout and the loss with torch's compiler; "
         "with --activation-memory-budget each layer as a whole, at one rank per layer; derived: on "
-        "CUDA, unless --norm-impl is apex",
-        excludes=("norm_impl=apex",),
-        why="the compiler has norms of its own",
+        "CUDA"
     )
     deterministic_mode: bool = switch("only algorithms that give the same bits every time")
     cuda_graph_impl: str = setting(

@@ -147,7 +147,6 @@ def parameter_specs(
         replace(
             model,
             num_layers=2,
-            norm_impl="torch",  # apex may be missing, and the parameters are the same
             window_attn_skip_freq=None,
             no_rope_freq=None,
             moe_layer_freq=1 if model.num_experts is None else (0, 1),

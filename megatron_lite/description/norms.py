@@ -149,7 +149,6 @@ def norm_statistics(of: Shape, name: str, rows: int, *, wide: bool = False) -> K
     sizes, model = of.sizes, of.model
     in_rows_dtype = (
         model.normalization == "LayerNorm"
-        and model.norm_impl == "torch"
         and sizes.device == "cpu"
         and not (sizes.compiled or wide)
     )
@@ -164,11 +163,9 @@ def norm_keeps(of: Shape, name: str) -> tuple[KeptTensor, ...]:
     statistics = norm_statistics(of, name, sizes.local_tokens, wide=of.widened)
     if not of.widened:
         return statistics, *shifted_weight(of, name, model.hidden_size)
-    # A norm of a wider residual stream keeps casts of its weight and, with apex's kernel, its bias.
-    uses_apex = model.norm_impl == "apex" and not sizes.compiled
+    # A norm of a wider residual stream keeps a cast of its weight.
     vector = model.hidden_size * sizes.accumulate_bytes
-    kinds = ("weight", "bias")[: model.norm_vectors if uses_apex else 1]
-    return statistics, *(KeptTensor(f"{name} {kind} in float32", vector) for kind in kinds)
+    return statistics, KeptTensor(f"{name} weight in float32", vector)
 
 
 def shifted_weight(of: Shape, name: str, width: int) -> tuple[KeptTensor, ...]:

@@ -60,7 +60,7 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
     # In these cases the norms keep contiguous copies of query and key. Otherwise they keep views of
     # linear_qkv's output, which is one storage.
     by_head = sizes.compiled and not model.norms_all_heads
-    apart = model.norm_impl == "apex" or (grouped and not by_head)
+    apart = grouped and not by_head
     rotary, normed = model.layer_rotates(layer), model.qk_layernorm
     yield Operation("split_heads", "self_attention")
     whole = KeptTensor("query, key and value", of.query + 2 * of.kv)

@@ -163,9 +163,9 @@ class SelfAttention(nn.Module):
         """Returns the query [s, b, a/t, d], and the key and the value [s, b, g/t, d] each.
 
         If attention saves all three as they are, they are views of qkv, which costs one storage.
-        Otherwise attention saves a copy of the query: a rotated one, one that an apex norm made
-        contiguous, or one regrouped here. A saved view would then hold the whole storage of qkv
-        beside that copy, so the tensors that nothing copies later become contiguous here.
+        Otherwise attention saves a copy of the query: a rotated one, or one regrouped here. A saved
+        view would then hold the whole storage of qkv beside that copy, so the tensors that nothing
+        copies later become contiguous here.
 
         Compiled kernels regroup the query as they norm it, which is then a view
         [s, b, g/t, a/g, d]. They save views of qkv, so the value stays one. Without norms they do
@@ -177,7 +177,7 @@ class SelfAttention(nn.Module):
         query, key, value = _SplitHeads.apply(qkv, self.queries_per_group, self.head_dim, regroups)
         if regroups:
             return query, key, value
-        copied = config.norm_impl == "apex" if config.qk_layernorm else self.rotates
+        copied = self.rotates and not config.qk_layernorm
         if self.queries_per_group > 1:
             return query.contiguous(), key if copied else key.contiguous(), value.contiguous()
         return query, key, value.contiguous() if copied else value

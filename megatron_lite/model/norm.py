@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import NORM_VECTORS, ModelConfig
 from megatron_lite.model.rotary import rotate, rotate_back
-from megatron_lite.parallel import apex
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.compiled import Pair, applied, passing_on
 from megatron_lite.parallel.parameter_spec import ParameterSpec
@@ -32,8 +31,7 @@ class Norm(nn.Module):
     partial_grad: each TP rank sees other tokens (sequence parallelism) or other heads
         (qk-layernorm). The parameter's gradient is then the sum over the ranks.
     Keeps the input and its statistics, and under --apply-layernorm-1p the tensor 1 + weight, which
-    has the weight's dtype. Compiled kernels keep statistics of at least float32. So does NVIDIA
-    apex's kernel (--norm-impl apex), and a contiguous copy of an input that is not contiguous.
+    has the weight's dtype. Compiled kernels keep statistics of at least float32.
     reads_residual: whether the input is the residual stream. Under --fp32-residual-connection the
         norm runs in float32 then, keeps its weight in float32, and returns the weight's dtype.
     also: what else compiled kernels do if the norm is in the dtype of its input (`does_more`).
@@ -44,7 +42,6 @@ class Norm(nn.Module):
         a row is the channels of all heads of all ranks (OLMo 2). size: the number of these
         channels. Each rank has the part of the weight for its own heads. The norm is an RMSNorm.
         Forward and backward issue an all-reduce each, of one float32 number for each token.
-    InputError: the flags ask for apex, and it has no kernel that can run.
     """
 
     def __init__(
@@ -68,8 +65,7 @@ class Norm(nn.Module):
             )
             self.normalize: Normalize = partial(applied, pair, None, epsilon=config.norm_epsilon)
         else:
-            implementation = chosen("--norm-impl", config.norm_impl, IMPLEMENTATIONS)
-            self.normalize = implementation(config, context)
+            self.normalize = torch_norm(config, context)
         self.shifts = config.apply_layernorm_1p
         self.widens = reads_residual and config.fp32_residual_connection
         self.does_more = False
@@ -195,7 +191,6 @@ def rotating(pair: Pair, num_vectors: int) -> Pair:
 
 PASSING_ON = {name: passing_on(pair) for name, pair in NORMS.items()}
 ROTATING = {name: rotating(pair, NORM_VECTORS[name]) for name, pair in NORMS.items()}
-APEX_NORMS = {"LayerNorm": apex.layer_norm, "RMSNorm": apex.rms_norm}
 
 
 def torch_norm(config: ModelConfig, context: RankContext) -> Normalize:
@@ -207,13 +202,3 @@ def torch_norm(config: ModelConfig, context: RankContext) -> Normalize:
         # four tensors.
         return lambda x, weight: F.rms_norm(x, weight.shape, weight, epsilon)
     return partial(applied, pair, kernels, epsilon=epsilon)
-
-
-def apex_norm(config: ModelConfig, context: RankContext) -> Normalize:
-    """Returns the norm by NVIDIA apex's kernel. InputError: the kernel cannot run here."""
-    find = chosen("--normalization", config.normalization, APEX_NORMS)
-    kernel = apex.require(find(context.device.type), "--norm-impl").apply
-    return lambda x, *vectors: kernel(x, *vectors, vectors[0].shape, config.norm_epsilon)
-
-
-IMPLEMENTATIONS = {"torch": torch_norm, "apex": apex_norm}

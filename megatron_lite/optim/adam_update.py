@@ -1,9 +1,4 @@
-"""The update rules of single elements: SGD, and AdamW by torch's fused kernel or by NVIDIA apex's
-FusedAdam, `--optimizer-impl`.
-
-Both kernels of AdamW update the same tensors in place: a master weight and two moments for each
-piece. A checkpoint is therefore the same for both. They round differently: torch scales the weight
-by 1 - lr * decay before the update, and apex adds decay * weight to the update.
+"""The update rules of single elements: SGD and AdamW, by torch's fused kernels.
 
 An update rule changes master weights by their gradients, and owns the states for that. It never
 waits for the device, unless a piece is on the host. If `skipped` is 1, a step changes nothing and
@@ -199,80 +194,6 @@ class Sgd(AdamW):
         )
 
 
-class ApexAdamW(AdamW):
-    """AdamW by apex.optimizers.FusedAdam, for float32 masters.
-
-    The optimizer is `capturable`: its kernel reads learning rate, step and `skipped` from the
-    device. FusedAdam counts a step at the step's start, and subtracts a skipped step at the next
-    start. With several groups it would subtract for the first group only. Each group therefore has
-    an optimizer of its own. InputError: apex has no such kernel here.
-    """
-
-    def __init__(
-        self, pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device
-    ) -> None:
-        from megatron_lite.parallel.apex import fused_adam, require
-
-        fused = require(fused_adam(device.type), "--optimizer-impl")
-        super().__init__(pieces, config, device)
-        self._adams = [
-            fused(
-                [piece.master for piece in group.pieces],
-                lr=0.0,
-                bias_correction=True,
-                betas=(config.adam_beta1, config.adam_beta2),
-                eps=config.adam_eps,
-                adam_w_mode=True,
-                weight_decay=group.weight_decay,
-                capturable=True,
-            )
-            for group in self._groups
-        ]
-        for adam, group in zip(self._adams, self._groups, strict=True):
-            for piece in group.pieces:
-                assert piece.master.dtype == torch.float32, piece.master.dtype
-                adam.state[piece.master] = dict(self.states[piece.name])
-        self._last_skipped = torch.zeros(1, dtype=torch.int32, device=device)
-        self.set_num_updates(0)
-
-    @torch.no_grad()
-    def step(self, rate: Rate, rate_at_the_ends: Rate, skipped: Tensor) -> None:
-        """Implements AdamW.step."""
-        for adam, group in zip(self._adams, self._groups, strict=True):
-            adam.param_groups[0]["lr"].fill_(rate_at_the_ends if group.at_an_end else rate)
-            adam.step(grad_scaler=_Skipping(skipped))
-        self._last_skipped.copy_(skipped)
-
-    def set_num_updates(self, number: int) -> None:
-        """Implements AdamW.set_num_updates."""
-        for adam in self._adams:
-            # FusedAdam subtracts a skipped last step at the next step's start, hence the sum.
-            adam.param_groups[0]["step"] = self._last_skipped + number
-
-
-class _Skipping:
-    """The part of torch.amp.GradScaler that FusedAdam calls.
-
-    It returns whether to skip, and the scale that the gradients still have, which is 1.
-    """
-
-    def __init__(self, skipped: Tensor) -> None:
-        self._skipped = skipped.reshape(1)
-
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-        return {self._skipped.device: self._skipped}
-
-    def _get_scale_async(self) -> Tensor:
-        return torch.ones_like(self._skipped)
-
-
 def rule_of(pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device) -> AdamW:
-    """Returns the rule of these pieces: SGD, or AdamW of `--optimizer-impl`, also beside Muon.
-
-    InputError: the configuration asks for apex, which has no kernel here.
-    """
-    pieces = list(pieces)
-    kind = Sgd if config.optimizer == SGD else AdamW
-    if config.optimizer_impl == "apex" and pieces:
-        kind = ApexAdamW
-    return kind(pieces, config, device)
+    """Returns the rule of these pieces: SGD, or AdamW, also beside Muon."""
+    return (Sgd if config.optimizer == SGD else AdamW)(pieces, config, device)

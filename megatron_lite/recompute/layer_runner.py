@@ -45,11 +45,10 @@ def run_layers(
     stores: the model's memory for kept tensors, which every forward uses again.
     """
     assert plan.num_layers == len(layers), (plan, len(layers))
-    tp_size = 1 if tp_group is None else tp_group.size()
     split_before = None
     around: AbstractContextManager[Opened | None] = nullcontext()
-    if plan.uses_stores and torch.is_grad_enabled():
-        around = (stores or Stores(hidden_states.device)).forward(plan, hidden_states, tp_size)
+    if plan.on_host and torch.is_grad_enabled():
+        around = (stores or Stores(hidden_states.device)).forward()
     with around as opened:
         for segment in plan.segments:
             # Outside of the stores: they stay on the device. A region without the router keeps

@@ -50,11 +50,7 @@ def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfi
         after=": the tensor-parallel size is the number of ranks started, start another number"
     ):
         return replace(
-            saved,
-            parallel=parallel,
-            recompute=RecomputeConfig(),
-            checkpoint=CheckpointConfig(),
-            model=replace(saved.model, norm_impl="torch"),
+            saved, parallel=parallel, recompute=RecomputeConfig(), checkpoint=CheckpointConfig()
         )
 
 

@@ -1,6 +1,6 @@
-"""Chooses between the kernels of torch and of NVIDIA apex.
+"""Chooses who sums the weight gradients: NVIDIA apex's kernel, torch's addmm or autograd.
 
-The choice is checked before the run starts. The log states it with the reasons.
+The log states the choice with the reasons.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from collections import Counter
 
 from torch import nn
 
-from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.config.units import plural
 from megatron_lite.model.gpt import ModelStages
-from megatron_lite.model.norm import APEX_NORMS
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import apex
@@ -27,15 +25,6 @@ from megatron_lite.parallel.weight_gradient import (
 )
 from megatron_lite.parallel.weights import gathered_dtype
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-
-def check_kernels(config: RunConfig, device_type: str) -> None:
-    """Raises InputError if a flag asks for a kernel of NVIDIA apex that this process cannot use."""
-    norm = APEX_NORMS.get(config.model.normalization)  # without one model/norm.py refuses the flag
-    if norm is not None and config.model.norm_impl == "apex":
-        apex.require(norm(device_type), "--norm-impl")
-    if config.optimizer.optimizer_impl == "apex":
-        apex.require(apex.fused_adam(device_type), "--optimizer-impl")
 
 
 def fuse_weight_gradients_(

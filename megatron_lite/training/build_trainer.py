@@ -65,8 +65,6 @@ def with_known_compiler(config: RunConfig, parallel: ParallelState) -> tuple[Run
     why = f"the default on {device}"
     if asked is not None:
         why = "--torch-compile" if asked else "--no-torch-compile"
-    elif device == "cuda" and not compiles:
-        why = "--norm-impl apex"
     if compiles:
         faults = [*filter(None, gather_texts(compiler_fault(parallel.device), parallel))]
         if faults and asked:

@@ -48,7 +48,7 @@ from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import Timed
 from megatron_lite.parallel.weights import local_part
-from megatron_lite.training.apex_kernels import check_kernels, fuse_weight_gradients_
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import (
     Batches,
     DocumentRules,
@@ -144,7 +144,6 @@ def dry_run(
             fake,
             _told_of_sizes(),
         ):
-            check_kernels(config, parallel.device.type)
             batches = SameTokens(samples, step.num_microbatches, parallel, document_rules(config))
             return measure_step(
                 step.config,

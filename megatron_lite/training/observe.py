@@ -112,10 +112,10 @@ class ActivationMeter:
             saved[int(named[1]) if named else None] += kept.num_bytes
         rows = tuple(getattr(layer.mlp, "num_rows", 0) for layer in chunk.decoder.layers)
         self._seen.append((chunk, plan, saved, rows))
-        # Saved inputs in an arena (contiguous) or in host memory pass by the meter's hooks.
-        stores = chunk.decoder.stores
-        self._measured += meter.total_bytes() + stores.device_bytes
-        self._host_measured += stores.host_bytes
+        # Tensors in host memory pass by the meter's hooks.
+        pool = chunk.decoder.stores.pool
+        self._measured += meter.total_bytes()
+        self._host_measured += pool.bytes_in_use
         if live is not None:
             # Outputs, weights and constants outlive the forward legitimately. Anything else that
             # lives and that no hook saw was put aside by a cache or on a Function's context.
@@ -124,7 +124,7 @@ class ActivationMeter:
                 for tensor in (output, *weights, *chunk.constants())
             }
             self._unaccounted += live.bytes_beside(
-                known | meter.storages().keys() | stores.storages()
+                known | meter.storages().keys() | pool.storages()
             )
         return output
 
@@ -168,10 +168,9 @@ class ActivationMeter:
             sizes = _sizes(config, parallel, chunk, rows)
             predicted = Counter[int | None]()
             for term in activation_terms(config.model, plan, sizes):
-                # The meter's hooks see neither tensors in host memory nor unit inputs in an arena.
-                of_unit = term.operation == UNIT  # the decoder saves it
-                if not (term.on_host or (plan.contiguous and of_unit and not term.tensor.stays)):
-                    outside = of_unit or term.layer is None
+                if not term.on_host:
+                    # The decoder saves the input of a unit.
+                    outside = term.operation == UNIT or term.layer is None
                     place = None if outside else chunk.stage.first_layer + (term.layer or 0)
                     predicted[place] += term.num_bytes
             own += [
@@ -277,10 +276,9 @@ class PeakMeter:
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
             self.reserved_bytes = torch.cuda.max_memory_reserved(self._device)
             return
-        # The profiler does not see what was allocated before, such as the buffers of @host and the
-        # slots of --contiguous-saved-activations, which the first step made.
+        # The profiler does not see what was allocated before, such as the buffers of @host.
         held = _bytes_of(_held_tensors(self._model, self._optimizer)) + sum(
-            chunk.decoder.stores.allocated_bytes for chunk in self._model
+            chunk.decoder.stores.pool.num_bytes for chunk in self._model
         )
         from megatron_lite.memory.measure.allocator_peak import allocator_peak
 

@@ -7,7 +7,6 @@ holds: those of the whole model, or those of one rank of a pipeline.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -23,7 +22,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import Timed, not_timed
-from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
+from megatron_lite.pipeline.order import Action, forwards_only, keeping_all, order
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.training.batches import Batches, MaskedMean
 from megatron_lite.training.observe import ActivationMeter, TimelineRecorder
@@ -238,9 +237,6 @@ class StageRunner:
     overlap: receive the input of an action while the action before it computes.
     everywhere: whether stages in the middle of a pipeline read the micro-batches too, for the
         places of their documents.
-    most_microbatches: the most micro-batches of any step of the run. The memory for saved inputs is
-        allocated for this number at once, and not again when the batch grows. A step with more
-        micro-batches enlarges it.
     loss_in_one_pass: whether the forward of a loss in chunks also computes the gradients of the
         head (RunConfig.loss_in_one_pass).
     timed: times the parts of a step, by the names of training/timers.py; not those of evaluations.
@@ -255,7 +251,6 @@ class StageRunner:
         num_kept: int = 0,
         overlap: bool = True,
         everywhere: bool = False,
-        most_microbatches: int | None = None,
         loss_in_one_pass: bool = False,
     ) -> None:
         self.model, self.parallel = model, parallel
@@ -277,8 +272,6 @@ class StageRunner:
 
             stages = [chunk.stage for chunk in self._chunks]
             self._run = partial(run_actions, stages=stages, links=links, overlap=overlap)
-        if links is not None and most_microbatches is not None:
-            self._reserve(most_microbatches)
 
     @classmethod
     def of(
@@ -292,9 +285,6 @@ class StageRunner:
             return cls(model, parallel, loss_in_one_pass=config.loss_in_one_pass)
         from megatron_lite.pipeline.links import Links
 
-        most = None
-        if config.training.global_batch_size is not None:
-            most = config.training.most_microbatches(parallel.dp_size)
         context = next(iter(model)).context
         # Hidden states between stages: [s/c, b, h], or [s/(c t), b, h] under sequence parallelism.
         shards = context.size if context.sequence_parallel else 1
@@ -311,7 +301,6 @@ class StageRunner:
             links=links,
             overlap=config.parallel.overlap_p2p_comm,
             everywhere=config.data.reset_attention_mask,
-            most_microbatches=most,
             num_kept=config.recompute.num_microbatches_with_partial_activation_checkpoints or 0,
             loss_in_one_pass=config.loss_in_one_pass,
         )
@@ -360,7 +349,6 @@ class StageRunner:
         if meter is not None:
             forward = self._measured(meter, forward, whole)
         if self.links is not None:
-            self._reserve(count)
 
             def before_backward(action: Action) -> None:
                 if before_last is not None and action.microbatch == count - 1:
@@ -468,11 +456,3 @@ class StageRunner:
                 gradient = step_loss.gradient(labels, mask, number)
             losses = chunk.run_stage(inputs, labels, plan, documents, gradient)
             return step_loss.of(losses, mask, number)
-
-    def _reserve(self, num_microbatches: int) -> None:
-        """Reserves memory for the inputs that a step of so many micro-batches keeps at once."""
-        # The order repeats after 2p micro-batches. More micro-batches do not raise the maximum.
-        actions = self._order(min(num_microbatches, 2 * self.parallel.pp_size))
-        held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
-        for number, chunk in enumerate(self._chunks):
-            chunk.decoder.stores.reserve(max(counts[number] for counts in held))

@@ -23,7 +23,6 @@ TABLES = {
     "NORM_VECTORS": "config.model",
     "ACTIVATIONS": "config.model",
     "NORMS": "model.norm",
-    "APEX_NORMS": "model.norm",
     "STATISTICS": "description.norms",
     "PAIRS": "model.activations",
     "REGIONS": "config.regions",

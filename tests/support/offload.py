@@ -33,7 +33,6 @@ POLICIES = (
     "0-1:none@host(qkv_linear); 2:none@host; *:none@host(activation+mlp_norm)",
     "0:full; 1:none@host; 2:none; *:full@host",
 )
-CONTIGUOUS = "*:full@host, contiguous"
 
 
 class Late(CopyStreams):
@@ -106,9 +105,7 @@ class Noting(CopyStreams):
 
 
 def config_of(policy: str) -> RecomputeConfig:
-    return RecomputeConfig(
-        recompute_policy=policy.partition(",")[0], contiguous_saved_activations=policy == CONTIGUOUS
-    )
+    return RecomputeConfig(recompute_policy=policy)
 
 
 def build(policy: str, copy_streams: CopyStreams | None = None, **overrides: object) -> GPTModel:

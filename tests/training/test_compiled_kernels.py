@@ -266,5 +266,3 @@ def test_the_device_decides_unless_a_flag_does() -> None:
     ):
         config = tiny_run(**flags)
         assert [config.uses_compiler(device) for device in ("cpu", "cuda")] == [on_cpu, on_cuda]
-    apex = tiny_run(norm_impl="apex")
-    assert not apex.uses_compiler("cuda")

@@ -68,7 +68,7 @@ LONG_CASES = [
     (1, 2, "--fp16 --optimizer muon"),
     (1, 3, "--recompute-granularity selective --recompute-modules core_attn mlp"),
     (1, 2, "--bf16 --recompute-policy 0:pointwise;1:ops(matmul)"),
-    (1, 2, "--recompute-policy *:full@host --contiguous-saved-activations"),
+    (1, 2, "--recompute-policy *:full@host"),
     # More than one block of rows in activations, norms and losses.
     (1, 1, "--hidden-size 256 --micro-batch-size 40"),
     (1, 1, f"--hidden-size 256 --micro-batch-size 40 --vocab-size 3000 --bf16 {LLAMA}"),
@@ -256,7 +256,6 @@ def test_a_fault_in_the_flags_is_one_line_and_status_2(
             "--dry-run-memory cannot follow --activation-memory-budget",
         ),
         ("--recompute-verify", "--dry-run-memory cannot follow --recompute-verify"),
-        ("--optimizer-impl apex", "--optimizer-impl apex cannot be used"),
         ("--hidden-size 40000000000", "no tensor can have these sizes"),
     ],
 )

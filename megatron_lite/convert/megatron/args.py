@@ -23,8 +23,8 @@ from megatron_lite.convert.weights import OUTPUT, WORDS, WeightSource
 SCALARS = (bool, int, float, str, type(None))
 MODEL_FIELDS = tuple(field.name for field in fields(ModelConfig))
 EXPERT_FIELDS = tuple(field.name for field in fields(ExpertSettings))
-# They change how a layer is computed, not what: the converted model has this project's defaults.
-NOT_TAKEN = {"attention_backend", "norm_impl"}
+# It changes how a layer is computed, not what: the converted model has this project's default.
+NOT_TAKEN = {"attention_backend"}
 # Fields that Megatron-LM has no argument for, with the only value that its models have.
 ONLY_HERE = {"parallel_residual": False, "norm_position": "before", "qk_layernorm_scope": "head"}
 ONLY_HERE |= {field.name: field.default for field in fields(RotarySettings)}

@@ -40,7 +40,7 @@ def weights_of(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def args_of(config: ModelConfig, tp: int, pp: int, **more: Any) -> argparse.Namespace:
-    values = {key: value for key, value in asdict(config).items() if key != "norm_impl"}
+    values = asdict(config)
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     vocabulary = dict(tokenizer_type="NullTokenizer", vocab_size=V - 1)
     return argparse.Namespace(**{**values, **sizes, **vocabulary, **more})
