@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -130,12 +129,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         try:
             if self._under_way is not None:
                 self.wait(lambda line: None)

@@ -10,7 +10,7 @@ tensors, training can go on while another thread writes them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,18 +43,6 @@ from megatron_lite.parallel.state import ParallelState
 LONGEST_SHOWN = 200
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """The progress of the loaded run, and notices for its log.
-
-    computed_on: what computed the step (checkpointing/metadata.py); "" if that is not known.
-    """
-
-    progress: Progress
-    notices: tuple[str, ...] = ()
-    computed_on: str = ""
-
-
 def load_checkpoint(
     start: Start,
     config: RunConfig,
@@ -63,8 +51,9 @@ def load_checkpoint(
     optimizer: Optimizer | None,
     *,
     data: Mapping[str, Any] | None = None,
-) -> Loaded:
+) -> list[str]:
     """Fills the model, the optimizer and the random-number streams from the step that was found.
+    Returns lines for the log.
 
     Issues no collective. With `--finetune` it reads the weights only, and the run starts at
     iteration 0.
@@ -75,7 +64,7 @@ def load_checkpoint(
     """
     options, step, metadata = config.checkpoint, start.step, start.metadata
     if step is None or metadata is None:
-        return Loaded(progress=start.progress, notices=start.notices)
+        return [*start.notices]
     saved = read_config(step)
     check_same_model(config, saved, where=str(step))
     # A converted step names no data: the run that trained its weights is not known.
@@ -88,8 +77,7 @@ def load_checkpoint(
         *changed_settings(config, saved),
     ]
     if options.finetune:
-        notices.append("--finetune: weights only, starting at iteration 0")
-        return Loaded(progress=start.progress, notices=tuple(notices))
+        return [*notices, "--finetune: weights only, starting at iteration 0"]
     if optimizer is not None and "optimizer" in metadata.missing:
         notices.append(f"{step} holds no optimizer states (it was converted): they start from zero")
     elif optimizer is not None and not options.no_load_optim:
@@ -101,7 +89,7 @@ def load_checkpoint(
         )
     elif not options.no_load_rng:
         notices += _load_rng(step, metadata, parallel)
-    return Loaded(progress=start.progress, notices=tuple(notices), computed_on=metadata.computed_on)
+    return notices
 
 
 @torch.no_grad()

@@ -27,9 +27,6 @@ COMMAND = "megatron-lite"
 MODULE = ("-m", "megatron_lite")
 
 
-TRAINING = (SCRIPT, f"{COMMAND} train", f"{' '.join(('python', *MODULE))} train")
-
-
 class Invocation(NamedTuple):
     """The start of a run from a command line.
 

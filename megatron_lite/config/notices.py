@@ -31,12 +31,11 @@ from megatron_lite.config.setting import condition
 class Here(NamedTuple):
     """What only a process with torch knows about this machine.
 
-    torch_lacks: torch's version and the names that it lacks. apex: a line about the apex that is
-    installed here. multiplies_16_bits: whether 16-bit products have instructions of their own.
+    torch_lacks: torch's version and the names that it lacks.
+    multiplies_16_bits: whether 16-bit products have instructions of their own.
     """
 
     torch_lacks: str = ""
-    apex: str | None = None
     multiplies_16_bits: bool = True
 
 
@@ -294,8 +293,6 @@ def _of_log(
             "which take up to a hundred times as long as those of float32. Leave "
             f"--{precision} out here"
         )
-    if here.apex:
-        yield here.apex
     fsdp = config.data_parallel.use_torch_fsdp2
     compares = training.check_weight_hash_across_dp_replicas_interval is not None
     if compares and (is_alone or fsdp):

@@ -26,7 +26,6 @@ import os
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 
 import numpy as np
 
@@ -272,12 +271,7 @@ class IndexedDatasetWriter:
             self._lengths.append(ids.size)
         self._document_indices.append(len(self._lengths))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
                 self._publish()

@@ -16,15 +16,12 @@ PANELS: tuple[tuple[str, float, tuple[str, ...]], ...] = (  # title, size of the
     ("gradient norm before clipping", 1.0, ("grad_norm",)),
     ("tokens per second, all ranks", 1.0, ("tokens_per_second",)),
     ("time of an iteration [ms]", 1.0, ("iteration_ms",)),
-    ("utilization of the peak [%]", 1.0, ("MFU", "HFU")),
     ("learning rate", 1.0, ("learning_rate",)),
     ("kept for backward by a micro-batch [GiB]", GIB, KEPT),
-    ("peak memory of rank 0 [GiB]", 1.0, ("peak GiB",)),
 )
 STYLES = {  # of events on the curves
     "skipped": dict(color="#EE6677", linestyle=":"),
     "restart": dict(color="#AA3377", linestyle="--"),
-    "stop": dict(color="#333333", linestyle="-"),
 }
 MOST_LISTED, MOST_ROWS = 200, 24
 
@@ -40,7 +37,7 @@ def run_page(run: RunRecord) -> str:
         written=f"{datetime.fromtimestamp(run.written, timezone.utc):%Y-%m-%d %H:%M}",
         facts=list(_facts(run)),
         curves=picture(run_figure, run),
-        events=_last_of_each_kind(run),
+        events=sorted(run.events)[-MOST_LISTED:],
         num_events=len(run.events),
         names=[name for name in COLUMNS if run.known(name)],
         values={iterations[place]: run.rows[iterations[place]] for place in places},
@@ -51,17 +48,8 @@ def run_page(run: RunRecord) -> str:
     )
 
 
-def _last_of_each_kind(run: RunRecord) -> list[tuple[int, str, str]]:
-    """Returns the last checkpoints, and the last of all other events, by iteration."""
-    events, shown = sorted(run.events), []
-    for are_saves in (False, True):
-        shown += [one for one in events if (one[1] == "checkpoint") is are_saves][-MOST_LISTED:]
-    return sorted(shown)
-
-
 def _facts(run: RunRecord) -> Iterator[tuple[str, str]]:
-    goal = f" of {run.num_iterations}" if run.num_iterations else ""
-    yield "iterations", f"{next(reversed(run.rows))}{goal}"
+    yield "iterations", str(next(reversed(run.rows)))
     if losses := run.known("lm_loss"):
         yield "last loss", number(losses[-1])
     if evaluated := run.logged.get("validation"):

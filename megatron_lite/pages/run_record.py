@@ -18,11 +18,9 @@ from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import input_size, open_input, read_input
-from megatron_lite.config.invocation import TRAINING
 
 MOST_BYTES, MOST_SUMMARY_BYTES = 2**28, 2**16  # of the metrics and of each log; of the summary
 LONGEST_LINE = 2**20
-MOST_WARNINGS, LONGEST_EVENT = 100, 400
 LARGEST, SMALLEST = 1e100, 1e-100  # sums and ratios of such figures stay finite
 SKIPPED_BATCHES = "skipped_batches.jsonl"  # its rows look like those of the metrics
 KEPT = ("activation_bytes_predicted", "activation_bytes_measured")
@@ -30,22 +28,10 @@ COLUMNS = (
     *("lm_loss", "grad_norm", "learning_rate", "tokens_per_second", "iteration_ms"),
     *("consumed_samples", "skipped", "nan", *KEPT),
 )
-ITERATION = re.compile(r"(?: \[[^\]]{1,40}\] )?iteration +(\d{1,9})/ *(\d{1,9}) ")
-FIGURE = re.compile(r"\| (MFU|HFU|peak GiB)[a-zA-Z0-9, ]{0,60}: (\d{1,9}(?:\.\d{1,9})?)%? ")
 EVALUATION = re.compile(
     r"(validation|test) loss at iteration (\d{1,9})(?: \| lm loss value)?: "
     r"(\d{1,9}\.\d{1,9}(?:E[+-]\d{2,3})?) "
 )
-PROGRAM = "|".join(map(re.escape, TRAINING))
-EVENTS = {  # by kind: a pattern, whose groups are the iteration and a text, or only a text
-    "checkpoint": re.compile(r"saving checkpoint at iteration +(\d{1,9})() to "),
-    "restart": re.compile(r"loaded the checkpoint of iteration (\d{1,9})() "),
-    "skipped": re.compile(r"skipped update of iteration (\d{1,9}), (.*)"),
-    "stop": re.compile(r"exiting at iteration (\d{1,9}): (.*)"),
-    "warning": re.compile(
-        rf"(?:\[rank \d+\] )?(?:warning: |error: |(?:{PROGRAM}): (?:error: )?)()(.*)"
-    ),
-}
 Row = dict[str, float | None]
 
 
@@ -54,9 +40,8 @@ class RunRecord:
     """The figures and the events of a run.
 
     rows: by iteration, ascending, the values of COLUMNS. None is a gap.
-    logged: by name ("MFU", "HFU", "peak GiB", "validation", "test") the logged value by iteration.
+    logged: by name ("validation", "test") the loss that the log has, by iteration.
     events: (iteration, kind, text) of each event.
-    num_iterations: the iterations of the whole run, or None.
     summary: the figures of the whole run from the file beside the metrics.
     notices: what could not be read. written: when the metrics were last written, since 1970.
     """
@@ -65,7 +50,6 @@ class RunRecord:
     rows: dict[int, Row] = field(default_factory=dict)
     logged: dict[str, dict[int, float]] = field(default_factory=dict)
     events: dict[tuple[int, str, str], None] = field(default_factory=dict)
-    num_iterations: int | None = None
     summary: dict[str, float] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     written: float = 0.0
@@ -97,9 +81,8 @@ def read_run(paths: Sequence[str]) -> RunRecord:
             run.notices.append(f"{log.name} is larger than {MOST_BYTES >> 20} MiB: left out")
         else:
             _read_log(log, run)
-    told = {at for at, kind, _ in run.events if kind == "skipped"}
     for at, row in run.rows.items():
-        if (row["skipped"] or row["nan"]) and at not in told:
+        if row["skipped"] or row["nan"]:
             text = "the loss is NaN or infinite" if row["nan"] else ""
             run.events[at, "skipped", text] = None
     return run
@@ -217,32 +200,8 @@ def _read_summary(path: Path, run: RunRecord) -> None:
 
 
 def _read_log(path: Path, run: RunRecord) -> None:
-    """Adds the figures and the events of a log, and drops those of courses that a restart left."""
-    entries: list[tuple[str, int, float]] = []
-    iteration = warnings = 0
+    """Takes the evaluations of a log; of several after one iteration the last."""
     for line in _lines(path):
-        text = line.decode(errors="replace").rstrip()
-        if found := ITERATION.match(text):
-            iteration, run.num_iterations = int(found[1]), int(found[2])
-            entries += [(name, iteration, float(value)) for name, value in FIGURE.findall(text)]
-        elif found := EVALUATION.search(text):
-            entries.append((found[1], int(found[2]), float(found[3])))
-        for kind, pattern in EVENTS.items():
-            if found := pattern.match(text):
-                warnings += kind == "warning"
-                if kind == "restart":
-                    iteration = int(found[1])
-                    entries.append((kind, iteration, 0.0))
-                if kind != "warning" or warnings <= MOST_WARNINGS:
-                    at = int(found[1] or iteration)
-                    run.events[at, kind, found[2][:LONGEST_EVENT]] = None
-    # From the end: what a later restart went back behind does not count, and the last value does.
-    limit = MOST_ITERATIONS
-    kept: dict[str, dict[int, float]] = {}
-    for name, at, value in reversed(entries):
-        if name == "restart":
-            limit = min(limit, at)
-        elif at <= limit and (known := figure(value)) is not None:
-            kept.setdefault(name, {}).setdefault(at, known)
-    for name, points in kept.items():
-        run.logged.setdefault(name, {}).update(points)
+        found = EVALUATION.search(line.decode(errors="replace"))
+        if found and (loss := figure(float(found[3]))) is not None:
+            run.logged.setdefault(found[1], {})[int(found[2])] = loss

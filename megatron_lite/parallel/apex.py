@@ -75,17 +75,6 @@ def installed_package() -> Package:
     return Package("nvidia" if is_nvidia else "other", folders[0] if folders else str(place))
 
 
-def notice() -> str | None:
-    """Returns a line about a package called apex that is not NVIDIA's, or None without one."""
-    package = installed_package()
-    if package.kind != "other":
-        return None
-    return (
-        f"the package apex in {package.place} is not NVIDIA's and is not used: PyPI has an "
-        "unrelated toolkit for Pyramid under this name (NVIDIA's: docs/performance.md)"
-    )
-
-
 def _kernel(module_name: str) -> Kernel:
     """Finds the kernel in a module."""
     try:

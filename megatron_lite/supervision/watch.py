@@ -32,7 +32,6 @@ import threading
 import time
 import traceback
 from datetime import timedelta
-from types import TracebackType
 from typing import NoReturn
 
 from megatron_lite.config.plain import parse_json
@@ -116,12 +115,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._thread is not None
         self._left.set()
         os.write(self._wake, b"\0")

@@ -24,7 +24,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import datetime
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpointing.step_files import Progress
@@ -149,12 +148,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             # The terminal gets the error from the program, on standard error.
             self.to_file(f"error: {error}" if str(error) else f"error: {type(error).__name__}")

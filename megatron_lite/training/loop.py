@@ -311,9 +311,7 @@ class Trainer:
         iteration, before = self.progress.iteration + 1, self.progress.consumed_samples
         batch_size = self.batches.at(before)
         learning_rate = self.schedule.at(before)
-        decoupled_learning_rate = None
-        if self.schedule.decoupled_max_lr is not None:
-            decoupled_learning_rate = self.schedule.decoupled_at(before)
+        decoupled_learning_rate = self.schedule.decoupled_at(before)
         logged = iteration % logging.log_interval == 0
         batches = MicroBatches(
             dataset=self.datasets.train,
@@ -496,7 +494,7 @@ class Trainer:
         from megatron_lite.checkpointing.state import load_checkpoint
 
         with told_by_rank_0("loading the checkpoint", self.parallel.rank):
-            loaded = load_checkpoint(
+            notices = load_checkpoint(
                 self.start,
                 self.config,
                 self.parallel,
@@ -504,12 +502,11 @@ class Trainer:
                 self.optimizer,
                 data=self.datasets.identity,
             )
-        self.progress = loaded.progress
-        if not self.config.checkpoint.continues:
-            return list(loaded.notices)
-        self._saved_at = loaded.progress.iteration
-        moved = moved_from(loaded.computed_on, described(self.parallel.device))
-        return [*loaded.notices, *moved]
+        self.progress, metadata = self.start.progress, self.start.metadata
+        if self.config.checkpoint.continues and metadata is not None:
+            self._saved_at = self.progress.iteration
+            notices += moved_from(metadata.computed_on, described(self.parallel.device))
+        return notices
 
     def _save(self, saver: Saver, log: RunLog) -> None:
         """Saves the run under `--save`, unless this iteration has been saved already.

@@ -16,7 +16,7 @@ from megatron_lite.config.notices import Here
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import changed_settings, run_fields
 from megatron_lite.config.units import plural
-from megatron_lite.parallel import apex, torch_internals
+from megatron_lite.parallel import torch_internals
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.log_files import log_file_path
 
@@ -82,7 +82,6 @@ def here(precision: str) -> Here:
     missing = ", ".join(torch_internals.MISSING)
     return Here(
         f"torch {torch.__version__} lacks {missing}" if missing else "",
-        apex.notice(),
         _multiplies_16_bits(precision),
     )
 

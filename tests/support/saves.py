@@ -55,7 +55,7 @@ def loaded_into(trainer: Trainer, parallel: ParallelState, run: RunConfig) -> li
     start = find_start(run.checkpoint, parallel)
     parts = (trainer.model, trainer.optimizer)
     data = trainer.datasets.identity
-    return list(load_checkpoint(start, run, parallel, *parts, data=data).notices)
+    return load_checkpoint(start, run, parallel, *parts, data=data)
 
 
 def state_of(trainer: Trainer, parallel: ParallelState) -> dict[str, Tensor]:
