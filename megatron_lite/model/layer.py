@@ -9,6 +9,7 @@ default                y = x + attention(norm(x)),  output = y + mlp(norm(y))
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -31,11 +32,11 @@ from megatron_lite.model.rotary import RotaryTables
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.region_runner import Regions
-from megatron_lite.recompute.stores import Stores
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 if TYPE_CHECKING:
     from megatron_lite.context_parallel.documents import CuSeqlens
+    from megatron_lite.recompute.stores import Stores
 
 
 class TransformerLayer(nn.Module):
@@ -169,7 +170,7 @@ class TransformerBlock(nn.Module):
 
             for segment in plan.segments:
                 find_operators(segment.ops)
-        self.context, self.plan, self.stores = context, plan, Stores(context.device)
+        self.context, self.plan = context, plan
         self.layers = nn.ModuleList()
         for number in range(stage.first_layer, stage.first_layer + stage.num_layers):
             self.layers.add_module(str(number), TransformerLayer(config, context, number))
@@ -185,6 +186,13 @@ class TransformerBlock(nn.Module):
             else None
         )
 
+    @cached_property
+    def stores(self) -> Stores:
+        """The memory for what the layers keep on the host."""
+        from megatron_lite.recompute.stores import Stores
+
+        return Stores(self.context.device)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -192,15 +200,16 @@ class TransformerBlock(nn.Module):
         plan: RecomputePlan | None = None,
         documents: CuSeqlens | None = None,
     ) -> Tensor:
+        plan = plan or self.plan
         hidden_states = run_layers(
-            plan or self.plan,
+            plan,
             list(self.layers),
             hidden_states,
             rotary,
             documents,
             rng=self.context.rng,
             tp_group=self.context.group,
-            stores=self.stores,
+            stores=self.stores if plan.on_host else None,
         )
         return (
             hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)

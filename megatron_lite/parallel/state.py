@@ -34,7 +34,6 @@ from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.launch import Launch, read_launch
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.startup import meet, settings_of
 from megatron_lite.parallel.torch_internals import flattened_mesh, set_group_timeout, world
 
 Result = TypeVar("Result")
@@ -203,6 +202,8 @@ def parallel_state(
     on_gpu = device.type == "cuda"
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     if world_size > 1 and not joined:
+        from megatron_lite.parallel.startup import meet, settings_of
+
         settings = settings_of(run, launch.world_size)
         tp_size = config.tensor_model_parallel_size
         dist.init_process_group(

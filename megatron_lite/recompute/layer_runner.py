@@ -15,11 +15,11 @@ from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.choices import Choices
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.region_runner import Regions
-from megatron_lite.recompute.stores import Opened, Stores
 
 if TYPE_CHECKING:
     from megatron_lite.recompute.ops import KeptResults
     from megatron_lite.recompute.record import Record
+    from megatron_lite.recompute.stores import Opened, Stores
 
 Layer = Callable[..., Tensor]
 
@@ -48,6 +48,8 @@ def run_layers(
     split_before = None
     around: AbstractContextManager[Opened | None] = nullcontext()
     if plan.on_host and torch.is_grad_enabled():
+        from megatron_lite.recompute.stores import Stores
+
         around = (stores or Stores(hidden_states.device)).forward()
     with around as opened:
         for segment in plan.segments:

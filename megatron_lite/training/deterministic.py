@@ -54,7 +54,7 @@ def use_asked_attention_(
             "--attention-backend fused: --deterministic-mode needs a kernel that repeats its bits, "
             f"and cuDNN's attention does not promise that: {AUTO}"
         )
-    run = partial(_attention, _layer(model), _values(config, parallel))
+    run = partial(_attention, _layer(model), _values(model, config, parallel))
 
     def check() -> None:
         if backend == "fused" and config.training.precision == "fp32":
@@ -108,13 +108,12 @@ def _attention(layer: CoreAttention, values: Sequence[Tensor]) -> tuple[Tensor, 
         layer.train()
 
 
-def _values(config: RunConfig, parallel: ParallelState) -> list[Tensor]:
+def _values(stages: ModelStages, config: RunConfig, parallel: ParallelState) -> list[Tensor]:
     """Returns random values for `_attention` at the run's shape."""
     model, tp_size = config.model, parallel.tp_size
     heads, groups = model.num_attention_heads // tp_size, model.query_groups // tp_size
     s, b = config.data.seq_length, config.training.micro_batch_size
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype, device = dtypes[config.training.precision], parallel.device
+    dtype, device = next(iter(stages)).context.params_dtype, parallel.device
     draws = torch.Generator(device).manual_seed(1)
     return [
         torch.randn(

@@ -179,9 +179,7 @@ def iteration_line(interval: Interval, facts: RunFacts, *, throughput: bool) -> 
         if throughput
         else None,
         "learning rate": f"{last.learning_rate:.6E}",
-        "decoupled learning rate": None
-        if last.decoupled_learning_rate is None
-        else f"{last.decoupled_learning_rate:.6E}",
+        "decoupled learning rate": _scientific(last.decoupled_learning_rate),
         "global batch size": f"{last.global_batch_size:5d}",
         "lm loss": f"{interval.loss:.6E}",
         "load_balancing_loss": _scientific(last.load_balancing_loss),

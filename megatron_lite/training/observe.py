@@ -113,9 +113,9 @@ class ActivationMeter:
         rows = tuple(getattr(layer.mlp, "num_rows", 0) for layer in chunk.decoder.layers)
         self._seen.append((chunk, plan, saved, rows))
         # Tensors in host memory pass by the meter's hooks.
-        pool = chunk.decoder.stores.pool
+        pool = chunk.decoder.stores.pool if plan.on_host else None
         self._measured += meter.total_bytes()
-        self._host_measured += pool.bytes_in_use
+        self._host_measured += 0 if pool is None else pool.bytes_in_use
         if live is not None:
             # Outputs, weights and constants outlive the forward legitimately. Anything else that
             # lives and that no hook saw was put aside by a cache or on a Function's context.
@@ -124,7 +124,7 @@ class ActivationMeter:
                 for tensor in (output, *weights, *chunk.constants())
             }
             self._unaccounted += live.bytes_beside(
-                known | meter.storages().keys() | pool.storages()
+                known | meter.storages().keys() | (set() if pool is None else pool.storages())
             )
         return output
 
@@ -278,7 +278,9 @@ class PeakMeter:
             return
         # The profiler does not see what was allocated before, such as the buffers of @host.
         held = _bytes_of(_held_tensors(self._model, self._optimizer)) + sum(
-            chunk.decoder.stores.pool.num_bytes for chunk in self._model
+            chunk.decoder.stores.pool.num_bytes
+            for chunk in self._model
+            if chunk.decoder.plan.on_host
         )
         from megatron_lite.memory.measure.allocator_peak import allocator_peak
 

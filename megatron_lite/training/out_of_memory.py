@@ -76,8 +76,7 @@ def check_fits(
     own, place = peak.certain_bytes, str(device)
     here = [own]
     if device.type == "cpu":
-        rows = [text.rpartition(" ") for text in gather_texts(f"{host} {own}", parallel)]
-        here, place = [int(number) for name, _, number in rows if name == host], host
+        here, place = _of_host(own, host, parallel), host
 
     def check() -> None:
         there, of_all = memory_bytes(device), ""
@@ -104,8 +103,7 @@ def _check_host(config: RunConfig, parallel: ParallelState, host: str) -> None:
     """Raises InputError if the optimizer states of a host's ranks need more memory than it has."""
     group = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
     own = rank_states(config, parallel.pp_rank, **group).on_host
-    rows = [text.rpartition(" ") for text in gather_texts(f"{host} {own}", parallel)]
-    here = [int(number) for name, _, number in rows if name == host]
+    here = _of_host(own, host, parallel)
 
     def check() -> None:
         there = memory_bytes(torch.device("cpu"))
@@ -118,6 +116,12 @@ def _check_host(config: RunConfig, parallel: ParallelState, host: str) -> None:
             )
 
     parallel.together("the memory of the host", check)
+
+
+def _of_host(own: int, host: str, parallel: ParallelState) -> list[int]:
+    """Returns the numbers of all ranks of this host. Every rank must call this."""
+    rows = [text.rpartition(" ") for text in gather_texts(f"{host} {own}", parallel)]
+    return [int(number) for name, _, number in rows if name == host]
 
 
 def least_bytes(config: RunConfig, parallel: ParallelState) -> int:

@@ -281,20 +281,20 @@ class StageRunner:
 
         Raises ValueError for a batch that does not divide over ranks and micro-batches.
         """
-        if parallel.pp_size == 1:
-            return cls(model, parallel, loss_in_one_pass=config.loss_in_one_pass)
-        from megatron_lite.pipeline.links import Links
+        links = None
+        if parallel.pp_size > 1:
+            from megatron_lite.pipeline.links import Links
 
-        context = next(iter(model)).context
-        # Hidden states between stages: [s/c, b, h], or [s/(c t), b, h] under sequence parallelism.
-        shards = context.size if context.sequence_parallel else 1
-        seq_length = config.data.seq_length // parallel.cp_size // shards
-        links = Links(
-            parallel.pp_direction_groups,
-            device=parallel.device,
-            dtype=residual_dtype(config.model, context),
-            shape=(seq_length, config.training.micro_batch_size, config.model.hidden_size),
-        )
+            context = next(iter(model)).context
+            # Between stages: [s/c, b, h], or [s/(c t), b, h] under sequence parallelism.
+            shards = context.size if context.sequence_parallel else 1
+            seq_length = config.data.seq_length // parallel.cp_size // shards
+            links = Links(
+                parallel.pp_direction_groups,
+                device=parallel.device,
+                dtype=residual_dtype(config.model, context),
+                shape=(seq_length, config.training.micro_batch_size, config.model.hidden_size),
+            )
         return cls(
             model,
             parallel,

@@ -98,10 +98,11 @@ def summary_of(
                     training = replace(config.training, cuda_graph_impl="full_iteration")
                     graph = replace(config, training=training)
                     as_graph = 1000.0 * step_time(graph, machine, parallel.world_size).seconds
+    peak_predicted, measured, reserved = peak or (None, None, None)
     return RunSummary(
-        peak_bytes_predicted=None if peak is None else peak.predicted,
-        peak_bytes_measured=None if peak is None else peak.measured,
-        peak_bytes_reserved=None if peak is None or not peak.reserved else peak.reserved,
+        peak_bytes_predicted=peak_predicted,
+        peak_bytes_measured=measured,
+        peak_bytes_reserved=reserved or None,
         step_ms_predicted=predicted,
         step_ms_measured=1000.0 * statistics.median(later) if later else None,
         step_ms_as_graph=as_graph,

@@ -61,13 +61,7 @@ class LiveStorages(TorchDispatchMode):
         # A storage may die in another thread (gloo's), so the sum is not changed there.
         self._died: deque[LiveStorage] = deque()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {address_of(storage) for storage in _storages((args, kwargs))}
         results = func(*args, **(kwargs or {}))
         for storage in _storages(results):

@@ -104,13 +104,7 @@ class StepMeter(LiveStorages):
             MeasuredMoment(phase, module, str(func).rpartition(".")[0]),
         )
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and _engine_is_caller() and _only_reference(args[0]):
             func = torch.ops.aten.add_.Tensor
         return super().__torch_dispatch__(func, types, args, kwargs)
