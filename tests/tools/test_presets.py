@@ -174,7 +174,7 @@ FILES = [
         "deepspeed_zero3.json",
         "--tp 2",
         "'*:full@split+host'",
-        "contiguous_memory_optimization number_checkpoints zero_optimization.offload_optimizer",
+        "number_checkpoints contiguous_memory_optimization zero_optimization.offload_optimizer",
     ),
     ("deepspeed_plain.json", "", "'*:full'", ""),
     ("oslo_v2.json", "", f"'{SPLIT}' --tensor-model-parallel-size 2", "contiguous_checkpointing"),
