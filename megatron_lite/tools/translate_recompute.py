@@ -47,13 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="whose config it is (default: what its keys tell)",
     )
     add(
-        "--num-layers",
-        type=int,
-        metavar="N",
-        help="the layers of the model, or of its longest pipeline stage: "
-        "rules that would name no layer are left out",
-    )
-    add(
         "--tp",
         type=int,
         metavar="N",
@@ -71,13 +64,11 @@ def translate(args: argparse.Namespace) -> None:
     Raises OSError if the file cannot be read. Raises InputError, which names the file, for a fault
     in its contents.
     """
-    if args.num_layers is not None and args.num_layers < 1:
-        raise InputError(f"--num-layers must be at least 1 (got {args.num_layers})")
     path = args.file or args.named_file
     config = read_config_file(path)
     try:
         system = _system(config, args.system)
-        translation = translated(config, system, args.tp, num_layers=args.num_layers)
+        translation = translated(config, system, args.tp)
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
     for note in translation.notes:

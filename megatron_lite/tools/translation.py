@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
@@ -63,47 +63,12 @@ class Table(NamedTuple):
 class Translation(NamedTuple):
     """The settings to run with.
 
-    rules: those of the recompute policy; () if it is a budget for compiled layers.
-    more: further flags and their values. notes: one line for each value without a counterpart.
+    flags: the words of a command line. Without --recompute-policy they are a budget for compiled
+    layers. notes: one line for each value without a counterpart.
     """
 
-    rules: tuple[Rule, ...]
-    more: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def policy(self) -> Policy:
-        """The recompute policy."""
-        return Policy(self.rules)
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """The settings as words of a command line."""
-        policy = ("--recompute-policy", str(self.policy)) if self.rules else ()
-        return (*policy, *self.more)
-
-    def for_layers(self, num_layers: int | None) -> Translation:
-        """Returns the translation for stages of `num_layers` layers.
-
-        A rule that names none of them is left out, with a note. The launcher would refuse it, since
-        it does nothing. None: for any number, with a note on the fewest layers that it needs.
-        """
-        needed = 1 + max((rule.layers[0].first for rule in self.rules), default=0)
-        if needed <= (num_layers or 1):
-            return self
-        if num_layers is None:
-            note = (
-                f"{self.policy} needs a stage of {needed} layers or more: with fewer the launcher "
-                "refuses it; give --num-layers N for the flags of a smaller model"
-            )
-            return self._replace(notes=(*self.notes, note))
-        # The rule of every n-th layer comes first, and at most one for all layers after it.
-        first, *kept = self.rules
-        note = (
-            f"{first} names no layer of {num_layers}: nothing is recomputed by it, and it is left "
-            "out"
-        )
-        return self._replace(rules=tuple(kept) or (unit(0),), notes=(*self.notes, note))
+    flags: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 class Settings:
@@ -197,9 +162,12 @@ class Settings:
             isinstance(number, int) and 1 <= number <= MAX_STEP,
             f"{where} must be from 1, which is every layer, to {MAX_STEP} (got {shown(step)})",
         )
-        return Rule(layers=(Layers(number - 1, None, number),), action=LayerAction(unit=1))
+        rule = Rule(layers=(Layers(number - 1, None, number),), action=LayerAction(unit=1))
+        if number > 1:
+            self.note(f"{rule} is for stages of {number} layers or more: others refuse it")
+        return rule
 
-    def result(self, rules: Iterable[Rule], more: Iterable[str]) -> Translation:
+    def result(self, rules: Sequence[Rule], more: Iterable[str]) -> Translation:
         """Returns the translation with these rules, further flags and all notes.
 
         Each key elsewhere in the file that concerns recomputation, offloading or wrapping gets a
@@ -210,7 +178,8 @@ class Settings:
             self.note(f"{named(place)} {shown(value)} is not translated")
         if len(found) > MAX_NOTES_ELSEWHERE:
             self.note(f"and {len(found) - MAX_NOTES_ELSEWHERE} more keys are not translated")
-        return Translation(tuple(rules), tuple(more), tuple(self.notes))
+        policy = ("--recompute-policy", str(Policy(tuple(rules)))) if rules else ()
+        return Translation((*policy, *more), tuple(self.notes))
 
 
 def unit(count: int, store: str = "device") -> Rule:

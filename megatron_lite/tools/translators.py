@@ -458,13 +458,9 @@ SYSTEMS = {
 }
 
 
-def translated(
-    config: Any, system: str, tp_size: int | None = None, *, num_layers: int | None = None
-) -> Translation:
+def translated(config: Any, system: str, tp_size: int | None = None) -> Translation:
     """Returns the translation of a config.
 
-    num_layers: the layers of the model. None: the translation is for any number of layers, and may
-    have a note on the fewest that it needs.
     Raises ValueError for a fault in the config, or for an option of another system.
     """
     translate, tables, _ = SYSTEMS[system]
@@ -472,8 +468,7 @@ def translated(
     if tp_size is not None:
         found.require(system in PARTITIONING, "--tp belongs to deepspeed and oslo: leave it out")
         found.give("--tp", tp_size)
-    rules, more = translate(found)
-    return found.result(rules, more).for_layers(num_layers)
+    return found.result(*translate(found))
 
 
 def systems_of(config: Any) -> tuple[str, ...]:
