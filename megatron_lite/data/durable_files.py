@@ -69,6 +69,12 @@ def replacing(path: str) -> Iterator[str]:
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
+def write_text(path: str, text: str) -> None:
+    """Writes a text file that the user has named. It appears complete or not at all."""
+    with replacing(path) as tmp:
+        Path(tmp).write_text(text, encoding="utf-8")
+
+
 def checksum_of(path: Path | str, *, limit: int | None = None) -> tuple[int, str]:
     """Returns the size and the SHA-256 of a regular file. Raises as `open_input` does.
 

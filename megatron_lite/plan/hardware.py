@@ -16,6 +16,7 @@ library only.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import typing
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 from megatron_lite.config.checks import InputError, chosen, input_faults
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.plain import LARGEST_TEXT, from_plain, parse_json, shown
+from megatron_lite.data.durable_files import write_text
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -293,6 +295,11 @@ def load_hardware(name: str) -> Hardware:
         )
     with input_faults(f"{path}: "):
         return from_json(read_input_text(path, LARGEST_TEXT))
+
+
+def save_hardware(machine: Hardware, path: str) -> None:
+    """Writes the file that `load_hardware` reads. Raises InputError if it cannot be written."""
+    write_text(path, json.dumps(dataclasses.asdict(machine), indent=2) + "\n")
 
 
 def machine_of_gpu(gpu_name: str) -> Hardware | None:

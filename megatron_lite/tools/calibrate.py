@@ -2,19 +2,17 @@
 here.json`
 
 The file has the figures of plan/hardware.py, and `load_hardware("here.json")` reads it. The tool
-measures matmuls of a few shapes in bfloat16 and float32, flash attention, the bandwidth of memory,
-and an all-reduce of two ranks: gloo on a CPU, NCCL on two GPUs. Two short training runs then give
-what depends on this engine: the host's time for a launch, and the bandwidth of its pointwise
-kernels. It takes about a minute. First set OMP_NUM_THREADS to the threads of one rank, as for
-training.
+measures matmuls of a few shapes in bfloat16 and float32, the bandwidth of memory, and an all-reduce
+of two ranks: gloo on a CPU, NCCL on two GPUs. All other figures, such as the shares that flash
+attention and pointwise kernels reach, are those of the machine that is most alike. A short training
+run then gives the factor of all times. It takes about a minute. First set OMP_NUM_THREADS to the
+threads of one rank, as for training.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
-import math
 import os
 import platform
 import statistics
@@ -23,14 +21,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
 from megatron_lite.config.checks import InputError
@@ -38,8 +36,14 @@ from megatron_lite.config.parser import Parser
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import build_run, flags_of
-from megatron_lite.data.durable_files import replacing
-from megatron_lite.plan.hardware import Flash, Hardware, Link, Matmuls, load_hardware, machine_names
+from megatron_lite.plan.hardware import (
+    Hardware,
+    Link,
+    Matmuls,
+    load_hardware,
+    machine_names,
+    save_hardware,
+)
 from megatron_lite.plan.step_time import step_time
 from megatron_lite.tools.command import exit_status
 
@@ -47,9 +51,9 @@ from megatron_lite.tools.command import exit_status
 SHAPES = ((1024, 1024, 1024), (512, 512, 512), (1024, 1024, 128), (128, 1024, 1024), (64, 512, 512))
 ELEMENTS, ALL_REDUCE_BYTES = 1 << 24, 1 << 24  # of memory-bound kernels, and of a large all-reduce
 LARGER = 8  # on a GPU every dimension and both of these are so many times as large
-SMALL_BYTES, HALVINGS = 8, 30
-PROBES = ((64, 32), (512, 256))  # hidden sizes and sequence lengths of two short training runs
-BAND = 0.15  # relative error that a plan is expected to have after a calibration
+SMALL_BYTES = 8
+PROBE = (512, 256)  # the hidden size and the sequence length of a short training run
+BAND = 0.25  # relative error that a plan is expected to have after a calibration
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,17 +104,15 @@ def run(output: str, *, device: str, links_of: str | None, seconds: float) -> No
             f"({', '.join(machine_names())})"
         )
     machine = measure(kind, seconds, None if links_of is None else load_hardware(links_of))
-    with replacing(output) as tmp, open(tmp, "w", encoding="utf-8") as file:
-        file.write(json.dumps(dataclasses.asdict(machine), indent=2) + "\n")
+    save_hardware(machine, output)
     for rates, name in ((machine.bf16, "bfloat16"), (machine.fp32, "float32")):
         print(
             f"{name}: {rates.peak_flops / 1e12:.3g} TFLOP/s, half of it at a smallest dimension of "
             f"{rates.half_dimension:.0f}"
         )
     print(
-        f"memory: {machine.memory_bandwidth / 1e9:.3g} GB/s, of which pointwise kernels reach "
-        f"{machine.eager.memory_efficiency:.0%}\n"
-        f"launch of a kernel: {machine.eager.launch_s * 1e6:.3g} us\n"
+        f"memory: {machine.memory_bandwidth / 1e9:.3g} GB/s\n"
+        f"a training run: {machine.pace:.3f} of the time that follows from these figures\n"
         f"all-reduce: {machine.inside.latency_s * 1e6:.3g} us a step, "
         f"{machine.inside.bandwidth / 1e9:.3g} GB/s\n{output}: written"
     )
@@ -142,8 +144,8 @@ def measure(device: str, seconds: float, known: Hardware | None) -> Hardware:
         multiprocessors=1,
         tile_m=1,
         tile_n=1,
-        bf16=_matmuls(device, torch.bfloat16, seconds),
-        fp32=_matmuls(device, torch.float32, seconds),
+        bf16=_matmuls(like.bf16, device, torch.bfloat16, seconds),
+        fp32=_matmuls(like.fp32, device, torch.float32, seconds),
         band=BAND,
         inside=inside,
         between=known.between if known else inside,
@@ -152,40 +154,20 @@ def measure(device: str, seconds: float, known: Hardware | None) -> Hardware:
             "all figures": f"measured by megatron_lite.tools.calibrate with torch "
             f"{torch.__version__} and {torch.get_num_threads()} threads",
             "peak_flops, half_dimension": "a fit to matmuls of several shapes",
-            "eager, compiled": "training runs of this engine",
-            "captured, loss_traffic, overlap": f"those of {like.name}",
+            "pace": "a training run of this engine",
+            "flash, eager, compiled, captured, loss_traffic, overlap": f"those of {like.name}",
             "inside, between": f"those of {known.name}"
             if known
             else "an all-reduce of two ranks on this machine",
         },
     )
-    for mode in ("eager", "compiled") if cuda else ("eager",):
-        measured = _with_mode(measured, mode)
-    return measured if cuda else dataclasses.replace(measured, compiled=measured.eager)
+    probe = _probe(*(size * (LARGER if cuda else 1) for size in PROBE))
+    return dataclasses.replace(
+        measured, pace=_step_seconds(probe) / step_time(probe, measured, 1).seconds
+    )
 
 
-def _with_mode(machine: Hardware, name: str) -> Hardware:
-    """Returns the machine with the figures of a mode with which it predicts two training runs.
-
-    The smaller run launches kernels that compute next to nothing. The larger one moves memory.
-    """
-    factor = LARGER if machine.device == "cuda" else 1
-    figures = (("launch_s", 1e-9, 1e-3), ("memory_efficiency", 1.0, 1e-2))
-    for (figure, fast, slow), sizes in zip(figures, PROBES, strict=True):
-        config = _probe(*(size * factor for size in sizes), compiled=name == "compiled")
-        measured = _step_seconds(config)
-        for _ in range(HALVINGS):  # bisects the logarithm, as the time only grows towards `slow`
-            middle = math.sqrt(fast * slow)
-            mode = dataclasses.replace(getattr(machine, name), **{figure: middle})
-            machine = dataclasses.replace(machine, **{name: mode})
-            if step_time(config, machine, 1).seconds < measured:
-                fast = middle
-            else:
-                slow = middle
-    return machine
-
-
-def _probe(hidden_size: int, seq_length: int, *, compiled: bool) -> RunConfig:
+def _probe(hidden_size: int, seq_length: int) -> RunConfig:
     """Returns a short run of a small model."""
     return build_run(
         {
@@ -201,12 +183,7 @@ def _probe(hidden_size: int, seq_length: int, *, compiled: bool) -> RunConfig:
                 "hidden_dropout": 0.0,
                 "attention_dropout": 0.0,
             },
-            "training": {
-                "micro_batch_size": 2,
-                "global_batch_size": 2,
-                "train_iters": 12,
-                "torch_compile": compiled,
-            },
+            "training": {"micro_batch_size": 2, "global_batch_size": 2, "train_iters": 12},
             "data": {"seq_length": seq_length, "mock_data": True},
             "tokenizer": {"vocab_size": 1023},
             "lr_schedule": {"lr": 1e-4},
@@ -228,9 +205,8 @@ def _step_seconds(config: RunConfig) -> float:
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise InputError(f"a short training run failed: {ran.stderr.strip()[-500:]}")
-        with open(file, encoding="utf-8") as lines:
-            records = [parse_json(line) for line in lines]
-    times = [one["iteration_ms"] for one in records if one.get("iteration_ms")]
+        records = map(parse_json, Path(file).read_text().splitlines())
+        times = [one["iteration_ms"] for one in records if one.get("iteration_ms")]
     return statistics.quantiles(times[len(times) // 3 :], n=4)[0] / 1000.0
 
 
@@ -240,15 +216,9 @@ def _seconds(action: Callable[[], object], seconds: float) -> float:
     return min(timer.blocked_autorange(min_run_time=seconds).times)
 
 
-class Fit(NamedTuple):
-    """The rate of matmuls as peak x smallest / (smallest + half_dimension), in FLOP/s."""
-
-    peak: float
-    half_dimension: float
-
-
-def fit(samples: Sequence[tuple[int, float]]) -> Fit:
-    """Returns the curve through (smallest dimension, rate) with the least relative errors.
+def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Returns the curve through (smallest dimension, rate) with the least relative errors, as the
+    peak and the half dimension: rate = peak x dimension / (dimension + half_dimension), in FLOP/s.
 
     1 / rate = 1 / peak + (half_dimension / peak) / dimension is a line. A slope below 0, which
     noise can cause, becomes 0.
@@ -257,12 +227,12 @@ def fit(samples: Sequence[tuple[int, float]]) -> Fit:
     if len({*dimensions}) > 1:
         slope, inverse = np.polyfit(1 / dimensions, 1 / rates, 1, w=rates)
         if slope >= 0 and inverse > 0:
-            return Fit(float(1 / inverse), float(slope / inverse))
-    return Fit(float(np.sum(rates**2) / np.sum(rates)), 0.0)
+            return float(1 / inverse), float(slope / inverse)
+    return float(np.sum(rates**2) / np.sum(rates)), 0.0
 
 
-def _matmuls(device: str, dtype: torch.dtype, seconds: float) -> Matmuls:
-    """Returns the rates of matmuls in one format."""
+def _matmuls(like: Matmuls, device: str, dtype: torch.dtype, seconds: float) -> Matmuls:
+    """Returns the measured rates of matmuls in one format. like: those of another machine."""
     samples, larger = [], LARGER if device == "cuda" else 1
     for shape in SHAPES:
         m, n, k = (larger * one for one in shape)
@@ -270,64 +240,32 @@ def _matmuls(device: str, dtype: torch.dtype, seconds: float) -> Matmuls:
         weight = torch.randn(n, k, device=device).to(dtype)
         taken = _seconds(partial(F.linear, x, weight), seconds)
         samples.append((min(m, n, k), 2.0 * m * n * k / taken))
-    curve = fit(samples)
-    return Matmuls(
-        peak_flops=curve.peak,
-        max_efficiency=1.0,
-        half_dimension=curve.half_dimension,
-        flash=_flash(device, dtype, seconds, curve.peak),
+    peak, half_dimension = fit(samples)
+    return dataclasses.replace(
+        like, peak_flops=peak, max_efficiency=1.0, half_dimension=half_dimension
     )
-
-
-def _flash(device: str, dtype: torch.dtype, seconds: float, peak: float) -> Flash:
-    """Returns the rates of causal flash attention, as shares of the peak of matmuls.
-
-    Forward has two matmuls and backward five, and the mask leaves half.
-    """
-    heads, length, channels = 8, min(2048, (LARGER if device == "cuda" else 1) * 1024), 64
-    query, key, value = (
-        torch.randn(1, heads, length, channels, device=device).to(dtype).requires_grad_()
-        for _ in range(3)
-    )
-
-    def shares() -> list[float]:
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        gradient = attended.detach()
-        forward = _seconds(
-            lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True), seconds
-        )
-        backward = _seconds(lambda: attended.backward(gradient, retain_graph=True), seconds)
-        flops = heads * length * length * channels
-        return [min(1.0, flops * n / time / peak) for n, time in ((2, forward), (5, backward))]
-
-    usual = shares()
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        deterministic = shares() if device == "cuda" else usual
-    names = [field.name for field in dataclasses.fields(Flash)]
-    return Flash(**dict(zip(names, [*usual, *deterministic], strict=True)))
 
 
 def _all_reduce(device: str, seconds: float) -> Link:
     """Returns the network between two ranks."""
     num_bytes = ALL_REDUCE_BYTES * (LARGER if device == "cuda" else 1)
+    results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        args = (folder, device, seconds, (SMALL_BYTES, num_bytes))
+        args = (folder, device, seconds, (SMALL_BYTES, num_bytes), results)
         mp.spawn(_time_all_reduce, args=args, nprocs=2)
-        with open(os.path.join(folder, "times"), encoding="utf-8") as file:
-            small, large = parse_json(file.read(), longest=None)
+    small, large = results.get()
     # An all-reduce of two ranks has two steps, and each rank receives every byte once.
     return Link(latency_s=small / 2, bandwidth=num_bytes / max(large - small, large / 2))
 
 
 def _time_all_reduce(
-    rank: int, folder: str, device: str, seconds: float, sizes: Sequence[int]
+    rank: int, folder: str, device: str, seconds: float, sizes: Sequence[int], results: Any
 ) -> None:
-    """Writes the seconds of an all-reduce of each size. Two ranks call it together."""
+    """Puts the seconds of an all-reduce of each size into a queue. Two ranks call it together."""
     target = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    store = dist.FileStore(os.path.join(folder, "store"), 2)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        store=store,
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=2,
         timeout=datetime.timedelta(seconds=120),
@@ -342,8 +280,7 @@ def _time_all_reduce(
             dist.broadcast(calls, 0)
             times.append(timer.timeit(max(int(calls.item()), 1)).mean)
         if rank == 0:
-            with open(os.path.join(folder, "times"), "w", encoding="utf-8") as file:
-                json.dump(times, file)
+            results.put(times)
     finally:
         dist.destroy_process_group()
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -50,11 +52,11 @@ class FakeGauge(StepMeter):
     flops, bandwidth: per second, of the machine.
     """
 
-    flops, bandwidth = 5e14, 2.5e12
-
-    def __init__(self, device: torch.device, held: int) -> None:
+    def __init__(
+        self, device: torch.device, held: int, *, flops: float = 5e14, bandwidth: float = 2.5e12
+    ) -> None:
         super().__init__()
-        self._held, self._seconds = held, 0.0
+        self._held, self._seconds, self._flops, self._bandwidth = held, 0.0, flops, bandwidth
         self.readings: list[Reading] = []
 
     def mark(self) -> None:
@@ -76,7 +78,7 @@ class FakeGauge(StepMeter):
             moved = sum(each.nbytes for each in tensors_of((args, kwargs, result)))
             count = flop_registry.get(func.overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
-            self._seconds += max(flops / self.flops, moved / self.bandwidth)
+            self._seconds += max(flops / self._flops, moved / self._bandwidth)
         return result
 
     after = LiveStorages.after  # compares the sum with the peak
@@ -147,19 +149,21 @@ def fit_config(
     """
     device = torch.device("cpu")
 
-    def gauge(device: torch.device, held: int) -> FakeGauge:
-        made = FakeGauge(device, held)
-        rates = hardware.matmuls(DTYPES[dtype].itemsize)
-        made.flops = rates.peak_flops * rates.max_efficiency
-        made.bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
-        return made
-
-    with _ranks(gpus) as mesh, SimulatedValues(), _without_checks():
+    rates = hardware.matmuls(DTYPES[dtype].itemsize)
+    gauge = partial(
+        FakeGauge,
+        flops=rates.peak_flops * rates.max_efficiency,
+        bandwidth=hardware.memory_bandwidth * hardware.memory_efficiency,
+    )
+    # Checks of transformers read values, such as that of image tokens.
+    unchecked = patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
+    with _ranks(gpus) as mesh, SimulatedValues(), unchecked:
         model = _model(config, DTYPES[dtype])
         if lora_rank:
             add_adapters_(model, lora_rank)
         lists = layer_lists(model, None)
-        buckets = 0 if fsdp or gpus == 1 else sum(one.nbytes for one in _trained(model))
+        trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+        buckets = 0 if fsdp or gpus == 1 else trained
         if fsdp:
             shard_(model, lists, mesh)
         given = _inputs(model, micro_batch_size, seq_length, image_size, DTYPES[dtype])
@@ -216,23 +220,6 @@ def _ranks(number: int) -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (number,))
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _without_checks() -> Iterator[None]:
-    """Switches off the checks of transformers that read values, such as that of image tokens."""
-    before = os.environ.get("TRANSFORMERS_DISABLE_TORCH_CHECK")
-    os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"]
-        if before is not None:
-            os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = before
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [each for each in model.parameters() if each.requires_grad]
 
 
 def _model(config: Any, dtype: torch.dtype) -> Any:

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.parser import Parser
 from megatron_lite.config.plain import shown
@@ -78,28 +78,19 @@ def _text(args: argparse.Namespace) -> str:
     hardware = load_hardware(args.gpu)
     budget = hardware.memory_bytes - default_reserve(hardware.memory_bytes)
     if args.memory_budget is not None:
-        try:
+        with input_faults():
             budget = parse_bytes("--memory-budget", args.memory_budget, least=1)
-        except ValueError as error:
-            raise InputError(str(error)) from None
     from megatron_lite.tools.fake_fit import fit_config
 
-    try:
+    same = ("seq_length", "image_size", "micro_batch_size", "dtype", "optimizer", "gpus", "fsdp")
+    with input_faults():
         fit = fit_config(
             config,
             hardware,
             budget,
-            seq_length=args.seq_length,
-            image_size=args.image_size,
-            micro_batch_size=args.micro_batch_size,
-            dtype=args.dtype,
-            optimizer=args.optimizer,
             lora_rank=int(rank or 0),
-            gpus=args.gpus,
-            fsdp=args.fsdp,
+            **{name: getattr(args, name) for name in same},
         )
-    except ValueError as error:
-        raise InputError(str(error)) from error
     lines = "\n".join(
         f'apply_policy_(model, layers_fqn="{name}", policy="{policy}")'
         for name, policy in fit.policies.items()

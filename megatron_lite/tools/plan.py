@@ -35,7 +35,7 @@ from megatron_lite.config.recompute import AUTO
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import add_run_flags, fixed_value, flag_of
 from megatron_lite.config.units import parse_bytes
-from megatron_lite.data.durable_files import replacing
+from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.plan_page import plan_page
 from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.plan.auto_policy import Budget, default_reserve
@@ -140,10 +140,11 @@ def _plan(
         "verdicts": [plain_verdict(one, problem.hardware, training) for one in verdicts],
     }
     if own["json"] is not None:
-        _write(own["json"], json.dumps(plain, indent=2) + "\n")
+        text = json.dumps(plain, indent=2) + "\n"
+        sys.stdout.write(text) if own["json"] == "-" else write_text(own["json"], text)
     if own["html"] is not None:
         stages = [plain_stages(problem, one) for one in verdicts]
-        _write(own["html"], plan_page(plain, stages, notes))
+        write_text(own["html"], plan_page(plain, stages, notes))
     if own["json"] != "-":
         for note in notes:
             print(paragraph(f"note: {note}"))
@@ -211,14 +212,6 @@ def _more_gpus(problem: Problem, budget: Budget, tried: int, typed: Sequence[str
         f"\nIt fits on {count} GPUs, the fewest of 2, 4, 8, ... This command has the plans:\n"
         f"  {program} {shlex.join(words)}"
     )
-
-
-def _write(path: str, text: str) -> None:
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    with replacing(path) as beside, open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def _problem(

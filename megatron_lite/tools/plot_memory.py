@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.checks import InputError
@@ -92,8 +93,7 @@ def plot_memory(paths: Sequence[str], output: str) -> None:
         if ending == ".png":
             figure.savefig(unfinished, format="png", dpi=150)
         else:
-            with open(unfinished, "w", encoding="utf-8") as file:
-                file.write(svg_text(figure))
+            Path(unfinished).write_text(svg_text(figure), encoding="utf-8")
 
 
 def draw(timelines: Sequence[Timeline]) -> Any:

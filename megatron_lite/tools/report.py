@@ -8,7 +8,6 @@ and measured. docs/training-logs.md describes it. The tool needs the extra `plot
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -16,10 +15,10 @@ from collections.abc import Sequence
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
 from megatron_lite.config.parser import Parser
-from megatron_lite.data.durable_files import replacing
+from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.run_page import run_page
 from megatron_lite.pages.run_record import RunRecord, read_run
-from megatron_lite.plan.hardware import load_hardware
+from megatron_lite.plan.hardware import load_hardware, save_hardware
 from megatron_lite.tools.command import exit_status
 
 PROGRAM = "python -m megatron_lite.tools.report"
@@ -74,8 +73,7 @@ def report(
         text = run_page(run)
     if calibration is not None:
         _calibrate(run, *calibration)
-    with replacing(target) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
-        file.write(text)
+    write_text(target, text)
     print(target)
 
 
@@ -98,8 +96,7 @@ def _calibrate(run: RunRecord, machine: str, file: str) -> None:
     band = max(LEAST_BAND, abs(pace / known.pace - 1.0) if known.pace != 1.0 else LEAST_BAND)
     sources = {**known.sources, "pace, band": f"the run {run.name}"}
     found = dataclasses.replace(known, pace=pace, band=band, sources=sources)
-    with replacing(file) as unfinished, open(unfinished, "w", encoding="utf-8") as text:
-        text.write(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
+    save_hardware(found, file)
     print(f"{file}: a step takes {pace:.3f} of what {machine} predicts, +-{band:.0%}")
 
 

@@ -3,7 +3,7 @@ model reads, and wrong settings are refused."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.plan.hardware import load_hardware
+from megatron_lite.plan.step_time import step_time
 from megatron_lite.tools import calibrate
 from tests.support.gpus import show_gpus
 
@@ -20,13 +21,12 @@ from tests.support.gpus import show_gpus
 def test_exact_rates_give_the_curve_that_made_them(peak: float, half: float) -> None:
     samples = [(size, peak * size / (size + half)) for size in (16, 64, 128, 1024)]
     found = calibrate.fit(samples)
-    assert found.peak == pytest.approx(peak, rel=1e-3)
-    assert found.half_dimension == pytest.approx(half, rel=1e-3, abs=1e-3)
+    assert found == (pytest.approx(peak, rel=1e-3), pytest.approx(half, rel=1e-3, abs=1e-3))
 
 
 def test_rates_without_a_slope_have_no_half_dimension() -> None:
-    falling = calibrate.fit([(16, 3e9), (1024, 1e9)])
-    assert falling.half_dimension == 0.0 and 1e9 < falling.peak < 3e9
+    peak, half = calibrate.fit([(16, 3e9), (1024, 1e9)])
+    assert half == 0.0 and 1e9 < peak < 3e9
     assert calibrate.fit([(64, 2e9), (64, 2e9)]) == (pytest.approx(2e9), 0.0)
 
 
@@ -36,15 +36,16 @@ def test_a_measured_machine_is_one_that_the_model_reads(
 ) -> None:
     monkeypatch.setattr(calibrate, "SHAPES", ((32, 32, 32), (64, 64, 8)))
     monkeypatch.setattr(calibrate, "ELEMENTS", 1 << 14)
-    step_seconds = calibrate._step_seconds
-    run = functools.cache(lambda: step_seconds(calibrate._probe(64, 8, compiled=False)))
-    monkeypatch.setattr(calibrate, "_step_seconds", lambda config: run())  # one run for all
+    monkeypatch.setattr(calibrate, "PROBE", (64, 8))
     path = tmp_path / "here.json"
     words = ["--output", str(path), "--device", "cpu", "--seconds", "0.002"]
     assert calibrate.main(words) == 0
     assert f"{path}: written" in capsys.readouterr().out
     machine = load_hardware(str(path))  # a figure beyond its bounds would raise ValueError
     assert machine.device == "cpu" and machine.shares_cores
+    probe = calibrate._probe(64, 8)
+    slower = dataclasses.replace(machine, pace=2 * machine.pace)
+    assert step_time(probe, slower, 1).seconds == 2 * step_time(probe, machine, 1).seconds > 0.0
     assert machine.inside == machine.between and machine.inside.latency_s > 0.0
     assert calibrate.main([*words, "--links-of", "a100-80gb"]) == 0
     machine, a100 = load_hardware(str(path)), load_hardware("a100-80gb")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.step_files import Progress
+from megatron_lite.checkpointing.step_files import LATEST, Progress
 from megatron_lite.config.checks import InputError, flag, input_faults, quoted
 from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.megatron_flags import REFUSED
@@ -18,6 +20,7 @@ from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import from_plain
 from megatron_lite.config.rotary import RotarySettings
 from megatron_lite.convert.megatron.torch_file import Inert
+from megatron_lite.convert.target import complete_folder
 from megatron_lite.convert.weights import OUTPUT, WORDS, WeightSource
 
 SCALARS = (bool, int, float, str, type(None))
@@ -179,13 +182,19 @@ def with_padding(name: str, whole: Tensor, num_rows: int) -> Tensor:
     return torch.cat((whole, whole.new_zeros(num_rows - len(whole), *whole.shape[1:])))
 
 
-def newest(source: WeightSource) -> tuple[str, str]:
-    """Returns what the pointer names, and its folder: the iteration, or "release" for weights
-    alone."""
-    if not source.state_keys:
-        return "release", "release"
+@contextmanager
+def new_iteration(source: WeightSource, path: Path) -> Iterator[Path]:
+    """Yields the folder of the iteration to write, or of the "release" for weights alone.
+
+    It and its pointer appear at `path` after the block, complete or not at all.
+    """
     iteration = source.progress.iteration
-    return str(iteration), f"iter_{iteration:07d}"
+    name, pointer = f"iter_{iteration:07d}", str(iteration)
+    with complete_folder(path) as folder:
+        step = folder / (name if source.state_keys else "release")
+        step.mkdir()
+        yield step
+        (folder / LATEST).write_text(pointer if source.state_keys else step.name)
 
 
 def common_values(source: WeightSource, *, tp_size: int, pp_size: int) -> dict[str, Any]:
@@ -229,19 +238,9 @@ def common_values(source: WeightSource, *, tp_size: int, pp_size: int) -> dict[s
 
 def groups(source: WeightSource) -> list[dict[str, Any]]:
     """Returns the optimizer's groups with and without weight decay, without `params`."""
-    return [
-        {
-            "wd_mult": decay,
-            "lr_mult": 1.0,
-            "is_expert_parallel": False,
-            "is_decoupled_lr": False,
-            "default_config": True,
-            "max_lr": None,
-            "min_lr": None,
-            "step": source.num_updates,
-        }
-        for decay in (1.0, 0.0)
-    ]
+    common: dict[str, Any] = dict(lr_mult=1.0, max_lr=None, min_lr=None, step=source.num_updates)
+    common |= dict(is_expert_parallel=False, is_decoupled_lr=False, default_config=True)
+    return [{"wd_mult": decay, **common} for decay in (1.0, 0.0)]
 
 
 def check_exact(source: WeightSource, target: str) -> None:

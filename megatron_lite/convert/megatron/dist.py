@@ -28,7 +28,6 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from megatron_lite.checkpointing.shards import MOST_DIMS, MOST_ELEMENTS
 from megatron_lite.checkpointing.start import DIST_METADATA
-from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted, input_size, read_input
 from megatron_lite.config.model import ModelConfig
@@ -51,7 +50,6 @@ from megatron_lite.convert.megatron.torch_file import (
     read_pickle,
     read_torch_file,
 )
-from megatron_lite.convert.target import complete_folder
 from megatron_lite.convert.weights import (
     LAYERS,
     WEIGHT,
@@ -264,12 +262,9 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
     megatron_args.check_exact(source, "megatron-dist")
     model, padded = source.model, megatron_args.padded_vocab_size(source, 1)
     num_layers, is_stacked = model.num_layers, has_stacks(model)
-    newest, folder_name = megatron_args.newest(source)
     tensors: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, Any] = {}
-    with complete_folder(path) as folder:
-        step = folder / folder_name
-        step.mkdir()
+    with megatron_args.new_iteration(source, path) as step:
         with (step / SHARDS).open("wb") as file:
 
             def save(name: str, value: Any, offsets: torch.Size | None = None) -> None:
@@ -305,7 +300,6 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
             common["optimizer"] = {"optimizer": optimizer} if nested else optimizer
         torch.save(common, step / COMMON)
         (step / "metadata.json").write_text(json.dumps(FORMAT))
-        (folder / LATEST).write_text(newest)
 
 
 def _extra_states(name: str, model: ModelConfig) -> Iterator[str]:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.input_file import crafted
 from megatron_lite.config.model import ModelConfig
@@ -44,7 +43,6 @@ from megatron_lite.convert.megatron.source import (
     whole_parameters,
 )
 from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
-from megatron_lite.convert.target import complete_folder
 from megatron_lite.convert.weights import (
     LAYERS,
     OUTPUT,
@@ -340,12 +338,11 @@ def write_legacy(
         for tp_rank, expert, tensor in places[name, key]:
             tensor.copy_(parts[tp_rank] if expert is None else parts[tp_rank][expert])
 
-    newest, folder_name = megatron_args.newest(source)
-    with complete_folder(path) as folder:
+    with megatron_args.new_iteration(source, path) as folder:
         for stage, tp_rank in product(held, range(tp_size)):
             rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage.rank:03d}" if pp_size > 1 else "")
-            file = folder / folder_name / rank / MODEL_FILES[0]
-            file.parent.mkdir(parents=True)
+            file = folder / rank / MODEL_FILES[0]
+            file.parent.mkdir()
             # Fake tensors have sizes and no numbers, so the whole model is never in memory. The
             # file gets room for each of them.
             value = _state_dict(source, specs, stage, tp_size)
@@ -356,7 +353,6 @@ def write_legacy(
                 if isinstance(place, Place):
                     places[place.name, place.key].append((tp_rank, place.expert, tensor))
         copy_tensors(source, put, advance)
-        (folder / LATEST).write_text(newest)
 
 
 def _state_dict(
