@@ -15,10 +15,10 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError, flag, input_faults, quoted
+from megatron_lite.config.checks import flag, input_faults
 from megatron_lite.config.layer_pattern import parse_window
 from megatron_lite.config.megatron_flags import OTHER_WAYS
-from megatron_lite.config.parser import Parser, reader
+from megatron_lite.config.parser import reader
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.setting import Setting, settings_of, spelling
 
@@ -175,35 +175,6 @@ def flag_words(field: str, value: Any) -> list[str]:
         return [*words, *map(str, value)]
     text = ",".join(map(str, value))
     return [*words, text if parse is parse_window else f"[{text}]"]
-
-
-def fixed_value(text: str) -> tuple[str, Any]:
-    """Returns the field and the value of "tensor-model-parallel-size=8".
-
-    Raises InputError if no field has that name, or if the text is no value of it.
-    """
-    name, equals, value = text.partition("=")
-    field = run_fields().get(name.strip().removeprefix("--").replace("-", "_"))
-    if not equals or field is None:
-        raise InputError(
-            f"--fix {quoted(text)}: give NAME=VALUE with the name of a flag, such as "
-            "tensor-model-parallel-size=8"
-        )
-    word, spelled = value.strip(), flag_of(field.name)
-    if field.kind is bool:
-        if word.lower() not in ("true", "false"):
-            raise InputError(f"{spelled}: give true or false (got {quoted(word)})")
-        return field.name, word.lower() == "true"
-    parser = Parser(add_help=False, exit_on_error=False)
-    add_flag(parser, field)
-    words = word.split() if field.facts.nargs else [word]
-    try:
-        read = parser.parse_args(
-            [f"{spelled}={words[0]}" if len(words) == 1 else spelled, *words[1:]]
-        )
-    except argparse.ArgumentError as error:
-        raise InputError(str(error)) from None
-    return field.name, getattr(read, field.name)
 
 
 def build_run(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:

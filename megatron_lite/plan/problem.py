@@ -79,7 +79,7 @@ def problem_of(
     """Returns the problem.
 
     values: those of the model or of a whole run. Its layout and its policy do not count.
-    chosen: those of flags and --fix by field, which override them.
+    chosen: those of flags by field, which override them.
     num_ranks: the numbers of GPUs that will be asked for, so that an assumed batch suits them.
     Adds the assumptions to `notes`. Raises InputError if something is missing or wrong.
     """
@@ -120,7 +120,7 @@ def _complete(
     training.setdefault("micro_batch_size", 1)
     if not training.get("fp16") and "bf16" not in training:
         training["bf16"] = True
-        notes.append("--bf16 is assumed (--fix bf16=false plans in float32)")
+        notes.append("--bf16 is assumed (--no-bf16 plans in float32)")
     positions = model.get("max_position_embeddings")
     if "seq_length" not in data and positions is not None:
         data["seq_length"] = min(positions, USUAL_LENGTH)

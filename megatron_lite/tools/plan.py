@@ -33,7 +33,7 @@ from megatron_lite.config.parser import Parser, paragraph
 from megatron_lite.config.plain import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.recompute import AUTO
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import add_run_flags, fixed_value, flag_of
+from megatron_lite.config.run_flags import add_run_flags, flag_of
 from megatron_lite.config.units import parse_bytes
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.plan_page import plan_page
@@ -96,7 +96,6 @@ def _parser(program: str) -> tuple[Parser, list[str]]:
     add("--gpus", metavar="N,..", help="numbers of GPUs (default: the fewest on which it trains)")
     add("--gpu", metavar="NAME", help=", ".join([*machine_names(), *sorted(ALIASES)]))
     add("--machine", metavar="FILE", help="a machine as megatron_lite.tools.calibrate writes it")
-    add("--fix", metavar="NAME=VALUE", action="append", default=[], help="fix a setting (several)")
     add("--memory-budget", metavar="SIZE", help="such as 40GiB, instead of the card's memory")
     add("--reserve", metavar="SIZE", help="memory to leave free (default: 1 GiB and 3%% of it)")
     add(
@@ -222,7 +221,7 @@ def _problem(
     memory = _amount(own, "memory_budget", hardware.memory_bytes)
     values, found = _model_values(own)
     notes += found
-    chosen = _chosen(own["fix"], flags, notes)
+    chosen = _chosen(flags, notes)
     limit = chosen.get("memory_limit") or values.get("training", {}).get("memory_limit")
     reserve = default_reserve(memory)
     if limit is not None and own["memory_budget"] is None:
@@ -262,19 +261,14 @@ def _amount(given: Mapping[str, Any], name: str, default: int, *, least: int = 0
         return parse_bytes(flag_of(name), given[name], least=least)
 
 
-def _chosen(fixes: Sequence[str], flags: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Returns the settings of the flags and of --fix by field.
+def _chosen(flags: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Returns the settings of the flags by field.
 
     Other values of Megatron are translated, with notes. The policy `auto` is what the tool
     searches, so it fixes nothing.
     """
     chosen = dict(flags)
     notes += translate_values(chosen, has_file=True)
-    for text in fixes:
-        name, value = fixed_value(text)
-        if name in chosen and chosen[name] != value:
-            raise InputError(f"--fix {shown(text)} contradicts the flag of the same name")
-        chosen[name] = value
     for name in SEARCHED & chosen.keys():
         least = 0 if name == LOSS_CHUNK else 1  # 0: no chunks
         if type(chosen[name]) is int and chosen[name] < least:

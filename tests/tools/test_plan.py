@@ -57,15 +57,9 @@ def test_llama_3_8b_on_8_h100_gets_plans_within_80_gb() -> None:
 
 @pytest.mark.slow
 def test_the_printed_command_is_parsed_to_the_plan() -> None:
-    fixed = ["--fix", "pipeline-model-parallel-size=2", "--gpus", "8", "--memory-budget", "40GiB"]
-    fixed += [
-        "--host-memory",
-        "0",
-        "--fix",
-        "tensor-model-parallel-size=2",
-        "--context-parallel-size",
-        "1",
-    ]
+    fixed = ["--pipeline-model-parallel-size=2", "--gpus", "8", "--memory-budget", "40GiB"]
+    fixed += ["--host-memory", "0", "--tensor-model-parallel-size=2"]
+    fixed += ["--context-parallel-size", "1"]
     fixed += ["--micro-batch-size", "1"]
     arguments = [*LLAMA, *fixed, *BATCH]
     best = as_json(arguments)["verdicts"][0]["plans"][0]
@@ -114,14 +108,8 @@ def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak() -> No
 @pytest.mark.long
 def test_where_none_fits_a_command_has_the_fewest_gpus_that_are_enough() -> None:
     fixed = ["--reserve", "0", "--memory-budget", "1GiB", "--context-parallel-size", "1"]
-    fixed += [
-        "--host-memory",
-        "0",
-        "--fix",
-        "tensor-model-parallel-size=1",
-        "--pipeline-model-parallel-size",
-        "1",
-    ]
+    fixed += ["--host-memory", "0", "--tensor-model-parallel-size=1"]
+    fixed += ["--pipeline-model-parallel-size", "1"]
     text = printed([*SMALL, *fixed, "--gpus", "1"], status=2)
     found = re.search(r"fits on (\d+) GPUs.*\n  (.*)\n$", text)
     assert found is not None
@@ -134,8 +122,8 @@ def test_where_none_fits_a_command_has_the_fewest_gpus_that_are_enough() -> None
 
 
 def test_where_more_gpus_do_not_help_the_advice_is_another() -> None:
-    kept = ["--micro-batch-size", "1", "--recompute-policy", "*:none", "--fix"]
-    alone = "tensor-model-parallel-size=1 --fix pipeline-model-parallel-size=1"
+    kept = ["--micro-batch-size", "1", "--recompute-policy", "*:none"]
+    alone = "--tensor-model-parallel-size=1 --pipeline-model-parallel-size=1"
     sizes = ["--memory-budget", "64MiB", "--reserve", "0", "--context-parallel-size", "1"]
     text = printed([*SMALL, *kept, *alone.split(), *sizes, "--gpus=1"], status=2)
     assert "More GPUs alone do not help" in text and "--seq-length" in text
@@ -149,14 +137,13 @@ def test_a_plan_within_the_reserve_alone_is_tight() -> None:
     assert "tight" in text and "of the reserve" in text
 
 
-def test_what_is_fixed_is_kept_by_a_flag_or_a_fix() -> None:
-    common = [*SMALL, "--gpus", "4", "--recompute-policy", "*:mlp"]
-    flags = as_json([*common, "--tensor-model-parallel-size", "2"])
-    fixed = as_json([*common, "--fix", "tensor-model-parallel-size=2"])
-    assert flags == fixed
+def test_what_a_flag_fixes_is_kept() -> None:
+    common = [*SMALL, "--gpus", "4", "--recompute-policy", "*:mlp", "--no-bf16"]
+    fixed = as_json([*common, "--tensor-model-parallel-size", "2"])
     for one in fixed["verdicts"][0]["plans"]:
         assert one["config"]["parallel"]["tensor_model_parallel_size"] == 2
         assert one["recompute_policy"] == "*:mlp"
+        assert not one["config"]["training"]["bf16"]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +166,7 @@ def test_models_come_from_presets_files_runs_and_flags(tmp_path: Path) -> None:
     hf, run = tmp_path / "config.json", tmp_path / "run.json"
     hf.write_text(LLAMA_3_8B)
     run.write_text(small_run(parallel={"tensor_model_parallel_size": 2}).to_json())
-    rest = [*LLAMA[2:], "--gpus", "8", *BATCH, "--fix", "tensor-model-parallel-size=8"]
+    rest = [*LLAMA[2:], "--gpus", "8", *BATCH, "--tensor-model-parallel-size=8"]
     assert as_json(["--hf-config", str(hf), *rest]) == as_json([*LLAMA[:2], *rest])
     one = ["--gpu", "a100", "--gpus", "1"]
     found = as_json(["--config-json", str(run), *one])["verdicts"][0]["plans"][0]["config"]
@@ -207,9 +194,7 @@ def test_models_come_from_presets_files_runs_and_flags(tmp_path: Path) -> None:
         (["--model", "gpt9", "--gpu", "h100"], "'gpt9' is not known: did you mean gpt2"),
         ([*SMALL, "--gpus", "0"], "--gpus '0': give up to"),
         ([*SMALL, "--gpus", "many"], "--gpus 'many': give up to"),
-        ([*SMALL, "--gpus", "8", "--fix", "tp=8"], "--fix 'tp=8': give NAME=VALUE"),
-        ([*SMALL, "--gpus", "8", "--fix", "hidden-size=x"], "--hidden-size: "),
-        ([*SMALL, "--gpus", "8", "--fix", "bf16=maybe"], "--bf16: give true or false"),
+        ([*SMALL, "--gpus", "8", "--hidden-size", "x"], "--hidden-size: "),
         ([*SMALL, "--gpus", "8", "--tensor-model-parallel-size", "5"], "8 GPUs: .*5"),
         ([*SMALL, "--gpus", "8", "--reserve", "90GiB"], "leaves nothing"),
         ([*SMALL, "--gpus", "8", "--memory-budget", "40"], "40 bytes .* a unit such as 40GiB"),
@@ -219,13 +204,8 @@ def test_models_come_from_presets_files_runs_and_flags(tmp_path: Path) -> None:
         (["--hf-config", "nowhere.json", "--gpu", "h100"], "nowhere.json"),
         (["--model", "gpt2", "--machine", "here.txt"], "ends in .json"),
         ([*SMALL, "--gpus", "1", "--html", "plan.txt"], "ends in .html"),
-        (
-            [*SMALL, "--gpus", "2", "--micro-batch-size", "2", "--fix", "micro-batch-size=4"],
-            "contradicts the flag",
-        ),
         ([*SMALL, "--seq-length", "0"], "--seq-length must be at least 1 .got 0"),
-        ([*SMALL, "--fix", "seq-length=nan"], "--seq-length: .*nan"),
-        ([*SMALL, "--fix", "lr=high"], "--lr: .*high"),
+        ([*SMALL, "--lr", "high"], "--lr: .*high"),
         ([*SMALL, "--context-parallel-size", "0"], "--context-parallel-size must be at least 1"),
         ([*SMALL, "--loss-chunk-size", "-1"], "--loss-chunk-size must be at least 0 .got -1"),
         ([*SMALL, "--memory-budget", "0"], "give more --memory-budget or less --reserve"),
@@ -271,7 +251,7 @@ def test_a_memory_limit_is_the_memory_of_a_plan() -> None:
 
 
 def test_the_policy_auto_is_what_the_planner_searches() -> None:
-    arguments = [*SMALL, "--gpus", "1", "--memory-budget", "5GiB", "--fix", "micro-batch-size=8"]
+    arguments = [*SMALL, "--gpus", "1", "--memory-budget", "5GiB", "--micro-batch-size=8"]
     own = as_json(arguments)
     assert as_json([*arguments, "--recompute-policy", "auto"]) == own
     assert own["verdicts"][0]["plans"][0]["recompute_policy"] != "*:none"
