@@ -153,7 +153,7 @@ else
     echo "[2/7] Text: $CORPUS"
     choice=(--corpus "$CORPUS")
     if [[ $CORPUS == auto ]]; then choice=(); fi
-    python -m megatron_lite.tools.corpus --output "$DATA.partial" ${choice[@]+"${choice[@]}"}
+    python "$root/examples/corpus.py" --output "$DATA.partial" ${choice[@]+"${choice[@]}"}
     echo "[3/7] Tokenizer: byte-level BPE, 4096 tokens"
     python -m megatron_lite.tools.train_tokenizer \
         --input "$DATA.partial/corpus.jsonl" --vocab-size 4096 --output "$DATA.partial"
@@ -180,7 +180,18 @@ echo >> "$RUN/train.log"
     || fail "the training failed; its log is $RUN/train.log"
 
 echo "[6/7] Did it learn?"
-entropy=$(python -m megatron_lite.tools.unigram_entropy "$DATA/corpus_text_document")
+entropy=$(python - "$DATA/corpus_text_document" <<'PROGRAM'
+import sys
+
+import numpy as np
+
+from megatron_lite.data.indexed import IndexedDataset
+
+counts = np.bincount(IndexedDataset(sys.argv[1]).tokens)
+shares = counts[counts > 0] / counts.sum()
+print(-(shares * np.log(shares)).sum())
+PROGRAM
+)
 loss=$(sed -nE 's/.*validation loss at iteration .*lm loss value: ([^ ]+) .*/\1/p' \
     "$RUN/train.log" | tail -n 1)
 [[ $loss ]] || fail "no validation loss in $RUN/train.log"

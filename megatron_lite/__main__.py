@@ -78,8 +78,8 @@ def help_text(command: str) -> str:
         "On several ranks:\n"
         "  torchrun --nproc-per-node N -m megatron_lite train ...\n"
         "--version prints the version. Further tools run as\n"
-        "python -m megatron_lite.tools.NAME: calibrate, corpus, train_tokenizer,\n"
-        "translate_recompute, unigram_entropy."
+        "python -m megatron_lite.tools.NAME: calibrate, train_tokenizer,\n"
+        "translate_recompute."
     )
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import os
 import struct
 from pathlib import Path
@@ -11,8 +10,6 @@ import pytest
 from megatron_lite.config.checks import InputError
 from megatron_lite.data import indexed as indexed_module
 from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
-from megatron_lite.tools import unigram_entropy as tool
-from megatron_lite.tools.unigram_entropy import unigram_entropy
 from tests.support.corpora import written
 
 DOCUMENTS = [[5, 1, 4], [2], [9, 8, 7, 6, 3]]
@@ -183,14 +180,3 @@ def test_a_corrupt_pair_is_refused_in_parts_of_every_size(
     idx, tokens, message = CORRUPTIONS[name]
     with pytest.raises(InputError, match=message):
         IndexedDataset(write_bytes(tmp_path / "data", idx, tokens))
-
-
-def test_blocks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = np.random.RandomState(0).randint(0, 60, size=1000)
-    # sorted: later blocks hold ids that the first ones lack
-    prefix = written(tmp_path / "data", [np.sort(ids).tolist()])
-    expected = -sum(
-        (ids == token).mean() * math.log((ids == token).mean()) for token in set(ids.tolist())
-    )
-    monkeypatch.setattr(tool, "BLOCK", 37)
-    assert unigram_entropy(prefix) == pytest.approx(expected, rel=1e-12)

@@ -30,7 +30,6 @@ from megatron_lite.tools import (
     preprocess_data,
     train_tokenizer,
     translate_recompute,
-    unigram_entropy,
 )
 from tests.support.checkpoints import sign
 from tests.support.commands import status_of
@@ -124,7 +123,6 @@ def test_in_data_and_in_its_cache(tmp_path: Path, mark: Path) -> None:
         Path(prefix + kind).write_bytes(form(mark))
         with pytest.raises(InputError, match=f"text{kind}"):
             build_datasets(config.data, vocab_size=99, seed=1, num_samples=(4, 0, 0))
-        unigram_entropy.main([prefix])
         Path(prefix + kind).write_bytes(good)
     assert not mark.exists()
 

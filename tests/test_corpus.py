@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from examples import corpus
 from megatron_lite.config.checks import InputError
-from megatron_lite.tools import corpus
-
-ERROR = "python -m megatron_lite.tools.corpus: error: "
 
 PLAY = (
     """# A Play

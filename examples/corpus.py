@@ -1,4 +1,4 @@
-"""Writes real text to try things on: `python -m megatron_lite.tools.corpus --output DIR`.
+"""Writes real text to try things on: `python examples/corpus.py --output DIR`.
 
 The output is DIR/corpus.jsonl, from one of two corpora:
 
@@ -24,6 +24,8 @@ import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_up_to
@@ -53,7 +55,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def main(argv: Sequence[str] | None = None, run: Run = subprocess.run) -> int:
     """Runs the tool and returns the exit status. run: runs pip, as subprocess.run does."""
     parser = Parser(
-        prog="python -m megatron_lite.tools.corpus",
+        prog="examples/corpus.py",
         description="Writes a small corpus of real text, one JSON object per line.",
     )
     parser.add_argument("--output", required=True, help="folder for corpus.jsonl")
