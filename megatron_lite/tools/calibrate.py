@@ -2,17 +2,15 @@
 here.json`
 
 The file has the figures of plan/hardware.py, and `load_hardware("here.json")` reads it. The tool
-measures matmuls of a few shapes in bfloat16 and float32, the bandwidth of memory, and an all-reduce
-of two ranks: gloo on a CPU, NCCL on two GPUs. All other figures, such as the shares that flash
-attention and pointwise kernels reach, are those of the machine that is most alike. A short training
-run then gives the factor of all times. It takes about a minute. First set OMP_NUM_THREADS to the
-threads of one rank, as for training.
+measures matmuls of a few shapes in bfloat16 and float32, and the memory of a rank with its
+bandwidth. All other figures are those of a known machine: the networks, and the shares that flash
+attention and pointwise kernels reach. A short training run then gives the factor of all times. It
+takes about a minute. First set OMP_NUM_THREADS to the threads of one rank, as for training.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import os
 import platform
 import statistics
@@ -22,12 +20,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
@@ -37,11 +32,12 @@ from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import build_run, flags_of
 from megatron_lite.plan.hardware import (
+    CPU_MACHINE,
     Hardware,
-    Link,
     Matmuls,
     load_hardware,
     machine_names,
+    machine_of_gpu,
     save_hardware,
 )
 from megatron_lite.plan.step_time import step_time
@@ -49,9 +45,8 @@ from megatron_lite.tools.command import exit_status
 
 # The smallest dimension varies most, because the fit is a function of it.
 SHAPES = ((1024, 1024, 1024), (512, 512, 512), (1024, 1024, 128), (128, 1024, 1024), (64, 512, 512))
-ELEMENTS, ALL_REDUCE_BYTES = 1 << 24, 1 << 24  # of memory-bound kernels, and of a large all-reduce
-LARGER = 8  # on a GPU every dimension and both of these are so many times as large
-SMALL_BYTES = 8
+ELEMENTS = 1 << 24  # of memory-bound kernels
+LARGER = 8  # on a GPU every dimension and the elements are so many times as many
 PROBE = (512, 256)  # the hidden size and the sequence length of a short training run
 BAND = 0.25  # relative error that a plan is expected to have after a calibration
 
@@ -72,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--links-of",
         metavar="MACHINE",
-        help=f"take the networks of a known machine ({', '.join(machine_names())}) instead of "
-        "measuring an all-reduce; needed with one GPU",
+        help="the machine whose networks and other figures are taken: "
+        f"{', '.join(machine_names())} (default: cpu, or that of the GPU's name)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=1.0,
-        help="time of each of about 20 measurements (default: 1)",
+        help="time of each of about 12 measurements (default: 1)",
     )
     return exit_status(lambda: run(**vars(parser.parse_args(argv))), parser.prog)
 
@@ -98,12 +93,16 @@ def run(output: str, *, device: str, links_of: str | None, seconds: float) -> No
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no GPU; give --device cpu")
-    if kind == "cuda" and torch.cuda.device_count() < 2 and links_of is None:
+    if links_of is None and kind == "cuda":
+        like = machine_of_gpu(torch.cuda.get_device_name(0))
+    else:
+        like = load_hardware(links_of or CPU_MACHINE)
+    if like is None or like.device != kind:
         raise InputError(
-            "one GPU cannot measure a network between GPUs: give --links-of MACHINE "
-            f"({', '.join(machine_names())})"
+            f"--links-of: name a known machine of this device, {kind}, whose networks and other "
+            f"figures are taken: one of {', '.join(machine_names())}"
         )
-    machine = measure(kind, seconds, None if links_of is None else load_hardware(links_of))
+    machine = measure(kind, seconds, like)
     save_hardware(machine, output)
     for rates, name in ((machine.bf16, "bfloat16"), (machine.fp32, "float32")):
         print(
@@ -113,15 +112,14 @@ def run(output: str, *, device: str, links_of: str | None, seconds: float) -> No
     print(
         f"memory: {machine.memory_bandwidth / 1e9:.3g} GB/s\n"
         f"a training run: {machine.pace:.3f} of the time that follows from these figures\n"
-        f"all-reduce: {machine.inside.latency_s * 1e6:.3g} us a step, "
-        f"{machine.inside.bandwidth / 1e9:.3g} GB/s\n{output}: written"
+        f"{output}: written"
     )
 
 
-def measure(device: str, seconds: float, known: Hardware | None) -> Hardware:
+def measure(device: str, seconds: float, like: Hardware) -> Hardware:
     """Returns the figures of this machine.
 
-    seconds: the time of each measurement. known: the machine whose networks are taken.
+    seconds: the time of each measurement. like: the machine whose other figures are taken.
     """
     cuda = device == "cuda"
     elements = ELEMENTS * (LARGER if cuda else 1)
@@ -130,14 +128,12 @@ def measure(device: str, seconds: float, known: Hardware | None) -> Hardware:
     copied = 2 * source.nbytes / _seconds(lambda: target.copy_(source), seconds)
     pinned = torch.empty(elements, pin_memory=cuda)
     to_host = source.nbytes / _seconds(lambda: pinned.copy_(source, non_blocking=True), seconds)
-    inside = known.inside if known else _all_reduce(device, seconds)
     ranks = torch.cuda.device_count() if cuda else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-    like = load_hardware(known.name if cuda and known else "h100-80gb" if cuda else "cpu")
     measured = dataclasses.replace(
         like,
         name=platform.node() or "this machine",
-        ranks_per_node=known.ranks_per_node if known else ranks,
+        ranks_per_node=ranks,
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else memory,
         memory_bandwidth=copied,
         memory_efficiency=1.0,
@@ -147,18 +143,13 @@ def measure(device: str, seconds: float, known: Hardware | None) -> Hardware:
         bf16=_matmuls(like.bf16, device, torch.bfloat16, seconds),
         fp32=_matmuls(like.fp32, device, torch.float32, seconds),
         band=BAND,
-        inside=inside,
-        between=known.between if known else inside,
         host_bandwidth=to_host,
         sources={
             "all figures": f"measured by megatron_lite.tools.calibrate with torch "
             f"{torch.__version__} and {torch.get_num_threads()} threads",
             "peak_flops, half_dimension": "a fit to matmuls of several shapes",
             "pace": "a training run of this engine",
-            "flash, eager, compiled, captured, loss_traffic, overlap": f"those of {like.name}",
-            "inside, between": f"those of {known.name}"
-            if known
-            else "an all-reduce of two ranks on this machine",
+            "inside, between, flash, eager, compiled, captured, overlap": f"those of {like.name}",
         },
     )
     probe = _probe(*(size * (LARGER if cuda else 1) for size in PROBE))
@@ -244,45 +235,6 @@ def _matmuls(like: Matmuls, device: str, dtype: torch.dtype, seconds: float) -> 
     return dataclasses.replace(
         like, peak_flops=peak, max_efficiency=1.0, half_dimension=half_dimension
     )
-
-
-def _all_reduce(device: str, seconds: float) -> Link:
-    """Returns the network between two ranks."""
-    num_bytes = ALL_REDUCE_BYTES * (LARGER if device == "cuda" else 1)
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        args = (folder, device, seconds, (SMALL_BYTES, num_bytes), results)
-        mp.spawn(_time_all_reduce, args=args, nprocs=2)
-    small, large = results.get()
-    # An all-reduce of two ranks has two steps, and each rank receives every byte once.
-    return Link(latency_s=small / 2, bandwidth=num_bytes / max(large - small, large / 2))
-
-
-def _time_all_reduce(
-    rank: int, folder: str, device: str, seconds: float, sizes: Sequence[int], results: Any
-) -> None:
-    """Puts the seconds of an all-reduce of each size into a queue. Two ranks call it together."""
-    target = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=120),
-    )
-    try:
-        times = []
-        for num_bytes in sizes:
-            tensor = torch.ones(num_bytes // 4, device=target)
-            timer = Timer("reduce(tensor)", globals=dict(reduce=dist.all_reduce, tensor=tensor))
-            # Both ranks make as many calls, as rank 0 finds that fit into the time.
-            calls = torch.tensor([seconds / timer.timeit(2).mean], device=target)
-            dist.broadcast(calls, 0)
-            times.append(timer.timeit(max(int(calls.item()), 1)).mean)
-        if rank == 0:
-            results.put(times)
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
