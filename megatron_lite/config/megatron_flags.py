@@ -315,17 +315,13 @@ def _other_values(given: Given) -> Iterator[str]:
 
 def _cp_comm_type(given: Given, *, has_file: bool) -> Iterator[str]:
     kinds = given.pop("cp_comm_type", [])
-    if len({*kinds}) > 1:
-        raise InputError(
-            f"--cp-comm-type {' '.join(kinds)}: all layers exchange keys and values in one way "
-            "here, give one"
-        )
-    for kind in kinds[:1]:
-        read_as = settings_of(ParallelConfig)["cp_comm_type"].megatron.get(kind, kind)
-        if kind == "a2a" and given.get("context_parallel_size", 1 + has_file) == 1:
-            read_as = "p2p"  # no ranks exchange anything
-        given["cp_comm_type"] = read_as
-        if read_as != kind:
+    others = settings_of(ParallelConfig)["cp_comm_type"].megatron
+    alone = given.get("context_parallel_size", 1 + has_file) == 1  # no ranks exchange anything
+    read = ["p2p" if alone and kind == "a2a" else others.get(kind, kind) for kind in kinds]
+    if kinds:
+        given["cp_comm_type"] = read[0] if len({*read}) == 1 else tuple(read)
+    for kind, read_as in sorted({*zip(kinds, read, strict=True)}):
+        if "a2a" in kind and read_as != kind:
             yield (
                 f"--cp-comm-type {kind} is read as {read_as}: each rank keeps its heads here, "
                 "which changes the result by rounding at most"

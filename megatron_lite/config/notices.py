@@ -210,7 +210,7 @@ def _of_operators(config: RunConfig, entries: Collection[str]) -> Iterator[str]:
         reasons["attention"] = (
             "--attention-dropout draws random numbers, so that attention has to run again"
         )
-    is_a2a = parallel.cp_comm_type == "a2a"
+    is_a2a = "a2a" in parallel.exchanges
     sends_attention = parallel.context_parallel_size > 1 and (model.always_unfused or is_a2a)
     if parallel.tensor_model_parallel_size == 1 and not sends_attention:
         reasons["collective"] = (
@@ -250,7 +250,7 @@ def _of_placement(
         if is_set and device != "cuda":
             yield f"{name} has no effect on {device}: {why}"
     if model.attention_backend == "fused":
-        is_a2a = config.parallel.cp_comm_type == "a2a"
+        is_a2a = config.parallel.exchanges == {"a2a"}
         cp_size = 1 if is_a2a else config.parallel.context_parallel_size
         if device != "cuda" or cp_size > 1:
             where = f"--context-parallel-size {cp_size}" if cp_size > 1 else device

@@ -31,8 +31,8 @@ class ParallelConfig:
     overlap_p2p_comm: whether a stage receives its next input while it computes.
     expert_model_parallel_size: the number of neighbouring ranks of a pipeline stage over which the
         experts are spread. It divides the ranks of the stage, data- and context-parallel ones too.
-    cp_comm_type: how context-parallel ranks exchange keys and values: around a ring ("p2p") or all
-        at once ("allgather").
+    cp_comm_type: how context-parallel ranks exchange keys and values: around a ring ("p2p"), all
+        at once ("allgather"), or as heads ("a2a"). A tuple has a value for each layer of the model.
     distributed_backend: "auto" is nccl on CUDA and gloo elsewhere. "gloo" also keeps the run on the
         CPU.
     distributed_timeout_minutes: the limit for one collective.
@@ -76,13 +76,13 @@ class ParallelConfig:
         without=PIPELINE[0],
     )
     context_parallel_size: int = setting("ranks that share each sequence", 1, least=1)
-    cp_comm_type: str = setting(
+    cp_comm_type: str | tuple[str, ...] = setting(
         "how context-parallel ranks exchange keys and values: around a ring, or all at once; a2a: "
-        "they exchange heads, and attend to whole sequences",
+        "they exchange heads, and attend to whole sequences; one for all layers, or one for each",
         "p2p",
         nargs="+",
         choices=CP_COMM_TYPES,
-        megatron={"a2a+p2p": "p2p"},
+        megatron={"a2a+p2p": "p2p", "all_gather": "allgather"},
         needs=("context_parallel_size>1",),
     )
     expert_model_parallel_size: int = setting(
@@ -126,6 +126,8 @@ class ParallelConfig:
         if self.expert_tensor_parallel_size == self.tensor_model_parallel_size:
             object.__setattr__(self, "expert_tensor_parallel_size", None)
         check_settings(self)
+        if isinstance(self.cp_comm_type, tuple) and len(self.exchanges) == 1:
+            object.__setattr__(self, "cp_comm_type", self.cp_comm_type[0])
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)
 
@@ -145,6 +147,12 @@ class ParallelConfig:
         """
         spans = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
         return spans * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
+    @property
+    def exchanges(self) -> frozenset[str]:
+        """The ways in which the context-parallel ranks of any layer exchange keys and values."""
+        kinds = self.cp_comm_type
+        return frozenset([kinds] if isinstance(kinds, str) else kinds)
 
     @property
     def expert_tensor_parallel(self) -> int:
@@ -194,6 +202,11 @@ class ParallelConfig:
                 "processes, or spread the experts over fewer ranks"
             )
         return world_size // ranks
+
+
+def exchange_of(kinds: str | tuple[str, ...], layer: int) -> str:
+    """Returns the --cp-comm-type of a layer, which counts from 0 in the whole model."""
+    return kinds if isinstance(kinds, str) else kinds[layer]
 
 
 def no_flash_across_ranks(attention_dropout: float, reset_attention_mask: bool) -> str | None:

@@ -249,7 +249,13 @@ class RunConfig:
         if hindrance is None and limit is not None:
             # which keys of another rank a window reaches differs from rank to rank
             hindrance = f"--window-size {limit},0"
-        if size > 1 and self.parallel.cp_comm_type == "a2a":
+        kinds, exchanges = self.parallel.cp_comm_type, self.parallel.exchanges
+        if isinstance(kinds, tuple) and len(kinds) != model.num_layers:
+            raise ValueError(
+                f"--cp-comm-type has {len(kinds)} values: give one for all layers, or one for each "
+                f"of --num-layers {model.num_layers}"
+            )
+        if size > 1 and "a2a" in exchanges:
             ranks = size * self.parallel.tensor_model_parallel_size
             if model.query_groups % ranks:
                 raise ValueError(
@@ -257,7 +263,8 @@ class RunConfig:
                     f"{model.query_groups} must be divisible by --tensor-model-parallel-size x "
                     f"--context-parallel-size = {ranks}; p2p and allgather need no such size"
                 )
-        elif size > 1 and hindrance is not None and not model.always_unfused:
+        is_split = size > 1 and exchanges != {"a2a"}
+        if is_split and hindrance is not None and not model.always_unfused:
             raise ValueError(
                 f"--context-parallel-size {size} has no flash attention with {hindrance}: leave it "
                 "out (--attention-dropout 0), or give --cp-comm-type a2a, or --attention-backend "

@@ -67,6 +67,7 @@ def context_parallel_attention(
     """
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = in_autocast_dtype(query, key, value)
+    # the place is that of a layer
     return _ContextParallelAttention.apply(query, key, value, cp.group, cp.comm_type, scale)
 
 

@@ -296,4 +296,6 @@ def _exchange(of: Shape) -> tuple[tuple[Collective, ...], tuple[Collective, ...]
         "p2p": ((shift,) * (ranks - 1), (shift,) * (2 * ranks - 1)),
         "allgather": ((gather,), (gather, scatter)),
     }
-    return chosen("--cp-comm-type", of.sizes.cp_comm_type, ways)
+    kind = of.sizes.cp_comm_type
+    assert isinstance(kind, str)  # that of a layer
+    return chosen("--cp-comm-type", kind, ways)

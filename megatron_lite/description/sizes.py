@@ -60,7 +60,7 @@ class Sizes:
     tp_size: int = 1
     sequence_parallel: bool = False
     cp_size: int = 1
-    cp_comm_type: str = "p2p"
+    cp_comm_type: str | tuple[str, ...] = "p2p"
     ep_size: int = 1
     whole_experts: bool = False
     gathers_tokens: bool = False

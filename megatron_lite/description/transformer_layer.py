@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import exchange_of
 from megatron_lite.config.regions import ACTIVATION, MLP_REGION, MOE
 from megatron_lite.description.linears import column_linear, dense_mlp, row_linear
 from megatron_lite.description.norms import (
@@ -50,6 +51,7 @@ def describe_layers(
             model.layer_rotates(layer),
             model.layer_has_experts(layer),
             sizes.rows_of_experts(layer),
+            exchange_of(sizes.cp_comm_type, layer),
             tiles[layer - sizes.first_layer] if tiles else 1,
         )
         if kind not in alike:
@@ -65,13 +67,23 @@ def describe_kinds(
 
     A model whose layers are all alike is described once, however many layers it has.
     """
-    if model.window_size is None and model.no_rope_freq is None and model.moe_layer_freq == 1:
+    if not layers_differ(model, sizes.cp_comm_type):
         return [(describe_layer(model, sizes, sizes.first_layer), num_layers)]
     layers = describe_layers(model, sizes, num_layers)
     counts = Counter(map(id, layers))
     return [
         (layer, counts[number]) for number, layer in {id(layer): layer for layer in layers}.items()
     ]
+
+
+def layers_differ(model: ModelConfig, exchange: str | tuple[str, ...]) -> bool:
+    """Tells whether a layer's number decides what it computes. exchange: --cp-comm-type."""
+    return (
+        model.window_size is not None
+        or model.no_rope_freq is not None
+        or model.moe_layer_freq != 1
+        or not isinstance(exchange, str)
+    )
 
 
 def describe_layer(
@@ -82,6 +94,7 @@ def describe_layer(
     layer: the number of the layer in the whole model, counted from 0.
     tiles: how many tiles of the sequence a dense MLP runs in (recompute/tiles.py).
     """
+    sizes = replace(sizes, cp_comm_type=exchange_of(sizes.cp_comm_type, layer))
     of = Shape(model, sizes)
     layer_input, mlp_residual = (
         KeptTensor(name, of.residual) for name in ("layer input", "mlp residual")

@@ -117,15 +117,15 @@ class SelfAttention(nn.Module):
                 for _ in range(2)
             )
         self.kernels = context.kernels
-        cp = context.cp
+        cp, exchange = context.cp.of_layer(layer)
         self.core_attention: nn.Module = CoreAttention(
             config,
             context.rng,
-            None if cp.comm_type == "a2a" else cp,
+            None if exchange == "a2a" else cp,
             layer=layer,
             kernels=context.kernels,
         )
-        if cp.comm_type == "a2a" and cp.group is not None:
+        if exchange == "a2a" and cp.group is not None:
             # late: few runs have it
             from megatron_lite.model.head_exchange import HeadExchange
 
@@ -323,7 +323,7 @@ class CoreAttention(nn.Module):
             # Imported late: only context parallelism needs it.
             from megatron_lite.context_parallel import sharded_attention
 
-            chosen("--cp-comm-type", self.cp.comm_type, sharded_attention.EXCHANGES)
+            chosen("--cp-comm-type", self.cp.of_layer(layer)[1], sharded_attention.EXCHANGES)
             self.sharded = sharded_attention.context_parallel_attention
 
     def forward(

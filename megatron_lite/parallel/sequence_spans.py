@@ -14,11 +14,13 @@ Under sequence parallelism each tensor-parallel rank has 1/t of these tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_lite.config.parallel import exchange_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +28,19 @@ class ContextParallel:
     """A rank's place among the ranks that split each sequence.
 
     group: the group of these ranks, or None for one rank.
-    comm_type: how keys and values reach the other ranks, "p2p" or "allgather" (--cp-comm-type).
+    comm_type: how keys and values reach the other ranks (--cp-comm-type): of every layer, or a
+        value for each.
     """
 
     group: ProcessGroup | None = None
     rank: int = 0
     size: int = 1
-    comm_type: str = "p2p"
+    comm_type: str | tuple[str, ...] = "p2p"
+
+    def of_layer(self, layer: int) -> tuple[ContextParallel, str]:
+        """Returns the place in a layer, and how keys and values reach the other ranks there."""
+        kind = exchange_of(self.comm_type, layer)
+        return replace(self, comm_type=kind), kind
 
     def spans(self, num_tokens: int) -> tuple[slice, ...]:
         """Returns the positions of this rank's `num_tokens` tokens."""

@@ -168,6 +168,8 @@ class Search:
                 continue
             if plan is not None:  # no bound that is left is lower than its time
                 plans[_shape(config)] = plan
+            elif fitted > MORE_FITTED:
+                continue
             elif station == 0:
                 push_new(variants(self.problem, num_ranks, config), 1)
             elif station == 1:
@@ -190,8 +192,6 @@ class Search:
                     push_new(savers(self.problem, config), 3)
             else:
                 fitted += bool(plans)
-                if fitted > MORE_FITTED:
-                    break
                 chosen = self.fit(config, num_ranks, budget_bytes)
                 if isinstance(chosen, Unreachable):
                     too_large.append(config)

@@ -23,7 +23,11 @@ from megatron_lite.description.model_ends import embedding_operations, head_oper
 from megatron_lite.description.operations import ALL_GATHER, REDUCE_SCATTER, Collective, Operation
 from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
+from megatron_lite.description.transformer_layer import (
+    describe_kinds,
+    describe_layers,
+    layers_differ,
+)
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.replays import replayed_calls, replayed_operations
 from megatron_lite.memory.predict.states import parameter_count
@@ -138,11 +142,6 @@ def _transfers(
     ]
 
 
-def layers_differ(model: ModelConfig) -> bool:
-    """Tells whether a layer's number decides what it computes."""
-    return model.window_size is not None or model.no_rope_freq is not None
-
-
 def layer_sizes(model: ModelConfig, sizes: Sizes) -> Sizes:
     """Returns the sizes that decide the time of layers: without what only the ends of the model
     read, and without the number of the first layer if all layers are alike."""
@@ -152,7 +151,7 @@ def layer_sizes(model: ModelConfig, sizes: Sizes) -> Sizes:
         has_head=False,
         loss_chunk_size=None,
         loss_in_one_pass=False,
-        first_layer=sizes.first_layer if layers_differ(model) else 0,
+        first_layer=sizes.first_layer if layers_differ(model, sizes.cp_comm_type) else 0,
     )
 
 
@@ -185,7 +184,9 @@ def replay_time(
     model: ModelConfig, segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes
 ) -> Work:
     """Returns the work that backward does again of a segment."""
-    if not layers_differ(model):  # alike layers are replayed in the same time wherever they lie
+    if not layers_differ(
+        model, sizes.cp_comm_type
+    ):  # alike layers are replayed in the same time wherever they lie
         segment = replace(segment, first_layer=0)
     return _replay(model, segment, skip_tail, clock, sizes)
 

@@ -27,18 +27,11 @@ from megatron_lite.description.operations import (
 )
 from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.transformer_layer import describe_kinds
+from megatron_lite.description.transformer_layer import describe_kinds, layers_differ
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.pipeline_time import Durations, RankEnd, run_pipeline, shortest_pipeline
-from megatron_lite.plan.stage_time import (
-    FLOAT32,
-    StageTime,
-    TimedRun,
-    layers_differ,
-    stage_parameters,
-    stage_time,
-)
+from megatron_lite.plan.stage_time import FLOAT32, StageTime, TimedRun, stage_parameters, stage_time
 from megatron_lite.plan.work import Clock, sum_of
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage
@@ -223,7 +216,7 @@ def _terms(
 def _alike(config: RunConfig, all_stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """Returns the stages, each replaced by the first one that takes the same time."""
     first: dict[object, Stage] = {}
-    differ = layers_differ(config.model)
+    differ = layers_differ(config.model, config.parallel.cp_comm_type)
     named = any(rule.stage is not None for rule in config.recompute.policy.rules)
     return tuple(
         first.setdefault(

@@ -48,7 +48,7 @@ class RankContext:
         *,
         sequence_parallel: bool,
         params_dtype: torch.dtype,
-        cp_comm_type: str = "p2p",
+        cp_comm_type: str | tuple[str, ...] = "p2p",
         kernels: CompiledKernels | None = None,
         loss_kernels: CompiledKernels | None = None,
     ) -> RankContext:

@@ -24,6 +24,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import most_in_flight, stages, stages_of_rank
 from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import layers_differ
 from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, STATES, StepPeakMeasured
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.states import rank_states, update_memory
@@ -152,7 +153,7 @@ def _smaller(whole: StepSize, place: RankPlace) -> tuple[StepSize, list[tuple[St
     segments = plan_stage(recompute, stage.num_layers, stage.number).segments
     rows = [list(row) for _, row in groupby(segments, lambda one: replace(one, first_layer=0))]
     # Layers can be left out if all are alike, and all stages equally long.
-    alike = model.window_size is None and model.no_rope_freq is None
+    alike = not layers_differ(model, config.parallel.cp_comm_type)
     alike = alike and len({one.num_layers for one in all_stages}) == 1
     long_rows = [number for number, row in enumerate(rows) if alike and len(row) > REPEATS]
     in_flight = most_in_flight(

@@ -10,6 +10,8 @@ import pytest
 
 from arguments import ParsedArguments, parse_args
 from megatron_lite.config.megatron_flags import translate_values
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import flags_of
 from tests.support.commands import ended
 
 BASE = (
@@ -34,6 +36,10 @@ def test_a_hierarchical_exchange_is_read_as_the_ring() -> None:
     flags = "--context-parallel-size 2 --attention-dropout 0 --cp-comm-type a2a+p2p"
     assert parsed(flags).config.parallel.cp_comm_type == "p2p"
     assert "--cp-comm-type a2a+p2p is read as p2p" in notices(flags)
+    listed = parsed(flags.replace("a2a+p2p", "a2a+p2p" + 5 * " all_gather")).config
+    assert listed.parallel.cp_comm_type == ("p2p", *5 * ["allgather"])
+    assert RunConfig.from_json(listed.to_json()) == listed
+    assert parsed(" ".join(flags_of(listed))).config == listed
     # A file may say how many ranks there are.
     for has_file, kind in ((False, "p2p"), (True, "a2a")):
         given: dict[str, Any] = {"cp_comm_type": ["a2a"]}

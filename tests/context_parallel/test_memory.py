@@ -39,7 +39,7 @@ class Layout(NamedTuple):
     tp_size: int
     cp_size: int
     sequence_parallel: bool = False
-    cp_comm_type: str = "p2p"
+    cp_comm_type: str | tuple[str, ...] = "p2p"
 
     def sizes(self, dtype: torch.dtype = torch.float32) -> Sizes:
         return Sizes(
@@ -89,6 +89,7 @@ def wrong_bytes(rank: int, world_size: int, layout: Layout, every: int) -> tuple
         (Layout(2, 2), 211),
         (Layout(2, 2, True, "allgather"), 211),
         (Layout(1, 2, cp_comm_type="a2a"), 199),
+        (Layout(1, 2, cp_comm_type=("a2a", "p2p") * 4), 199),
     ],
 )
 def test_predicted_bytes_are_the_measured_ones(layout: Layout, every: int) -> None:
@@ -147,6 +148,7 @@ def sent(
         (Layout(2, 2, cp_comm_type="allgather"), "flash"),
         (Layout(1, 2, cp_comm_type="a2a"), "flash"),
         (Layout(1, 2, cp_comm_type="a2a"), "unfused"),
+        (Layout(1, 2, cp_comm_type=("allgather", "p2p", "a2a")), "flash"),
     ],
 )
 def test_every_policy_sends_what_is_predicted(layout: Layout, backend: str) -> None:

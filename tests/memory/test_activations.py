@@ -98,7 +98,7 @@ def figures(
     dtype: torch.dtype,
     live: LiveStorages | None = None,
     loss_chunk_size: int | None = None,
-    cp_comm_type: str = "p2p",
+    cp_comm_type: str | tuple[str, ...] = "p2p",
 ) -> Figures:
     plan = plan_stage(recompute, config.num_layers)
     model = build_tiny_model(

@@ -89,6 +89,7 @@ CASES_HERE = (
     Case("documents", f"{DOCUMENTS} --attention-backend unfused"),
     Case("documents, windows", f"{DOCUMENTS} --window-size 32,0"),
     Case("CP 2, heads exchanged", f"{CP} {SMALL} --cp-comm-type a2a {policy('*:full/1')}", 2),
+    Case("CP 2, in two ways", f"{CP} {SMALL} --cp-comm-type a2a p2p a2a p2p", 2),
     Case("a large vocabulary", "--vocab-size 50000 --hidden-size 64 --num-layers 2"),
     Case("a large vocabulary, FSDP 2", f"{FSDP} --vocab-size 30000 --hidden-size 64", 2),
     Case("a large vocabulary, own units", f"{FSDP} {OWN_UNITS} {UNTIED} --vocab-size 30000", 2),

@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     tp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
-    cp_comm_type: str = "p2p"
+    cp_comm_type: str | tuple[str, ...] = "p2p"
 
     @property
     def seq_length(self) -> int:
@@ -51,6 +51,8 @@ LAYOUTS = [
     Layout(tp=2, cp=2),
     Layout(cp=2, cp_comm_type="a2a"),
     Layout(tp=2, cp=2, sequence_parallel=True, cp_comm_type="a2a"),
+    Layout(cp=2, cp_comm_type=("p2p", "a2a") * 4),
+    Layout(tp=2, cp=2, sequence_parallel=True, cp_comm_type=("a2a", "allgather") * 4),
     Layout(cp=3),
     Layout(cp=4),
     Layout(cp=4, cp_comm_type="allgather"),

@@ -79,7 +79,7 @@ def build_tiny_model(
     plan=None,
     loss_chunk_size: int | None = None,
     stage: Stage | None = None,
-    cp_comm_type: str = "p2p",
+    cp_comm_type: str | tuple[str, ...] = "p2p",
     vocab_size: int = VOCAB_SIZE,
     kernels: CompiledKernels | None = None,
 ) -> GPTModel:

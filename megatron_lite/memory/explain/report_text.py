@@ -70,7 +70,8 @@ def _head(report: Report) -> Iterator[Block]:
     layout = [f"tensor-parallel {sizes.tp_size}"]
     layout += ["sequence-parallel"] if sizes.sequence_parallel else []
     if sizes.cp_size > 1:
-        layout.append(f"context-parallel {sizes.cp_size} ({sizes.cp_comm_type})")
+        ways = ", ".join(sorted(config.parallel.exchanges))
+        layout.append(f"context-parallel {sizes.cp_size} ({ways})")
     if sizes.ep_size > 1:
         layout.append(f"expert-parallel {sizes.ep_size} (a balance of rows)")
     layout += [f"pipeline-parallel {ranks}"] if ranks > 1 else []

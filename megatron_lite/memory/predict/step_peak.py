@@ -36,6 +36,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import layers_differ
 from megatron_lite.memory.predict.gathered_weights import NOT_SHARDED, GatheredWeights
 from megatron_lite.memory.predict.pipeline_memory import (
     RankSchedule,
@@ -282,7 +283,7 @@ def _course(
     """
     sizes = Sizes.in_training(config, device=device, stage=stage, accumulates=accumulates)
     # Stages that no setting tells apart share one entry of the cache.
-    if config.model.window_size is None and config.model.no_rope_freq is None:
+    if not layers_differ(config.model, sizes.cp_comm_type):
         sizes = replace(sizes, first_layer=0)
     weights = NOT_SHARDED
     if shards > 1:
