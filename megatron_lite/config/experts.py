@@ -9,8 +9,10 @@ experts and a weight for each. The layer's output is the weighted sum of what th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from megatron_lite.config.layer_pattern import check_pattern, parse_pattern, spelled
 from megatron_lite.config.setting import setting, switch
@@ -26,7 +28,9 @@ class ExpertSettings:
     moe_layer_freq: which layers have experts: every N-th, beginning with layer 0, or a list with 1
         for each that has them.
     moe_router_load_balancing_type: over which tokens the balance is judged: those of a micro-batch,
-        of each sequence, or of all micro-batches of a step so far on all ranks.
+        of each sequence, or of all micro-batches of a step so far on all ranks. With several there
+        are as many factors.
+    moe_expert_capacity_factor: see `capacity`. A dropped token gets nothing from that expert.
     """
 
     num_experts: int | None = setting(
@@ -102,20 +106,48 @@ class ExpertSettings:
     moe_router_bias_update_rate: float = setting(
         "step of the experts' biases", 1e-3, least=0.0, needs=("moe_router_enable_expert_bias",)
     )
-    moe_router_load_balancing_type: str = setting(
+    moe_router_load_balancing_type: str | tuple[str, ...] = setting(
         "tokens over which the load-balancing loss is taken: a micro-batch, each sequence, or all "
-        "of a step so far",
+        "of a step so far; several: a loss each",
         "aux_loss",
+        nargs="+",
         choices=LOSSES,
         refused={"sinkhorn": NOT_HERE, "quantile_balancing": NOT_HERE},
     )
-    moe_aux_loss_coeff: float = setting(
-        "factor on the load-balancing loss (2101.03961)", 0.0, least=0.0, without="num_experts"
+    moe_aux_loss_coeff: float | tuple[float, ...] = setting(
+        "factor on the load-balancing loss (2101.03961), or on each",
+        0.0,
+        nargs="+",
+        least=0.0,
+        without="num_experts",
     )
     moe_z_loss_coeff: float | None = setting(
         "factor on the loss that keeps the router's logits small (2202.08906)",
         least=0.0,
         without="num_experts",
+    )
+    moe_input_jitter_eps: float | None = setting(
+        "in training, the router reads its input times uniform noise from 1 - EPS to 1 + EPS",
+        above=0.0,
+        without="num_experts",
+    )
+    moe_expert_capacity_factor: float | None = setting(
+        "drop tokens of an expert above this factor on its share of a rank's choices; none: drop "
+        "no token",
+        above=0.0,
+        without="num_experts",
+    )
+    moe_token_drop_policy: str = setting(
+        "tokens that an expert drops: those of its lowest weights, or the last ones",
+        "probs",
+        choices=("probs", "position"),
+        without="moe_expert_capacity_factor",
+    )
+    moe_pad_expert_input_to_capacity: bool = switch(
+        "give each expert as many rows as its capacity, so that kept bytes depend on no choice",
+        needs=("moe_expert_capacity_factor",),
+        excludes=("moe_router_enable_expert_bias",),
+        why="experts with equally many rows need no bias, and get none in Megatron",
     )
 
     @property
@@ -128,7 +160,34 @@ class ExpertSettings:
     @property
     def balances_experts(self) -> bool:
         """Tells whether there is a load-balancing loss."""
-        return self.moe_aux_loss_coeff > 0.0 and self.moe_router_load_balancing_type != "none"
+        return bool(self.balance_losses)
+
+    @property
+    def balance_losses(self) -> tuple[tuple[str, float], ...]:
+        """The load-balancing losses that have an effect, and the factor on each."""
+        kinds, factors = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        pairs = zip(in_tuple(kinds), in_tuple(factors), strict=True)
+        return tuple((kind, factor) for kind, factor in pairs if factor and kind != "none")
+
+    def capacity(self, tokens: int) -> int | None:
+        """Returns the most rows of an expert, of the choices that a router makes for its tokens.
+
+        Returns None if no token is dropped.
+        """
+        assert self.num_experts is not None
+        if self.moe_expert_capacity_factor is None:
+            return None
+        share = tokens * self.moe_router_topk / self.num_experts
+        return min(tokens, math.ceil(share * self.moe_expert_capacity_factor))
+
+    def balanced_rows(self, tokens: int) -> int:
+        """Returns the rows of all experts for a balanced choice, or for any if they are padded."""
+        assert self.num_experts is not None
+        chosen, capacity = self.moe_router_topk * tokens, self.capacity(tokens)
+        if capacity is None:
+            return chosen
+        whole = capacity * self.num_experts
+        return whole if self.moe_pad_expert_input_to_capacity else min(whole, chosen)
 
     @property
     def chooses_in_groups(self) -> bool:
@@ -143,13 +202,16 @@ class ExpertSettings:
         return layer % pattern == 0 if isinstance(pattern, int) else pattern[layer] == 1
 
     def check_experts(self, num_layers: int) -> None:
-        """Raises ValueError for experts in no layer, or groups that do not divide them."""
+        """Raises ValueError for experts in no layer, losses without a factor each, a shared expert
+        with a bias, or groups that do not divide the experts."""
+        self._check_losses()
         if self.num_experts is None:
             return
-        if getattr(self, "add_bias_linear", False):
+        shared = self.moe_shared_expert_intermediate_size
+        if shared is not None and getattr(self, "add_bias_linear", False):
             raise ValueError(
-                f"--num-experts {self.num_experts} needs --disable-bias-linear: experts have no "
-                "bias here"
+                f"--moe-shared-expert-intermediate-size {shared} needs --disable-bias-linear: "
+                "Megatron's shared expert has no bias"
             )
         name = f"--moe-layer-freq {spelled(self.moe_layer_freq)}"
         check_pattern(name, self.moe_layer_freq, num_layers)
@@ -165,3 +227,20 @@ class ExpertSettings:
                 f"--num-experts {experts} must form equal groups, and each of the chosen groups "
                 f"gives an equal part of --moe-router-topk {topk}: change one of them"
             )
+
+    def _check_losses(self) -> None:
+        names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+        for name in names:  # one value in a list is that value
+            if len(value := in_tuple(getattr(self, name))) == 1:
+                object.__setattr__(self, name, value[0])
+        kinds, factors = (in_tuple(getattr(self, name)) for name in names)
+        if len(kinds) != len(factors) or len({*kinds}) < len(kinds):
+            raise ValueError(
+                f"--moe-router-load-balancing-type {' '.join(kinds)} with --moe-aux-loss-coeff "
+                f"{' '.join(map(str, factors))}: give each loss once, and a factor for each"
+            )
+
+
+def in_tuple(value: Any) -> tuple[Any, ...]:
+    """Returns several values, or the only one, as a tuple."""
+    return value if isinstance(value, tuple) else (value,)

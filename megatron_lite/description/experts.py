@@ -1,8 +1,9 @@
 """The description of a mixture-of-experts layer's MLP (model/experts.py) as rows.
 
-No token is dropped, so every tensor has n = k T rows however the tokens are spread: all figures are
-exact. With expert-parallel ranks they are exact given the rows that this rank's experts compute
-(`Sizes.expert_rows`), else those of a balanced choice. Standard library only.
+If no token is dropped, every tensor has n = k T rows however the tokens are spread: all figures are
+exact. They are exact with padded experts too. With expert-parallel ranks, and where tokens are
+dropped, they are exact given the rows that this rank's experts compute (`Sizes.expert_rows`), else
+those of a balanced choice. Standard library only.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ EXPERTS_FC1, EXPERTS_FC2 = "experts_fc1", "experts_fc2"
 class ExpertShape(Shape):
     """The bytes of a layer with experts, on one rank.
 
-    tokens: T. sent: k T. rows: n, those that the experts of this rank compute.
+    tokens: T. slots: k T. sent: the rows that no expert drops, and padding. rows: n, those that the
+        experts of this rank compute.
     tp_size: the ranks that share each expert. num_own: the experts of this rank.
     scores: the bytes of an element of the router's logits and weights.
     permuted, intermediate, activated: the inputs of fc1, of the activation and of fc2.
@@ -56,9 +58,9 @@ class ExpertShape(Shape):
         if sizes.whole_experts:
             self.tp_size, self.gathers, self.reduces = 1, (), ()
             self.tokens, self.whole = sizes.local_tokens, self.hidden
-        self.sent = self.topk * self.tokens
-        rows = sizes.rows_of_experts(layer)
-        self.rows = self.sent if rows is None else rows
+        self.slots = self.topk * self.tokens
+        balanced = model.balanced_rows(sizes.local_tokens) * (self.tokens // sizes.local_tokens)
+        self.rows, self.sent = sizes.rows_of_experts(layer) or (balanced, balanced)
         self.width = model.expert_size // self.tp_size
         self.scores = ROUTER_BYTES.get(model.moe_router_dtype or "", self.element)
         self.permuted = self.rows * model.hidden_size * self.element
@@ -78,12 +80,12 @@ def choices(of: Shape) -> tuple[KeptTensor, ...]:
     num_bytes = sizes.local_tokens * model.moe_router_topk * INDEX_BYTES
     kept = [KeptTensor("chosen experts", num_bytes, stays=True)]
     assert model.num_experts is not None
-    if model.balances_experts:
-        one_each = model.moe_router_load_balancing_type == "seq_aux_loss"
-        columns = sizes.micro_batch_size if one_each else 1
+    for kind, _ in model.balance_losses:
+        columns = sizes.micro_batch_size if kind == "seq_aux_loss" else 1
         num_bytes = columns * model.num_experts * COUNT_BYTES
-        kept.append(KeptTensor("tokens per expert", num_bytes, stays=True))
-    if sizes.ep_size > 1 and not sizes.gathers_tokens:
+        kept.append(KeptTensor(f"tokens per expert for {kind}", num_bytes, stays=True))
+    pads = model.moe_pad_expert_input_to_capacity
+    if sizes.ep_size > 1 and not (sizes.gathers_tokens or pads):
         kept.append(KeptTensor(RECEIVED, model.num_experts * INDEX_BYTES, stays=True))
     return tuple(kept)
 
@@ -98,7 +100,10 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
     row_weights = KeptTensor("row weights", shape.rows * shape.scores)
     rows = KeptTensor("rows of the experts", shape.permuted)
     moves = sizes.ep_size > 1 and not sizes.gathers_tokens
-    order = KeptTensor("order of the rows", (shape.sent if moves else shape.rows) * INDEX_BYTES)
+    ordered = shape.sent if model.moe_pad_expert_input_to_capacity else shape.slots
+    if sizes.ep_size > 1 and sizes.gathers_tokens:
+        ordered = shape.rows
+    order = KeptTensor("order of the rows", ordered * INDEX_BYTES)
     places = KeptTensor("order of the received rows", shape.rows * INDEX_BYTES)
     ends = KeptTensor("ends of the experts", shape.num_own * END_BYTES)
     intermediate = KeptTensor("experts' fc1 output", shape.intermediate)
@@ -153,7 +158,7 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
         "linear_fc2",
         Matmul("experts' fc2", shape.rows, model.hidden_size, shape.width),
         KeptTensor("experts' fc2 output", shape.permuted),
-        (activated, ends),
+        (activated, ends, *[row_weights] * model.add_bias_linear),
         moved=Moved(2 * shape.permuted, 2 * shape.permuted),
         output_only=not model.norms_after,
     )
@@ -178,25 +183,30 @@ def _router(shape: ExpertShape, normed: KeptTensor) -> Operation:
     experts = model.num_experts
     assert experts is not None
     logits = KeptTensor("router logits", sizes.local_tokens * experts * shape.scores)
+    noise = [KeptTensor("router noise", shape.hidden)] * (model.moe_input_jitter_eps is not None)
+    bias = [Parameter("bias", (experts,), sizes.sequence_parallel)] * model.add_bias_linear
     chosen = choices(shape)
     read = tuple(one._replace(stays=False) for one in chosen if one.name != RECEIVED)
     return Operation(
         ROUTER,
         "mlp.router",
-        (normed, logits, *read),
+        (normed, *noise, logits, *read),
         (MOE,),
         (RegionEntry(MOE, (normed, *chosen)),),
         (
             OperatorCall(
-                "aten.mm.default",
+                "aten.addmm.default" if bias else "aten.mm.default",
                 (logits,),
                 (Matmul("router", sizes.local_tokens, experts, model.hidden_size),),
             ),
             *_counting(shape, chosen[1:]),
         ),
-        parameters=(Parameter("weight", (experts, model.hidden_size), sizes.sequence_parallel),),
+        parameters=(
+            Parameter("weight", (experts, model.hidden_size), sizes.sequence_parallel),
+            *bias,
+        ),
         moved=Moved(2 * logits.num_bytes, 4 * logits.num_bytes),
-        temporary=shape.hidden + logits.num_bytes * 4,
+        temporary=shape.hidden * (1 + len(noise)) + logits.num_bytes * 4,
     )
 
 
@@ -286,7 +296,7 @@ def _entering(shape: ExpertShape) -> tuple[OperatorCall, ...]:
     """Returns the gathers of tokens, weights and choice under sequence parallelism, and over
     expert-parallel ranks."""
     sizes = dict(
-        tokens=shape.whole, weights=shape.sent * shape.scores, choice=shape.sent * INDEX_BYTES
+        tokens=shape.whole, weights=shape.slots * shape.scores, choice=shape.slots * INDEX_BYTES
     )
     gathered = [
         (f"gathered {name}", Collective(ALL_GATHER, size))
@@ -305,7 +315,7 @@ def _entering(shape: ExpertShape) -> tuple[OperatorCall, ...]:
 
 def _leaving(shape: ExpertShape) -> tuple[Collective, ...]:
     """Returns the sums of the gradients of tokens and weights."""
-    weights = shape.sent * shape.scores
+    weights = shape.slots * shape.scores
     return tuple(
         one
         for each in (*shape.over_experts(REDUCE_SCATTER, shape.whole), *shape.reduces)
@@ -328,6 +338,10 @@ def _grouped(
     weight = Parameter("weight", (shape.num_own, matmul.n, matmul.k), of_experts=True)
     gradient = weight.num_elements * shape.element
     inputs = matmul.m * matmul.k * shape.element
+    bias, product = [], output
+    if shape.model.add_bias_linear:
+        bias = [Parameter("bias", (shape.num_own, matmul.n), of_experts=True)]
+        product = output._replace(name=f"{output.name} without bias")
     return Operation(
         name,
         f"mlp.experts.{module}",
@@ -336,12 +350,12 @@ def _grouped(
         calls=(
             OperatorCall(
                 GROUPED,
-                (output,),
+                (product,),
                 (matmul._replace(groups=shape.num_own),),
                 output_only=output_only,
             ),
         ),
-        parameters=(weight,),
+        parameters=(weight, *bias),
         moved=moved,
-        temporary=output.num_bytes + inputs + gradient,
+        temporary=output.num_bytes * (1 + len(bias)) + inputs + gradient,
     )

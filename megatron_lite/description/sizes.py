@@ -24,8 +24,8 @@ class Sizes:
     ep_size: the ranks over which experts are spread. whole_experts: whether TP ranks do not share
         them.
     gathers_tokens: whether these ranks gather all tokens (--moe-token-dispatcher-type allgather).
-    expert_rows: the rows that the experts of each layer of the stage compute; (): as many as with a
-        balanced choice.
+    expert_rows: the rows that the experts of each layer of the stage compute, and those that the
+        rank sends; (): as many as with a balanced choice.
     element_bytes: the bytes of an element of weights and activations: 4, or 2 under --bf16 or
         --fp16.
     device: "cpu" or "cuda".
@@ -64,7 +64,7 @@ class Sizes:
     ep_size: int = 1
     whole_experts: bool = False
     gathers_tokens: bool = False
-    expert_rows: tuple[int, ...] = ()
+    expert_rows: tuple[tuple[int, int], ...] = ()
     element_bytes: int = 4
     device: str = "cpu"
     loss_chunk_size: int | None = None
@@ -146,8 +146,9 @@ class Sizes:
         """Returns the bytes that torch's allocator counts for a tensor of a step."""
         return allocated(num_bytes, self.device) if self.in_step else num_bytes
 
-    def rows_of_experts(self, layer: int) -> int | None:
-        """Returns the rows that the experts of a layer compute; None: as many as in a balance."""
+    def rows_of_experts(self, layer: int) -> tuple[int, int] | None:
+        """Returns the rows that the experts of a layer compute, and those that the rank sends;
+        None: as many as in a balance."""
         return self.expert_rows[layer - self.first_layer] if self.expert_rows else None
 
     @property

@@ -3,7 +3,8 @@
 --moe-token-dispatcher-type:
 
     alltoall     Each row goes to the rank of its expert, and its result comes back. A rank sends
-                 k T rows and receives as many as its experts are chosen for.
+                 k T rows, less those that are dropped, and receives as many as its experts are
+                 chosen for.
     allgather    Each rank gets the tokens of all ranks, and computes the rows of its own experts.
                  The partial sums of the tokens are reduce-scattered.
 
@@ -19,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.model.experts import RowOrder, placed
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.experts import RowOrder, numbers, placed
 from megatron_lite.parallel.collectives import all_reduce_, all_to_all
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.torch_internals import is_fake
 from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 
@@ -30,13 +31,16 @@ class Dispatcher:
     """The way of the tokens of a layer to expert-parallel ranks.
 
     gathered_over: the ranks whose tokens each of them gathers, under "allgather".
+    asks: whether ranks must tell each other how many rows they send.
     """
 
-    def __init__(self, experts: ParallelState, num_experts: int) -> None:
-        assert experts.ep_group is not None
-        self._place, self._group = experts, experts.ep_group
-        self._num_experts, self._num_own = num_experts, num_experts // experts.ep_size
+    def __init__(self, experts: ParallelState, config: ModelConfig) -> None:
+        assert experts.ep_group is not None and config.num_experts is not None
+        self._place, self._group, self._config = experts, experts.ep_group, config
+        self._num_experts = config.num_experts
+        self._num_own = config.num_experts // experts.ep_size
         self.gathered_over = self._group if experts.token_dispatcher == "allgather" else None
+        self.asks = not (self.gathered_over or config.moe_pad_expert_input_to_capacity)
 
     def exchange(self, experts: Tensor) -> Tensor:
         """Returns how many rows each rank sends for each expert of this rank: [ranks, own] int64.
@@ -44,39 +48,40 @@ class Dispatcher:
         experts: [T, k], the choice for this rank's tokens. Issues an all-to-all of E numbers, and
         before it an all-reduce over the ranks that share an expert, which gather their tokens.
         """
-        counts = experts.new_zeros(self._num_experts)
+        counts = experts.new_zeros(2 * self._num_experts)  # the second half is dropped
         counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))
-        counts = all_reduce_(counts, self._place.tp_group)
+        counts = all_reduce_(counts[: self._num_experts].clone(), self._place.tp_group)
         equal = [self._num_own] * self._place.ep_size
         return all_to_all(counts, equal, equal, self._group).view(len(equal), -1)
 
-    def order(self, experts: Tensor, received: Tensor | None) -> RowOrder:
+    def order(self, experts: Tensor, received: Tensor | None, num_routers: int) -> RowOrder:
         """Returns the order of the rows that this rank computes or sends.
 
-        experts: [T, k]. received: what `exchange` returned; None if tokens are gathered.
+        experts: [T, k], which so many routers chose. received: what `exchange` returned, if ranks
+            ask.
         """
-        place = self._place
-        experts = gather_from_sequence_parallel_region(experts, self.gathered_over)
-        order, ends = RowOrder.of(experts, self._num_experts)[:2]
+        place, num_own = self._place, self._num_own
+        if self.gathered_over is not None:
+            experts = gather_from_sequence_parallel_region(experts, self.gathered_over)
+            num_routers *= place.ep_size
+        order, ends, is_padded, _ = RowOrder.of(experts, self._config, num_routers)
         balanced = order.shape[0] // place.ep_size
         bounds = F.pad(ends, (1, 0))
-        if received is None:
-            own = bounds[place.ep_rank * self._num_own :][: self._num_own + 1]
-            start, stop = _numbers(own[[0, -1]], [0, balanced])
+        if self.gathered_over is not None:
+            own = bounds[place.ep_rank * num_own :][: num_own + 1]
+            start, stop = numbers(own[[0, -1]], [0, balanced])
             # a copy, so that the rows of other ranks are not kept
-            return RowOrder(order[start:stop].clone(), own[1:] - start)
-        sent = bounds.diff().view(place.ep_size, -1).sum(1)
-        numbers = _numbers(torch.cat([sent, received.sum(1)]), [balanced] * (2 * place.ep_size))
-        sizes = numbers[: place.ep_size], numbers[place.ep_size :]
+            return RowOrder(order[start:stop].clone(), own[1:] - start, is_padded)
+        sent = bounds.diff().view(place.ep_size, -1)
+        if received is None:  # every rank sends each expert as many rows as this one
+            received = sent[:1].expand_as(sent)
+        both = torch.cat([sent.sum(1), received.sum(1)])
+        found = numbers(both, [balanced] * (2 * place.ep_size))
+        sizes = found[: place.ep_size], found[place.ep_size :]
         of_rows = torch.arange(received.numel(), device=experts.device) % self._num_own
         of_rows = of_rows.repeat_interleave(received.flatten(), output_size=sum(sizes[1]))
         journey = Journey(self._group, *sizes, of_rows.argsort(stable=True))
-        return RowOrder(order, received.sum(0).cumsum(0).int(), journey)
-
-
-def _numbers(numbers: Tensor, balanced: list[int]) -> list[int]:
-    """Returns numbers of rows, for which the host waits. Fake ones are those of a balance."""
-    return balanced if is_fake(numbers) else numbers.tolist()
+        return RowOrder(order, received.sum(0).cumsum(0).int(), is_padded, journey)
 
 
 class Journey(NamedTuple):

@@ -6,7 +6,9 @@
         | summed over the k rows of each token
     output [T, h], plus that of the shared expert
 
-No token is dropped: n = k T rows, however they are spread over the experts. Under sequence
+Without --moe-expert-capacity-factor there are n = k T rows, however they are spread over the
+experts. With it, an expert takes at most C rows of each router, or exactly C, of which some are
+padding: rows of any token with the weight 0. Under sequence
 parallelism each rank chooses for its own tokens. Then the tokens are gathered, every rank computes
 its part of each expert's channels, and the partial sums are scattered again. Expert-parallel ranks
 hold different experts: see dispatch.py.
@@ -30,6 +32,7 @@ from megatron_lite.model.mlp import MLP
 from megatron_lite.model.router import Router, Routing
 from megatron_lite.parallel.compiled import Pair
 from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.parallel.torch_internals import is_fake
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.grouped_linear import GroupedLinear
 from megatron_lite.tensor_parallel.layers import new_parameter
@@ -52,15 +55,15 @@ class MixtureOfExperts(nn.Module):
 
     Forward all-gathers tokens and routing over the experts' TP group and reduce-scatters the output
     under sequence parallelism; else it all-reduces the output. Backward issues the conjugates.
-    num_rows: how many rows the experts of this rank computed last.
+    num_rows: how many rows the experts of this rank computed last, and how many it sent.
     Keeps: see the router; the order of the rows, the rows, their weights, and the inputs of the
     activation and of fc2.
     """
 
     def __init__(self, config: ModelConfig, context: RankContext) -> None:
         super().__init__()
-        self.context = context
-        self.num_rows = 0
+        self.config, self.context = config, context
+        self.num_rows = (0, 0)
         self.router = Router(config, context)
         self.shared_experts: SharedExperts | None = None
         if config.moe_shared_expert_intermediate_size is not None:
@@ -71,8 +74,8 @@ class MixtureOfExperts(nn.Module):
         if context.experts is not None and context.experts.ep_group is not None:
             from megatron_lite.model.dispatch import Dispatcher
 
-            self._dispatcher = Dispatcher(context.experts, self.experts.num_experts)
-            if self._dispatcher.gathered_over is None:
+            self._dispatcher = Dispatcher(context.experts, config)
+            if self._dispatcher.asks:
                 self.router.exchange = self._dispatcher.exchange
 
     def forward(self, hidden_states: Tensor, regions: Regions, skip_tail: bool = False) -> Tensor:
@@ -89,7 +92,7 @@ class MixtureOfExperts(nn.Module):
         self, hidden_states: Tensor, routing: Routing, regions: Regions, skip_tail: bool
     ) -> Tensor:
         group, dispatcher = self._tp_group, self._dispatcher
-        is_split, num_experts = self.context.sequence_parallel, self.experts.num_experts
+        is_split = self.context.sequence_parallel
         # tokens and weights: each rank's gradients of them are partial
         enter: Mapping = copy_to_tensor_parallel_region
         leave: Callable[..., Tensor] = reduce_from_tensor_parallel_region
@@ -101,10 +104,11 @@ class MixtureOfExperts(nn.Module):
             experts = routing.experts
             if is_split:
                 experts = gather_from_sequence_parallel_region(experts, group)
+            num_routers = len(experts) // len(routing.experts)
             if dispatcher is None:
-                order = RowOrder.of(experts, num_experts)
+                order = RowOrder.of(experts, self.config, num_routers)
             else:
-                order = dispatcher.order(experts, routing.received)
+                order = dispatcher.order(experts, routing.received, num_routers)
         over = None if dispatcher is None else dispatcher.gathered_over
         rows = gather_from_sequence_parallel_region(tokens.flatten(0, 1), over)
         weights = gather_from_sequence_parallel_region(weights, over)
@@ -160,10 +164,11 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, context: RankContext) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.num_experts = config.num_experts
         self.output_is_read = config.norms_after
         self.activation = partial(_Weighted.apply, activation_pair(config))
-        linear = partial(GroupedLinear, config.num_experts, context=context)
+        linear = partial(
+            GroupedLinear, config.num_experts, bias=config.add_bias_linear, context=context
+        )
         self.linear_fc1 = linear(
             config.hidden_size,
             config.fc1_blocks * config.expert_size,
@@ -179,45 +184,72 @@ class Experts(nn.Module):
         self, tokens: Tensor, weights: Tensor, order: RowOrder, regions: Regions, skip_tail: bool
     ) -> Tensor:
         """Returns the sum of the k rows of each token. weights: [T, k]."""
-        rows, row_weights = _Rows.apply(tokens, weights, order.order)
+        rows, row_weights = _Rows.apply(tokens, weights, order.order, order.is_padded)
+        num_sent = rows.shape[0]
         if order.journey is not None:
             rows, row_weights = order.journey.there(rows), order.journey.there(row_weights)
-        self.num_rows = rows.shape[0]
+        self.num_rows = rows.shape[0], num_sent
         activated = regions.run_discarding(
             MOE_ACTIVATION, self.activation, self.linear_fc1(rows, order.ends), row_weights
         )
         if not self.output_is_read:
             regions.enter_tail()
-        output = self.linear_fc2(activated, order.ends, skip_tail)
+        output = self.linear_fc2(activated, order.ends, skip_tail, row_weights)
         if order.journey is not None:
             output = order.journey.back(output, skip_tail)
-        summed: Tensor = _Summed.apply(output, order.order, weights.shape, skip_tail)
+        summed: Tensor = _Summed.apply(
+            output, order.order, weights.shape, order.is_padded, skip_tail
+        )
         return summed
 
 
 class RowOrder(NamedTuple):
     """The rows of tokens, in the order of the experts.
 
-    order: [n] int64, the place of each row in the flattened choice [T, k]. Rows of one expert keep
-        the order of their tokens.
+    order: [n] int64, the place of each row in the flattened choice [T, k], or -1 for padding. Rows
+        of one expert keep the order of their tokens.
     ends: [experts of this rank] int32, the number of rows of its experts up to and including each.
+    is_padded: whether there may be padding.
     journey: takes the rows to the ranks of their experts; None: they are computed here.
     """
 
     order: Tensor
     ends: Tensor
+    is_padded: bool = False
     journey: Journey | None = None
 
     @classmethod
-    def of(cls, experts: Tensor, num_experts: int) -> RowOrder:
-        """Returns the order for the choice of experts [T, k]."""
-        chosen, order = experts.flatten().sort(stable=True)
-        bounds = torch.arange(1, num_experts + 1, device=chosen.device)
-        return cls(order, torch.searchsorted(chosen, bounds).int())
+    def of(cls, experts: Tensor, config: ModelConfig, num_routers: int) -> RowOrder:
+        """Returns the order for the choice of experts [T, k], which so many routers made.
+
+        If tokens are dropped, the host waits for the number of rows.
+        """
+        chosen, order = experts.flatten().sort(stable=True)  # those that are dropped come last
+        bounds = torch.arange(1, (config.num_experts or 0) + 1, device=chosen.device)
+        ends = torch.searchsorted(chosen, bounds)
+        num_tokens = len(experts) // num_routers
+        capacity = config.capacity(num_tokens)
+        if capacity is None:
+            return cls(order, ends.int())
+        if not config.moe_pad_expert_input_to_capacity:
+            balanced = config.balanced_rows(num_tokens) * num_routers
+            (num_rows,) = numbers(ends[-1:], [balanced])
+            return cls(order[:num_rows], ends.int())
+        each = capacity * num_routers
+        places = F.pad(ends, (1, 0))[:-1, None] + bounds.new_ones(each).cumsum(0) - 1
+        found = order[places.clamp(max=len(order) - 1)].masked_fill(places >= ends[:, None], -1)
+        return cls(found.flatten(), (bounds * each).int(), True)
 
 
-def placed(rows: Tensor, order: Tensor, num_places: int) -> Tensor:
+def numbers(of: Tensor, balanced: list[int]) -> list[int]:
+    """Returns numbers of rows, for which the host waits. Fake ones are those of a balance."""
+    return balanced if is_fake(of) else of.tolist()
+
+
+def placed(rows: Tensor, order: Tensor, num_places: int, is_padded: bool = False) -> Tensor:
     """Returns each row at its place in `order`: [n, ...] -> [num_places, ...], elsewhere zeros."""
+    if is_padded:
+        return placed(rows, order % (num_places + 1), num_places + 1)[:num_places]
     make = rows.new_empty if order.shape[0] == num_places else rows.new_zeros
     return make((num_places, *rows.shape[1:])).index_copy_(0, order, rows)
 
@@ -226,17 +258,24 @@ class _Rows(torch.autograd.Function):
     """tokens [T, h], weights [T, k] -> rows [n, h], row weights [n]. Keeps the order."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, tokens: Tensor, weights: Tensor, order: Tensor, is_padded: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(order)
-        ctx.shape = weights.shape
-        return tokens[order // weights.shape[1]], weights.flatten()[order]
+        ctx.shape, ctx.is_padded = weights.shape, is_padded
+        row_weights = weights.flatten()[order]
+        if is_padded:
+            row_weights.masked_fill_(order < 0, 0.0)
+        return tokens[order // weights.shape[1]], row_weights
 
     @staticmethod
-    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
         shape = ctx.shape
-        grad_tokens = placed(grad_rows, order, shape.numel()).unflatten(0, shape).sum(1)
-        return grad_tokens, placed(grad_weights, order, shape.numel()).view(shape), None
+        grad_tokens, grad_weights = (
+            placed(grad, order, shape.numel(), ctx.is_padded) for grad in (grad_rows, grad_weights)
+        )
+        return grad_tokens.unflatten(0, shape).sum(1), grad_weights.view(shape), None, None
 
 
 class _Summed(torch.autograd.Function):
@@ -244,18 +283,18 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, order: Tensor, shape: torch.Size, skip_tail: bool
+        ctx: Any, rows: Tensor, order: Tensor, shape: torch.Size, is_padded: bool, skip_tail: bool
     ) -> Tensor:
         ctx.save_for_backward(order)
         ctx.topk = shape[1]
         if skip_tail:
             return rows.new_empty(()).expand(shape[0], rows.shape[1])
-        return placed(rows, order, shape.numel()).unflatten(0, shape).sum(1)
+        return placed(rows, order, shape.numel(), is_padded).unflatten(0, shape).sum(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return grad[order // ctx.topk], None, None, None
+        return grad[order // ctx.topk], None, None, None, None
 
 
 class _Weighted(torch.autograd.Function):

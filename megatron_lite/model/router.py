@@ -18,6 +18,8 @@ the logits, the choice, and counts, and no other tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
+from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.region_runner import Regions
@@ -34,12 +37,14 @@ from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+OF_SEQUENCES, OF_STEP = "seq_aux_loss", "global_aux_loss"
 SMALL = 1e-20  # Megatron's, in the sum of sigmoid scores
 
 
 class Routing(NamedTuple):
     """The experts of each token, [T, k] int64, and their weights [T, k] in the router's dtype.
 
+    An expert that drops the token has its number plus E.
     received: what `Router.exchange` returned for the experts.
     """
 
@@ -51,17 +56,19 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Chooses the experts of each token: [s/t under sequence parallelism else s, b, h] -> Routing.
 
-    weight: [E, h], the same on every TP rank. expert_bias: [E] float32, part of the state.
+    weight: [E, h], the same on every TP rank. bias: [E], or None, as Megatron's router has it.
+    expert_bias: [E] float32, part of the state.
     tokens_per_expert: [E] float32, how many tokens this rank has sent to each expert since the step
         began. loss_sums: the sums of the load-balancing loss and of the z-loss over the
-        micro-batches of the step, without their coefficients.
+        micro-batches of the step, without their coefficients. Of several load-balancing losses it
+        is the mean, each by its coefficient.
     exchange: returns how many rows this rank receives, for the experts that it has chosen; None if
-        it receives those of its own tokens.
+        it receives those of its own tokens, or as many from each.
     gradient_scale: the factor on the gradients of both losses, which the step sets: that of one
         micro-batch in the mean over micro-batches and data-parallel ranks, times the loss scale.
 
-    Keeps its input, the logits, the choice, and the counts that the load-balancing loss needs.
-    Forward issues one all-reduce of these counts over each group that splits the tokens.
+    Keeps its input, its noise, the logits, the choice, and the counts that each load-balancing loss
+    needs. Forward issues one all-reduce of these counts over each group that splits the tokens.
     """
 
     expert_bias: Tensor | None
@@ -82,6 +89,10 @@ class Router(nn.Module):
             init_std=config.init_method_std,
         )
         self.weight = new_parameter(spec, context)
+        self.bias: nn.Parameter | None = None
+        if config.add_bias_linear:
+            one_each = replace(spec, global_shape=(config.num_experts,))
+            self.bias = new_parameter(one_each, context)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=context.device)
@@ -105,8 +116,9 @@ class Router(nn.Module):
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         dtype = DTYPES.get(config.moe_router_dtype or "", dtype)
-        logits = _Logits.apply(hidden_states.flatten(0, 1), self.weight, dtype)
-        columns = hidden_states.shape[1] if self._judges_sequences else 1
+        noise = self._noise(hidden_states.flatten(0, 1), regions.rng)
+        logits = _Logits.apply(hidden_states.flatten(0, 1), self.weight, self.bias, noise, dtype)
+        columns = hidden_states.shape[1]
         experts, *counts = regions.choose(lambda: self._choice(logits.detach(), columns))
         received = None if self.exchange is None else counts.pop()
         losses = _Losses(config, tuple(counts), self._num_token_ranks, self.gradient_scale)
@@ -138,9 +150,14 @@ class Router(nn.Module):
         error = counts.mean() - counts
         self.expert_bias.add_(error.sign(), alpha=self.config.moe_router_bias_update_rate)
 
-    @property
-    def _judges_sequences(self) -> bool:
-        return self.config.moe_router_load_balancing_type == "seq_aux_loss"
+    @torch.no_grad()
+    def _noise(self, tokens: Tensor, rng: RngStreams) -> Tensor | None:
+        """Returns the factor on each element of the router's input in training, if any."""
+        width = self.config.moe_input_jitter_eps
+        if width is None or not self.training:
+            return None
+        with rng.fork(self.context.residual_stream):
+            return torch.empty_like(tokens).uniform_(1.0 - width, 1.0 + width)
 
     @property
     def _num_token_ranks(self) -> int:
@@ -154,9 +171,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _chosen(self, logits: Tensor, columns: int) -> tuple[Tensor, ...]:
-        """Returns the experts [T, k], and the counts that the load-balancing loss needs, if any.
+        """Returns the experts [T, k], and the counts that each load-balancing loss needs.
 
-        columns: how many sequences are judged by themselves; 1 for all tokens together.
+        columns: how many sequences the tokens are of.
         """
         config = self.config
         scores = logits
@@ -167,18 +184,17 @@ class Router(nn.Module):
         if config.chooses_in_groups:
             scores = _without_other_groups(scores, config)
         experts = scores.topk(config.moe_router_topk, dim=-1).indices
-        if not (self.training and config.balances_experts):
-            return (experts,)
         # The loss judges the choice that the scores alone would make, as Megatron's does.
         judged = experts
         if self.expert_bias is not None or config.chooses_in_groups:
             judged = _balance_scores(logits, config).topk(config.moe_router_topk, dim=-1).indices
-        counts = _counts(judged, columns, logits.shape[1])
-        for group in self._groups:
-            counts = all_reduce_(counts, group)
-        if config.moe_router_load_balancing_type == "global_aux_loss":
-            counts = self._mean_so_far(counts)
-        return experts, counts
+        found = [_within_capacity(experts, logits, config)]
+        for kind, _ in config.balance_losses if self.training else ():
+            counts = _counts(judged, columns if kind == OF_SEQUENCES else 1, logits.shape[1])
+            for group in self._groups:
+                counts = all_reduce_(counts, group)
+            found.append(self._mean_so_far(counts) if kind == OF_STEP else counts)
+        return tuple(found)
 
     def _mean_so_far(self, counts: Tensor) -> Tensor:
         """Returns the mean of the counts of the step's micro-batches so far, over all ranks."""
@@ -188,15 +204,26 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _count(self, logits: Tensor, experts: Tensor, losses: _Losses) -> None:
-        self.tokens_per_expert.add_(_counts(experts, 1, logits.shape[1])[0])
-        for place, loss, _ in losses.terms():
-            self.loss_sums[place].add_(loss(logits))
+        num_experts = logits.shape[1]
+        self.tokens_per_expert.add_(_counts(experts, 1, 2 * num_experts)[0, :num_experts])
+        for one in losses.terms():
+            self.loss_sums[one.place].add_(one.of(logits) * one.share)
+
+
+class _Term(NamedTuple):
+    """A loss that has an effect. place: in `loss_sums`. share: of its coefficient in those of the
+    losses there."""
+
+    place: int
+    of: Callable[[Tensor], Tensor]
+    coefficient: float
+    share: float = 1.0
 
 
 class _Losses(NamedTuple):
     """The losses of one call of a router, as functions of its logits.
 
-    counts: () or (counts,): [1, E], or [b, E] for the loss of each sequence.
+    counts: those of each load-balancing loss: [1, E], or [b, E] for the loss of each sequence.
     num_ranks: the number of ranks that split the tokens. Each computes its part of a loss.
     scale: the factor on their gradients.
     """
@@ -206,14 +233,13 @@ class _Losses(NamedTuple):
     num_ranks: int
     scale: Tensor
 
-    def balance(self, logits: Tensor) -> Tensor:
+    def balance(self, kind: str, counts: Tensor, logits: Tensor) -> Tensor:
         """Returns E sum_e f_e P_e (2101.03961, eq. 4): the share of tokens sent to an expert, times
         its mean score. For sequences it is the mean over them."""
-        (counts,) = self.counts
         num_tokens, num_experts = logits.shape
         columns = counts.shape[0]
         total: Any = num_tokens // columns * self.num_ranks
-        if self.config.moe_router_load_balancing_type == "global_aux_loss":
+        if kind == OF_STEP:
             total = counts.sum() / self.config.moe_router_topk
         scores = _balance_scores(logits, self.config).view(-1, columns, num_experts).sum(0)
         factor = num_experts / (self.config.moe_router_topk * columns * total * total)
@@ -223,29 +249,48 @@ class _Losses(NamedTuple):
         """Returns the mean square of the logits' logsumexp (2202.08906, eq. 5)."""
         return logits.logsumexp(-1).square().mean() / self.num_ranks
 
-    def terms(self) -> list[tuple[int, Callable[[Tensor], Tensor], float]]:
-        """Returns the losses that have an effect: their places in `loss_sums`, and coefficients."""
-        every = (
-            (0, self.balance, self.config.moe_aux_loss_coeff if self.counts else 0.0),
-            (1, self.small, self.config.moe_z_loss_coeff or 0.0),
-        )
-        return [one for one in every if one[-1]]
+    def terms(self) -> list[_Term]:
+        """Returns the losses that have an effect."""
+        losses, z_coefficient = self.config.balance_losses, self.config.moe_z_loss_coeff
+        total = sum(coefficient for _, coefficient in losses)
+        found = [
+            _Term(0, partial(self.balance, kind, counts), coefficient, coefficient / total)
+            for (kind, coefficient), counts in zip(losses, self.counts, strict=True)
+        ]
+        return [*found, _Term(1, self.small, z_coefficient)] if z_coefficient else found
 
 
 class _Logits(torch.autograd.Function):
-    """x [T, h], W [E, h] -> x W^T [T, E], computed in `dtype`. Keeps x and W as they are."""
+    """x [T, h], W [E, h], b [E] or None -> (x noise) W^T + b [T, E], computed in `dtype`.
+
+    noise: [T, h], or None for 1. Keeps x, the noise and W as they are.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(tokens, weight)
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        noise: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(tokens, weight, noise)
+        read = tokens if noise is None else tokens * noise
         with torch.autocast(tokens.device.type, enabled=False):
-            return tokens.to(dtype) @ weight.to(dtype).t()
+            if bias is None:
+                return read.to(dtype) @ weight.to(dtype).t()
+            return torch.addmm(bias.to(dtype), read.to(dtype), weight.to(dtype).t())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, weight = ctx.saved_tensors
+        tokens, weight, noise = ctx.saved_tensors
         grad_tokens = (grad @ weight.to(grad.dtype)).to(tokens.dtype)
-        return grad_tokens, (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype), None
+        if noise is not None:
+            grad_tokens, tokens = grad_tokens * noise, tokens * noise
+        grad_weight = (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype)
+        grad_bias = grad.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return grad_tokens, grad_weight, grad_bias, None, None
 
 
 class _Weights(torch.autograd.Function):
@@ -273,9 +318,9 @@ class _Weights(torch.autograd.Function):
             outputs, grads = [_weights(logits, experts, ctx.config)], [grad]
             if ctx.losses is not None:
                 losses = ctx.losses._replace(counts=tuple(counts))
-                for _, loss, coefficient in losses.terms():
-                    outputs.append(loss(logits))
-                    grads.append((losses.scale * coefficient).to(outputs[-1].dtype))
+                for one in losses.terms():
+                    outputs.append(one.of(logits))
+                    grads.append((losses.scale * one.coefficient).to(outputs[-1].dtype))
             (grad_logits,) = torch.autograd.grad(outputs, logits, grads)
         return grad_logits, None, None, None, *[None] * len(counts)
 
@@ -292,7 +337,12 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _weights(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
-    """Returns the weights of the chosen experts, [T, k], as Megatron computes them."""
+    """Returns the weights of the chosen experts, [T, k], as Megatron computes them.
+
+    Those that drop the token count as well, and nothing reads their weights.
+    """
+    if config.moe_expert_capacity_factor is not None:
+        experts = experts % logits.shape[1]
     if config.moe_router_score_function == "sigmoid":
         weights = _scores(logits, config).gather(-1, experts)
         if config.moe_router_topk > 1:
@@ -324,6 +374,26 @@ def _without_other_groups(scores: Tensor, config: ModelConfig) -> Tensor:
     best = grouped.topk(config.moe_router_topk // chosen, dim=-1).values.sum(-1)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(chosen).indices, True)
     return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _within_capacity(experts: Tensor, logits: Tensor, config: ModelConfig) -> Tensor:
+    """Returns the choice [T, k], with E added where an expert has no room for the token.
+
+    It takes the tokens with the highest weights first, or the first tokens.
+    """
+    num_experts, capacity = logits.shape[1], config.capacity(len(experts))
+    if capacity is None:
+        return experts
+    chosen = experts.flatten()
+    first = torch.arange(len(chosen), device=chosen.device)
+    order = first
+    if config.moe_token_drop_policy == "probs":
+        weights = _weights(logits, experts, config).flatten()
+        order = weights.argsort(descending=True, stable=True)
+    order = order[chosen[order].argsort(stable=True)]  # by expert, and then by what it takes first
+    ranked = chosen[order]
+    is_above = first - torch.searchsorted(ranked, ranked) >= capacity
+    return chosen.index_add(0, order, is_above * num_experts).view_as(experts)
 
 
 def _counts(experts: Tensor, columns: int, num_experts: int) -> Tensor:

@@ -9,6 +9,7 @@ expert does the same, and the host waits for the number of rows of each.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -41,12 +42,13 @@ def grouped_linear(
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer for each expert, without bias: rows [n, input_size] -> [n, output_size].
+    """A linear layer for each expert: rows [n, input_size] -> [n, output_size].
 
-    Weight [E, output_size, input_size], of which this rank has its experts. They are sharded over
-    the experts' TP group along `tp_dim`: 1, the output features (in `tp_blocks` blocks), or 2, the
-    input features. The result is partial then.
-    Issues no collective. Keeps the rows.
+    Weight [E, output_size, input_size], bias [E, output_size] or None, of which this rank has its
+    experts. They are sharded over the experts' TP group along `tp_dim`: 1, the output features (in
+    `tp_blocks` blocks), or 2, the input features. The result is partial then, and the first rank of
+    the group alone adds the bias.
+    Issues no collective. Keeps the rows, and the factors of a bias.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class GroupedLinear(nn.Module):
         output_size: int,
         *,
         tp_dim: int,
+        bias: bool,
         init_std: float,
         context: RankContext,
         tp_blocks: int = 1,
@@ -69,10 +72,31 @@ class GroupedLinear(nn.Module):
             init_std=init_std,
         )
         self.weight = new_parameter(spec, context)
+        self.bias: nn.Parameter | None = None
+        tp_rank = context.rank if context.experts is None else context.experts.tp_rank
+        self._adds_bias = tp_dim == 1 or tp_rank == 0
+        if bias:
+            of_bias = replace(
+                spec,
+                global_shape=(num_experts, output_size),
+                tp_dim=1 if tp_dim == 1 else None,
+                init_std=None,
+            )
+            self.bias = new_parameter(of_bias, context)
 
-    def forward(self, rows: Tensor, ends: Tensor, skip_tail: bool = False) -> Tensor:
-        """Returns the rows times the weights of their experts. See `grouped_linear`."""
-        return grouped_linear(rows, self.weight, ends, skip_tail=skip_tail)
+    def forward(
+        self, rows: Tensor, ends: Tensor, skip_tail: bool = False, factors: Tensor | None = None
+    ) -> Tensor:
+        """Returns the rows times the weights of their experts. See `grouped_linear`.
+
+        factors: [n], that on the bias of each row; None: 1.
+        """
+        output = grouped_linear(rows, self.weight, ends, skip_tail=skip_tail)
+        if self.bias is None:
+            return output
+        adds = self._adds_bias and not skip_tail
+        biased: Tensor = _Biased.apply(output, self.bias, factors, ends, self._adds_bias, adds)
+        return biased
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -93,6 +117,51 @@ class _GroupedMatmul(torch.autograd.Function):
         grad_rows = products(grad_output, weight, ends) if needs_rows else None
         grad_weight = outer_products(grad_output, rows, ends) if needs_weight else None
         return grad_rows, grad_weight, None, None
+
+
+class _Biased(torch.autograd.Function):
+    """y [n, out], b [E, out], w [n] or None -> y + b w of each row's expert. Keeps w.
+
+    is_own: whether this rank adds the bias; elsewhere the sum over ranks does. Each rank computes
+        its whole gradient. adds: whether the values of the result are read.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        bias: Tensor,
+        factors: Tensor | None,
+        ends: Tensor,
+        is_own: bool,
+        adds: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(bias, factors, ends)
+        ctx.is_own = is_own
+        if not adds:
+            return output.view_as(output)
+        # A new tensor: a policy may keep the product.
+        return _of_rows(bias, ends, factors, output).add_(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        bias, factors, ends = ctx.saved_tensors
+        ones = grad.new_ones(grad.shape[0]) if factors is None else factors.to(grad.dtype)
+        # as many equal columns as the grouped product takes
+        columns = ones[:, None].expand(-1, ROW_BYTES // grad.element_size()).contiguous()
+        grad_bias = outer_products(grad.contiguous(), columns, ends)[..., 0].to(bias.dtype)
+        grad_factors = None
+        if factors is not None and ctx.is_own:
+            of_rows = _of_rows(bias, ends, None, grad)
+            grad_factors = (grad * of_rows).sum(-1, dtype=factors.dtype)
+        return grad, grad_bias, grad_factors, None, None, None
+
+
+def _of_rows(bias: Tensor, ends: Tensor, factors: Tensor | None, like: Tensor) -> Tensor:
+    """Returns the bias of each row's expert, times its factor, in the dtype of `like`."""
+    numbers = torch.arange(len(like), dtype=ends.dtype, device=ends.device)
+    rows = bias.to(like.dtype)[torch.searchsorted(ends, numbers, right=True)]
+    return rows if factors is None else rows.mul_(factors.to(like.dtype)[:, None])
 
 
 def products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

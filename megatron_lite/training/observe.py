@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,9 @@ class ActivationMeter:
 
     def __init__(self, *, thorough: bool) -> None:
         self._thorough = thorough
-        self._seen: list[tuple[GPTModel, RecomputePlan, Counter[int | None], tuple[int, ...]]] = []
+        self._seen: list[
+            tuple[GPTModel, RecomputePlan, Counter[int | None], tuple[tuple[int, int], ...]]
+        ] = []
         self._measured, self._host_measured, self._unaccounted = 0, 0, 0
 
     def forward(self, chunk: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]) -> Tensor:
@@ -110,7 +112,7 @@ class ActivationMeter:
         for kept in meter.storages().values():
             named = re.match(r"decoder\.layers\.(\d+)", kept.label)
             saved[int(named[1]) if named else None] += kept.num_bytes
-        rows = tuple(getattr(layer.mlp, "num_rows", 0) for layer in chunk.decoder.layers)
+        rows = tuple(getattr(layer.mlp, "num_rows", ()) for layer in chunk.decoder.layers)
         self._seen.append((chunk, plan, saved, rows))
         # Tensors in host memory pass by the meter's hooks.
         pool = chunk.decoder.stores.pool if plan.on_host else None
@@ -184,7 +186,7 @@ class ActivationMeter:
 
 
 def _sizes(
-    config: RunConfig, parallel: ParallelState, chunk: GPTModel, rows: tuple[int, ...]
+    config: RunConfig, parallel: ParallelState, chunk: GPTModel, rows: tuple[Any, ...]
 ) -> Sizes:
     sizes = Sizes.of(config, device=parallel.device.type, stage=chunk.stage)
     return replace(sizes, expert_rows=rows) if any(rows) else sizes

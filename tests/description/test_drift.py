@@ -113,7 +113,7 @@ def place(module: str) -> str:
 
 def measured(
     config: ModelConfig, parallel: ParallelState, *, sequence_parallel: bool, dtype: torch.dtype
-) -> tuple[dict[str, Figures], tuple[int, ...]]:
+) -> tuple[dict[str, Figures], tuple[tuple[int, int], ...]]:
     """Returns the figures of every module in one forward, and the rows of each layer's experts."""
     model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
     with (
@@ -134,7 +134,7 @@ def measured(
         )
         parameters[place(module)].append((short, tuple(parameter.shape)))
     modules = {*kept, *watched.flops, *watched.collectives, *parameters}
-    rows = tuple(getattr(layer.mlp, "num_rows", 0) for layer in model.decoder.layers)
+    rows = tuple(getattr(layer.mlp, "num_rows", ()) for layer in model.decoder.layers)
     return {
         module: Figures(
             kept[module],

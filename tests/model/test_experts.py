@@ -305,6 +305,16 @@ def test_a_layer_passes_gradcheck() -> None:
         assert torch.autograd.gradcheck(lambda y: layer(y, regions_of(regions.rng)), (x,))
 
 
+ODD = {
+    "mixtral": dict(
+        add_bias_linear=True,
+        moe_input_jitter_eps=0.3,
+        moe_expert_capacity_factor=0.7,
+        moe_router_load_balancing_type=("global_aux_loss", "seq_aux_loss"),
+        moe_aux_loss_coeff=(0.1, 0.2),
+    ),
+    "deepseek": dict(moe_input_jitter_eps=0.3, moe_expert_capacity_factor=1.1),
+}
 POLICIES = {
     "unit": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
     "moe": dict(recompute_granularity="selective", recompute_modules=("moe",)),
@@ -335,7 +345,10 @@ def test_a_replay_sends_every_token_to_the_same_experts(
     outcomes = []
     with tp_state(1) as parallel:
         config = variant_config(
-            variant, hidden_dropout=0.1, norm_position="after" if after else "before"
+            variant,
+            hidden_dropout=0.1,
+            norm_position="after" if after else "before",
+            **ODD[variant],
         )
         for recompute in (RecomputeConfig(), RecomputeConfig(**POLICIES[policy])):
             noise.manual_seed(5)
@@ -353,7 +366,25 @@ def test_bad_settings_are_named() -> None:
     for settings, words in (
         (dict(moe_router_topk=9), "--moe-router-topk 9 is above --num-experts 8"),
         (dict(moe_layer_freq=(0,)), "gives no layer experts"),
-        (dict(add_bias_linear=True), "needs --disable-bias-linear"),
+        (
+            dict(add_bias_linear=True, moe_shared_expert_intermediate_size=8),
+            "--moe-shared-expert-intermediate-size 8 needs --disable-bias-linear",
+        ),
+        (
+            dict(moe_pad_expert_input_to_capacity=True),
+            "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor",
+        ),
+        (
+            dict(**DEEPSEEK, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True),
+            "excludes --moe-router-enable-expert-bias",
+        ),
+        (dict(moe_expert_capacity_factor=0.0), "must be above 0.0"),
+        (dict(moe_input_jitter_eps=-0.1), "must be above 0.0"),
+        (
+            dict(moe_router_load_balancing_type=("aux_loss", "seq_aux_loss")),
+            "--moe-router-load-balancing-type aux_loss seq_aux_loss with --moe-aux-loss-coeff 0.0: "
+            "give each loss once",
+        ),
         (dict(moe_router_num_groups=3, moe_router_group_topk=1), "must form equal groups"),
         (dict(moe_router_group_topk=4), "needs --moe-router-num-groups"),
     ):

@@ -63,15 +63,11 @@ def on_cpu(tp_size: int) -> Iterator[None]:
     yield
 
 
-def their_model(
-    config: ModelConfig,
-    tp_size: int = 1,
-    dtype: torch.dtype = torch.float32,
-    *,
-    padded: int = PADDED,
-) -> Any:
-    """Returns megatron-core's model of a config, with random weights."""
-    theirs = TransformerConfig(
+def their_config(
+    config: ModelConfig, tp_size: int = 1, dtype: torch.dtype = torch.float64
+) -> TransformerConfig:
+    """Returns megatron-core's config of ours."""
+    return TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
@@ -97,6 +93,17 @@ def their_model(
         gradient_accumulation_fusion=False,
         **_expert_settings(config),
     )
+
+
+def their_model(
+    config: ModelConfig,
+    tp_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    *,
+    padded: int = PADDED,
+) -> Any:
+    """Returns megatron-core's model of a config, with random weights."""
+    theirs = their_config(config, tp_size, dtype)
     torch.manual_seed(7)
     if config.num_experts is None:
         spec = get_gpt_layer_local_spec(
@@ -129,11 +136,12 @@ def _expert_settings(config: ModelConfig) -> dict[str, Any]:
     if config.num_experts is None:
         return {}
     found = {one.name: getattr(config, one.name) for one in fields(ExpertSettings)}
-    frequency = found["moe_layer_freq"]
+    found = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in found.items()
+    }
     return {
         **{name: value for name, value in found.items() if name != "num_experts"},
         "num_moe_experts": config.num_experts,
-        "moe_layer_freq": list(frequency) if isinstance(frequency, tuple) else frequency,
         "moe_token_dispatcher_type": "allgather",
     }
 
