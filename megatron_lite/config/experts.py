@@ -136,6 +136,8 @@ class ExpertSettings:
         "no token",
         above=0.0,
         without="num_experts",
+        excludes=("cuda_graph_impl=full_iteration",),
+        why="the host waits for the number of rows",
     )
     moe_token_drop_policy: str = setting(
         "tokens that an expert drops: those of its lowest weights, or the last ones",
@@ -180,10 +182,11 @@ class ExpertSettings:
         share = tokens * self.moe_router_topk / self.num_experts
         return min(tokens, math.ceil(share * self.moe_expert_capacity_factor))
 
-    def balanced_rows(self, tokens: int) -> int:
-        """Returns the rows of all experts for a balanced choice, or for any if they are padded."""
+    def chosen_rows(self, tokens: int, imbalance: float = 1.0) -> int:
+        """Returns the rows of a router's choices that are computed: those of a balanced choice, or
+        times the imbalance on the fullest rank. Padded experts have as many for any choice."""
         assert self.num_experts is not None
-        chosen, capacity = self.moe_router_topk * tokens, self.capacity(tokens)
+        chosen, capacity = round(self.moe_router_topk * tokens * imbalance), self.capacity(tokens)
         if capacity is None:
             return chosen
         whole = capacity * self.num_experts

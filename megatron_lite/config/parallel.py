@@ -10,7 +10,8 @@ from megatron_lite.config.setting import check_settings, setting, switch
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 OTHER_EXPERTS = dict(
     excludes=("use_torch_fsdp2", "cuda_graph_impl=full_iteration"),
-    why="ranks hold different experts, and exchange as many rows as their routers choose",
+    why="ranks hold different experts, and exchange as many rows as their routers choose; use "
+    "--use-distributed-optimizer, and other graphs",
 )
 PIPELINE = ("pipeline_model_parallel_size>1",)
 CP_COMM_TYPES = ("p2p", "allgather", "a2a")
@@ -104,6 +105,14 @@ class ParallelConfig:
         choices=("allgather", "alltoall"),
         megatron={"flex": "alltoall", "alltoall_seq": "alltoall"},
         without="expert_model_parallel_size>1",
+    )
+    plan_moe_imbalance: float = setting(
+        "in predictions and dry runs, the fullest expert-parallel rank has so many times the rows "
+        "of a balanced choice",
+        1.0,
+        least=1.0,
+        upto="expert_model_parallel_size",
+        why="no rank has more rows than all",
     )
     distributed_backend: str = setting(
         "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",

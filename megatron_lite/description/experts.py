@@ -59,8 +59,11 @@ class ExpertShape(Shape):
             self.tp_size, self.gathers, self.reduces = 1, (), ()
             self.tokens, self.whole = sizes.local_tokens, self.hidden
         self.slots = self.topk * self.tokens
-        balanced = model.balanced_rows(sizes.local_tokens) * (self.tokens // sizes.local_tokens)
-        self.rows, self.sent = sizes.rows_of_experts(layer) or (balanced, balanced)
+        fullest, balanced = (
+            model.chosen_rows(sizes.local_tokens, imbalance) * (self.tokens // sizes.local_tokens)
+            for imbalance in (sizes.expert_imbalance, 1.0)
+        )
+        self.rows, self.sent = sizes.rows_of_experts(layer) or (fullest, balanced)
         self.width = model.expert_size // self.tp_size
         self.scores = ROUTER_BYTES.get(model.moe_router_dtype or "", self.element)
         self.permuted = self.rows * model.hidden_size * self.element

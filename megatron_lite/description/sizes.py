@@ -24,8 +24,9 @@ class Sizes:
     ep_size: the ranks over which experts are spread. whole_experts: whether TP ranks do not share
         them.
     gathers_tokens: whether these ranks gather all tokens (--moe-token-dispatcher-type allgather).
+    expert_imbalance: the rows of this rank's experts over those of a balanced choice.
     expert_rows: the rows that the experts of each layer of the stage compute, and those that the
-        rank sends; (): as many as with a balanced choice.
+        rank sends; (): those of `expert_imbalance`.
     element_bytes: the bytes of an element of weights and activations: 4, or 2 under --bf16 or
         --fp16.
     device: "cpu" or "cuda".
@@ -64,6 +65,7 @@ class Sizes:
     ep_size: int = 1
     whole_experts: bool = False
     gathers_tokens: bool = False
+    expert_imbalance: float = 1.0
     expert_rows: tuple[tuple[int, int], ...] = ()
     element_bytes: int = 4
     device: str = "cpu"
@@ -102,6 +104,7 @@ class Sizes:
             cp_comm_type=config.parallel.cp_comm_type,
             ep_size=config.parallel.expert_model_parallel_size,
             whole_experts=config.parallel.expert_tensor_parallel < tp_size,
+            expert_imbalance=config.parallel.plan_moe_imbalance,
             gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
             device=device,
             deterministic=config.training.deterministic_mode,

@@ -65,23 +65,29 @@ class Dispatcher:
             experts = gather_from_sequence_parallel_region(experts, self.gathered_over)
             num_routers *= place.ep_size
         order, ends, is_padded, _ = RowOrder.of(experts, self._config, num_routers)
-        balanced = order.shape[0] // place.ep_size
+        fullest = num_routers * self._config.chosen_rows(
+            len(experts) // num_routers, place.imbalance
+        )
         bounds = F.pad(ends, (1, 0))
         if self.gathered_over is not None:
             own = bounds[place.ep_rank * num_own :][: num_own + 1]
-            start, stop = numbers(own[[0, -1]], [0, balanced])
+            start, stop = numbers(own[[0, -1]], [0, fullest // place.ep_size])
             # a copy, so that the rows of other ranks are not kept
             return RowOrder(order[start:stop].clone(), own[1:] - start, is_padded)
         sent = bounds.diff().view(place.ep_size, -1)
         if received is None:  # every rank sends each expert as many rows as this one
             received = sent[:1].expand_as(sent)
         both = torch.cat([sent.sum(1), received.sum(1)])
-        found = numbers(both, [balanced] * (2 * place.ep_size))
+        found = numbers(both, [*_parts(len(order), place.ep_size), *_parts(fullest, place.ep_size)])
         sizes = found[: place.ep_size], found[place.ep_size :]
         of_rows = torch.arange(received.numel(), device=experts.device) % self._num_own
         of_rows = of_rows.repeat_interleave(received.flatten(), output_size=sum(sizes[1]))
         journey = Journey(self._group, *sizes, of_rows.argsort(stable=True))
         return RowOrder(order, received.sum(0).cumsum(0).int(), is_padded, journey)
+
+
+def _parts(total: int, count: int) -> list[int]:
+    return [total * (part + 1) // count - total * part // count for part in range(count)]
 
 
 class Journey(NamedTuple):

@@ -232,7 +232,7 @@ class RowOrder(NamedTuple):
         if capacity is None:
             return cls(order, ends.int())
         if not config.moe_pad_expert_input_to_capacity:
-            balanced = config.balanced_rows(num_tokens) * num_routers
+            balanced = config.chosen_rows(num_tokens) * num_routers
             (num_rows,) = numbers(ends[-1:], [balanced])
             return cls(order[:num_rows], ends.int())
         each = capacity * num_routers

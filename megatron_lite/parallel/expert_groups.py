@@ -53,5 +53,6 @@ def with_experts(parallel: ParallelState, config: ParallelConfig) -> ParallelSta
         ep_rank=ep_rank,
         ep_size=ep_size,
         token_dispatcher=config.moe_token_dispatcher_type,
+        imbalance=config.plan_moe_imbalance,
     )
     return replace(parallel, experts=experts)

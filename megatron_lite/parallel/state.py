@@ -59,7 +59,8 @@ class ParallelState:
     embedding_group: the first and the last pipeline rank, which share a tied embedding. It is None
         on the ranks between them.
     ep_group: the ranks over which the experts of a layer are spread. token_dispatcher: how tokens
-        reach them (--moe-token-dispatcher-type).
+        reach them (--moe-token-dispatcher-type). imbalance: the rows of a rank in a dry run, over
+        those of a balanced choice (--plan-moe-imbalance).
     experts: the place of this rank for the parameters of experts, if their groups are not those of
         other parameters (parallel/expert_groups.py).
     saver_group: all ranks, over gloo. Only the writer of a checkpoint uses it, since it may run in
@@ -91,6 +92,7 @@ class ParallelState:
     ep_rank: int = 0
     ep_size: int = 1
     token_dispatcher: str = ""
+    imbalance: float = 1.0
 
     @property
     def rank(self) -> int:

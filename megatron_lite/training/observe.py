@@ -95,9 +95,7 @@ class ActivationMeter:
 
     def __init__(self, *, thorough: bool) -> None:
         self._thorough = thorough
-        self._seen: list[
-            tuple[GPTModel, RecomputePlan, Counter[int | None], tuple[tuple[int, int], ...]]
-        ] = []
+        self._seen: list[tuple[GPTModel, RecomputePlan, Counter[int | None], tuple[Any, ...]]] = []
         self._measured, self._host_measured, self._unaccounted = 0, 0, 0
 
     def forward(self, chunk: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.support.equality import DIFFERING, VARIANTS, differences
+from tests.support.equality import DIFFERING, OF_A_LAYOUT, VARIANTS, differences
 from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tiny_config, tp_state
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
@@ -62,6 +62,7 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5}
 # kernel.
 MODELS = {
     **VARIANTS,
+    "gshard": {**VARIANTS["gshard"], **OF_A_LAYOUT},
     "flash windows": dict(DIFFERING, attention_backend="flash"),
     "unfused windows": dict(DIFFERING, attention_backend="unfused"),
 }

@@ -84,7 +84,23 @@ VARIANTS: dict[str, dict[str, object]] = {
         moe_aux_loss_coeff=0.1,
         untie_embeddings_and_output_weights=True,
     ),
+    "gshard": dict(
+        {**LLAMA, "add_bias_linear": True},
+        num_experts=4,
+        moe_ffn_hidden_size=48,
+        moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"),
+        moe_aux_loss_coeff=(0.1, 0.2),
+        moe_input_jitter_eps=0.2,
+        moe_expert_capacity_factor=0.9,
+        moe_pad_expert_input_to_capacity=True,
+    ),
 }
+# What depends on how many tokens a router sees, or on the streams of a layout.
+OF_A_LAYOUT = dict(
+    moe_input_jitter_eps=None,
+    moe_expert_capacity_factor=None,
+    moe_pad_expert_input_to_capacity=False,
+)
 
 # Layers that differ. No two stages of a pipeline of 8 layers hold the same ones.
 DIFFERING: dict[str, object] = dict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,17 +117,18 @@ def perturb_constant_parameters_(model: GPTModel, parallel: ParallelState) -> No
         spec = spec_of(parameter)
         if spec.init_std is not None:
             continue
-        whole = (
-            0.3 * torch.sin(torch.arange(spec.global_shape[0], dtype=parameter.dtype) + 1.0)
-            + spec.init_value
-        )
+        place = parallel.holding(spec)
+        numbers = torch.arange(math.prod(spec.global_shape), dtype=parameter.dtype)
+        whole = (0.3 * torch.sin(numbers + 1.0) + spec.init_value).view(spec.global_shape)
+        if spec.of_experts:
+            whole = whole.chunk(place.ep_size)[place.ep_rank]
         if spec.tp_dim is None:
             parameter.copy_(whole)
-        else:
-            for span in spec.spans(parallel.tp_rank, parallel.tp_size):
-                parameter[span.local_start : span.local_start + span.length] = whole[
-                    span.global_start :
-                ][: span.length]
+            continue
+        for span in spec.spans(place.tp_rank, place.tp_size):
+            parameter.narrow(spec.tp_dim, span.local_start, span.length).copy_(
+                whole.narrow(spec.tp_dim, span.global_start, span.length)
+            )
 
 
 def sample_tokens(

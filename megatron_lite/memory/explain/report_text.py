@@ -73,7 +73,9 @@ def _head(report: Report) -> Iterator[Block]:
         ways = ", ".join(sorted(config.parallel.exchanges))
         layout.append(f"context-parallel {sizes.cp_size} ({ways})")
     if sizes.ep_size > 1:
-        layout.append(f"expert-parallel {sizes.ep_size} (a balance of rows)")
+        times = sizes.expert_imbalance
+        rows = "a balance of rows" if times == 1.0 else f"{times:g} times the rows of a balance"
+        layout.append(f"expert-parallel {sizes.ep_size} ({rows})")
     layout += [f"pipeline-parallel {ranks}"] if ranks > 1 else []
     attention = "unfused" if model.builds_scores(sizes.device) else "flash"
     device = "CUDA" if sizes.device == "cuda" else "the CPU"
