@@ -34,6 +34,7 @@ from megatron_lite.description.shape import Shape
 
 GROUPED = "aten._grouped_mm.default"
 INDEX_BYTES, COUNT_BYTES, END_BYTES = 8, 4, 4
+ROW_BYTES = 16  # of a grouped product (tensor_parallel/grouped_linear.py)
 ROUTER_BYTES = {"fp32": 4, "fp64": 8}
 RECEIVED = "rows received for each expert"
 EXPERTS_FC1, EXPERTS_FC2 = "experts_fc1", "experts_fc2"
@@ -342,9 +343,12 @@ def _grouped(
     gradient = weight.num_elements * shape.element
     inputs = matmul.m * matmul.k * shape.element
     bias, product = [], output
+    rebuilds: tuple[Matmul, ...] = ()
     if shape.model.add_bias_linear:
         bias = [Parameter("bias", (shape.num_own, matmul.n), of_experts=True)]
         product = output._replace(name=f"{output.name} without bias")
+        columns = ROW_BYTES // shape.element
+        rebuilds = (Matmul("experts' bias", matmul.n, columns, matmul.m, k_groups=shape.num_own),)
     return Operation(
         name,
         f"mlp.experts.{module}",
@@ -358,6 +362,7 @@ def _grouped(
                 output_only=output_only,
             ),
         ),
+        rebuilds=rebuilds,
         parameters=(weight, *bias),
         moved=moved,
         temporary=output.num_bytes * (1 + len(bias)) + inputs + gradient,

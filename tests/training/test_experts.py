@@ -66,6 +66,30 @@ LAYOUTS = {
         expert_tensor_parallel_size=1,
     ),
 }
+# Experts with biases, and with a capacity. Its share is that of one router, as in one process.
+BIASED: dict[str, Any] = dict(
+    add_bias_linear=True,
+    moe_shared_expert_intermediate_size=None,
+    moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"),
+    moe_aux_loss_coeff=(0.1, 0.2),
+)
+DROPPED: dict[str, Any] = dict(moe_expert_capacity_factor=0.8, moe_token_drop_policy="position")
+PADDED: dict[str, Any] = dict(
+    moe_expert_capacity_factor=0.8,
+    moe_pad_expert_input_to_capacity=True,
+    moe_router_enable_expert_bias=False,
+    moe_router_bias_update_rate=1e-3,
+)
+ODD: dict[str, tuple[str, dict[str, Any]]] = {
+    "ep2, biases, dropped": ("ep2", {**BIASED, **DROPPED}),
+    "ep2-allgather, biases, padded": ("ep2-allgather", {**BIASED, **PADDED}),
+    "ep2, padded": ("ep2", PADDED),
+    "ep2-allgather, dropped": ("ep2-allgather", DROPPED),
+    "ep2-pp2, dropped": ("ep2-pp2", DROPPED),
+    "ep2-tp2, biases": ("ep2-tp2", BIASED),
+    "tp2, biases, padded": ("tp2", {**BIASED, **PADDED}),
+    "tp2-etp1, biases": ("tp2-etp1", BIASED),
+}
 ON_FOUR = ("ep2-tp2", "ep2-pp2", "ep2-zero1", "ep4-tp2-etp1")
 ZERO1 = dict(use_distributed_optimizer=True)
 DATA_PARALLEL: dict[str, dict[str, Any]] = {
@@ -84,14 +108,13 @@ DATA_PARALLEL: dict[str, dict[str, Any]] = {
 
 def config_of(layout: str, metrics: Path, **checkpoint: Any) -> RunConfig:
     return tiny_run(
-        **MODEL,
         train_iters=6,
         exit_interval=checkpoint.pop("until", None),
         metrics=metrics,
         log_interval=1,
         **LAYOUTS.get(layout, {}),
         **DATA_PARALLEL.get(layout, {}),
-        **checkpoint,
+        **{**MODEL, **checkpoint},
     )
 
 
@@ -110,13 +133,14 @@ def outcome(path: Path) -> list[list[float]]:
     return found
 
 
-@pytest.mark.runs(daily=4, ci=14)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.runs(daily=6, ci=22)
+@pytest.mark.parametrize("layout", [*list(LAYOUTS)[:3], *ODD, *list(LAYOUTS)[3:]])
 def test_every_layout_trains_as_one_process_does(layout: str, tmp_path: Path) -> None:
     """Losses, the biases' steps (which the later choices show), and kept bytes to the byte."""
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
-    run_ranks(_run, 1, "", one, {}, detail=False)
-    run_ranks(_run, 4 if layout in ON_FOUR else 2, layout, other, {}, detail=False)
+    layout, settings = ODD.get(layout, (layout, {}))
+    run_ranks(_run, 1, "", one, dict(settings), detail=False)
+    run_ranks(_run, 4 if layout in ON_FOUR else 2, layout, other, dict(settings), detail=False)
     for expected, found in zip(outcome(one), outcome(other), strict=True):
         assert found == pytest.approx(expected, rel=2e-5)
 
@@ -148,16 +172,23 @@ def test_a_policy_keeps_what_is_predicted_given_the_rows(
     assert outcome(metrics)
 
 
-@pytest.mark.runs(daily=1, ci=3)
-@pytest.mark.parametrize("layout", ["tp2-etp1", "ep2-zero1-whole", "ep2"])
+@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.parametrize(
+    "layout", ["ep2, biases, dropped", "tp2-etp1", "ep2-zero1-whole", "ep2", "tp2-etp1, biases"]
+)
 def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(
     layout: str, tmp_path: Path
 ) -> None:
+    layout, settings = ODD.get(layout, (layout, {}))
+    if settings:
+        settings = dict(settings, moe_input_jitter_eps=0.1)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_ranks(_run, 2, layout, tmp_path / "w.jsonl", dict(save=str(whole)), detail=False)
-    saving = dict(save=str(parts), until=3)
+    run_ranks(
+        _run, 2, layout, tmp_path / "w.jsonl", dict(save=str(whole), **settings), detail=False
+    )
+    saving = dict(save=str(parts), until=3, **settings)
     run_ranks(_run, 2, layout, tmp_path / "p.jsonl", saving, detail=False)
-    going_on = dict(save=str(parts), load=str(parts))
+    going_on = dict(save=str(parts), load=str(parts), **settings)
     run_ranks(_run, 2, layout, tmp_path / "p.jsonl", going_on, detail=False)
     # A rank keeps the rows that it receives. The log has those of a start's first iteration.
     resumed, unbroken = (
@@ -169,9 +200,9 @@ def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(
     assert expected and step_bytes(parts, 6) == expected
     # The files do not tell how the experts were spread: one process reads them and writes the same.
     again = tmp_path / "again"
-    one = dict(load=str(parts), save=str(again))
+    one = dict(load=str(parts), save=str(again), **settings)
     run_ranks(_run, 1, "", tmp_path / "1.jsonl", one, detail=False)
-    other = dict(load=str(again), save=str(tmp_path / "other"))
+    other = dict(load=str(again), save=str(tmp_path / "other"), **settings)
     run_ranks(_run, 2, layout, tmp_path / "2.jsonl", other, detail=False)
     found = step_bytes(tmp_path / "other", 6)
     names = [name for name in expected if "rng" not in name]
