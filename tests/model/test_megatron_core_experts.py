@@ -62,7 +62,7 @@ def their_layer(ours: MixtureOfExperts) -> Any:
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from tests.support.megatron_core import their_config
+    from tests.support.megatron_core import biases_work_, their_config
 
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
@@ -70,8 +70,7 @@ def their_layer(ours: MixtureOfExperts) -> Any:
     with torch.no_grad():
         for name, parameter in named(layer):
             parameter.copy_(whole(ours, name))
-    for expert in layer.experts.local_experts:
-        expert.linear_fc2.explicit_expert_comm = True
+    biases_work_(layer)
     return layer
 
 

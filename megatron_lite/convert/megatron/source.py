@@ -226,7 +226,7 @@ FUSED_NORMS = (
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
 )
 ONE_EXPERT = re.compile(
-    r"(.*\.mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)"
+    r"(.*\.mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)"
 )
 GROUPED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
 

@@ -44,7 +44,10 @@ MODELS["experts"] = {
     **dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True),
     **dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
 }
-MODELS["mixtral"] = {**MODELS["llama"], **dict(num_experts=4, moe_router_pre_softmax=True)}
+MODELS["mixtral"] = {
+    **MODELS["llama"],
+    **dict(num_experts=4, moe_router_pre_softmax=True, add_bias_linear=True),
+}
 SOURCES = {"megatron": "legacy", "megatron-dist": "dist"}
 F32, BF16 = torch.float32, torch.bfloat16
 
