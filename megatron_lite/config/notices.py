@@ -294,6 +294,7 @@ def _of_log(
             f"--{precision} out here"
         )
     fsdp = config.data_parallel.use_torch_fsdp2
+    fsdp = fsdp and config.parallel.num_distributed_optimizer_instances == 1
     compares = training.check_weight_hash_across_dp_replicas_interval is not None
     if compares and (is_alone or fsdp):
         yield (

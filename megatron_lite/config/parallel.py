@@ -34,6 +34,9 @@ class ParallelConfig:
         experts are spread. It divides the ranks of the stage, data- and context-parallel ones too.
     cp_comm_type: how context-parallel ranks exchange keys and values: around a ring ("p2p"), all
         at once ("allgather"), or as heads ("a2a"). A tuple has a value for each layer of the model.
+    num_distributed_optimizer_instances: the number of groups of data-parallel ranks (with the
+        context-parallel ones) that each share out all states. Ranks of the same number in their
+        groups hold the same share.
     distributed_backend: "auto" is nccl on CUDA and gloo elsewhere. "gloo" also keeps the run on the
         CPU.
     distributed_timeout_minutes: the limit for one collective.
@@ -113,6 +116,12 @@ class ParallelConfig:
         least=1.0,
         upto="expert_model_parallel_size",
         why="no rank has more rows than all",
+    )
+    num_distributed_optimizer_instances: int = setting(
+        "groups of data-parallel ranks that each share out all states; gradients are summed within "
+        "a group, then over groups (HSDP)",
+        1,
+        least=1,
     )
     distributed_backend: str = setting(
         "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
@@ -210,7 +219,19 @@ class ParallelConfig:
                 f"--expert-tensor-parallel-size {self.expert_tensor_parallel} = {unit}: start more "
                 "processes, or spread the experts over fewer ranks"
             )
+        copies = stage // self.tensor_model_parallel_size, stage // unit
+        instances = self.num_distributed_optimizer_instances
+        for number, kind in zip(copies, ("data-parallel ranks", "ranks with the same experts")):
+            if number % instances:
+                raise ValueError(
+                    f"--num-distributed-optimizer-instances {instances} does not divide the "
+                    f"{number} {kind} (context-parallel ones count): give a divisor"
+                )
         return world_size // ranks
+
+    def shards(self, dp_cp_size: int) -> int:
+        """Returns over how many of the ranks that sum gradients ZeRO-1 and FSDP2 share out states."""
+        return dp_cp_size // self.num_distributed_optimizer_instances
 
 
 def exchange_of(kinds: str | tuple[str, ...], layer: int) -> str:

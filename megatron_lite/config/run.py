@@ -92,6 +92,7 @@ class RunConfig:
         self.training.batch_steps(seq_length)
         self._check_formats()
         self._check_experts()
+        self._check_instances()
         self._check_context_parallel()
         self._check_recompute_policy()
         self._check_pipeline()
@@ -133,6 +134,16 @@ class RunConfig:
                 f"--tensor-model-parallel-size {tp_size} need --sequence-parallel: otherwise all "
                 "tensor-parallel ranks would send the same tokens",
                 *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+            )
+
+    def _check_instances(self) -> None:
+        """Raises ValueError for groups of ranks that share out states if nothing shares them out."""
+        number, options = self.parallel.num_distributed_optimizer_instances, self.data_parallel
+        if number > 1 and not (options.use_distributed_optimizer or options.use_torch_fsdp2):
+            raise ContradictionError(
+                f"--num-distributed-optimizer-instances {number} needs --use-distributed-optimizer "
+                "or --use-torch-fsdp2: otherwise every rank holds all states",
+                "num_distributed_optimizer_instances",
             )
 
     def _check_folders(self) -> None:

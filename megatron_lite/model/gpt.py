@@ -294,7 +294,7 @@ def shard_model_(model: GPTModel, parallel: ParallelState, config: DataParallelC
     16-bit model become float32, and FSDP2 gathers them in 16 bits. The rank holds the whole model
     until this call, so the weights must fit on it once.
     """
-    if not config.use_torch_fsdp2 or parallel.dp_cp_mesh is None:
+    if not config.use_torch_fsdp2 or parallel.shard_mesh is None:
         return
     from megatron_lite.parallel.fsdp import fully_shard_  # late: 0.6 s
 
@@ -306,7 +306,7 @@ def shard_model_(model: GPTModel, parallel: ParallelState, config: DataParallelC
     own_units = config.fsdp_memory_efficient_wrapping
     fully_shard_(
         model,
-        parallel.dp_cp_mesh,
+        parallel.shard_mesh,
         layers=model.decoder.layers,
         embedding=embedding.word_embeddings if own_units and embedding is not None else None,
         output=model.output_layer if own_units else None,

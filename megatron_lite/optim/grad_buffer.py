@@ -41,7 +41,8 @@ class Bucket:
 
     layout: the places of the gradients in `flat`; `places` has them by parameter.
     own: the elements of which this rank holds the sum: all of them, or 1/shards.
-    group: the ranks that sum it; None for one rank. rank: this rank's place among them.
+    shard_group: the ranks that share out the sums; None for none. rank: this rank's place in it.
+    others: the ranks that hold the same sums and add up theirs; None for none.
     tied: whether it holds the gradient that the first and the last pipeline stage add.
     awaited: the parameters whose last gradient of the step has not arrived.
     """
@@ -50,7 +51,10 @@ class Bucket:
         self, layout: BucketLayout, flat: Tensor, place: ParallelState, *, tied: bool
     ) -> None:
         self.layout, self.flat, self.tied = layout, flat, tied
-        self.group, self.rank = place.dp_cp_group, place.dp_cp_rank if layout.shards > 1 else 0
+        self.shard_group, self.others, self.rank = None, place.dp_cp_group, 0
+        if layout.shards > 1:
+            self.shard_group, self.others = place.shard_group, place.replica_group
+            self.rank = place.shard_rank
         self.places, self.own = layout.places, layout.own(self.rank)
         self.awaited = set(layout.places)
         self.started: Started | None = None
@@ -80,7 +84,7 @@ class GradBuffer:
         self._vectors_wait = parallel.device.type != "cpu" and not self._overlaps
         self._sums_over_model = parallel.tp_size * parallel.pp_size > 1
         self._in_bf16 = config.grad_reduce_in_bf16
-        sharded = config.use_distributed_optimizer and parallel.dp_cp_group is not None
+        sharded = config.use_distributed_optimizer and parallel.shard_group is not None
         specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
         self.buckets = []
         for layout in bucket_layouts(
@@ -95,8 +99,8 @@ class GradBuffer:
                 for name, spec in specs.items()
             ],
             bucket_size=config.bucket_size(parallel.dp_cp_size) if self._overlaps else None,
-            shards=parallel.dp_cp_size if sharded else 1,
-            expert_shards=experts.dp_cp_size if sharded and experts is not None else 1,
+            shards=parallel.shard_size if sharded else 1,
+            expert_shards=experts.shard_size if sharded and experts is not None else 1,
         ):
             first = next(iter(layout.places))
             wide = torch.promote_types(torch.float32, parameters[first].dtype)
@@ -104,7 +108,11 @@ class GradBuffer:
             flat = torch.zeros(layout.num_elements, dtype=dtype, device=parallel.device)
             spec = specs[first]
             self.buckets.append(Bucket(layout, flat, parallel.holding(spec), tied=spec.tied))
-        self._reduces = any(bucket.group is not None for bucket in self.buckets)
+        self._reduces = any(one.shard_group or one.others for one in self.buckets)
+        # The sum over others begins once this rank's share is there: a stream waits, not backward.
+        on_gpu = parallel.device.type == "cuda"
+        follows = sharded and on_gpu and self._overlaps and parallel.num_instances > 1
+        self._side = torch.cuda.Stream(parallel.device) if follows else None
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.places}
         self._parameters = dict(parameters)
         self._names = {parameter: name for name, parameter in parameters.items()}
@@ -259,11 +267,18 @@ class GradBuffer:
     def _start(self, bucket: Bucket) -> None:
         """Begins the sum over the data-parallel ranks.
 
-        It is a reduce-scatter with a distributed optimizer, else an all-reduce.
+        It is a reduce-scatter with a distributed optimizer, and an all-reduce over all others that
+        hold the same sums.
         """
-        sends_bf16 = self._in_bf16 and bucket.group is not None
-        sent = bucket.flat.bfloat16() if sends_bf16 else bucket.flat
-        if bucket.group is not None and bucket.layout.shards > 1:
-            bucket.started = start_reduce_scatter_into_(sent[bucket.own], sent, bucket.group)
-        else:
-            bucket.started = start_all_reduce_(sent, bucket.group)
+        sends = bucket.shard_group is not None or bucket.others is not None
+        sent = bucket.flat.bfloat16() if self._in_bf16 and sends else bucket.flat
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            started = Started(sent)
+            if bucket.shard_group is not None:
+                own = sent[bucket.own]
+                started = start_reduce_scatter_into_(own, sent, bucket.shard_group)
+            if bucket.others is not None:
+                started = start_all_reduce_(started.wait(), bucket.others)
+            bucket.started = started._replace(operand=sent)

@@ -18,6 +18,9 @@ ZeRO-1 (arXiv 1910.02054, `--use-distributed-optimizer`):
     afterwards   an all-gather in place completes the bucket's weights [ part 0 | part 1 | .. ];
                  parameters are views of the bucket
 
+With `--num-distributed-optimizer-instances` the ranks above are those of one instance. Ranks with
+the same part add up their sums before the step. FSDP2 does likewise over a mesh of two axes.
+
 The border between two parts may lie inside a parameter. The two collectives send as many bytes as
 the all-reduce that they replace; the all-gather sends half of its part if weights are in 16 bits.
 With `--overlap-param-gather` the gathers run during the next forward, in the order of their use.
@@ -276,7 +279,7 @@ class Zero1(Replicated):
 
     @torch.no_grad()
     def _new_pieces(self, model: nn.Module) -> list[Piece]:
-        self.shard_group = self._parallel.dp_cp_group
+        self.shard_group = self._parallel.shard_group
         if self._config.overlap_param_gather:
             self._wait_before_use(model)
         return super()._new_pieces(model)
@@ -296,7 +299,7 @@ class Zero1(Replicated):
                 yield _View(name, weight, bucket.flat[place], part.start)
 
     def _holders(self, name: str) -> ProcessGroup | None:
-        group: ProcessGroup | None = self.gradients.bucket_of[name].group
+        group: ProcessGroup | None = self.gradients.bucket_of[name].shard_group
         return group
 
     def _lengths(self, name: str) -> list[int]:
@@ -312,8 +315,8 @@ class Zero1(Replicated):
         super().publish()
         # The buckets are in the reverse order of their use; a tied embedding is the last bucket.
         for bucket, weights in reversed(self._weights.items()):
-            if bucket.group is not None:
-                weights.gather = start_all_gather_into_(weights.flat, weights.own, bucket.group)
+            if (group := bucket.shard_group) is not None:
+                weights.gather = start_all_gather_into_(weights.flat, weights.own, group)
             if not self._config.overlap_param_gather:
                 weights.finish()
 
@@ -364,12 +367,12 @@ class FullySharded(Replicated):
     own_norm: Tensor | None = None
 
     def _new_pieces(self, model: nn.Module) -> list[Piece]:
-        self.gradients, self.shard_group = self, self._parallel.dp_cp_group
+        self.gradients, self.shard_group = self, self._parallel.shard_group
         pieces = []
         for name, parameter in self._parameters.items():
             rows = local_part(parameter)
             assert rows is not parameter, f"{name} is not sharded: fully_shard_ comes first"
-            start = sum(self._lengths(name)[: self._parallel.dp_cp_rank])
+            start = sum(self._lengths(name)[: self._parallel.shard_rank])
             if rows.numel():
                 own = rows.detach()
                 pieces.append(Piece.of(name, parameter, own, own, start=start))
@@ -377,7 +380,7 @@ class FullySharded(Replicated):
 
     def _lengths(self, name: str) -> list[int]:
         # FSDP2 splits the rows like torch.chunk.
-        shape, size = self._parameters[name].shape, self._parallel.dp_cp_size
+        shape, size = self._parameters[name].shape, self._parallel.shard_size
         rows = -(-shape[0] // size)
         return [
             max(0, min(rows, shape[0] - rank * rows)) * shape[1:].numel() for rank in range(size)

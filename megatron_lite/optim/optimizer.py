@@ -99,9 +99,9 @@ class Optimizer:
         self.timed: Timed = not_timed
         data_parallel = data_parallel or DataParallelConfig()
         layout = Replicated
-        if parallel.dp_cp_group is not None and data_parallel.use_torch_fsdp2:
+        if parallel.shard_group is not None and data_parallel.use_torch_fsdp2:
             layout = FullySharded
-        elif parallel.dp_cp_group is not None and data_parallel.use_distributed_optimizer:
+        elif parallel.shard_group is not None and data_parallel.use_distributed_optimizer:
             layout = Zero1
         self.layout = layout(model, parallel, data_parallel, config)
         self._pieces = self.layout.pieces
@@ -246,8 +246,9 @@ class Optimizer:
         """
         place = self._parallel.holding(spec)
         # With groups of experts the sums cover all data-parallel ranks (`_sum_over_model`).
-        is_one_of_several = self._parallel.experts is not None and self.layout.shard_group is None
-        if spec.is_copy or (is_one_of_several and place.dp_cp_rank):
+        shares = 1 if self.layout.shard_group is None else place.shard_size
+        is_another = self._parallel.experts is not None and place.dp_cp_rank >= shares
+        if spec.is_copy or is_another:
             return False
         return place.tp_rank == 0 or spec.tp_dim is not None
 

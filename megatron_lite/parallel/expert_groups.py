@@ -16,11 +16,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.state import ParallelState, subgroups
 
 
 def with_experts(parallel: ParallelState, config: ParallelConfig) -> ParallelState:
@@ -31,19 +29,21 @@ def with_experts(parallel: ParallelState, config: ParallelConfig) -> ParallelSta
     copies = ranks.shape[1]
     _, copy, ep_rank, tp_rank = (ranks == parallel.rank).nonzero()[0].tolist()
 
-    def group(dim: int) -> ProcessGroup | None:
-        lists = ranks.movedim(dim, -1).flatten(0, -2).tolist()
-        return dist.new_subgroups_by_enumeration(lists)[0] if len(lists[0]) > 1 else None
-
-    same, spread = group(1), group(2)
+    same, spread = subgroups(ranks, 1), subgroups(ranks, 2)
+    shard_group, replica_group = same, None
+    if parallel.num_instances > 1:
+        instances = ranks.unflatten(1, (parallel.num_instances, -1))
+        shard_group, replica_group = subgroups(instances, 2), subgroups(instances, 1)
     experts = replace(
         parallel,
         tp_group=parallel.tp_group if tp_size > 1 else None,
         tp_rank=tp_rank,
         tp_size=tp_size,
-        dp_cp_mesh=None,
+        shard_mesh=None,
         dp_group=same,
         dp_cp_group=same,
+        shard_group=shard_group,
+        replica_group=replica_group,
         dp_rank=copy,
         dp_size=copies,
         cp_group=None,

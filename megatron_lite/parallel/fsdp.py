@@ -70,9 +70,10 @@ def fully_shard_(
     reduce_dtype: torch.dtype | None,
     forward_methods: Sequence[str],
 ) -> None:
-    """Shards every parameter of `model` over the d ranks of the 1-D `mesh`, as DTensors.
+    """Shards every parameter of `model` over the d ranks of the last axis of `mesh`, as DTensors.
 
-    Each rank keeps 1/d of every parameter. Gradients are summed over the mesh, not averaged.
+    Each rank keeps 1/d of every parameter. Gradients are summed over the mesh, not averaged. If the
+    mesh has two axes, rows are summed over the first one too.
 
     layers: each of them is a unit.
     embedding: a module that is a unit, or None. It is a lookup, whose backward needs no weight.

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -49,8 +50,11 @@ class ParallelState:
     """This rank's place in the mesh. `mesh` and each group are None if they would hold one rank.
 
     dp_cp_group: the ranks with the same parameters and different tokens. They sum their gradients.
-        The group joins the data-parallel and the context-parallel axis. dp_cp_mesh has its ranks on
-        one axis.
+        The group joins the data-parallel and the context-parallel axis.
+    shard_group: the ranks of `dp_cp_group` over which ZeRO-1 and FSDP2 share out states: all, or
+        neighbours (--num-distributed-optimizer-instances). replica_group: the ranks of `dp_cp_group`
+        with the same share. shard_mesh: those of `shard_group` on an axis, behind one for
+        `replica_group` if there is one.
     pp_direction_groups: four groups of the pipeline's ranks, or none without a pipeline. Groups 0
         and 1 carry forward and backward tensors between neighbouring ranks. Groups 2 and 3 carry
         them between the last rank and the first, which is needed if a rank holds several stages.
@@ -70,11 +74,13 @@ class ParallelState:
     device: torch.device
     rng: RngStreams
     mesh: DeviceMesh | None = None
-    dp_cp_mesh: DeviceMesh | None = None
+    shard_mesh: DeviceMesh | None = None
     tp_group: ProcessGroup | None = None
     cp_group: ProcessGroup | None = None
     dp_group: ProcessGroup | None = None
     dp_cp_group: ProcessGroup | None = None
+    shard_group: ProcessGroup | None = None
+    replica_group: ProcessGroup | None = None
     pp_group: ProcessGroup | None = None
     pp_direction_groups: tuple[ProcessGroup, ...] = ()
     embedding_group: ProcessGroup | None = None
@@ -91,6 +97,7 @@ class ParallelState:
     pp_size: int = 1
     ep_rank: int = 0
     ep_size: int = 1
+    num_instances: int = 1
     token_dispatcher: str = ""
     imbalance: float = 1.0
 
@@ -118,6 +125,16 @@ class ParallelState:
     def dp_cp_size(self) -> int:
         """The size of `dp_cp_group`."""
         return self.dp_size * self.cp_size
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank's place in `shard_group`."""
+        return self.dp_cp_rank % self.shard_size
+
+    @property
+    def shard_size(self) -> int:
+        """The size of `shard_group`."""
+        return self.dp_cp_size // self.num_instances
 
     def holding(self, spec: ParameterSpec) -> ParallelState:
         """Returns the place of this rank whose groups are those of a parameter.
@@ -273,8 +290,24 @@ def _build(
         dp_cp_mesh = flattened_mesh(mesh["dp", "cp"], "data")
     elif dp_size > 1 or sizes["cp"] > 1 or keeps_one:
         dp_cp_mesh = mesh["cp" if sizes["cp"] > 1 else "dp"]
+    shard_mesh = dp_cp_mesh
+    dp_cp_group = shard_group = None if dp_cp_mesh is None else dp_cp_mesh.get_group()
     # torch requires that every rank makes all new groups in the same order, even those that it is
     # not in. The order of the calls below is therefore the same on all ranks.
+    replica_group, instances = None, config.num_distributed_optimizer_instances
+    if instances > 1:
+        shape = sizes["pp"], instances, dp_size * sizes["cp"] // instances, sizes["tp"]
+        places_of = mesh.mesh.view(shape)
+        shard_group, replica_group = subgroups(places_of, 2), subgroups(places_of, 1)
+        shard_mesh = None
+        if shard_group is not None and replica_group is not None:
+            own = (places_of == dist.get_rank()).nonzero()[0]
+            shard_mesh = DeviceMesh.from_group(
+                [replica_group, shard_group],
+                device.type,
+                mesh=places_of[own[0], :, :, own[3]],
+                mesh_dim_names=("replicas", "shards"),
+            )
     pipelines = mesh.mesh.flatten(1).t().tolist()
     directions = 4 if sizes["pp"] > 1 else 0
     parallel = ParallelState(
@@ -287,8 +320,11 @@ def _build(
             pp_rank=places["pp_rank"],
         ),
         mesh=mesh,
-        dp_cp_mesh=dp_cp_mesh,
-        dp_cp_group=None if dp_cp_mesh is None else dp_cp_mesh.get_group(),
+        dp_cp_group=dp_cp_group,
+        shard_group=shard_group,
+        replica_group=replica_group,
+        shard_mesh=shard_mesh,
+        num_instances=instances,
         pp_direction_groups=tuple(
             dist.new_subgroups_by_enumeration(pipelines)[0] for _ in range(directions)
         ),
@@ -305,6 +341,13 @@ def _build(
     from megatron_lite.parallel.expert_groups import with_experts
 
     return with_experts(parallel, config)
+
+
+def subgroups(ranks: Tensor, dim: int) -> ProcessGroup | None:
+    """Returns the group of this rank along a dim of all ranks' numbers; None for one rank. Every
+    rank must call it."""
+    lists = ranks.movedim(dim, -1).flatten(0, -2).tolist()
+    return dist.new_subgroups_by_enumeration(lists)[0] if len(lists[0]) > 1 else None
 
 
 def _embedding_group(

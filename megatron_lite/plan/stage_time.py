@@ -20,7 +20,13 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import ALL_GATHER, REDUCE_SCATTER, Collective, Operation
+from megatron_lite.description.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Collective,
+    Operation,
+)
 from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import (
@@ -68,6 +74,12 @@ class TimedRun(NamedTuple):
     config: RunConfig
     clock: Clock
     data_parallel: Group = Group(1)
+
+    def shares(self, ranks: Group) -> tuple[Group, Group]:
+        """Returns which ranks share out states, and which hold the same share."""
+        size, stride = ranks
+        shards = self.config.parallel.shards(size)
+        return Group(shards, stride), Group(size // shards, shards * stride)
 
 
 def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
@@ -262,15 +274,18 @@ def _host_copies(run: TimedRun, plan: RecomputePlan, sizes: Sizes) -> tuple[floa
 def _fsdp(run: TimedRun, parameters: int, units: int) -> tuple[float, float]:
     """Returns the seconds of one gather of all weights, and of one reduction of all gradients."""
     options, element = run.config.data_parallel, run.clock.element_bytes
-    if not options.use_torch_fsdp2:
+    shares, replicas = run.shares(run.data_parallel)
+    if not options.use_torch_fsdp2 or shares.size == 1:
         return 0.0, 0.0
 
     def seconds(kind: str, element_bytes: int) -> float:
         one = Collective(kind, element_bytes * parameters // units)
         hardware = run.clock.hardware
         # FSDP2 copies the whole tensor into or out of the buffer of the collective.
-        copied = hardware.memory_seconds(2 * one.num_bytes * (run.data_parallel.size > 1))
-        return units * (copied + hardware.collective_seconds(one, run.data_parallel))
+        copied = hardware.memory_seconds(2 * one.num_bytes)
+        return units * (copied + hardware.collective_seconds(one, shares))
 
     sent = element if options.grad_reduce_in_bf16 else FLOAT32
-    return seconds(ALL_GATHER, element), seconds(REDUCE_SCATTER, sent)
+    share = Collective(ALL_REDUCE, sent * parameters // units // shares.size)
+    across = units * run.clock.hardware.collective_seconds(share, replicas)
+    return seconds(ALL_GATHER, element), seconds(REDUCE_SCATTER, sent) + across

@@ -253,28 +253,28 @@ def update_time(
     embeddings: the ranks that share a tied embedding.
     forward, backward: the seconds of one micro-batch in all stages of the rank.
     """
-    config, clock, group = run.config, run.clock, run.data_parallel
+    config, clock = run.config, run.clock
     options, element, hardware = config.data_parallel, clock.element_bytes, run.clock.hardware
-    bucket = options.bucket_size(group.size)
+    bucket = options.bucket_size(run.data_parallel.size)
     narrow = options.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
     sent = 2 if narrow else FLOAT32
-    kind = REDUCE_SCATTER if options.use_distributed_optimizer else ALL_REDUCE
     reduction = hardware.collective_seconds(_tied_gradient(config, stages), embeddings)
     gather, own = 0.0, 0.0
     shares_out = options.use_torch_fsdp2 or options.use_distributed_optimizer
     for parameters, ranks in _parameters_by_group(run, stages):
-        own += parameters / (ranks.size if shares_out else 1)
-        if options.use_torch_fsdp2:
+        shares, replicas = run.shares(ranks) if shares_out else (Group(1), ranks)
+        own += parameters / shares.size
+        if options.use_torch_fsdp2 and shares.size > 1:
             continue
         buckets = 1 if bucket is None else max(1, math.ceil(parameters / bucket))
-        reduce = hardware.collective_seconds(Collective(kind, sent * parameters), ranks)
+        scattered = Collective(REDUCE_SCATTER, sent * parameters)
+        summed = Collective(ALL_REDUCE, sent * parameters // shares.size)
+        reduce = hardware.collective_seconds(scattered, shares)
+        reduce += hardware.collective_seconds(summed, replicas)
         reduction += clock.reduced(reduce, buckets, backward)
-        if options.use_distributed_optimizer:
-            parts = buckets if options.overlap_param_gather else 1
-            seconds = hardware.collective_seconds(
-                Collective(ALL_GATHER, element * parameters), ranks
-            )
-            gather += clock.reduced(seconds, parts, forward)
+        parts = buckets if options.overlap_param_gather else 1
+        seconds = hardware.collective_seconds(Collective(ALL_GATHER, element * parameters), shares)
+        gather += clock.reduced(seconds, parts, forward)
     written = element if element < FLOAT32 else 0
     moved = UPDATE_BYTES + 2 * sum(config.optimizer.state_bytes(of_matrix=False)) + written
     settings = config.optimizer
@@ -287,7 +287,8 @@ def update_time(
     )
     update += max(out, back) if settings.overlap_cpu_optimizer_d2h_h2d else out + back
     if config.optimizer.optimizer == MUON:
-        update += _muon(run, stages, group.size if shares_out else 1)
+        ranks = run.shares(run.data_parallel)[0]
+        update += _muon(run, stages, ranks.size if shares_out else 1)
     return UpdateTime(reduction, update, gather)
 
 
@@ -342,7 +343,7 @@ def _muon(run: TimedRun, stages: Sequence[Stage], shards: int) -> float:
     # A rank also works on the matrices in which its share begins and ends.
     share = min(1.0, 1 / shards + 1 / max(number, 1))
     gathers = (
-        (FLOAT32 * elements * (shards > 1), run.data_parallel),
+        (FLOAT32 * elements * (shards > 1), run.shares(run.data_parallel)[0]),
         (element * elements * (t > 1), clock.tp),
     )
     beside = clock.hardware.memory_seconds(MUON_BYTES * elements)

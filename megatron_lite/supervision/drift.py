@@ -3,10 +3,11 @@
 `--check-weight-hash-across-dp-replicas-interval N` switches it on.
 
     tensors                         compared over
-    weights                         the data-parallel ranks, except under FSDP2, which keeps one
-                                    copy; those that are not split also over the TP ranks; a tied
+    weights                         the data-parallel ranks, under FSDP2 those that hold the same
+                                    share; those that are not split also over the TP ranks; a tied
                                     embedding also over the first and last pipeline rank
-    master weights and moments      the same ranks, if every data-parallel rank holds them all
+    master weights and moments      the same ranks, if every data-parallel rank holds them all;
+                                    else the ranks that hold the same share of them
 
 Without this check a fault of the memory or of a kernel on one rank would never be noticed: training
 sums gradients over ranks, but never compares weights.
@@ -25,8 +26,9 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.parallel.tensor_hash import quick_hash
 
-# The name of a tensor of this rank, the tensor, and the spec of its parameter.
-_HeldTensor = tuple[str, Tensor, ParameterSpec]
+# The name of a tensor of this rank, the tensor, the spec of its parameter, and whether it is a share
+# of what data-parallel ranks share out.
+_HeldTensor = tuple[str, Tensor, ParameterSpec, bool]
 
 
 class ReplicaCheck:
@@ -46,7 +48,7 @@ class ReplicaCheck:
         self._optimizer.finish()
         held = self._held()  # nothing on a rank whose stage has no parameters
         hashes = torch.stack(
-            [quick_hash(tensor).to(self._parallel.device) for _, tensor, _ in held]
+            [quick_hash(tensor).to(self._parallel.device) for _, tensor, *_ in held]
             or [torch.zeros((), dtype=torch.int64, device=self._parallel.device)]
         )
         groups = self._groups(held)
@@ -69,13 +71,14 @@ class ReplicaCheck:
     def _held(self) -> list[_HeldTensor]:
         layout = self._optimizer.layout
         if not layout.replicates_weights:
-            return [(piece.name, piece.master, piece.spec) for piece in layout.pieces]
+            return [(piece.name, piece.master, piece.spec, True) for piece in layout.pieces]
         weights = dict(self._model.named_parameters())
         specs = {name: spec_of(weight) for name, weight in weights.items()}
-        held = [(name, weight.detach(), specs[name]) for name, weight in weights.items()]
-        if layout.shard_group is None:
+        held = [(name, weight.detach(), specs[name], False) for name, weight in weights.items()]
+        is_share = layout.shard_group is not None
+        if not is_share or self._parallel.replica_group is not None:
             held += [
-                (f"{name}/{key}", value, specs[name])
+                (f"{name}/{key}", value, specs[name], is_share)
                 for name, states in self._optimizer.states.items()
                 for key, value in states.items()
             ]
@@ -83,17 +86,23 @@ class ReplicaCheck:
 
     def _groups(self, held: list[_HeldTensor]) -> list[tuple[Tensor, ProcessGroup]]:
         """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
-        parallel, replicates = self._parallel, self._optimizer.layout.replicates_weights
+        parallel = self._parallel
         # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those that
         # are not split, and the first and the last stage of a tied weight.
         # A view of the ranks for experts has groups of its own (parallel/expert_groups.py).
-        apart = [spec.of_experts and parallel.experts is not None for _, _, spec in held]
+        apart = [spec.of_experts and parallel.experts is not None for _, _, spec, _ in held]
+        kinds = list(zip(apart, (share for *_, share in held), strict=True))
         experts = parallel if parallel.experts is None else parallel.experts
         chosen = (
-            (parallel.dp_cp_group, [replicates and not one for one in apart]),
-            (experts.dp_cp_group, [replicates and one for one in apart]),
-            (parallel.tp_group, [spec.tp_dim is None and not spec.of_experts for *_, spec in held]),
-            (parallel.embedding_group, [spec.tied for _, _, spec in held]),
+            (parallel.dp_cp_group, [one == (False, False) for one in kinds]),
+            (experts.dp_cp_group, [one == (True, False) for one in kinds]),
+            (parallel.replica_group, [one == (False, True) for one in kinds]),
+            (experts.replica_group, [one == (True, True) for one in kinds]),
+            (
+                parallel.tp_group,
+                [spec.tp_dim is None and not spec.of_experts for _, _, spec, _ in held],
+            ),
+            (parallel.embedding_group, [spec.tied for _, _, spec, _ in held]),
         )
         return [
             (torch.tensor(here, device=parallel.device).nonzero().view(-1), group)

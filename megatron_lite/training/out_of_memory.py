@@ -131,7 +131,7 @@ def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
     every layer and --num-layers may be any number.
     """
     if config.model.num_layers > MANY_LAYERS:
-        return rank_parameter_count(config, parallel.pp_rank) // parallel.dp_cp_size
+        return rank_parameter_count(config, parallel.pp_rank) // parallel.shard_size
     states = rank_states(
         config, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
     )

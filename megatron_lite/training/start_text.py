@@ -44,6 +44,8 @@ def ranks_line(parallel: ParallelState) -> str:
     """Returns the line with the sizes of the parallel groups, and what computes."""
     experts = parallel.experts
     spread = "" if experts is None else f", expert-parallel {experts.ep_size} x {experts.tp_size}"
+    if parallel.num_instances > 1:
+        spread += f" (states over {parallel.shard_size}, {parallel.num_instances} instances)"
     return (
         f"{plural(parallel.world_size, 'rank')}: tensor-parallel {parallel.tp_size}, "
         f"context-parallel {parallel.cp_size}, pipeline-parallel {parallel.pp_size}, data-parallel "

@@ -14,6 +14,7 @@ from tests.support.runs import run_to_end, tiny_run
 
 ITERATIONS = 3
 TP2, PP2 = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2)
+INSTANCES = dict(num_distributed_optimizer_instances=2)
 # ranks, and the settings in which the runs differ
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
@@ -32,6 +33,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP 2, one layer first": (2, dict(PP2, decoder_first_pipeline_num_layers=1)),
     "CP 2": (2, dict(context_parallel_size=2)),
     "DP 2, FSDP2": (2, dict(use_torch_fsdp2=True, recompute_policy="every-2:full")),
+    "DP 4, ZeRO-1, 2 instances": (4, dict(INSTANCES, use_distributed_optimizer=True)),
+    "DP 4, FSDP2, 2 instances": (4, dict(INSTANCES, use_torch_fsdp2=True)),
     "DP 4": (4, {}),
 }
 HERE = "TP 2, sequence parallel, DP 2, ZeRO-1"

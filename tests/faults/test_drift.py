@@ -12,7 +12,7 @@ import torch
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.step import TrainingError
-from tests.support.rank_faults import during_iteration, in_shape, run_until_it_ends
+from tests.support.rank_faults import SHAPES, during_iteration, in_shape, run_until_it_ends
 from tests.support.ranks import run_ranks
 from tests.support.runs import step_bytes, tiny_run, with_checkpoint
 
@@ -69,6 +69,7 @@ def _perturbed(
 CASES = [
     ("dp2", 0, FC1, "exp_avg_sq"),
     ("zero1-overlap", 0, TIED, None),
+    ("zero1-instances", 0, TIED, "exp_avg_sq"),
     ("tp2", 1, NORM, None),
     ("pp2", 1, TIED, None),
     ("dp2-overlap", 1, NORM, None),
@@ -76,17 +77,17 @@ CASES = [
 ]
 
 
-@pytest.mark.runs(daily=1, ci=6)
+@pytest.mark.runs(daily=1, ci=7)
 @pytest.mark.parametrize(("shape", "odd", "name", "state"), CASES)
 def test_one_ulp_on_one_rank_is_found_and_named(
     shape: str, odd: int, name: str, state: str | None
 ) -> None:
     """Of two copies nobody knows which is right: both are named."""
-    config = run_config(shape, 3, model=dict(attention_dropout=0.0))
-    for error, iteration in run_ranks(_perturbed, 2, config, odd, name, state, detail=False):
+    config, ranks = run_config(shape, 3, model=dict(attention_dropout=0.0)), SHAPES[shape].ranks
+    for error, iteration in run_ranks(_perturbed, ranks, config, odd, name, state, detail=False):
         assert iteration == 3 and error is not None
         whole = name if state is None else f"{name}/{state}"
-        assert f"rank 0: {whole}; rank 1: {whole}." in error
+        assert f"rank 0: {whole}; rank {ranks // 2}: {whole}." in error
 
 
 def test_drifted_weights_are_not_saved_and_the_last_checkpoint_leads_to_the_same_end(

@@ -120,6 +120,7 @@ ONE_RANK = (
 TP, SEQUENCE = "--tensor-model-parallel-size 2", "--sequence-parallel"
 PP, VIRTUAL = "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 2"
 CP, FSDP, ZERO1 = "--context-parallel-size 2", "--use-torch-fsdp2", "--use-distributed-optimizer"
+INSTANCES = "--num-distributed-optimizer-instances 2"
 TWO_RANKS = (
     Case("TP 2", TP, 2),
     Case("TP 2, full/2@split", f"{TP} {CHUNKS} {policy('*:full/2@split')}", 2),
@@ -142,6 +143,8 @@ TWO_RANKS = (
     Case("FSDP 2, bf16, untied", f"{FSDP} --bf16 --untie-embeddings-and-output-weights", 2),
     Case("FSDP 2, chunks, full/1", f"{FSDP} {CHUNKS} {policy('*:full/1')}", 2),
     Case("FSDP 2, chunks, full/2", f"{FSDP} {CHUNKS} {policy('*:full/2')}", 2),
+    Case("FSDP 4, 2 instances", f"{FSDP} {INSTANCES}", 4),
+    Case("DP 4, ZeRO-1, 2 instances", f"{FEW_TOKENS} {ZERO1} {INSTANCES} --bf16", 4),
     Case("FSDP 2, no reshard", f"{FSDP} --torch-fsdp2-no-reshard-after-forward", 2),
     Case("FSDP 2, own units, untied", f"{FSDP} {OWN_UNITS} {UNTIED}", 2),
     Case("FSDP 2, own units, full/1", f"{FSDP} {OWN_UNITS} {CHUNKS} {policy('*:full/1')}", 2),

@@ -176,6 +176,24 @@ def test_states_in_tensor_and_pipeline_parallel_layouts_are_those_predicted(
     assert run_ranks(differing, 4, runs, detail=False) == [{}] * 4
 
 
+@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.parametrize("instances", [2, 4])
+def test_states_of_instances_are_those_predicted(instances: int) -> None:
+    """Of four instances each has one rank, which holds all states."""
+    runs = {
+        f"{layout} {variant}": run_of(layout, variant, bf16=variant == "qwen")
+        for layout in ("ZeRO-1, buckets", "FSDP2")
+        for variant in ("gpt2", "qwen")
+    }
+    runs = {
+        name: replace(
+            run, parallel=replace(run.parallel, num_distributed_optimizer_instances=instances)
+        )
+        for name, run in runs.items()
+    }
+    assert run_ranks(differing, 4, runs, detail=False) == [{}] * 4
+
+
 def test_states_of_one_rank_are_those_predicted() -> None:
     runs = {
         f"{layout} {variant} {bf16}": run_of(layout, variant, bf16=bf16)

@@ -18,7 +18,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import fsdp, sequence_spans, state, weight_gradient
 from megatron_lite.training.step import MicroBatchLoss
 from tests.model import test_experts as test_model_experts
-from tests.optim import test_stored, test_zero1
+from tests.optim import test_layouts, test_stored, test_zero1
 from tests.parallel import test_equality, test_fsdp, test_weight_gradient
 from tests.parallel.test_weight_gradient import calls  # noqa: F401
 from tests.pipeline import test_pipeline
@@ -68,7 +68,16 @@ def gradients_of_experts_are_summed_over_all_ranks(
 ) -> None:
     real(self, layout, flat, place, tied=tied)
     if torch.distributed.is_initialized() and any(".experts." in name for name in layout.places):
-        self.group = torch.distributed.group.WORLD
+        self.others = torch.distributed.group.WORLD
+
+
+@replaces("__init__", grad_buffer.Bucket)
+def shares_are_summed_over_the_wrong_ranks(
+    real: Any, self: grad_buffer.Bucket, layout: Any, flat: Tensor, place: Any, *, tied: bool
+) -> None:
+    real(self, layout, flat, place, tied=tied)
+    if place.num_instances > 1:
+        self.others = self.shard_group
 
 
 @replaces("start_step", router.Router)
@@ -243,6 +252,11 @@ MUTANTS = [
         gradients_of_experts_are_summed_over_all_ranks,
         test_experts.test_every_layout_trains_as_one_process_does,
         dict(layout="ep2"),
+    ),
+    Mutant(
+        shares_are_summed_over_the_wrong_ranks,
+        test_layouts.test_every_layout_trains_as_a_single_process,
+        dict(mesh="hsdp-dp4", dtype=torch.float64),
     ),
     Mutant(
         the_losses_of_a_router_are_scaled_twice,

@@ -15,6 +15,7 @@ from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
 STEPS = 4
+HSDP = dict(instances=2, micro_batches=3)  # 12 sequences on 4 ranks
 # world size, TP size, sequence parallel, variant, steps, layouts, further options of the model
 MESHES: dict[str, tuple[Any, ...]] = {
     "dp2": (2, 1, False, "gpt2", STEPS, tuple(LAYOUTS), {}),
@@ -46,6 +47,17 @@ MESHES: dict[str, tuple[Any, ...]] = {
         {},
     ),
     "host-dp2-tp2": (4, 2, True, "gpt2", 3, ("replicated", "zero1, overlap"), {}),
+    "hsdp-dp4": (
+        4,
+        1,
+        False,
+        "gpt2",
+        3,
+        ("zero1", "zero1, overlap", "fsdp2, memory-efficient"),
+        HSDP,
+    ),
+    "hsdp-dp2-tp2": (4, 2, True, "llama", 3, ("zero1, overlap", "fsdp2"), HSDP),
+    "muon-hsdp-dp4": (4, 1, False, "llama", 3, ("zero1, overlap", "fsdp2"), HSDP),
     "muon-dp2": (2, 1, False, "llama", 3, ("replicated", "zero1, overlap", "fsdp2"), {}),
     "muon-dp3": (3, 1, False, "gpt2", 3, ("zero1", "fsdp2"), {}),
     "muon-tp2": (2, 2, False, "llama", 3, ("replicated",), {}),
@@ -72,7 +84,8 @@ def train_everywhere(
     steps: int,
     layouts: tuple[str, ...],
 ) -> dict[str, Run]:
-    with tp_state(tp_size) as parallel:
+    instances = options.pop("instances", 1)
+    with tp_state(tp_size, num_distributed_optimizer_instances=instances) as parallel:
         return {
             layout: train(name, parallel, LAYOUTS[layout], steps=steps, **options)
             for layout in layouts
@@ -91,6 +104,7 @@ def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) 
     rule = dict(settings=MUON) if mesh.startswith("muon") else dict(clip_grad=0.5)
     place = dict(settings=HOST) if mesh.startswith("host") else {}
     options = {**options, **rule, "dtype": dtype}
+    shared = dict(instances=options.pop("instances", 1))
     with tp_state(1) as parallel:
         expected = train(name, parallel, LAYOUTS["replicated"], steps=steps, **options)
     assert min(expected.grad_norms) > 0.5  # every step clips
@@ -99,7 +113,7 @@ def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) 
         world_size,
         tp_size,
         name,
-        dict(options, sequence_parallel=sequence_parallel, **place),
+        dict(options, sequence_parallel=sequence_parallel, **place, **shared),
         steps,
         layouts,
         detail=False,

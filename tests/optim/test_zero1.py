@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim import layouts
 from megatron_lite.parallel.collectives import start_all_gather_into_
-from tests.support.layouts import LAYOUTS, differing, train
+from tests.support.collectives import recorded_collectives
+from tests.support.layouts import LAYOUTS, backward, build, differing, train
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
@@ -57,3 +58,23 @@ def test_every_weight_is_waited_for_before_it_is_used(
             return differing(expected, train(name, parallel, BUCKETS, **options))
 
     assert run_ranks(work, 2, detail=False) == [[], []]
+
+
+def test_instances_sum_gradients_within_and_then_their_shares_across() -> None:
+    """Of n elements an instance of 2 ranks sends n, and each rank half of them to the other one."""
+
+    def work(rank: int, world_size: int) -> tuple[int, list[tuple[str, int]]]:
+        with tp_state(1, num_distributed_optimizer_instances=2) as parallel:
+            model, optimizer = build("gpt2", parallel, LAYOUTS["zero1"], dtype=torch.float32)
+            number = sum(one.flat.numel() for one in optimizer.buffer.buckets)
+            backward(model, optimizer, parallel, 0, micro_batches=3)
+            with recorded_collectives() as sent:
+                optimizer.step(0.0)
+            return number, [(one.name, one.shape[0]) for one in sent if one.shape[:1] > (1,)]
+
+    for number, sent in run_ranks(work, 4):
+        assert sent == [
+            ("_reduce_scatter_base_", number),
+            ("allreduce_", number // 2),
+            ("_allgather_base_", number),
+        ]

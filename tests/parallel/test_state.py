@@ -30,6 +30,32 @@ def test_tensor_parallel_ranks_are_neighbours_in_the_mesh():
     ]
 
 
+@pytest.mark.long
+def test_instances_are_megatrons_and_their_replicas_hold_the_same_share() -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    def work(rank: int, world_size: int) -> tuple[list[int], list[int], int]:
+        with tp_state(2, cp_size=2, num_distributed_optimizer_instances=2) as parallel:
+            groups = parallel.shard_group, parallel.replica_group
+            return *map(dist.get_process_group_ranks, groups), parallel.shard_rank
+
+    whole = RankGenerator(tp=2, ep=1, dp=2, pp=1, cp=2, order="tp-cp-ep-dp-pp").get_ranks("dp-cp")
+    for rank, (shards, replicas, place) in enumerate(run_ranks(work, 8)):
+        (ranks,) = (one for one in whole if rank in one)
+        first, second = ranks[:2], ranks[2:]  # as initialize_model_parallel cuts them
+        assert shards == (first if rank in first else second)
+        assert replicas == [first[place], second[place]] and rank == shards[place]
+
+
+def test_instances_that_do_not_divide_the_ranks_are_an_error() -> None:
+    config = ParallelConfig(num_distributed_optimizer_instances=3)
+    with pytest.raises(ValueError, match="instances 3 does not divide the 4 data-parallel ranks"):
+        config.data_parallel_size(4)
+    config = ParallelConfig(num_distributed_optimizer_instances=4, expert_model_parallel_size=2)
+    with pytest.raises(ValueError, match="does not divide the 2 ranks with the same experts"):
+        config.data_parallel_size(4)
+
+
 def test_a_world_that_does_not_divide_is_an_error_that_says_what_to_start():
     config = ParallelConfig(tensor_model_parallel_size=2, distributed_backend="gloo")
     message = (

@@ -186,6 +186,27 @@ def test_a_reduction_beside_backward_is_never_slower() -> None:
     assert time(grad_reduce_in_bf16=True).terms[REDUCTION] < alone.terms[REDUCTION]
 
 
+@pytest.mark.parametrize("kind", ["use_distributed_optimizer", "use_torch_fsdp2"])
+def test_instances_inside_nodes_send_less_between_them(kind: str) -> None:
+    """Across 4 nodes goes a sum of 1/8 of the gradients on each of 8 cards: 2 x 3/4 of what they
+    send together, instead of a reduce-scatter of 31/32. No weights do."""
+    slow = replace(A100, between=Link(latency_s=0.0, bandwidth=1e9))
+
+    def time(instances: int) -> StepTime:
+        config = run(data_parallel={kind: True}, batch=128)
+        parallel = replace(config.parallel, num_distributed_optimizer_instances=instances)
+        return step_time(replace(config, parallel=parallel), slow, 32)
+
+    whole, inside = time(1), time(4)
+    if kind == "use_torch_fsdp2":
+        assert inside.terms[FSDP] < 0.85 * whole.terms[FSDP]  # no gather of weights
+    else:
+        assert inside.terms[OPTIMIZER] == pytest.approx(4 * whole.terms[OPTIMIZER])
+        assert inside.terms[WEIGHT_GATHERS] < 0.1 * whole.terms[WEIGHT_GATHERS]
+        across = inside.terms[REDUCTION] / whole.terms[REDUCTION]
+        assert across == pytest.approx(1.5 * 32 / 31, rel=0.05)
+
+
 def test_fsdp2_gathers_for_every_micro_batch_and_twice_if_weights_are_freed() -> None:
     slow = replace(A100, inside=Link(latency_s=0.0, bandwidth=1e9))
 

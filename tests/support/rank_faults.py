@@ -45,6 +45,7 @@ SHAPES = {
     "dp2-overlap": Shape(2, data_parallel=LAYOUTS["overlap"]),
     "zero1": Shape(2, data_parallel=LAYOUTS["zero1"]),
     "zero1-overlap": Shape(2, data_parallel=LAYOUTS["zero1, overlap"]),
+    "zero1-instances": Shape(4, {"num_distributed_optimizer_instances": 2}, LAYOUTS["zero1"]),
     "fsdp2": Shape(2, data_parallel=LAYOUTS["fsdp2"]),
 }
 

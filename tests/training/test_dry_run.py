@@ -85,6 +85,7 @@ LONG_CASES = [
     (2, 1, "--use-torch-fsdp2 --bf16 --hidden-size 512"),
     (4, 2, f"--use-torch-fsdp2 --bf16 {SP} {FULL} uniform"),
     (4, 4, f"--use-torch-fsdp2 --bf16 {PP}"),
+    (4, 1, "--use-torch-fsdp2 --bf16 --num-distributed-optimizer-instances 2"),
 ]
 
 

@@ -58,6 +58,17 @@ LAYOUTS = {
         moe_token_dispatcher_type="alltoall",
     ),
     "ep2-zero1": dict(expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"),
+    "ep2-zero1-instances": dict(
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type="alltoall",
+        num_distributed_optimizer_instances=2,
+    ),
+    "tp2-etp1-zero1-instances": dict(
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        expert_tensor_parallel_size=1,
+        num_distributed_optimizer_instances=2,
+    ),
     "ep4-tp2-etp1": dict(
         tensor_model_parallel_size=2,
         sequence_parallel=True,
@@ -90,7 +101,8 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2, biases, padded": ("tp2", {**BIASED, **PADDED}),
     "tp2-etp1, biases": ("tp2-etp1", BIASED),
 }
-ON_FOUR = ("ep2-tp2", "ep2-pp2", "ep2-zero1", "ep4-tp2-etp1")
+INSTANCES = ("ep2-zero1-instances", "tp2-etp1-zero1-instances")
+ON_FOUR = ("ep2-tp2", "ep2-pp2", "ep2-zero1", "ep4-tp2-etp1", *INSTANCES)
 ZERO1 = dict(use_distributed_optimizer=True)
 DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "zero1": ZERO1,
@@ -101,6 +113,7 @@ DATA_PARALLEL: dict[str, dict[str, Any]] = {
         ddp_bucket_size=3000,
         overlap_param_gather=True,
     ),
+    **dict.fromkeys(INSTANCES, ZERO1),
     "ep2-zero1-whole": ZERO1,  # one copy of an expert
     "ep4-tp2-etp1": ZERO1,
 }

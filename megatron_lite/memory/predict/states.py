@@ -147,10 +147,12 @@ def _state_tensors(
         for one in _parameters(config, stage)
     ]
     element = chosen("the precision", config.training.precision, ELEMENT_BYTES)
-    if config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1:
-        return _fully_sharded(config, held, dp_cp_size, dp_cp_rank)
-    zero1 = config.data_parallel.use_distributed_optimizer and dp_cp_size > 1
-    shards, parallel = dp_cp_size if zero1 else 1, config.parallel
+    parallel, shards = config.parallel, config.parallel.shards(dp_cp_size)
+    own_rank = dp_cp_rank % shards
+    if config.data_parallel.use_torch_fsdp2 and shards > 1:
+        return _fully_sharded(config, held, shards, own_rank)
+    zero1 = config.data_parallel.use_distributed_optimizer and shards > 1
+    shards = shards if zero1 else 1
     # The ranks with the same experts. TP ranks that hold whole experts are among them.
     unit = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel
     copies = dp_cp_size * parallel.tensor_model_parallel_size // unit
@@ -167,12 +169,12 @@ def _state_tensors(
         ],
         bucket_size=config.data_parallel.bucket_size(dp_cp_size) if dp_cp_size > 1 else None,
         shards=shards,
-        expert_shards=copies if zero1 else 1,
+        expert_shards=parallel.shards(copies) if zero1 else 1,
     )
     # ZeRO-1's weights are views of buckets (optim/layouts.py), so their padding counts too.
     in_buckets = [(bucket.num_elements, bucket.shards) for bucket in buckets]
     weights = in_buckets if zero1 else [(one.num_elements, 1) for one in held]
-    rank = dp_cp_rank if zero1 else 0
+    rank = own_rank if zero1 else 0
     own_ranks = [rank * bucket.shards // shards for bucket in buckets]  # of copies of experts too
     matrices = {one.name for one in held if one.is_matrix}
     pieces = [
@@ -202,7 +204,7 @@ def _state_tensors(
 
 
 def _fully_sharded(
-    config: RunConfig, held: list[_HeldParameter], dp_cp_size: int, dp_cp_rank: int
+    config: RunConfig, held: list[_HeldParameter], shards: int, rank: int
 ) -> StateTensors:
     """Returns the tensors under FSDP2, which splits the rows of a parameter like torch.chunk.
 
@@ -211,8 +213,8 @@ def _fully_sharded(
     allocates, pieces = [], []
     for one in held:
         rows, *others = one.parameter.shape
-        per_rank = -(-rows // dp_cp_size)
-        mine = max(0, min(per_rank, rows - dp_cp_rank * per_rank)) * math.prod(others)
+        per_rank = -(-rows // shards)
+        mine = max(0, min(per_rank, rows - rank * per_rank)) * math.prod(others)
         allocates.append(FLOAT32 * per_rank * math.prod(others))
         if mine:
             pieces.append((one.is_matrix, mine))
@@ -338,11 +340,11 @@ def update_memory(
 ) -> UpdateMemory:
     """Returns the memory of the end of a step. stage: one of the rank's stages."""
     found = [UpdateMemory("update", 0, True)]
-    sharding = config.data_parallel
+    sharding, shards = config.data_parallel, config.parallel.shards(dp_cp_size)
     in_bf16 = sharding.grad_reduce_in_bf16 and config.optimizer.main_grads_dtype == "fp32"
     sent = states.gradients // FLOAT32 * BFLOAT16 if in_bf16 else states.gradients
-    if dp_cp_size > 1 and not sharding.use_torch_fsdp2:
-        copied = sharding.use_distributed_optimizer and device == "cpu"
+    if dp_cp_size > 1 and not (sharding.use_torch_fsdp2 and shards > 1):
+        copied = sharding.use_distributed_optimizer and device == "cpu" and shards > 1
         reduced = sent * in_bf16 + sent * copied
         name = "reduction of gradients" + " in bfloat16" * in_bf16
         found.append(UpdateMemory(name, reduced, True))
@@ -350,7 +352,7 @@ def update_memory(
     if config.optimizer.is_rounded:
         found.append(UpdateMemory("update of a part", _part(config, states), False))
     if config.optimizer.optimizer == MUON:
-        most = _muon(config, stage, dp_cp_size)
+        most = _muon(config, stage, shards)
         found.append(UpdateMemory("update of a matrix", most, False))
     return max(found, key=lambda one: one.num_bytes)
 
@@ -365,7 +367,7 @@ def _part(config: RunConfig, states: RankStates) -> int:
     return FLOAT32 * copies * min(PART, states.gradients // FORMATS[options.main_grads_dtype])
 
 
-def _muon(config: RunConfig, stage: Stage, dp_cp_size: int) -> int:
+def _muon(config: RunConfig, stage: Stage, shards: int) -> int:
     """Returns the bytes of Muon's temporaries for the largest matrix, as one part.
 
     They are the iterates in bfloat16, and the result, first unscaled and then scaled, in float32.
@@ -384,8 +386,8 @@ def _muon(config: RunConfig, stage: Stage, dp_cp_size: int) -> int:
     direction = whole if optimizer.muon_nesterov else 0
     alone = iterates + 2 * whole + direction
     sharding = config.data_parallel
-    if dp_cp_size == 1 or not (sharding.use_distributed_optimizer or sharding.use_torch_fsdp2):
+    if shards == 1 or not (sharding.use_distributed_optimizer or sharding.use_torch_fsdp2):
         return alone
     # The direction is gathered: padded, as a part for every rank, and joined.
-    part = whole // dp_cp_size if sharding.use_torch_fsdp2 else whole
-    return max(part + dp_cp_size * part + whole + direction, alone + whole)
+    part = whole // shards if sharding.use_torch_fsdp2 else whole
+    return max(part + shards * part + whole + direction, alone + whole)

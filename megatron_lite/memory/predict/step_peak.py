@@ -160,9 +160,10 @@ def step_peak(
     tensors = state_tensors(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
     states = tensors.sums
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
-    sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
+    shards = config.parallel.shards(dp_cp_size) if config.data_parallel.use_torch_fsdp2 else 1
+    sharded = shards > 1
     schedule = RankSchedule.of(config, pp_rank, enough_microbatches(config, pp_rank, most=number))
-    stages, shards = schedule.stages, dp_cp_size if sharded else 1
+    stages = schedule.stages
 
     @cache
     def course(chunk: int, keeps_all: bool) -> StageCourse:
