@@ -219,9 +219,11 @@ class ParallelConfig:
                 f"--expert-tensor-parallel-size {self.expert_tensor_parallel} = {unit}: start more "
                 "processes, or spread the experts over fewer ranks"
             )
-        copies = stage // self.tensor_model_parallel_size, stage // unit
         instances = self.num_distributed_optimizer_instances
-        for number, kind in zip(copies, ("data-parallel ranks", "ranks with the same experts")):
+        for number, kind in (
+            (stage // self.tensor_model_parallel_size, "data-parallel ranks"),
+            (stage // unit, "ranks with the same experts"),
+        ):
             if number % instances:
                 raise ValueError(
                     f"--num-distributed-optimizer-instances {instances} does not divide the "
@@ -230,7 +232,7 @@ class ParallelConfig:
         return world_size // ranks
 
     def shards(self, dp_cp_size: int) -> int:
-        """Returns over how many of the ranks that sum gradients ZeRO-1 and FSDP2 share out states."""
+        """Returns over how many of `dp_cp_size` ranks ZeRO-1 and FSDP2 share out states."""
         return dp_cp_size // self.num_distributed_optimizer_instances
 
 

@@ -137,7 +137,7 @@ class RunConfig:
             )
 
     def _check_instances(self) -> None:
-        """Raises ValueError for groups of ranks that share out states if nothing shares them out."""
+        """Raises ValueError for instances of states if nothing shares states out."""
         number, options = self.parallel.num_distributed_optimizer_instances, self.data_parallel
         if number > 1 and not (options.use_distributed_optimizer or options.use_torch_fsdp2):
             raise ContradictionError(

@@ -52,9 +52,8 @@ class ParallelState:
     dp_cp_group: the ranks with the same parameters and different tokens. They sum their gradients.
         The group joins the data-parallel and the context-parallel axis.
     shard_group: the ranks of `dp_cp_group` over which ZeRO-1 and FSDP2 share out states: all, or
-        neighbours (--num-distributed-optimizer-instances). replica_group: the ranks of `dp_cp_group`
-        with the same share. shard_mesh: those of `shard_group` on an axis, behind one for
-        `replica_group` if there is one.
+        neighbours (--num-distributed-optimizer-instances). replica_group: those with the same
+        share. shard_mesh has the ranks on an axis for shares, behind one for replicas, if any.
     pp_direction_groups: four groups of the pipeline's ranks, or none without a pipeline. Groups 0
         and 1 carry forward and backward tensors between neighbouring ranks. Groups 2 and 3 carry
         them between the last rank and the first, which is needed if a rank holds several stages.

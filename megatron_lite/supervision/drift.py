@@ -26,8 +26,8 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.parallel.tensor_hash import quick_hash
 
-# The name of a tensor of this rank, the tensor, the spec of its parameter, and whether it is a share
-# of what data-parallel ranks share out.
+# The name of a tensor of this rank, the tensor, the spec of its parameter, and whether it is one
+# share of several.
 _HeldTensor = tuple[str, Tensor, ParameterSpec, bool]
 
 
