@@ -20,14 +20,16 @@ weights, each by the name of the module here:
 
 A key has the field, its type, the default that transformers takes if it is missing (none: it must
 be there) and, if it differs, for null. `inverted`: the field is the opposite of the key. `values`:
-the field's value for each of the key's. Keys of one field must have one value. A family that is
-`like` another one names what differs; null takes an entry out.
+the field's value for each of the key's. `power`: the field is that power of the key. `written`: the
+property of the model that is written for the field. Keys of one field must have one value. A family
+that is `like` another one names what differs; null takes an entry out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +37,12 @@ from megatron_lite.config.checks import InputError, flag, quoted
 from megatron_lite.config.hf_rotary import Rotary
 from megatron_lite.config.hf_rules import (
     REQUIRED,
+    Biases,
     Config,
     Experts,
     Groups,
     Rule,
+    ScaledEmbedding,
     Unrotated,
     Windows,
 )
@@ -62,7 +66,9 @@ def _family(row: Mapping[str, Any]) -> dict[str, Any]:
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     name: _family(row) for name, row in DATA["families"].items()
 }
-REASONS: Mapping[str, str] = DATA["refused"]
+REASONS: Mapping[str, str] = {
+    name: reason for reason, names in DATA["refused"].items() for name in names.split()
+}
 CONFIG = "config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MOST_IDS = 64  # of one key: some models have several ends of a text
@@ -73,7 +79,8 @@ NEUTRAL = frozenset(DATA["neutral"])
 NOT_COMPARED = frozenset(DATA["not compared"])
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 RULES: Mapping[str, Callable[..., Rule]] = {
-    one.__name__: one for one in (Groups, Windows, Unrotated, Rotary, Experts)
+    one.__name__: one
+    for one in (Groups, Windows, Unrotated, Rotary, Experts, Biases, ScaledEmbedding)
 }
 
 
@@ -132,8 +139,11 @@ def from_hf(config: Any) -> HfModel:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         reason = f" ({REASONS[name]})" if isinstance(name, str) and name in REASONS else ""
+        near = get_close_matches(str(name), FAMILIES, 1) if not reason else ()
+        nearest = f"; the nearest is {near[0]}" if near else ""
         raise ValueError(
-            f"model_type {quoted(name)} has no counterpart here{reason}, only {', '.join(FAMILIES)}"
+            f"model_type {quoted(name)} has no counterpart here{reason}, only "
+            f"{', '.join(FAMILIES)}{nearest}"
         )
     family, reader = FAMILIES[name], Config(config)
     fields, keys = dict(family["fields"]), dict[str, str]()
@@ -169,6 +179,10 @@ def _field_of(reader: Config, key: str, row: Mapping[str, Any]) -> Any:
     """Returns the value of the field that a key gives."""
     null = {"null": row["null"]} if "null" in row else {}
     value = reader.value(key, TYPES[row["type"]], row.get("default", REQUIRED), **null)
+    if "power" in row:
+        if value <= 0:
+            raise ValueError(f"{key} must be above 0 (got {value})")
+        return value ** row["power"]
     if "values" not in row:
         return not value if row.get("inverted") else value
     if value not in row["values"]:
@@ -232,7 +246,10 @@ def _written(model: ModelConfig, vocab_size: int, name: str) -> dict[str, Any]:
     family = FAMILIES[name]
     config: dict[str, Any] = {"model_type": name, "architectures": [family["architecture"]]}
     for key, row in family["keys"].items():
-        value = getattr(model, row["field"])
+        value = getattr(model, row.get("written", row["field"]))
+        if "power" in row:
+            value = value ** (1 / row["power"])
+            value = round(value) if row["type"] == "int" else value
         if "values" in row:
             value = next(theirs for theirs, ours in row["values"].items() if ours == value)
         config[key] = not value if row.get("inverted") else value
@@ -285,6 +302,8 @@ def meaning_of(model: ModelConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": any(have_experts) and model.expert_size,
         "experts of each layer": have_experts,
         "query groups": model.query_groups,
+        "scale of the scores": model.attention_scale,
+        "bias of the projection": model.has_proj_bias,
         "tanh formula of GELU": has_gelu and model.bias_gelu_fusion,
         "bias of queries, keys and values": model.add_bias_linear or model.add_qkv_bias,
         "window of each layer": [model.layer_window(layer) for layer in layers],

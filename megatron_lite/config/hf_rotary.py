@@ -28,8 +28,10 @@ class Rotary(NamedTuple):
     read, and the older keys are written, which every version reads.
 
     base: the key of the base. share: the key of the share; None: the whole head.
-    form: "by layer": rope_parameters has an object for each kind of layer, and they must be equal.
+    form: "by layer": rope_parameters has an object for each kind of layer; that of layers with a
+        window has no scaling, or is equal to the other one.
         "explicit": without the object transformers takes a scaling of its own.
+    local: the key of the base of layers with a window in older files; default_local: that base.
     """
 
     default_base: int = 10000
@@ -37,9 +39,11 @@ class Rotary(NamedTuple):
     share: str | None = None
     default_share: float = 1.0
     form: str = ""
+    local: str = ""
+    default_local: int = 0
 
     def read(self, config: Config, fields: Values) -> None:
-        found = self._parameters(config)
+        found = self._parameters(config, fields)
         fields["rotary_base"] = _whole_number(self.base, found["rope_theta"])
         share = found.get("partial_rotary_factor", self.share and config.get(self.share))
         if self.share is not None:
@@ -62,7 +66,7 @@ class Rotary(NamedTuple):
                 f"here does not scale its rotary embedding so (it knows {', '.join(RULES[2:])})"
             )
 
-    def _parameters(self, config: Config) -> Values:
+    def _parameters(self, config: Config, fields: Values) -> Values:
         """Returns rope_parameters, or what stands for it in older files, with its rope_theta.
 
         Raises ValueError if two places contradict: versions of transformers differ in which of
@@ -73,16 +77,13 @@ class Rotary(NamedTuple):
         both = [config.object(key) for key in ("rope_parameters", "rope_scaling")]
         if self.form == "explicit" and not any(both):
             raise ValueError("rope_parameters is missing")
+        local: Values = {}
         if {FULL, SLIDING} & both[0].keys():
             of_layers = Config(both[0])
-            both = [of_layers.object(FULL), of_layers.object(SLIDING), both[1]]
-        elif self.form == "by layer" and (
-            base != self.default_base
-            or both[1].get("rope_type", both[1].get("type", "default")) != "default"
-        ):
+            both, local = [of_layers.object(FULL), both[1]], of_layers.object(SLIDING)
+        elif self.form == "by layer" and not self.local and base != self.default_base:
             raise ValueError(
-                f"rope_scaling and {self.base} outside of rope_parameters are of some layers only "
-                "in this family: a model here has one rotary embedding"
+                f"{self.base} outside of rope_parameters is that of some layers only in this family"
             )
         places = [
             {"rope_theta": base, "rope_type": one.get("type", "default"), **one}
@@ -97,9 +98,8 @@ class Rotary(NamedTuple):
             outside is not None and found["rope_theta"] != outside
         ):
             raise ValueError(
-                f"rope_parameters, rope_scaling and {self.base} differ, or those of two kinds of "
-                "layers do: a model here has one rotary embedding, and versions of transformers "
-                "read one or the other: remove one"
+                f"rope_parameters, rope_scaling and {self.base} differ, and versions of "
+                "transformers read one or the other: remove one"
             )
         unknown = found.keys() - KEYS
         if unknown and found["rope_type"] in RULES:
@@ -107,6 +107,12 @@ class Rotary(NamedTuple):
                 f"the rotary embedding has the unknown key {shown(', '.join(sorted(unknown)))}: "
                 "it may change results, so the config is not read"
             )
+        local_base = config.get(self.local) or self.default_local or self.default_base
+        local = {"rope_theta": local_base, "rope_type": "default", **local}
+        if self.form == "by layer" and local != found and "window_size" in fields:
+            if local["rope_type"] != "default" or len(local) > 2:
+                raise ValueError("layers with a window have a rotary embedding without a scaling")
+            fields["rotary_base_local"] = _whole_number("rope_theta", local["rope_theta"])
         return found
 
     def _read_llama3(self, found: Values, config: Config, fields: Values) -> None:
@@ -162,8 +168,12 @@ class Rotary(NamedTuple):
             found[self.share] = model.rotary_percent
         if self.form:
             one = {"rope_theta": base, "rope_type": "default", **(scaling or {})}
+            local = one
+            if model.rotary_base_local is not None:
+                local = {"rope_theta": float(model.rotary_base_local), "rope_type": "default"}
+                found |= {self.local: local["rope_theta"]} if self.local else {}
             by_layer = self.form == "by layer"
-            found["rope_parameters"] = {FULL: one, SLIDING: one} if by_layer else one
+            found["rope_parameters"] = {FULL: one, SLIDING: local} if by_layer else one
         return found
 
 

@@ -88,6 +88,35 @@ class Groups(NamedTuple):
         return {"num_key_value_heads": model.query_groups}
 
 
+class Biases(NamedTuple):
+    """attention_bias: those of queries, keys, values and the projection. mlp_bias: of the MLP too.
+
+    default: of both keys.
+    """
+
+    default: bool = False
+
+    def read(self, config: Config, fields: Values) -> None:
+        keys = ("attention_bias", "mlp_bias")
+        attention, mlp = (config.value(key, bool, self.default) for key in keys)
+        if mlp and not attention:
+            raise ValueError("mlp_bias True with attention_bias False: an MLP has no bias alone")
+        fields |= dict(add_bias_linear=mlp, add_qkv_bias=attention, add_proj_bias=attention)
+
+    def write(self, model: ModelConfig) -> Values:
+        return {"attention_bias": model.has_proj_bias, "mlp_bias": model.add_bias_linear}
+
+
+class ScaledEmbedding(NamedTuple):
+    """The embeddings are multiplied by sqrt(hidden_size)."""
+
+    def read(self, config: Config, fields: Values) -> None:
+        fields["embedding_multiplier"] = fields["hidden_size"] ** 0.5
+
+    def write(self, model: ModelConfig) -> Values:
+        return {}
+
+
 class Windows(NamedTuple):
     """The attention windows.
 

@@ -31,6 +31,7 @@ from megatron_lite.config.layer_pattern import (
 from megatron_lite.config.plain import MOST_LAYERS
 from megatron_lite.config.rotary import RotaryScaling, RotarySettings
 from megatron_lite.config.setting import check_settings, required, setting, switch
+from megatron_lite.config.variants import NORMS_ALL_HEADS, Variants
 
 
 class Positions(NamedTuple):
@@ -67,13 +68,12 @@ POSITIONS = {
     "rope": Positions(learned=False, rotated=True),
     "none": Positions(learned=False, rotated=False),
 }
-NORMS_AFTER = {"before": False, "after": True}
-NORMS_ALL_HEADS = {"head": False, "all-heads": True}
-NORM_VECTORS = {"LayerNorm": 2, "RMSNorm": 1}
+NORM_VECTORS = {"LayerNorm": 2, "RMSNorm": 1, "BiaslessLayerNorm": 1}
 ACTIVATIONS = {
     "gelu": ActivationFacts(fc1_blocks=1, moved=(2, 3), fused=(2, 3)),
     "swiglu": ActivationFacts(fc1_blocks=2, moved=(5, 13), fused=(3, 5)),
     "squared_relu": ActivationFacts(fc1_blocks=1, moved=(4, 7), fused=(2, 3)),
+    "geglu": ActivationFacts(fc1_blocks=2, moved=(5, 13), fused=(3, 5)),
 }
 DEFAULT_ACTIVATION, *SWITCHED_ACTIVATIONS = ACTIVATIONS
 OF_RANKS = ("tensor_model_parallel_size",)
@@ -82,18 +82,12 @@ ATTENTION_BACKENDS = tuple(ALWAYS_UNFUSED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertSettings, RotarySettings):
+class ModelConfig(ExpertSettings, RotarySettings, Variants):
     """The shape of one GPT.
 
     ffn_hidden_size: f. None: Megatron's default, 4 h. With a gated activation it is 8/3 h, rounded
         down to a multiple of 64.
     kv_channels: d. None: h / a, as in Megatron.
-    parallel_residual: attention and the MLP read the same input, each through its own norm, and the
-        layer adds both to it: x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX.
-    norm_position: "before": a norm before attention and one before the MLP. "after": instead, the
-        output of each is normalised before it is added to the residual, as in OLMo 2.
-    qk_layernorm_scope: "head": queries and keys are normalised head by head. "all-heads": over the
-        channels of all heads together, as in OLMo 2.
     apply_layernorm_1p: a norm multiplies by 1 + its weight, and the weight starts at zero.
     fp32_residual_connection: the residual stream is float32 in a 16-bit run.
     window_size: how many tokens (before, after) its own a query reads. None: all tokens before.
@@ -143,29 +137,12 @@ class ModelConfig(ExpertSettings, RotarySettings):
         "does not, such as ([0]*3+[1])*2",
         parse=partial(parse_pattern, "--no-rope-freq"),
     )
-    parallel_residual: bool = switch(
-        "attention and the MLP read the same input, and the layer adds both to it, as in GPT-NeoX",
-        needs=("norm_position=before",),
-    )
-    norm_position: str = setting(
-        "norms before attention and the MLP, or after each and before the residual is added, as in "
-        "OLMo 2",
-        "before",
-        choices=tuple(NORMS_AFTER),
-    )
     normalization: str = setting("norm of every layer", "LayerNorm", choices=tuple(NORM_VECTORS))
     norm_epsilon: float = setting("added to the variance in a norm", 1e-5, least=0.0)
     apply_layernorm_1p: bool = switch(
         "norms multiply by 1 + their weight, and the weight starts at zero"
     )
     qk_layernorm: bool = switch("norm of queries and keys, per head")
-    qk_layernorm_scope: str = setting(
-        "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
-        "head",
-        choices=tuple(NORMS_ALL_HEADS),
-        needs=("qk_layernorm", "normalization=RMSNorm"),
-        why="it norms queries and keys, and only torch's RMSNorm sums over the ranks",
-    )
     swiglu: bool = switch("gated linear unit with SiLU in the MLP, instead of GELU")
     squared_relu: bool = switch(
         "squared ReLU in the MLP, instead of GELU",
@@ -308,6 +285,16 @@ class ModelConfig(ExpertSettings, RotarySettings):
         return self.kv_channels
 
     @property
+    def attention_scale(self) -> float:
+        """The number that multiplies the scores."""
+        return self.softmax_scale or self.head_dim**-0.5
+
+    @property
+    def has_proj_bias(self) -> bool:
+        """Tells whether the projection after attention has a bias."""
+        return self.add_bias_linear or self.add_proj_bias
+
+    @property
     def ffn_size(self) -> int:
         """f, the width of the MLP after its activation (`--ffn-hidden-size`)."""
         assert self.ffn_hidden_size is not None
@@ -365,6 +352,10 @@ class ModelConfig(ExpertSettings, RotarySettings):
             self.no_rope_freq is None or not marks(self.no_rope_freq, layer)
         )
 
+    def layer_is_local(self, layer: int) -> bool:
+        """Returns whether the layer has the rotary embedding of `--rotary-base-local`."""
+        return self.rotary_base_local is not None and self.layer_window(layer) is not None
+
     @property
     def always_unfused(self) -> bool:
         """Tells whether core attention builds its scores on every device."""
@@ -374,12 +365,6 @@ class ModelConfig(ExpertSettings, RotarySettings):
     def positions(self) -> Positions:
         """The ways in which the model encodes positions."""
         return chosen("--position-embedding-type", self.position_embedding_type, POSITIONS)
-
-    @property
-    def norms_after(self) -> bool:
-        """Tells whether a layer normalises the outputs of attention and the MLP, not their
-        inputs."""
-        return chosen("--norm-position", self.norm_position, NORMS_AFTER)
 
     @property
     def norms_all_heads(self) -> bool:

@@ -135,7 +135,7 @@ def _of_recompute(config: RunConfig) -> Iterator[str]:
     actions = [rule.action for rule in rules]
     modules = sorted({region for action in actions for region in action.regions})
     yield from _of_regions(config, actions, modules)
-    if model.norms_after:
+    if not model.norms_before:
         for part in NORM_PARTS:
             if any(part in parts_of(rule.store) for rule in rules):
                 yield (
@@ -191,7 +191,7 @@ def _of_regions(config: RunConfig, actions: list[LayerAction], modules: list[str
             yield f"--recompute-modules {region} has no effect without --num-experts"
         if region == MLP_REGION and model.num_dense_layers == 0:
             yield f"--recompute-modules {region} has no effect: every layer has experts; use {MOE}"
-        if model.norms_after and REGIONS[region].needs_norms_before:
+        if not model.norms_before and REGIONS[region].needs_norms_before:
             yield (
                 f"--recompute-modules {region} has no effect under --norm-position after: no "
                 "operation keeps the output of such a norm"

@@ -71,6 +71,12 @@ class RotarySettings:
         choices=("rope", "yarn", "longrope"),
         without="position_embedding_type=rope",
     )
+    rotary_base_local: int | None = setting(
+        "base of the rotary frequencies of layers with a window, which are not scaled, as in "
+        "Gemma 3; none: as those of the others",
+        least=1,
+        needs=("window_size",),
+    )
     rotary_scaling_factor: float = of_both(
         "how many times as long sequences yarn or longrope is for", 1.0, above=0.0
     )

@@ -16,6 +16,8 @@ bit.
     by expert    a tensor for each of E experts              [E, ..]
     stacked by expert                                        both of the last two
     by group     q, k and v                                  group by group: [q .. q k v]
+    by group of pairs                                        the same; pairs of rotated channels
+                 are neighbours                              lie half of the channels apart
     fused        [all q; all k; all v]                       group by group
     transposed   [in, out], as GPT-2's Conv1D holds it       [out, in]
     fused transposed                                         both of the last two
@@ -260,6 +262,18 @@ def _from_groups(tensor: Tensor, model: ModelConfig) -> list[Tensor]:
     return [torch.cat(parts) for parts in zip(*by_group, strict=True)]
 
 
+def _reordered(parts: Sequence[Tensor], model: ModelConfig, *, back: bool) -> list[Tensor]:
+    """Returns q and k with the rotated channels of each head in the order of halves, and v.
+
+    back: in the order of pairs instead.
+    """
+    pairs = torch.arange(model.rotary_dim).unflatten(0, (-1, 2)).t().flatten()
+    order = torch.cat((pairs, torch.arange(model.rotary_dim, model.head_dim)))
+    order = (order.argsort() if back else order).to(parts[0].device)
+    heads = (one.unflatten(0, (-1, model.head_dim)).index_select(1, order) for one in parts[:2])
+    return [*(one.flatten(0, 1) for one in heads), parts[2]]
+
+
 def _fused(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
     """[(a + 2 g) d, ..] -> [g (a/g + 2) d, ..]."""
     (whole,), keys = parts, model.query_groups * model.head_dim
@@ -296,6 +310,10 @@ LAYOUTS: dict[str, TensorLayout] = {
     "by expert": _by_expert(SAME),
     "stacked by expert": _by_expert(STACKED),
     "by group": TensorLayout(_by_group, _from_groups),
+    "by group of pairs": TensorLayout(
+        lambda parts, model: _by_group(_reordered(parts, model, back=False), model),
+        lambda tensor, model: _reordered(_from_groups(tensor, model), model, back=True),
+    ),
     "fused": FUSED,
     "transposed": _transposed(SAME),
     "fused transposed": _transposed(FUSED),

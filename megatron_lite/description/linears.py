@@ -87,6 +87,7 @@ def row_linear(
     width: int,
     own_gradient: bool,
     output_is_read: bool = False,
+    bias: bool | None = None,
     **others: Any,
 ) -> Operation:
     """Returns a linear layer whose weight is split by input features: [s, b, width] -> [s', b, h].
@@ -98,11 +99,13 @@ def row_linear(
     own_gradient: whether the gradient of its output is another tensor than that of the residual
         stream.
     output_is_read: whether an operation keeps the output, so that no replay can leave it out.
+    bias: whether it has one; None: as the linear layers of the model.
     """
-    model, sizes, bias = of.model, of.sizes, of.model.add_bias_linear
+    model, sizes = of.model, of.sizes
+    bias = model.add_bias_linear if bias is None else bias
     product = (Matmul(matmul, sizes.tokens, model.hidden_size, width),)
     several, last = of.tp_size > 1, not output_is_read
-    adds = bias and not (sizes.compiled and not model.norms_after)
+    adds = bias and not (sizes.compiled and not model.changes_branches)
     # One rank adds the bias in the matmul (addmm). Several ranks add it after the sum, so that it
     # counts once: their matmul is an mm, and its partial result is a storage of its own.
     result = KeptTensor(f"{'partial ' * several}{name} output", of.whole)
@@ -187,7 +190,7 @@ def dense_mlp(
         width=fc2_width,
         keeps=(activated,),
         regions=regions,
-        own_gradient=model.norms_after,
+        own_gradient=model.changes_branches,
         output_is_read=output_is_read,
     )
 
@@ -209,12 +212,12 @@ def activation_operation(
     if of.sizes.compiled:
         # One kernel, which has no tensor inside. The compiler for a CPU keeps a sigmoid that two
         # halves of a result need, in float32.
-        if model.activation == "swiglu" and of.sizes.device == "cpu":
+        if model.fc1_blocks == 2 and of.sizes.device == "cpu":
             inside += of.wide(output)
     elif model.activation == "gelu" and model.bias_gelu_fusion and of.sizes.device == "cpu":
         # The forward computes in float32: a 16-bit input and the result are cast.
         inside = max(inside, 2 * of.wide(output) * of.sizes.is_rounded)
-    elif model.activation == "swiglu":
+    elif model.fc1_blocks == 2:
         inside += 2 * output  # backward holds silu(gate) and two gradients of that size
     facts = ACTIVATIONS[model.activation]
     forward, backward = facts.fused if of.sizes.compiled else facts.moved

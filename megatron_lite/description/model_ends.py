@@ -45,6 +45,7 @@ def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, .
     # The rows of the tokens are copied. Backward fills a gradient of the whole table with zeros and
     # adds the rows to it.
     moved = Moved(2 * of.whole, table + 3 * of.whole)
+    moved += (2 * of.whole * (model.embedding_multiplier != 1.0),) * 2
     if model.positions.learned:
         shape = model.max_position_embeddings, model.hidden_size
         positions = Parameter("position_embeddings.weight", shape, sizes.sequence_parallel)
@@ -122,7 +123,8 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
             "decoder.final_layernorm",
             (KeptTensor("output of the last layer", of.residual), *norm_keeps(of, "final norm")),
             parameters=norm_parameters(of),
-            moved=Moved(of.residual + of.hidden, 2 * of.residual + of.hidden),
+            moved=Moved(of.residual + of.hidden, 2 * of.residual + of.hidden)
+            + (2 * of.hidden * (model.logits_scaling != 1.0),) * 2,
         ),
         Operation(
             "output_layer",
@@ -217,7 +219,8 @@ def _embedding_temporary(of: Shape, num_words: int) -> int:
     """
     sizes = of.sizes
     # The gradient of the rows that were looked up is that of the residual stream, or another one.
-    own = of.tp_size > 1 or of.model.hidden_dropout or of.widened
+    scaled = of.model.embedding_multiplier != 1.0
+    own = of.tp_size > 1 or of.model.hidden_dropout or of.widened or scaled
     rows = of.whole if own else 0
     if sizes.adds_by_itself and sizes.device == "cpu":
         return rows + of.wide(of.whole) * sizes.is_rounded

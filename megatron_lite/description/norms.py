@@ -12,6 +12,7 @@ from megatron_lite.config.checks import chosen
 from megatron_lite.config.regions import DROPOUT, LAYERNORM
 from megatron_lite.description.operations import (
     ALL_REDUCE,
+    LINEAR_PROJ,
     OPERATORS,
     QK_LAYERNORM,
     Collective,
@@ -27,7 +28,7 @@ from megatron_lite.description.shape import Shape
 
 ATTENTION_DROPOUT, MLP_DROPOUT = "attention dropout", "mlp dropout"
 # the numbers that a norm keeps for each row
-STATISTICS = {"LayerNorm": 2, "RMSNorm": 1}
+STATISTICS = {"LayerNorm": 2, "RMSNorm": 1, "BiaslessLayerNorm": 2}
 
 
 def norm_before(
@@ -54,7 +55,8 @@ def norm_after(of: Shape, name: str, linear: str, regions: tuple[str, ...] = ())
     linear: the name of that row-parallel linear layer.
     """
     # Several ranks add the bias to the sum, which gives a tensor of its own.
-    biased = of.model.add_bias_linear and of.tp_size > 1
+    is_proj = linear == LINEAR_PROJ
+    biased = (of.model.has_proj_bias if is_proj else of.model.add_bias_linear) and of.tp_size > 1
     branch = KeptTensor(f"{linear} output{' with its bias' * biased}", of.hidden)
     return Operation(
         name,
@@ -72,10 +74,11 @@ def add_branch(of: Shape, name: str) -> Operation:
     It keeps a mask of one byte per element, unless the probability is 0.
     """
     added = of.residual
+    scales = Moved(*(2 * of.hidden * (of.model.residual_multiplier != 1.0),) * 2)
     if not of.model.hidden_dropout:
         # The gradient of the sum is the gradient of both terms. A 16-bit branch gets a cast of it.
         moved = Moved(2 * added + of.hidden, (added + of.hidden) * of.widened)
-        return Operation(name, "", regions=(DROPOUT,), moved=moved)
+        return Operation(name, "", regions=(DROPOUT,), moved=moved + scales)
     mask = KeptTensor(f"{name} mask", of.hidden // of.element)
     state = rng_state(f"RNG state of the {mask.name}", of.sizes.stream_state_bytes)
     return Operation(
@@ -84,7 +87,7 @@ def add_branch(of: Shape, name: str) -> Operation:
         (mask,),
         (DROPOUT,),
         (RegionEntry(DROPOUT, (state,)),),
-        moved=Moved(5 * added + mask.num_bytes, 2 * added + mask.num_bytes),
+        moved=scales + (5 * added + mask.num_bytes, 2 * added + mask.num_bytes),
     )
 
 
@@ -148,9 +151,7 @@ def norm_statistics(of: Shape, name: str, rows: int, *, wide: bool = False) -> K
     """
     sizes, model = of.sizes, of.model
     in_rows_dtype = (
-        model.normalization == "LayerNorm"
-        and sizes.device == "cpu"
-        and not (sizes.compiled or wide)
+        model.normalization != "RMSNorm" and sizes.device == "cpu" and not (sizes.compiled or wide)
     )
     numbers = rows * chosen("--normalization", model.normalization, STATISTICS)
     num_bytes = numbers * (of.element if in_rows_dtype else sizes.accumulate_bytes)

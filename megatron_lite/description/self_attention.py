@@ -75,7 +75,7 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
         yield Operation(
             "rotary",
             "self_attention",
-            (shared_table("rotary tables", tables),),
+            (shared_table("local " * model.layer_is_local(layer) + "rotary tables", tables),),
             moved=Moved(2 * both, 2 * both) if sizes.compiled else Moved(10 * both, 12 * both),
         )
     # Without rotation, norm and groups, core attention saves views of linear_qkv's output.

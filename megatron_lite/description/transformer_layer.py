@@ -49,6 +49,7 @@ def describe_layers(
         kind = (
             model.layer_reach(layer, sizes.seq_length),
             model.layer_rotates(layer),
+            model.layer_is_local(layer),
             model.layer_has_experts(layer),
             sizes.rows_of_experts(layer),
             exchange_of(sizes.cp_comm_type, layer),
@@ -106,8 +107,10 @@ def describe_layer(
     normed, normed_mlp = (
         KeptTensor(f"normed {name}", of.hidden) for name in ("layer input", "mlp residual")
     )
-    if model.norms_after:
+    if not model.norms_before:
         normed, normed_mlp = layer_input, mlp_residual
+    if model.shared_norm:
+        normed_mlp = normed
     has_experts = model.layer_has_experts(layer)
     kept_choices: tuple[KeptTensor, ...] = ()
     if has_experts:
@@ -122,7 +125,7 @@ def describe_layer(
     if not has_experts:
         mlp = _mlp(tile, normed_mlp)
     region = MOE if has_experts else MLP_REGION
-    before, after = not model.norms_after, model.norms_after
+    before, after = model.norms_before, model.norms_after
     if after:
         mlp = chain(mlp, (norm_after(tile, "post_mlp_layernorm", LINEAR_FC2, (region,)),))
     if tiles > 1:
@@ -142,11 +145,14 @@ def describe_layer(
             keeps=(attention_output(of),),
             # With a norm in between, or if the MLP's branch begins beside attention, the gradient
             # of the residual stream is another tensor.
-            own_gradient=after or model.parallel_residual,
+            own_gradient=model.changes_branches or model.parallel_residual,
+            bias=model.has_proj_bias,
         ),
         after and norm_after(of, "post_self_attn_layernorm", LINEAR_PROJ),
         add_branch(of, ATTENTION_DROPOUT),
-        before and norm_before(of, "pre_mlp_layernorm", mlp_residual, normed_mlp.name, "mlp norm"),
+        before
+        and not model.shared_norm
+        and norm_before(of, "pre_mlp_layernorm", mlp_residual, normed_mlp.name, "mlp norm"),
         *mlp,
         add_branch(of, MLP_DROPOUT),
     )
@@ -204,7 +210,7 @@ def _absorbs(of: Shape, has_experts: bool) -> str:
     if model.parallel_residual:
         return ATTENTION_DROPOUT if model.hidden_dropout or of.widened else LINEAR_PROJ
     first = ROUTER if has_experts else LINEAR_FC1
-    return first if model.norms_after else "pre_mlp_layernorm"
+    return "pre_mlp_layernorm" if model.norms_before else first
 
 
 def _peculiarity(model: ModelConfig, sizes: Sizes, layer: int) -> str:

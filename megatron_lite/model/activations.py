@@ -71,6 +71,19 @@ def fused_swiglu_backward(grad_output: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat((grad_gate, grad_output * gate * sigmoid), dim=-1)
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """Returns gelu(gate) * up by the tanh formula (arXiv 2002.05202): [.., 2n] -> [.., n]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return tanh_gelu(gate) * up
+
+
+def geglu_backward(
+    grad_output: Tensor, gate_up: Tensor, *, gelu_backward: Callable[..., Tensor]
+) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.cat((gelu_backward(grad_output * up, gate), grad_output * tanh_gelu(gate)), -1)
+
+
 def squared_relu(intermediate: Tensor) -> Tensor:
     """Returns relu(x)^2 (arXiv 2109.08668)."""
     return F.relu(intermediate).square_()
@@ -80,12 +93,17 @@ def squared_relu_backward(grad_output: Tensor, intermediate: Tensor) -> Tensor:
     return F.relu(intermediate).mul_(2.0).mul_(grad_output)
 
 
-TANH_GELU = Pair(
-    tanh_gelu, partial(aten.gelu_backward, approximate="tanh"), INPUT, fused_tanh_gelu_backward
-)
+tanh_gelu_backward = partial(aten.gelu_backward, approximate="tanh")
+TANH_GELU = Pair(tanh_gelu, tanh_gelu_backward, INPUT, fused_tanh_gelu_backward)
 PAIRS = {
     "gelu": Pair(aten.gelu, aten.gelu_backward, INPUT),
     "swiglu": Pair(swiglu, swiglu_backward, INPUT, fused_swiglu_backward),
+    "geglu": Pair(
+        geglu,
+        partial(geglu_backward, gelu_backward=tanh_gelu_backward),
+        INPUT,
+        partial(geglu_backward, gelu_backward=fused_tanh_gelu_backward),
+    ),
     "squared_relu": Pair(squared_relu, squared_relu_backward, INPUT),
 }
 

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
 def branch_skips_bias(config: ModelConfig, context: RankContext) -> bool:
     """Returns whether the kernel that adds a branch to the residual adds the bias of its last
-    linear layer. A norm in between needs the sum."""
-    return context.kernels is not None and not config.norms_after
+    linear layer. A norm or a factor in between needs the sum."""
+    return context.kernels is not None and not config.changes_branches
 
 
 class SelfAttention(nn.Module):
@@ -77,6 +77,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.config, self.head_dim = config, config.head_dim
         self.rotates = config.layer_rotates(layer)
+        self.is_local = config.layer_is_local(layer)
         self.groups = config.query_groups // context.size
         self.queries_per_group = config.num_attention_heads // config.query_groups
         qkv_size = (config.num_attention_heads + 2 * config.query_groups) * config.head_dim
@@ -91,7 +92,7 @@ class SelfAttention(nn.Module):
         self.linear_proj = RowParallelLinear(
             config.num_attention_heads * config.head_dim,
             config.hidden_size,
-            bias=config.add_bias_linear,
+            bias=config.has_proj_bias,
             init_std=config.output_init_std,
             context=context,
             skip_bias_add=branch_skips_bias(config, context),
@@ -134,10 +135,12 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        rotary: RotaryTables | None,
+        rotary: tuple[Tensor, ...] | None,
         regions: Regions,
         documents: CuSeqlens | None = None,
     ) -> Tensor:
+        if rotary is not None:
+            rotary = RotaryTables(*rotary[2:] if self.is_local else rotary[:2])
         qkv, rotates, tables = self.linear_qkv(hidden_states), self.rotates, tuple[Tensor, ...]()
         if self.kernels is not None and rotates and self.q_layernorm is None:
             assert rotary is not None
@@ -315,7 +318,7 @@ class CoreAttention(nn.Module):
         self.builds_scores = config.builds_scores(rng.device.type)
         self.dropout = config.attention_dropout
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale
         self.rng = rng
         self.kernels = kernels
         self.cp = cp or ContextParallel()

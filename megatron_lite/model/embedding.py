@@ -79,9 +79,13 @@ class LanguageModelEmbedding(nn.Module):
             context=context,
         )
         self.position_embeddings = PositionEmbedding(config, context) if has_positions else None
+        multiplier = torch.tensor(config.embedding_multiplier, device="cpu")
+        self.multiplier = multiplier.to(context.params_dtype).item()
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         hidden_states = self.word_embeddings(tokens)
+        if self.multiplier != 1.0:
+            hidden_states = hidden_states * self.multiplier
         if self.position_embeddings is not None:
             # Under sequence parallelism this rank's tokens are the rank-th part of the spans'
             # tokens. Context parallelism may give a rank two separate stretches of the sequence.

@@ -16,7 +16,7 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.model.embedding import LanguageModelEmbedding
 from megatron_lite.model.layer import TransformerBlock
-from megatron_lite.model.rotary import RotaryTables, rotary_tables
+from megatron_lite.model.rotary import rotary_tables
 from megatron_lite.parallel.parameter_spec import mark, spec_of
 from megatron_lite.parallel.sequence_spans import select
 from megatron_lite.parallel.state import ParallelState
@@ -130,7 +130,7 @@ class GPTModel(nn.Module):
         )
         layers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         self._rotates = any(map(config.layer_rotates, layers))
-        self._rotary: RotaryTables | None = None
+        self._rotary: tuple[Tensor, ...] | None = None
 
     def loss(
         self,
@@ -229,6 +229,8 @@ class GPTModel(nn.Module):
         self, function: Callable[[Tensor, Tensor], Tensor], hidden_states: Tensor
     ) -> Tensor:
         """Returns `function(hidden_states, weight)` with the output weight [padded V / t, h]."""
+        if self.config.logits_scaling != 1.0:  # no multiple of the logits, which are larger
+            hidden_states = hidden_states / self.config.logits_scaling
         # FSDP2 and ZeRO-1 complete a module's weight before the module's forward. An output layer
         # is therefore called as a module. A tied weight is read with weight_of, which completes it.
         if self.output_layer is not None:
@@ -236,24 +238,25 @@ class GPTModel(nn.Module):
         assert self.embedding is not None, self.stage
         return function(hidden_states, weight_of(self.embedding.word_embeddings))
 
-    def rotary_tables(self, seq_length: int) -> RotaryTables:
-        """Returns the rotary tables of this rank's `seq_length` tokens.
+    def rotary_tables(self, seq_length: int) -> tuple[Tensor, ...]:
+        """Returns the rotary tables of this rank's `seq_length` tokens, and after them those of
+        layers with a window if they have their own.
 
         They are built once per sequence length. They are constants of the model, not state.
         """
-        if self._rotary is None or self._rotary.cos.shape[0] != seq_length:
-            cp = self.context.cp
-            whole = rotary_tables(
+        if self._rotary is None or self._rotary[0].shape[0] != seq_length:
+            cp, config = self.context.cp, self.config
+            tables = partial(
+                rotary_tables,
                 cp.size * seq_length,
-                self.config.rotary_dim,
-                self.config.rotary_base,
+                config.rotary_dim,
                 device=self.context.device,
                 dtype=self.context.params_dtype,
-                scaling=self.config.rotary_scaling,
             )
-            self._rotary = RotaryTables(
-                *(select(table, cp.spans(seq_length), 0) for table in whole)
-            )
+            whole: tuple[Tensor, ...] = tables(config.rotary_base, scaling=config.rotary_scaling)
+            if config.rotary_base_local is not None:
+                whole += tables(config.rotary_base_local)
+            self._rotary = tuple(select(table, cp.spans(seq_length), 0) for table in whole)
         return self._rotary
 
 

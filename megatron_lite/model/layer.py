@@ -5,6 +5,9 @@ A layer has dropout before each addition:
 default                y = x + attention(norm(x)),  output = y + mlp(norm(y))
 --parallel-residual    y = x + attention(norm(x)),  output = y + mlp(norm(x))
 --norm-position after  y = x + norm(attention(x)),  output = y + norm(mlp(y))
+--norm-position both   y = x + norm(attention(norm(x))),  output = y + norm(mlp(norm(y)))
+
+With --shared-norm the parallel residual has one norm of x.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from megatron_lite.model.attention import SelfAttention
 from megatron_lite.model.dropout import add_dropped_out
 from megatron_lite.model.mlp import MLP
 from megatron_lite.model.norm import PASSING_ON, Norm
-from megatron_lite.model.rotary import RotaryTables
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.region_runner import Regions
@@ -50,9 +52,10 @@ class TransformerLayer(nn.Module):
         self.context, self.residual_stream = context, context.residual_stream
         self.hidden_dropout = config.hidden_dropout
         self.parallel_residual = config.parallel_residual
+        self.residual_multiplier = config.residual_multiplier
 
         def norm(*, after: bool) -> Norm | None:
-            if after != config.norms_after:
+            if not (config.norms_after if after else config.norms_before):
                 return None
             return Norm(
                 config.hidden_size,
@@ -66,7 +69,7 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = norm(after=False)
         self.self_attention = SelfAttention(config, context, number)
         self.post_self_attn_layernorm = norm(after=True)
-        self.pre_mlp_layernorm = norm(after=False)
+        self.pre_mlp_layernorm = None if config.shared_norm else norm(after=False)
         self.mlp_region = MOE if config.layer_has_experts(number) else MLP_REGION
         self.mlp: nn.Module
         if config.layer_has_experts(number):
@@ -86,7 +89,7 @@ class TransformerLayer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        rotary: RotaryTables | None,
+        rotary: tuple[Tensor, ...] | None,
         documents: CuSeqlens | None,
         regions: Regions,
     ) -> Tensor:
@@ -97,10 +100,10 @@ class TransformerLayer(nn.Module):
         bias = self.self_attention.linear_proj.skipped_bias
         attended = self._add(hidden_states, branch, bias, regions)
         del branch  # which would live on while the MLP runs
-        normed = hidden_states if self.parallel_residual else attended
-        normed, read = _normed(self.pre_mlp_layernorm, normed, regions)
         if not self.parallel_residual:
-            attended = read
+            normed, attended = _normed(self.pre_mlp_layernorm, attended, regions)
+        elif self.pre_mlp_layernorm is not None:
+            normed, _ = _normed(self.pre_mlp_layernorm, hidden_states, regions)
         skip_tail = regions.skip_layer_tail
         branch = regions.run(
             self.mlp_region,
@@ -132,6 +135,8 @@ class TransformerLayer(nn.Module):
         *,
         skip_tail: bool = False,
     ) -> Tensor:
+        if self.residual_multiplier != 1.0 and not skip_tail:
+            branch = branch * self.residual_multiplier
         return add_dropped_out(
             residual,
             branch,
@@ -196,7 +201,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        rotary: RotaryTables | None,
+        rotary: tuple[Tensor, ...] | None,
         plan: RecomputePlan | None = None,
         documents: CuSeqlens | None = None,
     ) -> Tensor:

@@ -124,6 +124,13 @@ def fused_layer_norm_backward(
     return grad_input, grad_weight, grad_output.flatten(0, -2).sum(0)
 
 
+def biasless_layer_norm(
+    hidden_states: Tensor, weight: Tensor, *, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns LayerNorm without a bias, and its statistics."""
+    return layer_norm(hidden_states, weight, torch.zeros_like(weight), epsilon=epsilon)
+
+
 def rms_norm(
     hidden_states: Tensor, weight: Tensor, *, epsilon: float, group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -170,6 +177,12 @@ INPUT_AND_WEIGHT = slice(0, 2)
 NORMS = {
     "LayerNorm": Pair(layer_norm, layer_norm_backward, INPUT_AND_WEIGHT, fused_layer_norm_backward),
     "RMSNorm": Pair(rms_norm, rms_norm_backward, INPUT_AND_WEIGHT),
+    "BiaslessLayerNorm": Pair(
+        biasless_layer_norm,
+        lambda *kept: layer_norm_backward(*kept)[:2],
+        INPUT_AND_WEIGHT,
+        lambda *kept: fused_layer_norm_backward(*kept)[:2],
+    ),
 }
 
 

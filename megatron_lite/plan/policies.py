@@ -259,7 +259,7 @@ def _actions(model: ModelConfig, sizes: Sizes) -> Iterator[LayerAction]:
         for name, facts in REGIONS.items()
         if (not facts.needs_scores or model.builds_scores(sizes.device))
         and (not facts.needs_hidden_dropout or model.hidden_dropout > 0.0)
-        and (not facts.needs_norms_before or not model.norms_after)
+        and (not facts.needs_norms_before or model.norms_before)
         and (not facts.needs_experts or model.num_experts is not None)
         and (name not in OF_DENSE or model.num_dense_layers)
     ]

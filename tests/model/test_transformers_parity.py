@@ -123,11 +123,9 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name, dtype, tole
     """Relative to the largest value of each tensor. transformers computes RMSNorm and rotary angles
     in float32."""
     config, weights, expected = theirs(name, dtype)
-    results = [
-        ours(config, weights, dtype, 1),
-        ours_in_stages(config, weights, dtype),
-        *run_ranks(lambda rank, world_size: ours(config, weights, dtype, world_size), 2),
-    ]
+    results = [ours(config, weights, dtype, 1), ours_in_stages(config, weights, dtype)]
+    if config.query_groups > 1:  # one group of keys is not split
+        results += run_ranks(lambda rank, world_size: ours(config, weights, dtype, world_size), 2)
     for result in results:
         assert difference(expected.logits, result.logits) < tolerance
         assert difference(expected.loss, result.loss) < tolerance

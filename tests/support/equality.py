@@ -94,6 +94,31 @@ VARIANTS: dict[str, dict[str, object]] = {
         moe_expert_capacity_factor=0.9,
         moe_pad_expert_input_to_capacity=True,
     ),
+    "gemma": dict(
+        GQA,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        geglu=True,
+        add_bias_linear=False,
+        norm_position="both",
+        apply_layernorm_1p=True,
+        embedding_multiplier=5.0,
+        softmax_scale=0.3,
+        window_size=(3, 0),
+        window_attn_skip_freq=2,
+        rotary_base_local=100,
+        attention_backend="flash",
+    ),
+    "cohere": dict(
+        position_embedding_type="rope",
+        normalization="BiaslessLayerNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        parallel_residual=True,
+        shared_norm=True,
+        logits_scaling=4.0,
+    ),
+    "granite": dict(LLAMA, **GQA, residual_multiplier=0.22, add_qkv_bias=True, add_proj_bias=True),
 }
 # What depends on how many tokens a router sees, or on the streams of a layout.
 OF_A_LAYOUT = dict(

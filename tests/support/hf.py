@@ -124,20 +124,40 @@ _HALF_ROTATED = dict(
     position_embedding_type="rope", rotary_percent=0.5, untie_embeddings_and_output_weights=True
 )
 
+_YARN: dict[str, object] = dict(
+    rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=8
+)
+_WITH_YARN: dict[str, object] = dict(
+    rope_type="yarn", rotary_scaling_factor=4.0, original_max_position_embeddings=8
+)
+_GPT2_SIZES: dict[str, object] = dict(
+    n_embd=H, n_inner=F, n_layer=L, n_head=A, n_positions=POSITIONS, initializer_range=0.2
+)
+_MULTIPLIERS: dict[str, object] = dict(
+    embedding_multiplier=3.0, residual_multiplier=0.22, logits_scaling=6.0, attention_multiplier=0.3
+)
+_MULTIPLIED = dict(embedding_multiplier=3.0, residual_multiplier=0.22, softmax_scale=0.3)
+_GLM: dict[str, object] = dict(
+    head_dim=D,
+    pad_token_id=None,
+    rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5),
+)
+_COHERE_SIZES = {key: value for key, value in _QWEN2_SIZES.items() if key != "rms_norm_eps"}
+_COHERE_SIZES |= dict(layer_norm_eps=1e-4, pad_token_id=None)
+_COHERE: dict[str, object] = {
+    **_LLAMA,
+    **dict(kv_channels=D, normalization="BiaslessLayerNorm"),
+    **dict(parallel_residual=True, shared_norm=True),
+}
+_GEMMA_SIZES = {**_LLAMA_SIZES, "tie_word_embeddings": True, "pad_token_id": None}
+_GEMMA: dict[str, object] = {
+    **_LLAMA,
+    **dict(swiglu=False, geglu=True, apply_layernorm_1p=True, embedding_multiplier=H**0.5),
+    "untie_embeddings_and_output_weights": False,
+}
+
 PEERS = {
-    "gpt2": Peer(
-        build=_random(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            n_embd=H,
-            n_inner=F,
-            n_layer=L,
-            n_head=A,
-            n_positions=POSITIONS,
-            initializer_range=0.2,
-        ),
-        config={},
-    ),
+    "gpt2": Peer(build=_random("GPT2LMHeadModel", "GPT2Config", **_GPT2_SIZES), config={}),
     "llama": Peer(build=_random("LlamaForCausalLM", "LlamaConfig", **_LLAMA_SIZES), config=_LLAMA),
     "qwen2": Peer(
         build=_random("Qwen2ForCausalLM", "Qwen2Config", **_QWEN2_SIZES),
@@ -259,10 +279,9 @@ PEERS = {
             **{
                 **_QWEN2_SIZES,
                 "num_hidden_layers": 4,
-                "rope_parameters": {
-                    kind: dict(rope_type="default", rope_theta=500.0)
-                    for kind in ("full_attention", "sliding_attention")
-                },
+                "rope_parameters": dict(
+                    full_attention=_YARN, sliding_attention=dict(rope_theta=500.0)
+                ),
             },
         ),
         config={
@@ -274,6 +293,8 @@ PEERS = {
             "qk_layernorm_scope": "all-heads",
             "window_size": (3, 0),
             "window_attn_skip_freq": 4,
+            "rotary_base_local": 500,
+            **_WITH_YARN,
         },
     ),
     "exaone4": Peer(
@@ -409,13 +430,149 @@ PEERS = {
         ),
         config={**_LLAMA, "rotary_base": 260_000_000, "use_rope_scaling": True},
     ),
+    "llama with biases of attention": Peer(
+        build=_random("LlamaForCausalLM", "LlamaConfig", attention_bias=True, **_LLAMA_SIZES),
+        config={**_LLAMA, "add_qkv_bias": True, "add_proj_bias": True},
+    ),
+    "granite": Peer(
+        build=_random("GraniteForCausalLM", "GraniteConfig", **_LLAMA_SIZES, **_MULTIPLIERS),
+        config={**_LLAMA, **_MULTIPLIED, "logits_scaling": 6.0},
+    ),
+    "hyperclovax": Peer(
+        build=_random(
+            "HyperCLOVAXForCausalLM",
+            "HyperCLOVAXConfig",
+            pad_token_id=None,
+            attention_bias=True,
+            **_LLAMA_SIZES,
+            **_MULTIPLIERS,
+        ),
+        config={
+            **_LLAMA,
+            **_MULTIPLIED,
+            **dict(logits_scaling=1 / 6, norm_position="both"),
+            **dict(add_qkv_bias=True, add_proj_bias=True),
+        },
+    ),
+    "helium": Peer(
+        build=_random(
+            "HeliumForCausalLM",
+            "HeliumConfig",
+            **{**_LLAMA_SIZES, "head_dim": D, "pad_token_id": None},
+        ),
+        config={**_LLAMA, "kv_channels": D},
+    ),
+    "ernie4_5": Peer(
+        build=_random(
+            "Ernie4_5ForCausalLM",
+            "Ernie4_5Config",
+            use_bias=True,
+            pad_token_id=None,
+            **_LLAMA_SIZES,
+        ),
+        config={**_LLAMA, "add_bias_linear": True},
+    ),
+    "glm": Peer(
+        build=_random(
+            "GlmForCausalLM", "GlmConfig", **{**_LLAMA_SIZES, **_GLM, "attention_bias": True}
+        ),
+        config={**_LLAMA, "kv_channels": D, "rotary_percent": 0.5, "add_qkv_bias": True},
+    ),
+    "glm4": Peer(
+        build=_random(
+            "Glm4ForCausalLM", "Glm4Config", **{**_LLAMA_SIZES, **_GLM, "attention_bias": False}
+        ),
+        config={**_LLAMA, "kv_channels": D, "rotary_percent": 0.5, "norm_position": "both"},
+    ),
+    "cohere": Peer(
+        build=_random("CohereForCausalLM", "CohereConfig", logit_scale=0.3, **_COHERE_SIZES),
+        config={**_COHERE, "logits_scaling": 1 / 0.3},
+    ),
+    "cohere2": Peer(
+        build=_random(
+            "Cohere2ForCausalLM",
+            "Cohere2Config",
+            attention_bias=True,
+            sliding_window=4,
+            layer_types=["full_attention", "sliding_attention"],
+            **_COHERE_SIZES,
+        ),
+        config={
+            **_COHERE,
+            **_WINDOWS,
+            **dict(logits_scaling=16.0, no_rope_freq=(1, 0)),
+            **dict(add_qkv_bias=True, add_proj_bias=True),
+        },
+    ),
+    "gemma": Peer(build=_random("GemmaForCausalLM", "GemmaConfig", **_GEMMA_SIZES), config=_GEMMA),
+    "gemma3_text": Peer(
+        build=_random(
+            "Gemma3ForCausalLM",
+            "Gemma3TextConfig",
+            sliding_window=4,
+            query_pre_attn_scalar=10,
+            layer_types=["full_attention", "sliding_attention"],
+            **{
+                **_GEMMA_SIZES,
+                "rope_parameters": dict(
+                    full_attention=dict(rope_type="linear", factor=8.0, rope_theta=500.0),
+                    sliding_attention=dict(rope_type="default", rope_theta=100.0),
+                ),
+            },
+        ),
+        config={
+            **_GEMMA,
+            **_WINDOWS,
+            **dict(norm_position="both", qk_layernorm=True, softmax_scale=10**-0.5),
+            **dict(rotary_base_local=100, rotary_seq_len_interpolation_factor=8),
+        },
+    ),
+    "jais2": Peer(
+        build=_random(
+            "Jais2ForCausalLM",
+            "Jais2Config",
+            **{key: value for key, value in _LLAMA_SIZES.items() if key != "rms_norm_eps"},
+        ),
+        config={
+            **_LLAMA,
+            **dict(swiglu=False, squared_relu=True, add_bias_linear=True),
+            **dict(normalization="LayerNorm", norm_epsilon=1e-5),
+        },
+    ),
+    "gpt_bigcode": Peer(
+        build=_random("GPTBigCodeForCausalLM", "GPTBigCodeConfig", **_GPT2_SIZES),
+        config=dict(group_query_attention=True),
+    ),
+    "gpt_bigcode with all heads": Peer(
+        build=_random(
+            "GPTBigCodeForCausalLM", "GPTBigCodeConfig", multi_query=False, **_GPT2_SIZES
+        ),
+        config={},
+    ),
+    "falcon": Peer(
+        build=_random(
+            "FalconForCausalLM",
+            "FalconConfig",
+            hidden_size=H,
+            num_hidden_layers=L,
+            num_attention_heads=A,
+            max_position_embeddings=POSITIONS,
+            initializer_range=0.2,
+        ),
+        config=dict(
+            ffn_hidden_size=4 * H,
+            group_query_attention=True,
+            position_embedding_type="rope",
+            parallel_residual=True,
+            shared_norm=True,
+            add_bias_linear=False,
+            bias_gelu_fusion=False,
+        ),
+    ),
     "llama with longer positions": _llama_of_rule(
         dict(rope_type="linear", factor=2.0), dict(rotary_seq_len_interpolation_factor=2)
     ),
-    "llama with yarn": _llama_of_rule(
-        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
-        dict(rope_type="yarn", rotary_scaling_factor=4.0, original_max_position_embeddings=8),
-    ),
+    "llama with yarn": _llama_of_rule(_YARN, _WITH_YARN),
     # The sample is longer than the original length, so the second list counts.
     "phi3 with longrope": Peer(
         build=_random(

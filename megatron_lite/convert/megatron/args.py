@@ -19,6 +19,7 @@ from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import from_plain
 from megatron_lite.config.rotary import RotarySettings
+from megatron_lite.config.variants import Variants
 from megatron_lite.convert.megatron.torch_file import Inert
 from megatron_lite.convert.target import complete_folder
 from megatron_lite.convert.weights import OUTPUT, WORDS, WeightSource
@@ -29,8 +30,9 @@ EXPERT_FIELDS = tuple(field.name for field in fields(ExpertSettings))
 # It changes how a layer is computed, not what: the converted model has this project's default.
 NOT_TAKEN = {"attention_backend"}
 # Fields that Megatron-LM has no argument for, with the only value that its models have.
-ONLY_HERE = {"parallel_residual": False, "norm_position": "before", "qk_layernorm_scope": "head"}
-ONLY_HERE |= {field.name: field.default for field in fields(RotarySettings)}
+ONLY_HERE = {
+    field.name: field.default for kind in (RotarySettings, Variants) for field in fields(kind)
+}
 SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in ONLY_HERE]
 # Arguments that change the model, and must be off unless ModelConfig has them as a field.
 VARIANTS = (

@@ -105,7 +105,8 @@ class _Course:
             self.waits = sizes.padded_vocab_size // sizes.tp_size * model.hidden_size * wide
         self.layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
         alike = {id(one): one for one in self.layers}.values()
-        self.tables = max(sum(one.tables().values()) for one in alike)
+        tables = {name: size for one in alike for name, size in one.tables().items()}
+        self.tables = sum(tables.values())
         self.first = embedding_operations(model, sizes)
         self.last = head_operations(model, sizes)
         self.embedding, self.head = (

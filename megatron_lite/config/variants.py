@@ -1,0 +1,84 @@
+"""Settings of a layer that Megatron-LM has no flag for, and families of Hugging Face have.
+ModelConfig inherits them.
+
+    Gemma     embeddings times sqrt(h), GeGLU, a scale of the scores, norms around both branches
+    Granite   four multipliers
+    Cohere    one norm for attention and MLP, which read the same input; divided logits
+    Llama     attention_bias: biases of attention alone
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.config.checks import chosen
+from megatron_lite.config.setting import setting, switch
+
+NORMS_AFTER = {"before": False, "after": True, "both": True}
+NORMS_ALL_HEADS = {"head": False, "all-heads": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variants:
+    """What Megatron-LM has no flag for.
+
+    parallel_residual: attention and the MLP read the same input, each through its own norm, and the
+        layer adds both to it: x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX.
+    shared_norm: both read it through one norm, as in Cohere's models.
+    norm_position: "before": a norm before attention and one before the MLP. "after": instead, the
+        output of each is normalised before it is added to the residual, as in OLMo 2. "both": four
+        norms, as in Gemma 2.
+    qk_layernorm_scope: "head": queries and keys are normalised head by head. "all-heads": over the
+        channels of all heads together, as in OLMo 2.
+    embedding_multiplier: its value in the dtype of the weights multiplies, as in Gemma.
+    """
+
+    parallel_residual: bool = switch(
+        "attention and the MLP read the same input, and the layer adds both to it, as in GPT-NeoX",
+        needs=("norm_position=before",),
+    )
+    shared_norm: bool = switch(
+        "attention and the MLP read their input through one norm", needs=("parallel_residual",)
+    )
+    norm_position: str = setting(
+        "norms before attention and the MLP, after each and before the residual is added as in "
+        "OLMo 2, or both as in Gemma 2",
+        "before",
+        choices=tuple(NORMS_AFTER),
+    )
+    qk_layernorm_scope: str = setting(
+        "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
+        "head",
+        choices=tuple(NORMS_ALL_HEADS),
+        needs=("qk_layernorm", "normalization=RMSNorm"),
+        why="it norms queries and keys, and only RMSNorm sums over the ranks",
+    )
+    geglu: bool = switch(
+        "gated linear unit with GELU's tanh form in the MLP, as in Gemma",
+        excludes=("swiglu", "squared_relu"),
+        why="an MLP has one activation",
+    )
+    add_proj_bias: bool = switch(
+        "bias in the projection after attention, also with --disable-bias-linear"
+    )
+    embedding_multiplier: float = setting("multiply the embeddings", 1.0)
+    residual_multiplier: float = setting("multiply what attention and the MLP add", 1.0)
+    logits_scaling: float = setting("divide the logits", 1.0, above=0.0)
+    softmax_scale: float | None = setting(
+        "multiply the scores of attention; derived: 1 / sqrt(channels of a head)", above=0.0
+    )
+
+    @property
+    def norms_before(self) -> bool:
+        """Tells whether a layer normalises the inputs of attention and the MLP."""
+        return self.norm_position != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """Tells whether a layer normalises the outputs of attention and the MLP."""
+        return chosen("--norm-position", self.norm_position, NORMS_AFTER)
+
+    @property
+    def changes_branches(self) -> bool:
+        """Tells whether an operation lies between a branch's last linear layer and its addition."""
+        return self.norms_after or self.residual_multiplier != 1.0
