@@ -135,7 +135,7 @@ class TransformerLayer(nn.Module):
         *,
         skip_tail: bool = False,
     ) -> Tensor:
-        if self.residual_multiplier != 1.0 and not skip_tail:
+        if self.residual_multiplier != 1.0:
             branch = branch * self.residual_multiplier
         return add_dropped_out(
             residual,

@@ -32,12 +32,19 @@ class Peer:
     config: dict[str, object]
 
 
+def _of_type(name: str, **config: object) -> Callable[[], nn.Module]:
+    """Returns `_random` of a family whose model is the class of another one."""
+    return _random("LlamaForCausalLM", "", model_type=name, **config)
+
+
 def _random(model_class: str, config_class: str, **config: object) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         transformers = pytest.importorskip("transformers")
         torch.manual_seed(11)
+        make = getattr(transformers, config_class or "AutoConfig")
+        make = make if config_class else make.for_model
         model = getattr(transformers, model_class)(
-            getattr(transformers, config_class)(vocab_size=V, attn_implementation="eager", **config)
+            make(vocab_size=V, attn_implementation="eager", **config)
         )
         for name, parameter in model.named_parameters():  # zeros and ones would hide mistakes
             if parameter.dim() == 1:
@@ -539,6 +546,17 @@ PEERS = {
             **dict(normalization="LayerNorm", norm_epsilon=1e-5),
         },
     ),
+    "persimmon": Peer(
+        build=_random("PersimmonForCausalLM", "PersimmonConfig", pad_token_id=None, **_NEOX),
+        config={**_HALF_ROTATED, "squared_relu": True, "qk_layernorm": True},
+    ),
+    "internlm3": Peer(
+        build=_of_type(
+            "internlm3", pad_token_id=None, attention_bias=True, mlp_bias=True, **_LLAMA_SIZES
+        ),
+        config={**_LLAMA, "add_bias_linear": True},
+    ),
+    "iquestcoder": Peer(build=_of_type("iquestcoder", **_LLAMA_SIZES), config=_LLAMA),
     "gpt_bigcode": Peer(
         build=_random("GPTBigCodeForCausalLM", "GPTBigCodeConfig", **_GPT2_SIZES),
         config=dict(group_query_attention=True),
