@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_args
-from megatron_lite.cli.explanation import auto_settings, explanation
+from megatron_lite.cli.explanation import explanation
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.units import parse_bytes
 from megatron_lite.memory.explain.recompute_report import explain
-from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.tools import plan
 from pretrain_gpt import main
 from tests.support.commands import SMALL_MODEL, ended, fault_of
@@ -82,13 +80,3 @@ def test_the_last_lines_name_the_planner_which_takes_the_run(tmp_path: Path) -> 
     (verdict,) = json.loads(found.read_text())["verdicts"]
     assert verdict["plans"][0]["config"]["model"] == json.loads(config.to_json())["model"]
     assert verdict["num_gpus"] == config.parallel.model_ranks
-
-
-def test_a_row_has_the_policy_that_auto_would_choose() -> None:
-    config = parse_args([*EXPLAIN, "--pipeline-model-parallel-size", "2"]).config
-    (row,) = auto_settings(config, "cpu", 2)
-    own = fullest_step_peak(config, device="cpu", dp_cp_size=1).num_bytes
-    given = parse_bytes("--memory-budget", row.name.removeprefix("auto "))
-    assert fullest_step_peak(row.config, device="cpu", dp_cp_size=1).num_bytes <= given < own
-    lines = "\n".join(explanation(config, ())).splitlines()
-    assert any(line.startswith(f"  {row.name} ") for line in lines)

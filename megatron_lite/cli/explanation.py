@@ -25,16 +25,13 @@ from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.notices import notices as notices_of
 from megatron_lite.config.parser import help_columns
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import ByteUnit, parse_bytes
 from megatron_lite.data.tokenizers import resolve_vocabulary
-from megatron_lite.memory.explain.prices import ComparedRun, full, with_flags
-from megatron_lite.memory.explain.recompute_report import explain, likely_device, of_one_replica
+from megatron_lite.memory.explain.recompute_report import explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.pipeline_memory import step_microbatches
-from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.signals import dies_without_reader
-from megatron_lite.plan.auto_policy import choose_policy, with_chosen_policy
+from megatron_lite.plan.auto_policy import with_chosen_policy
 from megatron_lite.plan.hardware import Hardware, load_hardware, machine_for_policy, machine_names
 from megatron_lite.plan.step_time import step_time
 
@@ -87,12 +84,8 @@ def explanation(
     num_ranks = world_size if world_size > 1 else config.parallel.model_ranks
     with input_faults():
         hardware = _hardware(machine, device)
-        report = explain(
-            config,
-            device,
-            dp_size=config.parallel.data_parallel_size(num_ranks),
-            others=auto_settings(config, device, num_ranks),
-        )
+        dp_size = config.parallel.data_parallel_size(num_ranks)
+        report = explain(config, device, dp_size=dp_size)
         times = [_step_time(config, one.config, hardware, num_ranks) for one in report.policies]
     end = (
         f"{' '.join(subcommand(program, 'plan'))} --config-json RUN.json --gpus {num_ranks} --gpu "
@@ -107,31 +100,6 @@ def explanation(
         "",
         *textwrap.wrap(end, help_columns(), break_on_hyphens=False),
     ]
-
-
-def auto_settings(config: RunConfig, device: str, num_ranks: int) -> list[ComparedRun]:
-    """Returns the run with the policy that `--recompute-policy auto` would choose.
-
-    The budget is the run's own peak. If the run recomputes nothing, it is halfway between its peak
-    and the one with every layer recomputed. The list is empty if no policy fits. Raises ValueError
-    if the ranks or the batch do not divide.
-    """
-    dp_size = config.parallel.data_parallel_size(num_ranks)
-    own = of_one_replica(config, dp_size)
-    runs = [own, own if config.recomputes else full(own, "uniform", 1)]
-    dp_cp_size = dp_size * config.parallel.context_parallel_size
-    peaks = [fullest_step_peak(run, device=device, dp_cp_size=dp_cp_size).num_bytes for run in runs]
-    budget = sum(peaks) // 2
-    unit = ByteUnit.of(budget)
-    # rounded up, so that the run itself fits
-    words = f"{-(-budget * 1000 // unit.num_bytes) / 1000:.3f}{unit.name}"
-    hardware = _hardware(config.logging.machine, device)
-    try:
-        budget = parse_bytes("--memory-budget", words)
-        text = choose_policy(with_flags(config), hardware, budget, num_ranks)
-    except InputError:
-        return []
-    return [ComparedRun(f"auto {words}", with_flags(config, recompute_policy=text))]
 
 
 def _hardware(machine: str | None, device: str) -> Hardware:

@@ -7,10 +7,9 @@ and memory are those of a real rank, and values do not exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,13 +68,7 @@ class SimulatedTensors(FakeTensorMode):
 
     cache_enabled: bool
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] = MappingProxyType({}),
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and not has_kernel_for(func.name(), "Meta"):
             return _finished(func, args)
         remembers = self.cache_enabled

@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 from megatron_lite.config import run_flags
 from megatron_lite.config.recompute import RecomputeConfig
@@ -36,13 +35,6 @@ from megatron_lite.recompute.schedule import plan_model
 
 LONGEST_NAME = 45
 LOSS_CHUNK = 1024  # tokens; the value of --loss-chunk-size that the report compares
-
-
-class ComparedRun(NamedTuple):
-    """A run that the report compares with the user's. name: its name in the table."""
-
-    name: str
-    config: RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,23 +133,21 @@ def full(config: RunConfig, method: str, count: int, *, split: bool = False) -> 
     )
 
 
-def alternatives(
-    config: RunConfig, device: str, *, dp_cp_size: int = 1, others: Sequence[ComparedRun] = ()
-) -> tuple[Priced, ...]:
-    """Returns the costs of the run's own flags and of usual settings, the highest peak first.
-
-    others: further settings to compare, such as one that a planner has found.
-    """
+def alternatives(config: RunConfig, device: str, *, dp_cp_size: int = 1) -> tuple[Priced, ...]:
+    """Returns the costs of the run's own flags and of usual settings, the highest peak first."""
     priced = {
         one.execution: one
-        for name, run in (*others, *_usual(config, device), ComparedRun("", config))
+        for name, run in (*_usual(config, device), ("", config))
         for one in [price(run, device, dp_cp_size=dp_cp_size, name=name)]
     }
     return tuple(sorted(priced.values(), key=lambda one: (-one.step.num_bytes, one.replay_flops)))
 
 
-def _usual(config: RunConfig, device: str) -> Iterator[ComparedRun]:
-    """Yields the run with usual settings instead of its own, as far as its layout allows them."""
+def _usual(config: RunConfig, device: str) -> Iterator[tuple[str, RunConfig]]:
+    """Yields the run with usual settings instead of its own, as far as its layout allows them.
+
+    Before each stands its name; "": that of its setting.
+    """
     largest = MLP_REGION if config.model.num_experts is None else MOE
     modules = [(CORE_ATTENTION,), POINTWISE, (largest,)]
     if config.model.builds_scores(device):
@@ -174,12 +164,12 @@ def _usual(config: RunConfig, device: str) -> Iterator[ComparedRun]:
             runs.append(full(config, "uniform", 1, split=split))
             runs.append(full(config, "block", (longest + 1) // 2, split=split))
     runs += [with_flags(config, recompute_policy=policy) for policy in policies]
-    yield from (ComparedRun("", run) for run in runs)
+    yield from (("", run) for run in runs)
     tokens = config.data.seq_length * config.training.micro_batch_size
     if config.loss_chunk_size is None and tokens > LOSS_CHUNK:
         chunked = replace(config.training, loss_chunk_size=LOSS_CHUNK)
         name = f"this run with --loss-chunk-size {LOSS_CHUNK}"
-        yield ComparedRun(name, replace(config, training=chunked))
+        yield name, replace(config, training=chunked)
 
 
 def flags_of(config: RunConfig) -> str:

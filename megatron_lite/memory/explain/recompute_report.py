@@ -23,7 +23,6 @@ from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.explain.prices import (
-    ComparedRun,
     Priced,
     alternatives,
     price,
@@ -119,21 +118,17 @@ def likely_device(distributed_backend: str) -> str:
     return "cuda" if not hidden and any(map(glob.glob, there)) else "cpu"
 
 
-def explain(
-    config: RunConfig, device: str, *, dp_size: int = 1, others: Sequence[ComparedRun] = ()
-) -> Report:
+def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
     """Returns the report on a run. The vocabulary size must be known.
 
     device: "cpu" or "cuda".
     dp_size: the number of data-parallel ranks that split --global-batch-size.
-    others: further settings for the table of alternatives.
     ValueError: the run cannot split this batch.
     """
     run, config = config, of_one_replica(config, dp_size)
     dp_cp_size = dp_size * config.parallel.context_parallel_size
     own = price(config, device, dp_cp_size=dp_cp_size)
-    others = [one._replace(config=of_one_replica(one.config, dp_size)) for one in others]
-    policies = alternatives(config, device, dp_cp_size=dp_cp_size, others=others)
+    policies = alternatives(config, device, dp_cp_size=dp_cp_size)
     parts = tuple(_parts(config, own.step.rank, device))
     sizes = Sizes.of(config, device=device)
     ranks = range(config.parallel.pipeline_model_parallel_size)

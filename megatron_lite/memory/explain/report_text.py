@@ -239,8 +239,7 @@ def _policies(report: Report, seconds: Sequence[float], machine: str) -> Iterato
         * bool(seconds)
         + "full: --recompute-granularity full with the method "
         "and the layers of a unit; distributed: --distribute-saved-activations. selective: "
-        "--recompute-modules. policy: --recompute-policy. auto: --recompute-policy auto "
-        "--memory-budget SIZE.",
+        "--recompute-modules. policy: --recompute-policy.",
         2,
     )
 
