@@ -34,7 +34,7 @@ from megatron_lite.config.policy import (
 )
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.setting import check_relations
-from megatron_lite.config.stages import most_in_flight, stages
+from megatron_lite.config.stages import Stage, most_in_flight, stages, stages_of_rank
 from megatron_lite.config.training import TrainingConfig
 
 DEFAULT_LOSS_TOKENS = 512
@@ -192,9 +192,17 @@ class RunConfig:
             num_chunks=len(self.stage_lengths()) // size,
         )
 
+    def stages(self) -> tuple[Stage, ...]:
+        """Returns all virtual stages, in the order of the model."""
+        return stages(self.parallel, self.model.num_layers)
+
+    def stages_of_rank(self, rank: int) -> tuple[Stage, ...]:
+        """Returns the stages of one pipeline rank, in the order of the model."""
+        return stages_of_rank(self.parallel, self.model.num_layers, rank)
+
     def stage_lengths(self) -> list[int]:
         """Returns the number of layers of each virtual stage, in the order of the model."""
-        return [stage.num_layers for stage in stages(self.parallel, self.model.num_layers)]
+        return [stage.num_layers for stage in self.stages()]
 
     def _check_recompute_policy(self) -> None:
         given, parallel = self.recompute.recompute_policy, self.parallel

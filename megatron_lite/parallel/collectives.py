@@ -208,10 +208,10 @@ def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def broadcast_(tensor: Tensor, group: ProcessGroup | None, *, group_source: int = 0) -> Tensor:
-    """Overwrites `tensor` on every rank with the tensor of the group's rank `group_source`."""
+def broadcast_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Overwrites `tensor` on every rank with the tensor of the group's first rank."""
     if group is not None:
-        source = dist.get_global_rank(group, group_source)
+        source = dist.get_global_rank(group, 0)
         work = dist.broadcast(tensor, src=source, group=group, async_op=True)
         Started(tensor, (work,)).wait()
     return tensor

@@ -135,9 +135,7 @@ def told_by_rank_0(what: str, rank: int) -> AbstractContextManager[None]:
     return nullcontext() if rank else told_if_slow(what, print_line)
 
 
-def told_on_terminal(
-    what: str, *, first_after_s: float = FIRST_AFTER_S
-) -> AbstractContextManager[None]:
+def told_on_terminal(what: str) -> AbstractContextManager[None]:
     """Returns the context of a tool's work: lines on standard error, if it is a terminal.
 
     A file or a pipe gets none, so that the output of a tool does not depend on the machine's speed.
@@ -145,6 +143,4 @@ def told_on_terminal(
     """
     if not sys.stderr.isatty():
         return nullcontext()
-    return told_if_slow(
-        what, lambda line: print(line, file=sys.stderr, flush=True), first_after_s=first_after_s
-    )
+    return told_if_slow(what, lambda line: print(line, file=sys.stderr, flush=True))

@@ -75,25 +75,6 @@ def keeping_all(
     return frozenset(action for number, action in enumerate(forwards) if number % window < num_kept)
 
 
-def check_num_microbatches(
-    num_microbatches: int,
-    *,
-    size: int,
-    num_chunks: int,
-    remedy: str = "change --global-batch-size, or leave the virtual stages out",
-) -> None:
-    """Raises ValueError if a rank has several stages and `size` does not divide num_microbatches.
-
-    remedy: the end of the message, which says how to fix it.
-    """
-    if num_chunks > 1 and num_microbatches % size:
-        raise ValueError(
-            f"{num_microbatches} micro-batches per step are not a multiple of "
-            f"--pipeline-model-parallel-size {size}, as several virtual stages per rank need: "
-            f"{remedy}"
-        )
-
-
 def _sequences(
     size: int, num_microbatches: int, num_chunks: int
 ) -> tuple[list[Action], list[Action]]:
@@ -102,7 +83,12 @@ def _sequences(
     With several stages per rank, `size` micro-batches run through each stage in turn, and the next
     `size` follow. Backwards take the stages in reverse.
     """
-    check_num_microbatches(num_microbatches, size=size, num_chunks=num_chunks)
+    if num_chunks > 1 and num_microbatches % size:
+        raise ValueError(
+            f"{num_microbatches} micro-batches per step are not a multiple of "
+            f"--pipeline-model-parallel-size {size}, as several virtual stages per rank need: "
+            "change --global-batch-size, or leave the virtual stages out"
+        )
     group = size if num_chunks > 1 else 1
     forwards, backwards = [], []
     for first in range(0, num_microbatches, group):

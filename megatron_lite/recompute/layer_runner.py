@@ -12,9 +12,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.regions import MOE
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute.choices import Choices
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
-from megatron_lite.recompute.region_runner import Regions
+from megatron_lite.recompute.region_runner import Choices, Regions
 
 if TYPE_CHECKING:
     from megatron_lite.recompute.ops import KeptResults

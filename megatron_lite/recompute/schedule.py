@@ -11,7 +11,6 @@ from dataclasses import replace
 from megatron_lite.config.policy import Policy
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import stages
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
 
 
@@ -42,7 +41,7 @@ def plan_model(config: RunConfig) -> RecomputePlan:
     It covers what all ranks of a pipeline recompute together.
     """
     whole: list[Segment] = []
-    for stage in stages(config.parallel, config.model.num_layers):
+    for stage in config.stages():
         plan = plan_stage(config.recompute, stage.num_layers, stage.number)
         whole += [
             replace(segment, first_layer=stage.first_layer + segment.first_layer)

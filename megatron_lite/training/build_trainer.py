@@ -17,7 +17,7 @@ from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.notices import notices
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
+from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.config.units import size
 from megatron_lite.context_parallel.attention_kernels import KERNELS
 from megatron_lite.data.datasets import Datasets, build_datasets
@@ -49,7 +49,7 @@ PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 def build_stages(config: RunConfig, parallel: ParallelState) -> ModelStages:
     """Returns all stages that this rank holds, in the order of the model."""
-    stages = stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank)
+    stages = config.stages_of_rank(parallel.pp_rank)
     kernels = CompiledKernels() if config.uses_compiler(parallel.device.type) else None
     return ModelStages([build_model(config, parallel, stage, kernels) for stage in stages])
 
@@ -393,7 +393,7 @@ def _check_batches(
     """
     training, unit = config.training, batches.samples_per_microbatch
     rule = f"--micro-batch-size {training.micro_batch_size} x data-parallel size {parallel.dp_size}"
-    if len(stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank)) > 1:
+    if len(config.stages_of_rank(parallel.pp_rank)) > 1:
         unit *= parallel.pp_size
         rule += f" x --pipeline-model-parallel-size {parallel.pp_size} (for virtual stages)"
     flag = "--global-batch-size"

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import most_in_flight, stages, stages_of_rank
+from megatron_lite.config.stages import most_in_flight
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import layers_differ
 from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, STATES, StepPeakMeasured
@@ -123,7 +123,7 @@ def _exact(step: StepSize, place: RankPlace) -> tuple[Counter[str], int]:
     the most bytes that the rank holds after the last backward.
     """
     config, (pp_rank, dp_cp_size, dp_cp_rank, _) = step.config, place
-    (stage,) = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
+    (stage,) = config.stages_of_rank(pp_rank)
     states = rank_states(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
     update = update_memory(config, stage, states, dp_cp_size=dp_cp_size, device="cpu")
     found = Counter({**dict(zip(STATES, states[:4], strict=True)), HOST: states.on_host})
@@ -145,8 +145,8 @@ def _smaller(whole: StepSize, place: RankPlace) -> tuple[StepSize, list[tuple[St
     """
     config, rank = whole.config, place.pp_rank
     model, recompute = config.model, config.recompute
-    all_stages = stages(config.parallel, model.num_layers)
-    stage, *others = stages_of_rank(config.parallel, model.num_layers, rank)
+    all_stages = config.stages()
+    stage, *others = config.stages_of_rank(rank)
     partial = recompute.num_microbatches_with_partial_activation_checkpoints is not None
     if others or partial:
         return whole, []

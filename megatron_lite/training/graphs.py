@@ -36,7 +36,7 @@ from megatron_lite.parallel.generators import RngSnapshot
 from megatron_lite.parallel.rng import Access, RngStreams
 from megatron_lite.parallel.torch_internals import tree_leaves, tree_map
 from megatron_lite.training.batches import Batches, MaskedMean, MicroBatch
-from megatron_lite.training.observe import ActivationMeter, TimelineRecorder
+from megatron_lite.training.observe import ActivationMeter, Timeline
 from megatron_lite.training.out_of_memory import is_out_of_memory
 from megatron_lite.training.step import StepResult
 
@@ -222,7 +222,7 @@ class Recorder:
         decoupled_learning_rate: float | None = None,
         masked: MaskedMean | None = None,
         meter: ActivationMeter | None = None,
-        timeline: TimelineRecorder | None = None,
+        timeline: Timeline | None = None,
     ) -> StepResult:
         """Runs `train_step`, as a graph if it can. meter, timeline: for the first two steps."""
         with self._on_its_stream():

@@ -34,10 +34,11 @@ from megatron_lite.training.observe import (
     ActivationMeter,
     PeakMemory,
     PeakMeter,
-    TimelineRecorder,
+    Timeline,
     measures_peak,
     own_step_peak,
     peak_of_all_ranks,
+    record_step,
 )
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from megatron_lite.training.start_text import described, moved_from
@@ -75,7 +76,7 @@ class Looks(NamedTuple):
     """What looks at a step: None for most steps."""
 
     meter: ActivationMeter | None = None
-    timeline: TimelineRecorder | None = None
+    timeline: Timeline | None = None
     peak: PeakMeter | None = None
 
 
@@ -389,7 +390,7 @@ class Trainer:
             return Looks(None if config.compiles_layers else ActivationMeter(thorough=verifies))
         path, peak, timeline = config.logging.memory_timeline, None, None
         if path is not None and self.parallel.rank == 0:
-            timeline = TimelineRecorder(path, config)
+            timeline = partial(record_step, path, config)
         if measures_peak(config, device):
             peak = PeakMeter(self.model, self.optimizer, device)
         return Looks(timeline=timeline, peak=peak)

@@ -42,6 +42,8 @@ from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.weights import local_part, weights_in_use
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
+# Runs a micro-batch of a whole model, and records its memory: (model, forward) -> loss.
+Timeline = Callable[[GPTModel, Callable[[], Tensor]], Tensor]
 MOST_NAMED = 6  # layers that differ from the prediction
 
 
@@ -190,32 +192,29 @@ def _sizes(
     return replace(sizes, expert_rows=rows) if any(rows) else sizes
 
 
-class TimelineRecorder:
-    """Writes the memory timeline of a micro-batch of a whole model, and the predicted bytes."""
+def record_step(path: str, config: RunConfig, model: GPTModel, run: Callable[[], Tensor]) -> Tensor:
+    """Writes the memory timeline of a micro-batch of a whole model, and the predicted bytes.
 
-    def __init__(self, path: str, config: RunConfig) -> None:
-        self._path, self._config = path, config
+    Runs the forward `run` and its backward. Returns the loss, detached.
+    """
+    # Imported here because the import takes seconds.
+    from megatron_lite.memory.measure.recorder import record_timeline
+    from megatron_lite.memory.measure.timeline import write_timeline
 
-    def record(self, model: GPTModel, run: Callable[[], Tensor]) -> Tensor:
-        """Runs the forward `run` and its backward. Returns the loss, detached."""
-        # Imported here because the import takes seconds.
-        from megatron_lite.memory.measure.recorder import record_timeline
-        from megatron_lite.memory.measure.timeline import write_timeline
+    losses = []
 
-        losses = []
+    def noted() -> Tensor:
+        loss = run()
+        losses.append(loss.detach())
+        return loss
 
-        def noted() -> Tensor:
-            loss = run()
-            losses.append(loss.detach())
-            return loss
-
-        plan = model.decoder.plan
-        name = str(self._config.recompute.policy)
-        timeline = record_timeline(model, noted, name=name)
-        sizes = Sizes.of(self._config, device=losses[0].device.type, stage=model.stage)
-        predicted = tuple(kept_course(self._config.model, plan, sizes))
-        write_timeline(replace(timeline, predicted=predicted), self._path)
-        return losses[0]
+    plan = model.decoder.plan
+    name = str(config.recompute.policy)
+    timeline = record_timeline(model, noted, name=name)
+    sizes = Sizes.of(config, device=losses[0].device.type, stage=model.stage)
+    predicted = tuple(kept_course(config.model, plan, sizes))
+    write_timeline(replace(timeline, predicted=predicted), path)
+    return losses[0]
 
 
 class PeakMemory(NamedTuple):

@@ -17,7 +17,7 @@ import os
 import resource
 import shlex
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -138,21 +138,18 @@ def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
     return states.total + (states.on_host if parallel.device.type == "cpu" else 0)
 
 
-def memory_bytes(
-    device: torch.device, *, meminfo: Path = MEMINFO, cgroup_limits: Sequence[Path] = CGROUP_LIMITS
-) -> int | None:
+def memory_bytes(device: torch.device) -> int | None:
     """Returns the bytes of all memory of a GPU, or of all memory and swap of this host.
 
     The limit of the control group counts if it is lower. Returns None if nothing is known.
-    meminfo, cgroup_limits: the files of the kernel that have the figures.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = []
     with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         limits.append(sum(int(lines[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal")))
-    for path in cgroup_limits:
+    for path in CGROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
             limits.append(int(path.read_text()))
     if not limits:

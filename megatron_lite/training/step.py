@@ -25,7 +25,7 @@ from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.pipeline.order import Action, forwards_only, keeping_all, order
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.training.batches import Batches, MaskedMean
-from megatron_lite.training.observe import ActivationMeter, TimelineRecorder
+from megatron_lite.training.observe import ActivationMeter, Timeline
 
 if TYPE_CHECKING:
     from megatron_lite.pipeline.executor import Forward
@@ -124,7 +124,7 @@ def train_step(
     learning_rate: float | Tensor,
     decoupled_learning_rate: float | Tensor | None = None,
     meter: ActivationMeter | None = None,
-    timeline: TimelineRecorder | None = None,
+    timeline: Timeline | None = None,
     masked: MaskedMean | None = None,
 ) -> StepResult:
     """Runs all micro-batches forward and backward and updates the weights once.
@@ -311,7 +311,7 @@ class StageRunner:
         *,
         loss_factor: float,
         meter: ActivationMeter | None = None,
-        timeline: TimelineRecorder | None = None,
+        timeline: Timeline | None = None,
         mask_factors: Tensor | None = None,
         loss_scale: Tensor | None = None,
         before_last: Callable[[Iterable[nn.Parameter]], None] | None = None,
@@ -368,7 +368,7 @@ class StageRunner:
                     before_last(self._chunks[0].parameters())
                 action = Action("forward", number)
                 if number == 0 and timeline is not None:
-                    losses.append(timeline.record(self._chunks[0], partial(forward, action, None)))
+                    losses.append(timeline(self._chunks[0], partial(forward, action, None)))
                     continue
                 loss = forward(action, None)
                 with self.timed("backward-compute"):

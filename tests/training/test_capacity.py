@@ -53,15 +53,16 @@ def test_ranks_of_one_host_are_counted_together_and_those_of_others_are_not(
     [(["max"], 3 << 30), (["1048576"], 1 << 20), ([str(1 << 62)], 3 << 30), ([], 3 << 30)],
 )
 def test_the_limit_of_the_control_group_counts_where_it_is_lower(
-    tmp_path: Path, limits: list[str], expected: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[str], expected: int
 ) -> None:
     (tmp_path / "meminfo").write_text(
         f"MemTotal: {2 << 20} kB\nMemFree: 1 kB\nSwapTotal: {1 << 20} kB\n"
     )
     for limit in limits:
         (tmp_path / "memory.max").write_text(limit + "\n")
-    files = dict(meminfo=tmp_path / "meminfo", cgroup_limits=[tmp_path / "memory.max"])
-    assert memory_bytes(CPU, **files) == expected
+    monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(capacity, "CGROUP_LIMITS", [tmp_path / "memory.max"])
+    assert memory_bytes(CPU) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megatron_lite.config import run_flags
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MLP_REGION, MOE, POINTWISE
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, stages, stages_of_rank
+from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import logits_flops, replay_flops, step_flops
 from megatron_lite.memory.predict.kept_tensors import host_bytes
@@ -107,7 +107,7 @@ def price(config: RunConfig, device: str, *, dp_cp_size: int = 1, name: str = ""
 
 def rank_plans(config: RunConfig, rank: int) -> list[tuple[Stage, RecomputePlan]]:
     """Returns the stages of a pipeline rank and their plans."""
-    own = stages_of_rank(config.parallel, config.model.num_layers, rank)
+    own = config.stages_of_rank(rank)
     return [(stage, stage_plan(config, stage)) for stage in own]
 
 
@@ -158,7 +158,7 @@ def _usual(config: RunConfig, device: str) -> Iterator[tuple[str, RunConfig]]:
     runs = [with_flags(config)]
     for names in modules:
         runs.append(with_flags(config, recompute_granularity="selective", recompute_modules=names))
-    longest = max(stage.num_layers for stage in stages(config.parallel, config.model.num_layers))
+    longest = max(stage.num_layers for stage in config.stages())
     for split in (False, True):
         with contextlib.suppress(ValueError):  # not every layout can split the inputs of units
             runs.append(full(config, "uniform", 1, split=split))

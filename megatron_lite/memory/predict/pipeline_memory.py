@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.parallel import exchange_of
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, most_in_flight, stages, stages_of_rank
+from megatron_lite.config.stages import Stage, most_in_flight
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import layers_differ
 from megatron_lite.memory.predict.flops import replay_flops
@@ -38,7 +38,7 @@ class RankSchedule(NamedTuple):
     @classmethod
     def of(cls, config: RunConfig, rank: int, num_microbatches: int) -> RankSchedule:
         """Returns the schedule of a step with so many micro-batches."""
-        own = stages_of_rank(config.parallel, config.model.num_layers, rank)
+        own = config.stages_of_rank(rank)
         shape = dict(
             size=config.parallel.pipeline_model_parallel_size,
             rank=rank,
@@ -159,7 +159,7 @@ def step_microbatches(config: RunConfig) -> int:
     size = config.parallel.pipeline_model_parallel_size
     if config.training.global_batch_size is not None:
         return config.training.most_microbatches(1)
-    return 1 if len(stages(config.parallel, config.model.num_layers)) == size else 2 * size
+    return 1 if len(config.stages()) == size else 2 * size
 
 
 def spared_flops(
@@ -197,7 +197,7 @@ def distinct_ranks(config: RunConfig) -> Iterator[int]:
     """
     seen = set()
     for rank in range(config.parallel.pipeline_model_parallel_size):
-        own = stages_of_rank(config.parallel, config.model.num_layers, rank)
+        own = config.stages_of_rank(rank)
         alike = tuple(_likeness(config, stage) for stage in own)
         if alike not in seen:
             seen.add(alike)
@@ -232,7 +232,7 @@ def enough_microbatches(config: RunConfig, rank: int, *, most: int | None = None
     most = step_microbatches(config) if most is None else most
     repeats = 0
     if config.recompute.num_microbatches_with_partial_activation_checkpoints is not None:
-        num_chunks = len(stages_of_rank(config.parallel, config.model.num_layers, rank))
+        num_chunks = len(config.stages_of_rank(rank))
         window = most_in_flight(size=size, rank=rank, num_microbatches=most, num_chunks=num_chunks)
         repeats = math.lcm(window, num_chunks * size) // num_chunks
     return min(most, 2 * size + repeats)

@@ -32,7 +32,7 @@ from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS, MUON, PART
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
+from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.description.gradient_buckets import Gradient, bucket_layouts
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import Operation, Parameter
@@ -141,11 +141,7 @@ def _state_tensors(
     settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int
 ) -> StateTensors:
     config = settings.config
-    held = [
-        one
-        for stage in stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
-        for one in _parameters(config, stage)
-    ]
+    held = [one for stage in config.stages_of_rank(pp_rank) for one in _parameters(config, stage)]
     element = chosen("the precision", config.training.precision, ELEMENT_BYTES)
     parallel, shards = config.parallel, config.parallel.shards(dp_cp_size)
     own_rank = dp_cp_rank % shards
@@ -308,7 +304,7 @@ def rank_parameter_count(config: RunConfig, rank: int) -> int:
             whole_experts=sizes.whole_experts,
             stage=stage,
         )
-        for stage in stages_of_rank(config.parallel, config.model.num_layers, rank)
+        for stage in config.stages_of_rank(rank)
     )
 
 
