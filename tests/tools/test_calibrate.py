@@ -3,7 +3,6 @@ model reads, and wrong settings are refused."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.plan.hardware import load_hardware
-from megatron_lite.plan.step_time import step_time
 from megatron_lite.tools import calibrate
 from tests.support.gpus import show_gpus
 
@@ -30,22 +28,17 @@ def test_rates_without_a_slope_have_no_half_dimension() -> None:
     assert calibrate.fit([(64, 2e9), (64, 2e9)]) == (pytest.approx(2e9), 0.0)
 
 
-@pytest.mark.long
 def test_a_measured_machine_is_one_that_the_model_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate, "SHAPES", ((32, 32, 32), (64, 64, 8)))
     monkeypatch.setattr(calibrate, "ELEMENTS", 1 << 14)
-    monkeypatch.setattr(calibrate, "PROBE", (64, 8))
     path = tmp_path / "here.json"
     words = ["--output", str(path), "--device", "cpu", "--seconds", "0.002"]
     assert calibrate.main(words) == 0
     assert f"{path}: written" in capsys.readouterr().out
     machine = load_hardware(str(path))  # a figure beyond its bounds would raise ValueError
     assert machine.device == "cpu" and machine.shares_cores
-    probe = calibrate._probe(64, 8)
-    slower = dataclasses.replace(machine, pace=2 * machine.pace)
-    assert step_time(probe, slower, 1).seconds == 2 * step_time(probe, machine, 1).seconds > 0.0
     assert machine.inside == load_hardware("cpu").inside
     assert any("those of cpu" in source for source in machine.sources.values())
 
