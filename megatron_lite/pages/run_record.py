@@ -7,6 +7,7 @@ takes linear time.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -111,7 +112,7 @@ def _metrics_and_logs(paths: Sequence[str]) -> tuple[Path, list[Path]]:
         for file in _files_under(path) if path.is_dir() else [path]:
             if file.suffix == ".log":
                 logs.add(file)
-            elif file.name != SKIPPED_BATCHES and _holds_rows(file):
+            elif file.name != SKIPPED_BATCHES and any(itertools.islice(_rows(file), 100)):
                 metrics.add(file)
     if not metrics:
         raise InputError(
@@ -124,10 +125,6 @@ def _metrics_and_logs(paths: Sequence[str]) -> tuple[Path, list[Path]]:
             "give one of these files, or the folder of one run"
         )
     return metrics.pop(), sorted(logs)
-
-
-def _holds_rows(path: Path) -> bool:
-    return any(row for _, row in zip(range(100), _rows(path), strict=False))
 
 
 def _files_under(root: Path) -> Iterator[Path]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lite.config.checks import InputError
@@ -37,11 +37,6 @@ def convert(args: argparse.Namespace, program: str = PROGRAM) -> None:
     Raises InputError for a fault in the flags, in the source or in the target. A signal ends it
     after the tensor that is being converted.
     """
-    with postponed() as check:
-        _convert(args, program, check)
-
-
-def _convert(args: argparse.Namespace, program: str, check: Callable[[], None]) -> None:
     # Imported late: the modules import torch, which --help does not need.
     from megatron_lite.convert.formats import FORMATS
     from megatron_lite.convert.native import next_lines
@@ -62,7 +57,7 @@ def _convert(args: argparse.Namespace, program: str, check: Callable[[], None]) 
             raise InputError(f"{flag} {value} does not apply to --to {args.target}: leave it out")
     load, save = Path(args.load), Path(args.save)
     check_absent(save)
-    with crafted(f"--load {load}"):
+    with postponed() as check, crafted(f"--load {load}"):
         source = FORMATS[args.source].source(load)
         check()
         for note in source.notes:
@@ -79,7 +74,7 @@ def _convert(args: argparse.Namespace, program: str, check: Callable[[], None]) 
                 print(text, file=sys.stderr, flush=True)
 
         target.write(source, save, advance, **options)
-    check()
+        check()
     print(f"{save}: converted from {load} ({args.source} -> {args.target})", flush=True)
     if args.target == "megatron-lite":
         print(*next_lines(save, program), sep="\n", flush=True)

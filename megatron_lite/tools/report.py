@@ -65,7 +65,8 @@ def report(
     Raises InputError if the paths hold no metrics, or those of several runs, and if the page cannot
     be written.
     """
-    target = output or _default_output(paths[0])
+    page = os.path.join(paths[0], DEFAULT_OUTPUT) if os.path.isdir(paths[0]) else f"{paths[0]}.html"
+    target = output or page
     if os.path.splitext(target)[1] not in (".html", ".htm"):
         raise InputError(f"--output must end in .html or .htm (got {target!r})")
     with crafted(", ".join(paths)):
@@ -98,10 +99,6 @@ def _calibrate(run: RunRecord, machine: str, file: str) -> None:
     found = dataclasses.replace(known, pace=pace, band=band, sources=sources)
     save_hardware(found, file)
     print(f"{file}: a step takes {pace:.3f} of what {machine} predicts, +-{band:.0%}")
-
-
-def _default_output(path: str) -> str:
-    return os.path.join(path, DEFAULT_OUTPUT) if os.path.isdir(path) else f"{path}.html"
 
 
 if __name__ == "__main__":

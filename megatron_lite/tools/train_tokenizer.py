@@ -48,17 +48,9 @@ def train(args: argparse.Namespace) -> None:
         )
     if args.max_line_bytes < 1:
         raise InputError(f"--max-line-bytes must be at least 1 (got {args.max_line_bytes})")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=args.vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
-        show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )
+    tokenizer = ByteLevelBPETokenizer()
     # All texts are read first, because the library would swallow the error of a bad line.
     texts = [
         text
@@ -66,7 +58,9 @@ def train(args: argparse.Namespace) -> None:
         for text in parse_line(line.content, args.json_keys, f"{args.input}:{line.number}")
     ]
     with told_on_terminal(f"merging tokens of {len(texts)} texts, up to {args.vocab_size}"):
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator(
+            texts, args.vocab_size, 0, show_progress=False, special_tokens=[END_OF_DOCUMENT]
+        )
     os.makedirs(args.output, exist_ok=True)
     path = os.path.join(args.output, "tokenizer.json")
     with replacing(path) as tmp:
