@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -72,9 +71,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     flags = vars(parser.parse_args(renamed))
     given = {name: flags.pop(name) for name in own}
     found: list[int] = []
-    failed = exit_status(
-        lambda: found.append(_plan(given, flags, [program, *words], notes)), program
-    )
+    failed = exit_status(lambda: found.append(_plan(given, flags, notes)), program)
     return failed or found[0]
 
 
@@ -114,13 +111,10 @@ def _parser(program: str) -> tuple[Parser, list[str]]:
     return parser, own
 
 
-def _plan(
-    own: Mapping[str, Any], flags: dict[str, Any], typed: Sequence[str], notes: list[str]
-) -> int:
+def _plan(own: Mapping[str, Any], flags: dict[str, Any], notes: list[str]) -> int:
     """Prints the plans and returns the exit status.
 
     own, flags: the planner's flags and those of the run, by name.
-    typed: the command line, which begins with the name of the program.
     notes: those about the words of the command line.
     Raises InputError for a fault in the input.
     """
@@ -150,7 +144,7 @@ def _plan(
         for shown_verdict in plain["verdicts"]:
             print("\n".join(["", *lines(shown_verdict)]))
         if own["gpus"] is not None and all(one.word == DOES_NOT_FIT for one in verdicts):
-            print(_more_gpus(problem, budget, max(one.num_ranks for one in verdicts), typed))
+            print(_more_gpus(problem, budget, max(one.num_ranks for one in verdicts)))
     return status(verdicts)
 
 
@@ -195,22 +189,13 @@ def _counts(gpus: str) -> list[int]:
     return counts
 
 
-def _more_gpus(problem: Problem, budget: Budget, tried: int, typed: Sequence[str]) -> str:
-    """Returns the lines about the fewest GPUs on which the run fits, with a command to try."""
+def _more_gpus(problem: Problem, budget: Budget, tried: int) -> str:
+    """Returns the lines about the fewest GPUs on which the run fits."""
     with told_on_terminal(f"searching the fewest GPUs that are enough, of more than {tried}"):
         count = fewest_ranks(problem, budget, above=tried)
     if count is None:
         return f"\n{paragraph(MORE_DO_NOT_HELP)}"
-    program, *words = typed
-    for place, word in enumerate(words):
-        if word == "--gpus":
-            words[place + 1] = f"{count}"
-        elif word.startswith("--gpus="):
-            words[place] = f"--gpus={count}"
-    return (
-        f"\nIt fits on {count} GPUs, the fewest of 2, 4, 8, ... This command has the plans:\n"
-        f"  {program} {shlex.join(words)}"
-    )
+    return f"\nIt fits on {count} GPUs, the fewest of 2, 4, 8, ...: give --gpus {count}"
 
 
 def _problem(
