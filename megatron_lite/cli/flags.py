@@ -39,7 +39,7 @@ Values = dict[str, dict[str, Any]]  # by topic and field
 
 # A file of --dump-config holds these derived values. A flag may change the values from which they
 # are derived, and they must be derived again.
-DERIVED_FIELDS = ("kv_channels", "ffn_hidden_size")
+DERIVED_FIELDS = ("kv_channels", "ffn_hidden_size", "rope_type")
 SOURCES = ("config_json", "hf_config", "model")
 REQUIRED = {name for name, field in run_fields().items() if field.is_required} | {"vocab_size"}
 CONTRADICTIONS = {

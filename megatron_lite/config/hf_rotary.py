@@ -157,7 +157,7 @@ class Rotary(NamedTuple):
             factor, length = model.rotary_scaling_factor, model.original_max_position_embeddings
             scaling = {"rope_type": model.rope_type, "factor": factor, LENGTH: length}
             scaling["attention_factor"] = model.rotary_scaling.magnitude
-            for key in OF_RULE[model.rope_type]:
+            for key in OF_RULE[model.rope_type or ""]:
                 value = getattr(model, key)
                 scaling[key] = list(value) if isinstance(value, tuple) else value
         base = float(model.rotary_base)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen, resolve
 from megatron_lite.config.experts import ExpertSettings
+from megatron_lite.config.latent_attention import LatentSettings
 from megatron_lite.config.layer_pattern import (
     LARGEST_NUMBER,
     check_pattern,
@@ -29,7 +30,7 @@ from megatron_lite.config.layer_pattern import (
     spelled,
 )
 from megatron_lite.config.plain import MOST_LAYERS
-from megatron_lite.config.rotary import RotaryScaling, RotarySettings
+from megatron_lite.config.rotary import RotaryScaling, RotarySettings, yarn_magnitude
 from megatron_lite.config.setting import check_settings, required, setting, switch
 from megatron_lite.config.variants import NORMS_ALL_HEADS, Variants
 
@@ -82,7 +83,7 @@ ATTENTION_BACKENDS = tuple(ALWAYS_UNFUSED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertSettings, RotarySettings, Variants):
+class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
     """The shape of one GPT.
 
     ffn_hidden_size: f. None: Megatron's default, 4 h. With a gated activation it is 8/3 h, rounded
@@ -97,6 +98,7 @@ class ModelConfig(ExpertSettings, RotarySettings, Variants):
         embedding reaches longer sequences than it was trained on (config/rotary.py).
 
     config/layer_pattern.py defines window_attn_skip_freq and no_rope_freq.
+    kv_channels: under multi-latent attention those of queries and keys, both parts.
     """
 
     num_layers: int = required("transformer layers", least=1, most=MOST_LAYERS)
@@ -194,6 +196,16 @@ class ModelConfig(ExpertSettings, RotarySettings, Variants):
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.multi_latent_attention:
+            self.check_latent_heads()
+            whole, usual = self.qk_head_dim + self.qk_pos_emb_head_dim, self.hidden_size
+            usual //= self.num_attention_heads
+            if self.kv_channels not in (None, whole, usual, self.v_head_dim):
+                raise ValueError(
+                    f"--kv-channels {self.kv_channels} has no effect under "
+                    f"--multi-latent-attention, whose keys have {whole} channels: leave it out"
+                )
+            object.__setattr__(self, "kv_channels", whole)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
@@ -205,6 +217,7 @@ class ModelConfig(ExpertSettings, RotarySettings, Variants):
                 f"--num-query-groups {self.num_query_groups}: each group needs the same number "
                 "of heads"
             )
+        resolve(self, "rope_type", "yarn" if self.multi_latent_attention else "rope")
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         # Megatron's rule. A gated MLP has three matrices instead of two: at 2/3 of the width it has
         # about as many parameters.
@@ -280,14 +293,25 @@ class ModelConfig(ExpertSettings, RotarySettings, Variants):
 
     @property
     def head_dim(self) -> int:
-        """d, the channels of one head (`--kv-channels`)."""
+        """d, the channels of one head (`--kv-channels`); of queries and keys if values differ."""
         assert self.kv_channels is not None
         return self.kv_channels
 
     @property
+    def value_dim(self) -> int:
+        """The channels of one head of values."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_dim
+
+    @property
     def attention_scale(self) -> float:
-        """The number that multiplies the scores."""
-        return self.softmax_scale or self.head_dim**-0.5
+        """The number that multiplies the scores.
+
+        With yarn multi-latent attention has its magnitude here, for all channels of a head.
+        """
+        stretches = self.multi_latent_attention and self.rope_type == "yarn"
+        magnitude = yarn_magnitude(self.rotary_scaling_factor, self.mscale_all_dim)
+        scale = (magnitude**2 if stretches else 1.0) * self.head_dim**-0.5
+        return self.softmax_scale or scale
 
     @property
     def has_proj_bias(self) -> bool:
@@ -308,9 +332,11 @@ class ModelConfig(ExpertSettings, RotarySettings, Variants):
     def builds_scores(self, device: str) -> bool:
         """Returns whether core attention builds its scores in training on the device.
 
-        device: "cpu" or "cuda". torch's flash kernel for CPUs has no dropout (model/attention.py).
+        device: "cpu" or "cuda". torch's flash kernel for CPUs has no dropout (model/attention.py),
+        nor has the one that takes values of another size than keys.
         """
-        return self.always_unfused or (device == "cpu" and self.attention_dropout > 0.0)
+        draws = self.attention_dropout > 0.0
+        return self.always_unfused or (draws and (device == "cpu" or self.multi_latent_attention))
 
     def layer_window(self, layer: int) -> tuple[int, int] | None:
         """Returns how many tokens (before, after) its own a query reads, or None for all before.
@@ -392,6 +418,8 @@ class ModelConfig(ExpertSettings, RotarySettings, Variants):
     @property
     def rotary_dim(self) -> int:
         """r, the number of channels of a head that are rotated."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
 
     @property

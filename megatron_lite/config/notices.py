@@ -189,6 +189,8 @@ def _of_regions(config: RunConfig, actions: list[LayerAction], modules: list[str
         wanted = REGIONS[region].needs_experts and not {*POINTWISE} <= {*modules}
         if wanted and model.num_experts is None:
             yield f"--recompute-modules {region} has no effect without --num-experts"
+        if REGIONS[region].needs_latents and not model.multi_latent_attention:
+            yield f"--recompute-modules {region} has no effect without --multi-latent-attention"
         if region == MLP_REGION and model.num_dense_layers == 0:
             yield f"--recompute-modules {region} has no effect: every layer has experts; use {MOE}"
         if not model.norms_before and REGIONS[region].needs_norms_before:

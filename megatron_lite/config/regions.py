@@ -14,6 +14,7 @@ from typing import Literal
 CORE_ATTENTION, LAYERNORM, MLP_REGION = "core_attn", "layernorm", "mlp"
 ACTIVATION, DROPOUT = "activation", "dropout"
 MOE, MOE_ACTIVATION, SHARED_EXPERTS = "moe", "moe_act", "shared_experts"
+UP_PROJECTION = "mla_up_proj"
 ALIAS = "pointwise"
 Method = Literal["replay", "discard", "redraw"]
 
@@ -39,6 +40,7 @@ class RegionFacts:
         No operation keeps the output of a norm that follows them (--norm-position after).
     needs_hidden_dropout: whether it frees memory only under --hidden-dropout > 0.
     needs_experts: whether only layers with experts have it (--num-experts). They have no `mlp`.
+    needs_latents: whether only multi-latent attention has it, and it runs matmuls.
     """
 
     method: Method
@@ -50,6 +52,7 @@ class RegionFacts:
     needs_norms_before: bool = False
     needs_hidden_dropout: bool = False
     needs_experts: bool = False
+    needs_latents: bool = False
 
 
 REGIONS = {
@@ -81,10 +84,17 @@ REGIONS = {
     MOE_ACTIVATION: RegionFacts(
         method="discard", help="the activation of the experts", parent=MOE, needs_experts=True
     ),
+    UP_PROJECTION: RegionFacts(
+        method="discard",
+        help="query, key and value from their latents, under --multi-latent-attention",
+        needs_latents=True,
+    ),
 }
 MODULES = tuple(REGIONS)
 # The regions that run no matmul again. The name `pointwise` stands for all of them.
-POINTWISE = tuple(name for name, facts in REGIONS.items() if facts.method != "replay")
+POINTWISE = tuple(
+    name for name, facts in REGIONS.items() if facts.method != "replay" and not facts.needs_latents
+)
 
 
 def regions_help() -> str:

@@ -65,9 +65,9 @@ class RotarySettings:
     rope_attention_factor: the magnitude itself. None: by the formula of the rule.
     """
 
-    rope_type: str = setting(
-        "rotary frequencies as they are, or changed for longer sequences by yarn or longrope",
-        "rope",
+    rope_type: str | None = setting(
+        "rotary frequencies as they are, or changed for longer sequences by yarn or longrope; "
+        "derived: rope, or yarn with --multi-latent-attention, as in Megatron",
         choices=("rope", "yarn", "longrope"),
         without="position_embedding_type=rope",
     )
@@ -96,7 +96,7 @@ class RotarySettings:
     def scaling_by_rule(self) -> RotaryScaling:
         """Returns what --rope-type changes."""
         length, factor = self.original_max_position_embeddings, self.rotary_scaling_factor
-        if self.rope_type == "rope":
+        if self.rope_type is None or self.rope_type == "rope":
             return NO_SCALING
         scaling = RotaryScaling(None, None, self.rope_type, factor, length)
         if self.rope_type == "yarn":

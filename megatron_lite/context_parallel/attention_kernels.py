@@ -70,13 +70,15 @@ def has_kernel(query: Tensor) -> bool:
     )
 
 
-def suits_torch(query: Tensor, key: Tensor) -> bool:
+def suits_torch(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Returns whether torch's own attention keeps no more than the functions below.
 
     On a CPU torch 2.8 has no kernel for a key that several heads of the query share, and keeps the
-    scores for backward. So it does on CUDA in float32.
-    query: [s, b, a, d]. key: [s, b, g, d].
+    scores for backward. So it does on CUDA in float32, and for heads of another size.
+    query: [s, b, a, d]. key, value: [s, b, g, d].
     """
+    if key.shape[-1] != value.shape[-1]:
+        return False
     takes_groups = query.element_size() == 2
     if query.device.type == "cpu":
         takes_groups = cpu_attention_takes_groups()

@@ -56,7 +56,7 @@ def column_linear(
     moved: the bytes that the kernels behind the matmul move.
     others: further fields of the operation.
     """
-    sizes, hidden = of.sizes, of.model.hidden_size
+    sizes, hidden = of.sizes, of.input_size
     result = KeptTensor(output, sizes.tokens * width * of.element)
     product = Matmul(matmul, sizes.tokens, width, hidden)
     weight = Parameter("weight", (width, hidden))

@@ -47,7 +47,7 @@ Tensors = tuple[KeptTensor, ...]
 
 def attention_output(of: Shape) -> KeptTensor:
     """Returns the tensor that core attention returns and linear_proj saves."""
-    return KeptTensor("attention output" + " of own tokens" * of.sizes.exchanges_heads, of.query)
+    return KeptTensor("attention output" + " of own tokens" * of.sizes.exchanges_heads, of.attended)
 
 
 def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
@@ -84,6 +84,12 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
         prefix = "rotated " if rotary else "normed " * normed
         value = whole if normed and not apart else KeptTensor("value", of.kv)
         inputs = (*_heads(of, prefix), value)
+    yield core_attention(of, inputs, layer)
+
+
+def core_attention(of: Shape, inputs: Tensors, layer: int) -> Operation:
+    """Returns attention itself. inputs: query, key and value."""
+    model, sizes = of.model, of.sizes
     exchanges_heads = sizes.exchanges_heads
     whole_of, own_inputs = of, inputs
     if exchanges_heads:  # attention of one rank, with the heads of more tensor-parallel ranks
@@ -99,7 +105,7 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
         from megatron_lite.description.long_sequences import with_heads_exchanged  # late, as above
 
         core = with_heads_exchanged(of, core, own_inputs)
-    yield core
+    return core
 
 
 def _heads(of: Shape, prefix: str = "") -> Tensors:
@@ -116,7 +122,7 @@ def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
     """
     sizes, drops = of.sizes, of.model.attention_dropout > 0.0
     attended = attention_output(of)
-    rows = attended.num_bytes // of.element // of.model.head_dim
+    rows = of.query // of.element // of.model.head_dim
     log_sum_exp = KeptTensor("log-sum-exp", rows * sizes.accumulate_bytes)
     on_cpu, is_wide = sizes.device == "cpu", sizes.element_bytes > 2
     # FlashAttention knows windows. Other kernels, and torch's own function, get a mask.
@@ -124,8 +130,10 @@ def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
     masked = (windowed and (on_cpu or is_wide or drops)) or (packed and drops)
     alone, is_flash = sizes.cp_size == 1, of.model.attention_backend == "flash" and not on_cpu
     # Without dropout our own Functions run these; torch's own function has no groups in float32.
-    grouped = of.query != of.kv
-    ours = masked or windowed or packed or is_flash or (is_wide and grouped)
+    # Heads of values that are smaller are padded, and the result is cut.
+    grouped, pads = of.query != of.kv, of.value != of.kv
+    result = KeptTensor("padded attention output", of.query) if pads else attended
+    ours = masked or windowed or packed or is_flash or (is_wide and grouped) or pads
     operator = "aten._scaled_dot_product_flash_attention"
     if on_cpu:
         operator += "_for_cpu"
@@ -141,8 +149,8 @@ def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
     # and all later draws would differ.
     call = OperatorCall(
         "" if drops else f"{operator}.default" if alone else CONTEXT_PARALLEL_ATTENTION,
-        (attended, log_sum_exp),
-        (scores, context),
+        (result, log_sum_exp),
+        (scores, context._replace(n=of.model.head_dim)),
         forward,
     )
     in_flash = (is_flash or sizes.deterministic) and not (masked or is_wide)
@@ -178,6 +186,8 @@ def _flash_temporary(of: Shape) -> int:
     their gradients travel besides.
     """
     query, part, ranks = of.query, 2 * of.kv, of.sizes.cp_size
+    if of.value != of.kv:  # the padded gradient of the output, value and output besides
+        return of.attended + 3 * query + query + part
     if ranks == 1:
         return 2 * query + part
     gradients, second = query + part, max(query + part // 2, query // 2 + part)
@@ -280,7 +290,8 @@ def _matmuls(of: Shape) -> tuple[Matmul, Matmul]:
     queries, keys, d = of.sizes.own_seq_length, of.sizes.seq_length, of.model.head_dim
     heads = of.sizes.micro_batch_size * of.model.num_attention_heads // of.tp_size
     heads *= of.sizes.attends
-    return Matmul("scores", queries, keys, d, heads), Matmul("context", queries, d, keys, heads)
+    scores = Matmul("scores", queries, keys, d, heads)
+    return scores, Matmul("context", queries, of.model.value_dim, keys, heads)
 
 
 def _exchange(of: Shape) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:

@@ -30,27 +30,33 @@ from megatron_lite.description.sizes import Sizes
 class Shape:
     """A model and the sizes of a micro-batch. The figures are bytes.
 
+    input_size: h; of a linear layer that reads other channels, theirs, in `whole` and `hidden` too.
     whole: the hidden states of all tokens, [s/c, b, h]. hidden: those of this rank, [s', b, h],
         where s' is s/(c t) under sequence parallelism, else s/c.
     residual: the residual stream. widened: whether its dtype is wider than that of the branches.
-    query, kv: the query, and the key or the value: s/c b a/t d and s/c b g/t d elements.
+    query, kv: the query, and the key: s/c b a/t d and s/c b g/t d elements. value, attended: the
+        value and the result of attention, which differ in multi-latent attention alone.
     row: one float32 number for each token.
     gathers: the all-gather of [s', b, h] under sequence parallelism. reduces: the collective that
         sums the partial [s/c, b, h] of the ranks. Each moves a whole [s/c, b, h].
     beside: see Operation, for the backward of a column-parallel linear layer, which has both.
     """
 
-    def __init__(self, model: ModelConfig, sizes: Sizes) -> None:
+    def __init__(self, model: ModelConfig, sizes: Sizes, input_size: int | None = None) -> None:
         self.model, self.sizes = model, sizes
+        self.input_size = model.hidden_size if input_size is None else input_size
         self.element, self.tp_size = sizes.element_bytes, sizes.tp_size
         token = sizes.tokens * self.element
-        self.whole = token * model.hidden_size
-        self.hidden = sizes.local_tokens * model.hidden_size * self.element
+        self.whole = token * self.input_size
+        self.hidden = sizes.local_tokens * self.input_size * self.element
         self.widened = model.fp32_residual_connection and sizes.is_rounded
         self.residual = self.wide(self.hidden) if self.widened else self.hidden
-        self.query, self.kv = (
-            token * (heads * model.head_dim // self.tp_size)
-            for heads in (model.num_attention_heads, model.query_groups)
+        (self.query, self.kv), (self.attended, self.value) = (
+            [
+                token * (heads * channels // self.tp_size)
+                for heads in (model.num_attention_heads, model.query_groups)
+            ]
+            for channels in (model.head_dim, model.value_dim)
         )
         self.row = sizes.tokens * sizes.accumulate_bytes
         several = self.tp_size > 1
@@ -58,6 +64,10 @@ class Shape:
         self.reduces = (Collective(kind, self.whole),) * several
         self.gathers = (Collective(ALL_GATHER, self.whole),) * (several and sizes.sequence_parallel)
         self.beside = ("input",) * len(self.gathers) + ("weight",) * len(self.reduces)
+
+    def reading(self, input_size: int) -> Shape:
+        """Returns the shape of a linear layer that reads so many channels a token."""
+        return Shape(self.model, self.sizes, input_size)
 
     def wide(self, num_bytes: int) -> int:
         """Returns the bytes of a tensor of activations in float32."""

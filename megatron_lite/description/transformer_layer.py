@@ -132,16 +132,23 @@ def describe_layer(
         from megatron_lite.description.long_sequences import in_tiles  # late: few runs have tiles
 
         mlp = in_tiles(of, tuple(mlp), tiles)
+    if model.multi_latent_attention:
+        # late: few models have it
+        from megatron_lite.description.latent_attention import latent_operations
+
+        before_projection = latent_operations(of, normed, layer)
+    else:
+        first = _query_key_value(of, normed)
+        before_projection = chain((first,), attention_operations(of, layer))
     rows = (
         before and norm_before(of, "input_layernorm", layer_input, normed.name, "input norm"),
-        _query_key_value(of, normed),
-        *attention_operations(of, layer),
+        *before_projection,
         row_linear(
             of,
             LINEAR_PROJ,
             "self_attention.linear_proj",
             "projection",
-            width=model.num_attention_heads * model.head_dim // of.tp_size,
+            width=model.num_attention_heads * model.value_dim // of.tp_size,
             keeps=(attention_output(of),),
             # With a norm in between, or if the MLP's branch begins beside attention, the gradient
             # of the residual stream is another tensor.

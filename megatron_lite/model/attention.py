@@ -358,7 +358,8 @@ class CoreAttention(nn.Module):
         if sharded:
             attended = self.sharded(query, key, value, cp=self.cp, scale=self.scale)
             return attended.flatten(2)
-        if ours and not (readable == PLAIN and suits_torch(query, key) and not self.is_flash):
+        suits = readable == PLAIN and suits_torch(query, key, value)
+        if ours and (self.is_flash or not suits):
             return masked_attention(query, key, value, readable, scale=self.scale).flatten(2)
         # torch's own attention, which keeps its mask
         mask = None if readable == PLAIN else causal_mask(query, readable)
@@ -456,7 +457,8 @@ def masked_attention(
 ) -> Tensor:
     """Returns attention to the readable keys, [s, b, a/t, d]. Needs `has_kernel(query)`.
 
-    query: [s, b, a/t, d]. key, value: [s, b, g/t, d].
+    query: [s, b, a/t, d]. key, value: [s, b, g/t, d]. The heads of value may be smaller: they are
+    padded for the kernel, which is no part of what is kept.
     Keeps five tensors for backward, as torch's own causal attention does:
 
         query, key, value   the arguments themselves; views of one storage stay views
@@ -476,10 +478,12 @@ class _MaskedAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, readable: Readable, scale: float
     ) -> Tensor:
         # Calls of torch's kernel alone: an ops(attention) policy can keep their results.
-        tensors = map(heads_first, (query, key, value))
+        tensors = map(heads_first, (query, key, _padded(value, query)))
         attended = attend(*tensors, causal=True, scale=scale, readable=readable)
         ctx.readable, ctx.scale = readable, scale
         output = heads_last(attended.output)
+        if output.shape[-1] > value.shape[-1]:
+            output = output[..., : value.shape[-1]].contiguous()
         ctx.save_for_backward(query, key, value, output, attended.lse)
         return output
 
@@ -487,9 +491,9 @@ class _MaskedAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        grad, query, key, value, output = map(
-            heads_first, (grad_output.contiguous(), query, key, value, output)
-        )
+        channels = value.shape[-1]
+        padded = (_padded(one, query) for one in (grad_output.contiguous(), value, output))
+        grad, value, output, query, key = map(heads_first, (*padded, query, key))
         grads = attend_backward(
             grad,
             query,
@@ -500,4 +504,11 @@ class _MaskedAttention(torch.autograd.Function):
             scale=ctx.scale,
             readable=ctx.readable,
         )
-        return *map(heads_last, grads), None, None
+        grad_query, grad_key, grad_value = map(heads_last, grads)
+        return grad_query, grad_key, grad_value[..., :channels], None, None
+
+
+def _padded(tensor: Tensor, query: Tensor) -> Tensor:
+    """Returns the tensor with zeros behind each head: kernels take heads of one size."""
+    missing = query.shape[-1] - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor

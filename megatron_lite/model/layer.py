@@ -25,6 +25,7 @@ from megatron_lite.config.regions import (
     MOE,
     MOE_ACTIVATION,
     SHARED_EXPERTS,
+    UP_PROJECTION,
 )
 from megatron_lite.config.stages import Stage
 from megatron_lite.model.attention import SelfAttention
@@ -38,6 +39,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 
 if TYPE_CHECKING:
     from megatron_lite.context_parallel.documents import CuSeqlens
+    from megatron_lite.model.latent_attention import LatentAttention
     from megatron_lite.recompute.stores import Stores
 
 
@@ -67,7 +69,13 @@ class TransformerLayer(nn.Module):
             )
 
         self.input_layernorm = norm(after=False)
-        self.self_attention = SelfAttention(config, context, number)
+        attention: type[SelfAttention | LatentAttention] = SelfAttention
+        if config.multi_latent_attention:
+            # late: few models have it
+            from megatron_lite.model.latent_attention import LatentAttention
+
+            attention = LatentAttention
+        self.self_attention = attention(config, context, number)
         self.post_self_attn_layernorm = norm(after=True)
         self.pre_mlp_layernorm = None if config.shared_norm else norm(after=False)
         self.mlp_region = MOE if config.layer_has_experts(number) else MLP_REGION
@@ -84,6 +92,8 @@ class TransformerLayer(nn.Module):
             # by the backward of the norm after the MLP
             self.mlp = MLP(config, context, output_is_read=config.norms_after)
             self.absent_regions = frozenset({MOE, MOE_ACTIVATION, SHARED_EXPERTS})
+        if not config.multi_latent_attention:
+            self.absent_regions |= {UP_PROJECTION}
         self.post_mlp_layernorm = norm(after=True)
 
     def forward(

@@ -261,6 +261,7 @@ def _actions(model: ModelConfig, sizes: Sizes) -> Iterator[LayerAction]:
         and (not facts.needs_hidden_dropout or model.hidden_dropout > 0.0)
         and (not facts.needs_norms_before or model.norms_before)
         and (not facts.needs_experts or model.num_experts is not None)
+        and (not facts.needs_latents or model.multi_latent_attention)
         and (name not in OF_DENSE or model.num_dense_layers)
     ]
     # The name `pointwise` stands for every cheap region, those of experts too.

@@ -57,7 +57,9 @@ def discarding() -> Iterator[Callable[[Tensor], None]]:
 
     def recipe(tensor: Tensor) -> Handle | None:
         owner = discarded.get(address_of(tensor.untyped_storage()))
-        return None if owner is None else view_in(partial(_rebuilt_bytes, owner.grad_fn), tensor)
+        if owner is None:
+            return None
+        return view_in(partial(_rebuilt_bytes, owner.grad_fn, owner.output_nr), tensor)
 
     def discard(output: Tensor) -> None:
         discarded[address_of(output.untyped_storage())] = output
@@ -69,14 +71,14 @@ def discarding() -> Iterator[Callable[[Tensor], None]]:
             discarded.clear()
 
 
-def _rebuilt_bytes(node: Any) -> Tensor:
+def _rebuilt_bytes(node: Any, number: int) -> Tensor:
     from megatron_lite.recompute.checkpoint import rebuilt_outputs
 
-    return bytes_of(_first(rebuilt_outputs(node)))
+    return bytes_of(_tensors(rebuilt_outputs(node))[number])
 
 
-def _first(outputs: Any) -> Tensor:
-    return outputs[0] if isinstance(outputs, tuple) else outputs
+def _tensors(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 @dataclass(frozen=True)
@@ -195,9 +197,11 @@ class Regions:
             self._verified(name, forward, self.rng), *args, rng=self.rng, replay=replay
         )
 
-    def run_discarding(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    def run_discarding(
+        self, name: str, function: Callable[..., Any], *args: Any, outputs: int = 1
+    ) -> Any:
         """Returns `function(*args)`, which draws no random numbers. If the region is rebuilt,
-        `args` are kept, and the result, or the first one, is freed once the layer has run."""
+        `args` are kept, and the first `outputs` results are freed once the layer has run."""
         assert REGIONS[name].method == "discard", name
         self._called.add(name)
         # In a replay of a region around it, that region keeps nothing.
@@ -207,8 +211,9 @@ class Regions:
 
         output = checkpoint(self._verified(name, function, None), *args, rng=None)
         # The recipe finds the replay through the output's grad_fn. Under no_grad there is none.
-        if _first(output).grad_fn is not None:
-            self._discard[0](_first(output))
+        for each in _tensors(output)[:outputs]:
+            if each.grad_fn is not None:
+                self._discard[0](each)
         return output
 
     def redraw(self, name: str, draw: Callable[[], Tensor]) -> Redraw | None:

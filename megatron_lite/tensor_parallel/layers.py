@@ -252,6 +252,30 @@ class ColumnParallelLinear(_ParallelLinear):
         )
 
 
+class ReplicatedLinear(_ParallelLinear):
+    """A linear layer without bias that every TP rank holds whole: [.., n] -> [.., m].
+
+    Under sequence parallelism each rank runs it on its own tokens, so its gradient is summed over
+    the ranks. Issues no collective. Keeps the input.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, init_std: float, context: RankContext
+    ) -> None:
+        spec = ParameterSpec(
+            global_shape=(output_size, input_size),
+            sum_grad_over_tp=context.sequence_parallel,
+            matrices=(1,),
+            init_std=init_std,
+        )
+        super().__init__(spec, None, context, False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return parallel_linear(
+            hidden_states, self.weight, None, tp_group=None, sequence_parallel=False
+        )
+
+
 class RowParallelLinear(_ParallelLinear):
     """A linear layer whose input features are sharded over the TP group.
 

@@ -106,7 +106,7 @@ class Watched(TorchDispatchMode):
 
 def place(module: str) -> str:
     """Returns the module whose operation this is: the norms of query and key are one operation."""
-    for norm in (".q_layernorm", ".k_layernorm"):
+    for norm in (".q_layernorm", ".k_layernorm", ".kv_layernorm"):
         module = module.removesuffix(norm)
     return "embedding" if module.startswith("embedding") else module
 
@@ -177,7 +177,8 @@ def described(config: ModelConfig, sizes: Sizes) -> dict[str, Figures]:
             tuple(sorted((parameter.name, parameter.shape) for parameter in operation.parameters)),
         )
         before = found.get(module)
-        found[module] = own if before is None else Figures(*map(lambda x, y: x + y, before, own))
+        both = own if before is None else Figures(*map(lambda x, y: x + y, before, own))
+        found[module] = both._replace(parameters=tuple(sorted(both.parameters)))
     return found
 
 
@@ -201,9 +202,10 @@ def wrong(
         fields = dict(tp_size=1, sequence_parallel=sequence_parallel) | layout
     with tp_state(**fields) as parallel:
         for variant, backend, dropout, dtype in cases:
-            differing = (
-                DIFFERING if VARIANTS[variant].get("position_embedding_type") == "rope" else {}
-            )
+            rotates = VARIANTS[variant].get("position_embedding_type") == "rope"
+            differing = dict(DIFFERING) if rotates else {}
+            if "multi_latent_attention" in VARIANTS[variant]:
+                del differing["no_rope_freq"]
             config = variant_config(
                 variant,
                 num_layers=NUM_LAYERS,

@@ -189,10 +189,10 @@ def differences(
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel", "every"),
     [
-        (1, False, 127),
-        pytest.param(2, False, 389, marks=pytest.mark.long),
-        pytest.param(2, True, 389, marks=pytest.mark.long),
-        pytest.param(4, True, 1553, marks=pytest.mark.long),
+        (1, False, 257),
+        pytest.param(2, False, 787, marks=pytest.mark.long),
+        pytest.param(2, True, 787, marks=pytest.mark.long),
+        pytest.param(4, True, 3121, marks=pytest.mark.long),
     ],
 )
 def test_predicted_bytes_are_the_measured_ones(

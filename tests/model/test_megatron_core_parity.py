@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
-from tests.support.equality import difference
+from tests.support.equality import LATENT, difference
 from tests.support.models import (
     VOCAB_SIZE,
     build_tiny_model,
@@ -34,7 +34,10 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
 
 MODELS: dict[str, dict[str, Any]] = {
     "full attention": {},
@@ -42,6 +45,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "every second layer": dict(window_size=(3, 0), window_attn_skip_freq=2, no_rope_freq=2),
     "lists": dict(
         window_size=(2, 0), window_attn_skip_freq=(0, 1, 1, 0), no_rope_freq=(1, 0, 1, 0)
+    ),
+    "latents": dict(LATENT, q_lora_rank=8, qk_layernorm=True, rope_type="rope"),
+    "a latent of keys and values": dict(
+        LATENT,
+        q_lora_rank=None,
+        rotary_scaling_factor=3.0,
+        original_max_position_embeddings=20,
+        mscale=0.8,
+        mscale_all_dim=0.4,
     ),
 }
 
@@ -58,18 +70,28 @@ def our_config(name: str) -> ModelConfig:
     )
 
 
+class CoreAttention(DotProductAttention):
+    """Their attention without a GPU, to which their latent attention also tells sizes of heads."""
+
+    def __init__(
+        self, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+
+
 def their_model(name: str) -> nn.Module:
     ours = our_config(name)
     differing = {
         field: list(value) if field != "window_size" and isinstance(value, tuple) else value
         for field, value in MODELS[name].items()
     }
-    config = TransformerConfig(
+    kind = MLATransformerConfig if ours.multi_latent_attention else TransformerConfig
+    config = kind(
         num_layers=ours.num_layers,
         hidden_size=ours.hidden_size,
         num_attention_heads=ours.num_attention_heads,
         ffn_hidden_size=ours.ffn_size,
-        kv_channels=ours.head_dim,
+        kv_channels=ours.value_dim,
         normalization="RMSNorm",
         add_bias_linear=False,
         layernorm_epsilon=ours.norm_epsilon,
@@ -84,9 +106,16 @@ def their_model(name: str) -> nn.Module:
         gradient_accumulation_fusion=False,
         **differing,
     )
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        multi_latent_attention=ours.multi_latent_attention,
+        qk_layernorm=ours.qk_layernorm,
+    )
+    if ours.multi_latent_attention:
+        spec.submodules.self_attention.submodules.core_attention = CoreAttention
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        spec,
         VOCAB_SIZE,
         ours.max_position_embeddings,
         position_embedding_type="rope",
@@ -111,6 +140,7 @@ def errors(rank: int, world_size: int) -> dict[str, float]:
     torch.ones = lambda *size, device=None, **options: ones(*size, **options)  # type: ignore[assignment]
     CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
     parallel_state.initialize_model_parallel(1)
+    multi_latent_attention.HAVE_TE = False  # it takes it for granted
     tokens, labels = sample_tokens()
     for name in MODELS:
         with tp_state(1) as parallel:

@@ -88,7 +88,11 @@ EXPERT_MODELS = {
         "deepseek": dict(moe_layer_freq=2, moe_router_dtype=None, norm_position="after"),
     }.items()
 }
-EXPERT_MODULES = [("moe",), ("moe_act", "shared_experts", "layernorm"), ("moe", "mlp", "pointwise")]
+EXPERT_MODULES = [
+    ("moe", "mla_up_proj", "core_attn"),
+    ("moe_act", "shared_experts", "layernorm", "mla_up_proj"),
+    ("moe", "mlp", "pointwise"),
+]
 # One of each kind: units, split units, regions, operators, host memory, and a verified replay.
 ONE_OF_EACH_KIND = {
     "uniform 2",
@@ -360,7 +364,7 @@ def test_gradients_of_spread_experts_are_unchanged_to_the_bit(layout: str) -> No
     num_ranks, sequence_parallel, fields = EXPERT_LAYOUTS[layout]
     name = "deepseek" if layout == "ep2" else "mixtral"
     models = {name: replace(EXPERT_MODELS[name], num_layers=3, moe_layer_freq=(1, 0, 1))}
-    chosen = ["moe", "+".join(EXPERT_MODULES[1]), "uniform 2", "pointwise, verified", *OPS[2:]]
+    chosen = [*map("+".join, EXPERT_MODULES[:2]), "uniform 2", "pointwise, verified", *OPS[2:]]
     found = run_ranks(
         *(faults, num_ranks, sequence_parallel, torch.float32),
         *({name: chosen}, models, fields),

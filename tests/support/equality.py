@@ -10,6 +10,9 @@ from tests.support.models import Outcome, tiny_config
 LLAMA = dict(
     position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False
 )
+LATENT = dict(
+    multi_latent_attention=True, kv_lora_rank=10, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=7
+)
 # 4 groups: one per rank at TP 4
 GQA = dict(num_attention_heads=8, group_query_attention=True, num_query_groups=4)
 
@@ -68,6 +71,9 @@ VARIANTS: dict[str, dict[str, object]] = {
     ),
     "deepseek": dict(
         LLAMA,
+        **LATENT,
+        q_lora_rank=8,
+        qk_layernorm=True,
         num_experts=8,
         moe_layer_freq=2,
         moe_ffn_hidden_size=32,

@@ -41,6 +41,8 @@ def tiny_config(**overrides: object) -> ModelConfig:
         attention_dropout=0.0,
         init_method_std=0.2,
     )
+    if overrides.get("multi_latent_attention"):
+        del values["kv_channels"]
     return ModelConfig(**{**values, **overrides})  # type: ignore[arg-type]
 
 

@@ -1,0 +1,141 @@
+"""The description of multi-latent attention (model/latent_attention.py) up to linear_proj, as
+operations. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_lite.config.regions import UP_PROJECTION
+from megatron_lite.description.linears import column_linear
+from megatron_lite.description.norms import norm_parameters, norm_statistics, shifted_weight
+from megatron_lite.description.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    OPERATORS,
+    REDUCE_SCATTER,
+    Collective,
+    KeptTensor,
+    Moved,
+    Operation,
+    OperatorCall,
+    RegionEntry,
+    shared_table,
+)
+from megatron_lite.description.self_attention import core_attention
+from megatron_lite.description.shape import Shape
+
+# of the rotated part of queries: put in halves, multiplied by two tables, added and joined
+TURNS = 12
+
+
+def latent_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Operation]:
+    """Yields the operations before linear_proj of a layer. normed: its input."""
+    model, sizes, rank, kv_rank = of.model, of.sizes, of.model.q_lora_rank, of.model.kv_lora_rank
+    query, key, value = (
+        KeptTensor("rotated query", of.query),
+        KeptTensor("rotated key", of.kv),
+        KeptTensor("value", of.value),
+    )
+    of_query, up = (of, normed), "linear_q_proj"
+    if rank is not None:
+        yield from _down(of, "q", normed, rank, rank)
+        of_query, up = (of.reading(rank), _latent(of, "q", rank)), "linear_q_up_proj"
+    whole = kv_rank + model.qk_pos_emb_head_dim
+    yield from _down(of, "kv", normed, whole, kv_rank)
+    # Without a norm the latent is a view of the whole.
+    of_both = of.reading(kv_rank), _latent(of, "kv", kv_rank if model.qk_layernorm else whole)
+    rotated = KeptTensor(
+        "rotated part of the key", of.element * sizes.tokens * model.qk_pos_emb_head_dim
+    )
+    yield _enter(of, rotated)
+    inputs = (of_query[1], of_both[1], *(rotated,) * sizes.sequence_parallel)  # else it is a view
+    entry = RegionEntry(UP_PROJECTION, inputs, (query.name, key.name, value.name))
+    yield _up(*of_query, up, model.head_dim)._replace(enters=(entry,))
+    second = _up(*of_both, "linear_kv_up_proj", model.qk_head_dim + model.v_head_dim)
+    # The gradient of the other output is held.
+    yield second._replace(temporary=second.temporary + of.query)
+    moved = 2 * of.query + 2 * of.kv - _of_rotated(of) + 2 * of.value
+    turned = 0 if sizes.compiled else TURNS * _of_rotated(of)
+    yield Operation(
+        "latent_heads",
+        "self_attention",
+        (shared_table("rotary tables", 2 * sizes.own_seq_length * model.rotary_dim * of.element),),
+        (UP_PROJECTION,),
+        moved=Moved(moved + turned, moved + turned),
+        temporary=moved,
+    )
+    yield core_attention(of, (query, key, value), layer)
+
+
+def _of_rotated(of: Shape) -> int:
+    return of.query * of.model.rotary_dim // of.model.head_dim
+
+
+def _latent(of: Shape, name: str, channels: int) -> KeptTensor:
+    kind = "normed latent" if of.model.qk_layernorm else "latent"
+    return KeptTensor(f"{name} {kind}", of.sizes.local_tokens * channels * of.element)
+
+
+def _down(
+    of: Shape, name: str, normed: KeptTensor, channels: int, rank: int
+) -> Iterator[Operation]:
+    """Yields a down projection, which every TP rank holds whole, and the norm of its latent."""
+    model, sizes, linear = of.model, of.sizes, f"linear_{name}_down_proj"
+    shards = of.tp_size if sizes.sequence_parallel else 1
+    own = replace(sizes, tp_size=1, sequence_parallel=False, seq_length=sizes.seq_length // shards)
+    down = column_linear(
+        Shape(model, own),
+        linear,
+        f"self_attention.{linear}",
+        linear,
+        f"{linear} output",
+        width=channels,
+        bias=False,
+        keeps=(normed,),
+    )
+    (weight,) = down.parameters
+    yield down._replace(parameters=(weight._replace(partial=sizes.sequence_parallel),))
+    if model.qk_layernorm:
+        latent = _latent(of, name, rank)
+        yield Operation(
+            f"{name}_layernorm",
+            "self_attention",
+            (
+                _latent(of, f"{name} raw", channels),
+                norm_statistics(of, latent.name, sizes.local_tokens),
+                *shifted_weight(of, latent.name, rank),
+            ),
+            parameters=norm_parameters(of, rank, f"{name}_layernorm."),
+            moved=Moved(2 * latent.num_bytes, 3 * latent.num_bytes),
+        )
+
+
+def _up(of: Shape, keeps: KeptTensor, name: str, channels: int) -> Operation:
+    """Returns an up projection. channels: those of a head."""
+    return column_linear(
+        of,
+        name,
+        f"self_attention.{name}",
+        name,
+        f"{name} output",
+        width=of.model.num_attention_heads * channels // of.tp_size,
+        bias=False,
+        keeps=(keeps,),
+        regions=(UP_PROJECTION,),
+    )
+
+
+def _enter(of: Shape, rotated: KeptTensor) -> Operation:
+    """Returns the part of the key that all heads share, on its way to the heads of every rank."""
+    several, splits = of.tp_size > 1, of.sizes.sequence_parallel
+    gather, scatter, reduce = (
+        Collective(kind, rotated.num_bytes) for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+    )
+    call = OperatorCall(OPERATORS[ALL_GATHER], (rotated,), (), (gather,))
+    return Operation(
+        "split_latent",
+        "self_attention",
+        calls=(call,) * splits,
+        backward=(scatter if splits else reduce,) * several,
+    )
