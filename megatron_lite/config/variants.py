@@ -61,7 +61,7 @@ class Variants:
     add_proj_bias: bool = switch(
         "bias in the projection after attention, also with --disable-bias-linear"
     )
-    embedding_multiplier: float = setting("multiply the embeddings", 1.0)
+    embedding_multiplier: float = setting("multiply the embeddings", 1.0, above=0.0)
     residual_multiplier: float = setting("multiply what attention and the MLP add", 1.0)
     logits_scaling: float = setting("divide the logits", 1.0, above=0.0)
     softmax_scale: float | None = setting(

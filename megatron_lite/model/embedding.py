@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -79,8 +81,9 @@ class LanguageModelEmbedding(nn.Module):
             context=context,
         )
         self.position_embeddings = PositionEmbedding(config, context) if has_positions else None
-        multiplier = torch.tensor(config.embedding_multiplier, device="cpu")
-        self.multiplier = multiplier.to(context.params_dtype).item()
+        multiplier = config.embedding_multiplier
+        unit = torch.finfo(context.params_dtype).eps * 2.0 ** math.floor(math.log2(multiplier))
+        self.multiplier = round(multiplier / unit) * unit  # as a weight rounds it
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         hidden_states = self.word_embeddings(tokens)

@@ -124,13 +124,6 @@ def fused_layer_norm_backward(
     return grad_input, grad_weight, grad_output.flatten(0, -2).sum(0)
 
 
-def biasless_layer_norm(
-    hidden_states: Tensor, weight: Tensor, *, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns LayerNorm without a bias, and its statistics."""
-    return layer_norm(hidden_states, weight, torch.zeros_like(weight), epsilon=epsilon)
-
-
 def rms_norm(
     hidden_states: Tensor, weight: Tensor, *, epsilon: float, group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -178,7 +171,7 @@ NORMS = {
     "LayerNorm": Pair(layer_norm, layer_norm_backward, INPUT_AND_WEIGHT, fused_layer_norm_backward),
     "RMSNorm": Pair(rms_norm, rms_norm_backward, INPUT_AND_WEIGHT),
     "BiaslessLayerNorm": Pair(
-        biasless_layer_norm,
+        lambda x, weight, epsilon: layer_norm(x, weight, torch.zeros_like(weight), epsilon=epsilon),
         lambda *kept: layer_norm_backward(*kept)[:2],
         INPUT_AND_WEIGHT,
         lambda *kept: fused_layer_norm_backward(*kept)[:2],
