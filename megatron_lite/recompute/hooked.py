@@ -207,7 +207,8 @@ class _LayerCall:
             task = current_backward()
             values = self._values.get(task, {})
             if number not in values:
-                values = self._values[task] = self._rebuilt()
+                with self.how.turns.taken():
+                    values = self._values[task] = self._rebuilt()
                 if task != NO_TASK:  # tensors that this backward does not read must not outlive it
                     engine.queue_callback(partial(_forget, weakref.ref(self), task))
             if number not in values:
@@ -270,7 +271,6 @@ class _LayerCall:
         rebuilt = _Rebuilt(self, witness, is_whole=self._is_complete)
         # Leaving the stack restores everything that the replay changed, also after _Enough.
         with ExitStack() as around:
-            around.enter_context(self.how.turns.taken())
             # `again` builds graph nodes for the inputs, so gradients must be on before it. Another
             # checkpoint around this layer may run the layer to give back what was kept for the
             # replay. So that is read before the state is exchanged.

@@ -7,12 +7,15 @@ docs/who-is-right.md.
 from __future__ import annotations
 
 import contextvars
+import copy
 import itertools
+import math
 import os
 import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -373,6 +376,13 @@ class Routes(Block):
         return hidden.index_add(0, chosen, self.body(hidden[chosen]))
 
 
+def counted_noise() -> Routes:
+    """Returns a router whose noise comes from a counter that only a function knows."""
+    layer, counter = Routes(), itertools.count(1)
+    layer.noise = lambda size: torch.tensor([math.sin(9.0 * next(counter)) for _ in range(size)])
+    return layer
+
+
 class RoutesAgain(Routes):
     """Its noise comes from torch's generator, so a replay repeats it."""
 
@@ -677,6 +687,27 @@ def traced() -> nn.Module:
     return model
 
 
+def by_a_copy(model: nn.Module, number: int) -> Tensor:
+    """Calls a copy of a layer, which has other weights and shares its forward."""
+    if not hasattr(model, "extra"):
+        model.extra = copy.copy(model.layers[1])
+        model.extra._modules = {**model.extra._modules, "first": nn.Linear(6, 12)}
+    hidden: Tensor = model.extra(model.layers[0](model.embedding(batches()[number])))
+    return hidden.square().mean()
+
+
+def in_two_threads(model: nn.Module, number: int) -> Tensor:
+    """Runs two backwards at once. Returns a loss whose gradient is the sum of theirs."""
+    parameters = [*model.parameters()]
+    losses = [plainly(model, each) for each in (number, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda loss: torch.autograd.grad(loss, parameters), losses)]
+    return sum(  # type: ignore[return-value]
+        (one * (first + second)).sum()
+        for one, first, second in zip(parameters, *found, strict=True)
+    )
+
+
 def case(
     build: Callable[[], nn.Module],
     loss: Callable[[nn.Module, int], Tensor] = plainly,
@@ -710,6 +741,9 @@ STATES: dict[str, Foreign] = {
     "an object that only counts, of all layers": case(CountsTogether),
     "a counter that only a function knows": case(CountsOutside, may_refuse=True),
     "a router whose noise repeats": case(RoutesAgain),
+    "a router whose noise does not repeat": case(counted_noise, may_refuse=True),
+    "a copy (copy.copy) with other weights, which is called": case(Block, by_a_copy),
+    "BatchNorm, and two backwards in two threads": case(Norms, in_two_threads),
     "adapters exchanged before backward": case(Adapters, adapters_exchanged),
     "a saved result that it writes afterwards": case(WritesSaved, may_refuse=True),
     "RReLU, last": case(RRelu),
