@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 MAX_FRAMES = 10  # between this module and nn.Module, which calls a forward; torch.compile adds some
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+SCRIPTS = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 CALLERS = frozenset({"_call_impl", "_slow_forward"})
 
 
@@ -155,7 +156,7 @@ class _Recomputed:
         self._before: Any = layer.forward if is_script else layer.__dict__.get("forward")
         self._written: dict[Any, Written] = {}
         self._is_off = self._has_run = False
-        self._direct_calls = 0
+        self._references = 0
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -201,10 +202,10 @@ class _Recomputed:
         """RuntimeError: a copy of the layer has this forward as well, and a call of `.forward` does
         not tell for which of them it is.
 
-        The search is slow, so it comes with the calls 1, 2, 4, 8, .. of this kind.
+        The search is slow, so it comes only when the number of references is another one.
         """
-        self._direct_calls += 1
-        if self._direct_calls & (self._direct_calls - 1):
+        before, self._references = self._references, sys.getrefcount(self)
+        if before == self._references:
             return
         found = gc.get_referrers(self)  # Python has modules among them, or their attributes
         held = [vars(each) if isinstance(each, nn.Module) else each for each in found]
@@ -224,11 +225,11 @@ class _Recomputed:
         forward = self._forward_of(layer)
         if self._is_off or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # The first call of a lazy layer makes its parameters, and that of a scripted or traced one
-        # its final operators. It keeps all that it saves.
-        kinds = LazyModuleMixin if self._has_run else (LazyModuleMixin, torch.jit.ScriptModule)
-        self._has_run = True
-        if any(isinstance(each, kinds) for each in layer.modules()):
+        # The first call of a lazy layer makes its parameters, and that of something scripted or
+        # traced its final operators. It keeps all that it saves.
+        is_first, self._has_run = not self._has_run, True
+        is_lazy = any(isinstance(each, LazyModuleMixin) for each in layer.modules())
+        if is_lazy or (is_first and _has_script(layer)):
             return forward(*args, **kwargs)
         if is_transformed():
             # Its tensors belong to the transform, and what a replay rebuilds does not.
@@ -256,7 +257,9 @@ class _Recomputed:
         forward, args, kwargs = with_own_caches(forward, args, kwargs, self._shared.notify)
         # A layer writes to other buffers in eval mode than in training mode (BatchNorm). So the
         # record of earlier writes is kept apart for each combination of modules and modes.
-        training = tuple((type(module), module.training) for module in layer.modules())
+        training = tuple(
+            (type(module), getattr(module, "training", None)) for module in layer.modules()
+        )
         valued = given is not None
         results = None
         if self._segment.ops:
@@ -291,6 +294,17 @@ class _Recomputed:
         return self._shared.offloaded(
             self._segment.first_layer, device, stay=[*weights_in_use(layer), *given[1:]]
         )
+
+
+def _has_script(layer: nn.Module) -> bool:
+    """Tells whether a layer has scripted or traced parts, or its forwards name such functions."""
+    for module in layer.modules():
+        function = inspect.unwrap(getattr(type(module), "forward", None))  # type: ignore[arg-type]
+        named = inspect.getclosurevars(function)[:2] if inspect.isfunction(function) else ()
+        held = [each for place in (vars(module), *named) for each in place.values()]
+        if any(isinstance(each, SCRIPTS) for each in (module, *held)):
+            return True
+    return False
 
 
 class _Shared:

@@ -108,7 +108,8 @@ class Part:
         """Returns the present version: that of a tensor, or a hash of an array."""
         if isinstance(self.value, Tensor):
             return version_of(self.value)
-        return hash((self.value.shape, self.value.tobytes()))
+        shape = getattr(self.value, "shape", None)
+        return hash((shape, bytes(self.value) if shape is None else self.value.tobytes()))
 
 
 class _Container(NamedTuple):

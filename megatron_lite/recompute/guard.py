@@ -40,7 +40,7 @@ class Signature(NamedTuple):
         hooks = [getattr(module, name) for module in modules for name in HOOKS]
         hooks += [getattr(each, name) or {} for each in parameters for name in PARAMETER_HOOKS]
         kinds = (
-            *(module.training for module in modules),
+            *(getattr(module, "training", None) for module in modules),  # a frozen script has none
             *(type(each) for each in given),
             *((each.dtype, each.requires_grad, each.layout) for each in tensors),
             *kwargs,

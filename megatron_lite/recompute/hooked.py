@@ -24,6 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,7 @@ class _LayerCall:
         )
         self._conditions = Conditions(how.rng, self._arguments.kinds)
         self._surroundings = Surroundings.now(self._conditions.kinds)
+        self._variables = copy_context()  # those of contextvars
         self._generators = [*map(saved_value, self._conditions.take_states())]
         self._witness: Witness | None = None
         self._choices: KeptChoices | None = None
@@ -291,7 +293,8 @@ class _LayerCall:
             unpack = _identity if witness is None else witness.chosen
             try:
                 with saved_tensors_hooks(rebuilt.pack, unpack), self._kept_again(witness):
-                    outputs = (self.how.replay or self._function)(*args, **kwargs)
+                    replay = self.how.replay or self._function
+                    outputs = self._variables.copy().run(replay, *args, **kwargs)
             except BaseException as error:
                 # A scripted function turns _Enough into an error of its own. Or it ends the replay
                 # of a call around this one.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,7 +196,7 @@ def _has_values(part: Part) -> bool:
 
 def copied(value: Any) -> Any:
     """Returns a copy of a tensor, without its graph, or of an array."""
-    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+    return value.detach().clone() if isinstance(value, Tensor) else copy(value)
 
 
 def _again(value: Any, before: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -90,7 +91,7 @@ class DefaultGenerators:
 
 
 np = sys.modules.get("numpy")  # torch imports it, unless it is not installed
-ARRAYS: tuple[type, ...] = () if np is None else (np.ndarray,)
+ARRAYS: tuple[type, ...] = (bytearray, array, *(() if np is None else (np.ndarray,)))
 # kind: (reads the state, sets it)
 _ACCESS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),

@@ -28,6 +28,7 @@ from megatron_lite.parallel.torch_internals import (
     without_torch_function,
 )
 from megatron_lite.recompute.contents import Contents
+from megatron_lite.recompute.saved import hooks_in_force
 
 GPUS = ("cuda", "xpu")
 Flag = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads it, sets it
@@ -106,6 +107,7 @@ class Surroundings(NamedTuple):
             str(self.flags),
             (*map(type, self.modes), *map(type, dispatch_modes())),
             tuple(kind_of(hook) for found in self.hooks.containers for _, hook in found.items),
+            kind_of((hooks_in_force() or (None,))[0]),  # of the caller, which may round
         )
 
     @contextmanager

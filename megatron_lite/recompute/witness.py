@@ -214,7 +214,14 @@ class Witness:
             else:
                 self.guard.harmless.add(number)
                 self.guard.doubts.discard(number)
-        self.guard.doubts -= self._doubtful.keys() - saved.keys()
+        agreeing = self._doubtful.keys() - saved.keys()
+        self.guard.doubts -= agreeing
+        for number in sorted(agreeing):
+            warnings.warn(
+                f"{self._name}: {SAVED} {number} of an earlier replay differed from its forward's, "
+                "and now it agrees. If backward reads it, that step's gradients were wrong",
+                stacklevel=2,
+            )
 
     def _reads(self, number: int, rebuilt: Tensor) -> bool:
         """Tells whether gradients depend on what differs in a saved tensor."""

@@ -27,6 +27,7 @@ from tests.support.odd_state import (
     Routes,
     case,
     plainly,
+    scripted,
 )
 from tests.support.pairs import pairs
 
@@ -132,15 +133,55 @@ def test_a_copy_that_shares_the_forward_runs_its_own_weights(policy: str) -> Non
     )
 
 
+def test_a_scripted_function_that_no_search_finds_is_refused() -> None:
+    """Its first replay is its second run, and later calls would agree."""
+
+    class Calls(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = [scripted()]
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.body(self.hidden[0](hidden))
+
+    with pytest.raises(RecomputeMismatch, match="the same tensors in another order, from saved"):
+        trained(case(Calls), "*:full")
+
+
+def test_bits_that_differ_once_are_not_forgotten() -> None:
+    """Nothing can tell whether backward read them."""
+    runs = itertools.count()
+
+    class SavesOnce(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.body(hidden) + _Saves.apply(hidden, float(next(runs) == 0))
+
+    model = Model(SavesOnce)
+    apply_policy_(model, layers_fqn="layers", policy="0:full")
+    with pytest.warns(UserWarning, match=r"layers\.0: saved tensor \d of an earlier replay"):
+        for _ in range(2):
+            model(batches()[0]).backward()
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, value: float) -> Tensor:
+        ctx.save_for_backward(torch.full((2,), value))
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad + ctx.saved_tensors[0].sum(), None
+
+
 def test_a_copy_whose_forward_is_called_by_itself_is_refused() -> None:
     """The call does not tell for which of the two modules it is."""
     model = Model(Block)
     apply_policy_(model, layers_fqn="layers", policy="*:full")
     layer, x = model.layers[1], model.embedding(batches()[0])
-    layer.forward(x)
     holder = nn.Module()
     holder.forward_of_another = layer.forward  # type: ignore[assignment]  # which is no copy
-    for _ in range(2):
+    for _ in range(5):
         layer.forward(x)
     other = copy.copy(layer)
     with pytest.raises(RuntimeError, match=r"layers\.1: a copy .* copy\.deepcopy"):

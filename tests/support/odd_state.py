@@ -13,6 +13,7 @@ import math
 import os
 import random
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -660,6 +661,45 @@ class Graphs(Model):
         return hidden.square().mean()
 
 
+class OnlyNorms(Norms):
+    """Draws no random numbers, so other engines are equally wrong in each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.0)
+
+
+def scripted() -> Any:
+    """Returns a function whose second run saves the same tensors in another order."""
+    source = "def f(x: Tensor):\n    return x * torch.sigmoid(1.7 * x) + torch.tanh(x * 0.5)\n"
+    return torch.jit.CompilationUnit(source).f
+
+
+class Scripted(Block):
+    """Calls a scripted function, and a traced part without the attributes of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        traced = torch.jit.trace(nn.Linear(6, 6).eval(), batches()[0])
+        self.gated, self.frozen = scripted(), torch.jit.freeze(traced)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.gated(self.body(hidden)) + self.frozen(hidden)
+
+
+class Arrays(Block):
+    """Counts in arrays of Python, in a way that its first replay would not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.floats = bytearray(2), array("d", [0.0])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.bytes[0] += 1
+        self.floats[0] += 1
+        return self.body(hidden * (1 + self.bytes[0] % 3 + self.floats[0] % 2))
+
+
 class LateNorm(nn.Module):
     """Its BatchNorm gets zeros at first, which leave the mean as it was."""
 
@@ -743,7 +783,7 @@ STATES: dict[str, Foreign] = {
     "a router whose noise repeats": case(RoutesAgain),
     "a router whose noise does not repeat": case(counted_noise, may_refuse=True),
     "a copy (copy.copy) with other weights, which is called": case(Block, by_a_copy),
-    "BatchNorm, and two backwards in two threads": case(Norms, in_two_threads),
+    "BatchNorm, and two backwards in two threads": case(OnlyNorms, in_two_threads),
     "adapters exchanged before backward": case(Adapters, adapters_exchanged),
     "a saved result that it writes afterwards": case(WritesSaved, may_refuse=True),
     "RReLU, last": case(RRelu),
@@ -756,12 +796,14 @@ CONTEXTS: dict[str, Foreign] = {
     "a hook on all modules": case(Block, around(hook_on_all)),
     "another inner forward": case(Block, around(replaced)),
     "the default dtype": case(MakesTensors, around(default_dtype)),
-    "a context variable of a library": case(ReadsContext, around(variable), may_refuse=True),
+    "a context variable of a library": case(ReadsContext, around(variable)),
     "a thread-local variable": case(ReadsContext, around(local), may_refuse=True),
 }
 # These have no row on the page.
 UNLISTED: dict[str, Foreign] = {
     "objects with slots": case(CountsInSlots),
+    "arrays of Python": case(Arrays),
+    "scripted functions and frozen traces": case(Scripted),
     "dropout alone": case(Block),
     "BatchNorm": case(Norms),
     "an argument, which it writes": case(WritesArgument),
