@@ -8,12 +8,12 @@ of NumPy and Python.
 from __future__ import annotations
 
 import random
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,30 +90,25 @@ class DefaultGenerators:
             self._all[name].set_state(state)
 
 
-np = sys.modules.get("numpy")  # torch imports it, unless it is not installed
-ARRAYS: tuple[type, ...] = (bytearray, array, *(() if np is None else (np.ndarray,)))
+ARRAYS = bytearray, array, np.ndarray
 # kind: (reads the state, sets it)
 _ACCESS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (
+        lambda each: each.bit_generator.state,
+        lambda each, state: setattr(each.bit_generator, "state", state),
+    ),
+    np.random.BitGenerator: (
+        lambda each: each.state,
+        lambda each, state: setattr(each, "state", state),
+    ),
+    np.random.RandomState: (
+        lambda each: each.get_state(legacy=False),
+        lambda each, state: each.set_state(state),
+    ),
 }
-GLOBAL = [random.random.__self__]  # type: ignore[attr-defined]
-if np is not None:
-    _ACCESS |= {
-        np.random.Generator: (
-            lambda each: each.bit_generator.state,
-            lambda each, state: setattr(each.bit_generator, "state", state),
-        ),
-        np.random.BitGenerator: (
-            lambda each: each.state,
-            lambda each, state: setattr(each, "state", state),
-        ),
-        np.random.RandomState: (
-            lambda each: each.get_state(legacy=False),
-            lambda each, state: each.set_state(state),
-        ),
-    }
-    GLOBAL.append(np.random.random_sample.__self__)
+GLOBAL = [each.__self__ for each in (random.random, np.random.random_sample)]  # type: ignore[attr-defined]
 
 
 def is_generator(value: Any) -> bool:
