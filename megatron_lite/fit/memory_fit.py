@@ -1,7 +1,8 @@
 """A memory budget for any model: `fit_memory_` puts the fastest policy that fits on it.
 
 measurement.py measures single layers, plans.py chooses an action for each layer, and a real step
-confirms the choice. If its peak is above the budget, the next smaller plan is tried.
+confirms the choice. If its peak is above the budget, a smaller plan is tried, and a faster one if
+it is far below the prediction.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megatron_lite.fit.plans import ENDLESS, Plan, fastest, neighbours, smallest
 from megatron_lite.parallel.torch_internals import compiled_call_of
 from megatron_lite.recompute.apply import remove_policy_
 
-TRIES = 5  # of plans that may turn out to be above the budget
+TRIES = 5  # of plans that may turn out to be above the budget, or far below what was predicted
+TOLERANCE = 0.01  # by which a prediction may be too high
 MOST_SAMPLES = 1 << 20  # of a micro-batch
 
 
@@ -156,48 +158,70 @@ def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:
     problem = measured.problem
     plain = problem.plan([options[0] for options in problem.options])
     limit = ENDLESS if budget is None else budget
+    best: Plan | None = None
     for tries_left in reversed(range(TRIES)):
         found = plain if budget is None else fastest(problem, limit)
-        is_last = found is None or tries_left == 0
-        plan = smallest(problem) if found is None or is_last else found
-        policies = measured.apply_(plan)
-        try:
-            peak = measured.peak()
-        except BaseException:
-            remove_policy_(model)
-            raise
-        if budget is None or peak <= budget:
-            faster, smaller = neighbours(problem, plan)
-            return Fit(
-                model=model,
-                policies=policies,
-                budget=budget,
-                measured=peak,
-                plan=plan,
-                plain=plain,
-                faster=faster,
-                smaller=smaller,
-                notes=measured.notes,
-            )
-        remove_policy_(model)
-        if is_last:
+        is_last = found is None or (tries_left == 0 and best is None)
+        other = smallest(problem) if found is None or is_last else found
+        if best is not None and other.nanoseconds >= best.nanoseconds:
             break
-        limit = plan.peak - (peak - budget)
-        measured.notes.append(
-            f"note: a plan of {size(plan.peak)} took {size(peak)}, so a smaller one was tried"
-        )
-    _, where, place = max(problem.peaks(plan.choice))
+        plan = other
+        policies, peak = _confirmed(model, measured, plan)
+        if budget is None or peak <= budget:
+            best = plan
+            if plan.peak <= (1 + TOLERANCE) * peak:
+                break
+        elif best is not None or is_last:
+            break
+        else:
+            measured.notes.append(
+                f"note: a plan of {size(plan.peak)} took {size(peak)}, so a smaller one was tried"
+            )
+        limit = plan.peak - (peak - (limit if budget is None else budget))
+    if best is None:
+        remove_policy_(model)
+        raise _unreachable(measured, budget or 0, plan, peak)
+    if plan is not best:
+        policies, peak = _confirmed(model, measured, best)
+    faster, smaller = neighbours(problem, best)
+    return Fit(
+        model=model,
+        policies=policies,
+        budget=budget,
+        measured=peak,
+        plan=best,
+        plain=plain,
+        faster=faster,
+        smaller=smaller,
+        notes=measured.notes,
+    )
+
+
+def _unreachable(measured: Measurement, budget: int, plan: Plan, peak: int) -> UnreachableError:
+    """Returns the error of a budget that not even the smallest plan fits."""
+    _, where, place = max(measured.problem.peaks(plan.choice))
     if where.endswith(("of", "after")):
         where += f" {measured.name_of(place)}"
     rest = max(0, peak - sum(measured.terms.values()))
     terms = {**measured.terms, "activations and temporaries": rest}
     most = max(terms, key=lambda name: terms[name])
-    raise UnreachableError(
-        f"budget {size(budget or 0)}: no policy fits. The smallest reachable peak is "
+    return UnreachableError(
+        f"budget {size(budget)}: no policy fits. The smallest reachable peak is "
         f"{size(peak)}, which a step confirmed, in {where}, of which {size(terms[most])} are "
         f"{most}: give a larger budget, or a step of fewer samples or tokens"
         + "".join(f"; {x}" for x in measured.notes)
     )
+
+
+def _confirmed(model: nn.Module, measured: Measurement, plan: Plan) -> tuple[dict[str, str], int]:
+    """Puts a plan on the model. Returns its policies, and the peak of a real step with them."""
+    remove_policy_(model)
+    policies = measured.apply_(plan)
+    try:
+        return policies, measured.peak()
+    except BaseException:
+        remove_policy_(model)
+        raise
 
 
 def _largest_batch(model: nn.Module, measured: Callable[[int], Measurement], budget: int) -> Fit:

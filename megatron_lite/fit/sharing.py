@@ -22,7 +22,7 @@ from megatron_lite.recompute.saved import exchanging
 
 
 class Sharing:
-    """The notes on the first call of each layer in a run.
+    """The notes on the first call of each layer in a run that may keep something for backward.
 
     A storage has a number, in the order in which storages are seen.
 
@@ -72,7 +72,7 @@ class Sharing:
         return self._storages[number][1]
 
     def _begin(self, layer: int, stack: ExitStack, module: Any, args: Any, kwargs: Any) -> None:
-        if layer not in self.arguments:
+        if layer not in self.arguments and torch.is_grad_enabled():
             given = tensors_of((args, kwargs))
             self.forms[layer] = tuple((each.shape, each.requires_grad) for each in given)
             self.tensors[layer] = [*map(self._number_of, given)]

@@ -122,6 +122,8 @@ class Step:
         calls = Counter[int]()
 
         def mark(layer: int, name: str, tensors: Any, gradient: str) -> None:
+            if not torch.is_grad_enabled():  # no policy changes what such a forward takes
+                return
             calls[layer] += name == FORWARD
             # In its forward FSDP2 has gathered the weights, so other ranks hold parts of them.
             if name == FORWARD and dist.is_available() and dist.is_initialized():
@@ -131,7 +133,7 @@ class Step:
                 self.is_divided = self.is_divided or group is not None
             self._mark(gauge, Event(name, layer, calls[layer]))
             for tensor in tensors_of(tensors):
-                if tensor.requires_grad and torch.is_grad_enabled():
+                if tensor.requires_grad:
                     event = Event(gradient, layer, calls[layer])
                     tensor.register_hook(partial(self._mark, gauge, event))
                     return  # other tensors, such as masks, may be those of all layers

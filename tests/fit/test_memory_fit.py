@@ -21,6 +21,7 @@ from megatron_lite.fit.gauges import CpuGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import fitted
+from megatron_lite.fit.plans import smallest
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from tests.support.foreign_families import FAMILIES, newer
 from tests.support.ranks import run_ranks
@@ -196,6 +197,35 @@ def test_frozen_layers_autocast_and_accumulation_fit() -> None:
     check(model, step, (0.3,))
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_forwards_without_gradients_cost_nothing_that_a_policy_could_save(is_first: bool) -> None:
+    model, losses = Model([64] * 5), []
+
+    def step() -> None:
+        losses.clear()
+        for has_gradients in (not is_first, is_first):
+            with torch.set_grad_enabled(has_gradients):
+                losses.append(model(ids(4, 60)))
+        losses[is_first].backward()
+
+    assert check(model, step, (0.3,)) < 0.01
+
+
+def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan() -> None:
+    model = Model([64] * 6)
+
+    def step() -> None:  # each layer waits for two backwards, of which the first needs the most
+        (model(ids(4, 60)) * model(ids(4, 90))).backward()
+
+    plain = fit_memory_(model, None, step=step)
+    plain.remove()
+    assert plain.plan.peak > 1.05 * plain.measured
+    full = Measurement(model, layer_lists(model, None), step, None, torch.device("cpu"), CpuGauge)
+    budget = (9 * plain.measured + smallest(full.problem).peak) // 10
+    found = fit_memory_(model, f"{budget}B", step=step)
+    assert found.measured <= budget < found.plan.peak
+
+
 def test_the_call_leaves_model_and_generators_as_they_were() -> None:
     model = Model([64] * 4)
     model(ids()).backward()
@@ -353,7 +383,8 @@ def fit_on_rank(rank: int, world_size: int, wrapper: str) -> tuple[list[str], in
     plain = gradients(model, step)
     whole = fit_memory_(model, None, step=step)
     whole.remove()
-    fit = fit_memory_(model, f"{whole.measured - 20_000}B", step=step)
+    # With tensor parallelism, threads of gloo hold up to 41 kB for some time.
+    fit = fit_memory_(model, f"{whole.measured - 60_000}B", step=step)
     assert fit.budget is not None and fit.measured <= fit.budget
     for name, gradient in gradients(model, step).items():
         expected, gradient = (getattr(x, "_local_tensor", x) for x in (plain[name], gradient))
