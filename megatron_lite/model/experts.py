@@ -248,8 +248,9 @@ def numbers(of: Tensor, balanced: list[int]) -> list[int]:
 
 def placed(rows: Tensor, order: Tensor, num_places: int, is_padded: bool = False) -> Tensor:
     """Returns each row at its place in `order`: [n, ...] -> [num_places, ...], elsewhere zeros."""
-    if is_padded:
-        return placed(rows, order % (num_places + 1), num_places + 1)[:num_places]
+    if is_padded:  # padding goes to one more place
+        found = rows.new_zeros((num_places + 1, *rows.shape[1:]))
+        return found.index_copy_(0, order % (num_places + 1), rows)[:num_places]
     make = rows.new_empty if order.shape[0] == num_places else rows.new_zeros
     return make((num_places, *rows.shape[1:])).index_copy_(0, order, rows)
 

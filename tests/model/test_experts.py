@@ -268,6 +268,69 @@ def test_one_expert_or_all_of_them_get_every_token(topk: int) -> None:
         assert got.tolist() == [topk == 8 or expert == 5 for expert in range(8)]
 
 
+def by_hand(layer: MixtureOfExperts, x: Tensor, capacity: int) -> tuple[Tensor, int]:
+    """The output token by token, each expert taking so many tokens, and how many are taken."""
+    config, experts = layer.config, layer.experts
+    assert config.num_experts is not None and experts.linear_fc1.bias is not None
+    assert experts.linear_fc2.bias is not None
+    tokens, output, count = x.flatten(0, 1), torch.zeros_like(x).flatten(0, 1), 0
+    chosen = (tokens @ layer.router.weight.t() + layer.router.bias).topk(config.moe_router_topk)
+    weights = chosen.values.softmax(-1)
+    for expert in range(config.num_experts):
+        places = (chosen.indices == expert).nonzero().tolist()
+        wish: list[Any] = [(-weights[t, k].item(), t, k) for t, k in places]
+        by_weight = config.moe_token_drop_policy == "probs"
+        wish.sort(key=lambda one: one[:2] if by_weight else one[1])
+        for _, token, place in wish[:capacity]:
+            first = experts.linear_fc1.weight[expert] @ tokens[token]
+            gate, up = (first + experts.linear_fc1.bias[expert]).chunk(2)
+            second = experts.linear_fc2.weight[expert] @ (nn.functional.silu(gate) * up)
+            output[token] += weights[token, place] * (second + experts.linear_fc2.bias[expert])
+            count += 1
+    return output.view_as(x), count
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize(
+    ("topk", "factor", "capacity"),
+    [(2, 0.01, 1), (1, 1.0, 2), (3, 1.1, 7), (8, 0.5, 8), (8, 3.0, 15), (1, 100.0, 15)],
+)
+@pytest.mark.parametrize("one_for_all", [False, True])
+def test_an_expert_takes_as_many_tokens_as_its_capacity(
+    policy: str, pads: bool, topk: int, factor: float, capacity: int, one_for_all: bool
+) -> None:
+    """A capacity of 1, experts without tokens, one expert for all, all experts for each token."""
+    config = config_of(
+        add_bias_linear=True,
+        moe_ffn_hidden_size=16,
+        moe_router_topk=topk,
+        moe_token_drop_policy=policy,
+        moe_expert_capacity_factor=factor,
+        moe_pad_expert_input_to_capacity=pads,
+    )
+    with layer_of(config) as (layer, regions):
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_()
+            if one_for_all:
+                layer.router.weight[5] += 9.0
+        x = torch.rand(S, B, H, dtype=torch.float64, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        output, (expected, count) = layer(x, regions), by_hand(layer, y, capacity)
+        assert layer.num_rows == (8 * capacity if pads else count,) * 2
+        factors = torch.randn_like(output)
+        (output * factors).sum().backward()
+        found = {name: one.grad for name, one in layer.named_parameters()}
+        layer.zero_grad()
+        (expected * factors).sum().backward()
+        assert torch.allclose(output, expected, atol=1e-12)
+        assert x.grad is not None and torch.allclose(x.grad, y.grad, atol=1e-12)
+        for name, parameter in layer.named_parameters():
+            assert torch.allclose(found[name], parameter.grad, atol=1e-12), name
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [16, 6])  # 6: rows that torch's grouped product refuses
 def test_grouped_products_are_those_of_each_group(dtype: torch.dtype, width: int) -> None:

@@ -16,6 +16,8 @@ from megatron_lite.optim import grad_buffer, host_link, layouts, stored
 from megatron_lite.optim.muon_update import MOMENTUM
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import fsdp, sequence_spans, state, weight_gradient
+from megatron_lite.recompute import choices
+from megatron_lite.tensor_parallel import grouped_linear
 from megatron_lite.training.step import MicroBatchLoss
 from tests.model import test_experts as test_model_experts
 from tests.optim import test_layouts, test_stored, test_zero1
@@ -83,6 +85,17 @@ def shares_are_summed_over_the_wrong_ranks(
 @replaces("start_step", router.Router)
 def the_losses_of_a_router_are_scaled_twice(real: Any, self: router.Router, scale: Any) -> None:
     real(self, scale * scale)
+
+
+@replaces("of", choices.Choices)
+def a_replay_chooses_experts_anew(real: Any, self: Any, layer: int, choose: Any) -> Any:
+    return choose()
+
+
+@replaces("__init__", grouped_linear.GroupedLinear)
+def every_rank_adds_the_bias(real: Any, self: Any, *args: Any, **options: Any) -> None:
+    real(self, *args, **options)
+    self._adds_bias = True
 
 
 @replaces("__init__", layer.TransformerBlock)
@@ -257,6 +270,16 @@ MUTANTS = [
         shares_are_summed_over_the_wrong_ranks,
         test_layouts.test_every_layout_trains_as_a_single_process,
         dict(mesh="hsdp-dp4", dtype=torch.float64),
+    ),
+    Mutant(
+        a_replay_chooses_experts_anew,
+        test_model_experts.test_a_replay_sends_every_token_to_the_same_experts,
+        dict(policy="unit", variant="mixtral", after=False),
+    ),
+    Mutant(
+        every_rank_adds_the_bias,
+        test_experts.test_every_layout_trains_as_one_process_does,
+        dict(layout="tp2, biases, padded"),
     ),
     Mutant(
         the_losses_of_a_router_are_scaled_twice,
