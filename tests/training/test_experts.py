@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,10 @@ import pytest
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.predict.kept_tensors import activation_bytes
+from megatron_lite.memory.predict.step_peak import step_peak
+from megatron_lite.recompute.schedule import plan_stage
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
@@ -220,3 +225,32 @@ def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(
     found = step_bytes(tmp_path / "other", 6)
     names = [name for name in expected if "rng" not in name]
     assert names and all(found[name] == expected[name] for name in names)
+
+
+@pytest.mark.parametrize("settings", [{}, DROPPED, PADDED])
+def test_a_stated_imbalance_gives_the_fullest_rank_so_many_rows(settings: dict[str, Any]) -> None:
+    """At most as many as the experts' capacities; padded ones have these in any case."""
+    even, full = (
+        config_of("ep2", Path("unused"), plan_moe_imbalance=imbalance, **settings)
+        for imbalance in (1.0, 1.5)
+    )
+    model, plan = full.model, plan_stage(RecomputeConfig(), 4)
+    tokens = full.data.seq_length * full.training.micro_batch_size
+    whole = math.ceil(tokens * 2 / 4 * 0.8) * 4 if settings else 10**9
+    rows, balanced = (
+        whole if settings == PADDED else min(whole, int(times * 2 * tokens)) for times in (1.5, 1.0)
+    )
+    found, expected, least = (
+        activation_bytes(model, plan, sizes)
+        for sizes in (
+            Sizes.of(full, device="cpu"),
+            replace(Sizes.of(even, device="cpu"), expert_rows=((rows, balanced),) * 4),
+            Sizes.of(even, device="cpu"),
+        )
+    )
+    assert found == expected and (found > least) == (rows > balanced) == (settings == {})
+    peaks = [
+        step_peak(one, 0, device="cpu", dp_cp_size=2, dp_cp_rank=0, num_microbatches=1).num_bytes
+        for one in (even, full)
+    ]
+    assert (peaks[1] > peaks[0]) == (settings == {})
