@@ -108,7 +108,8 @@ _ACCESS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda each, state: each.set_state(state),
     ),
 }
-GLOBAL = [each.__self__ for each in (random.random, np.random.random_sample)]  # type: ignore[attr-defined]
+_DRAWS: tuple[Any, ...] = (random.random, np.random.random_sample)
+GLOBAL = [each.__self__ for each in _DRAWS]
 
 
 def is_generator(value: Any) -> bool:
