@@ -29,6 +29,7 @@ class ParallelConfig:
         each pipeline rank several virtual stages. At most one may be set.
     decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers: the layers of the first and
         the last pipeline rank. The other ranks share the rest equally (config/stages.py).
+    pipeline_model_parallel_layout: what each stage holds, in the order of the model.
     overlap_p2p_comm: whether a stage receives its next input while it computes.
     expert_model_parallel_size: the number of neighbouring ranks of a pipeline stage over which the
         experts are spread. It divides the ranks of the stage, data- and context-parallel ones too.
@@ -72,6 +73,16 @@ class ParallelConfig:
     )
     decoder_last_pipeline_num_layers: int | None = setting(
         "layers of the last pipeline rank", least=1, needs=PIPELINE
+    )
+    pipeline_model_parallel_layout: str | None = setting(
+        "what each stage holds, as Megatron writes it: E embedding, t layer, L loss, | between "
+        "stages, x*n and (..)*n repeat: Et*3|(tt|)*2L; it decides the number of virtual stages too",
+        needs=PIPELINE,
+        excludes=(
+            *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+            *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        ),
+        why="both cut the layers into stages",
     )
     overlap_p2p_comm: bool = setting(
         "receive what a stage needs only when it needs it",

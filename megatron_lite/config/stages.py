@@ -6,14 +6,20 @@ layers and --pipeline-model-parallel-size 2:
     flag                                          stages per rank    rank 0         rank 1
     none                                          1                  0-3            4-7
     --num-virtual-stages-per-pipeline-rank 2      2                  0-1 and 4-5    2-3 and 6-7
+    --pipeline-model-parallel-layout 'Ettt|tt|tt|tL'  2               0-2 and 5-6    3-4 and 7
+
+Every flag comes down to the number of layers of each stage. The first stage holds the embedding and
+the last one the loss, also without layers.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.plain import shown
 from megatron_lite.config.units import plural
 
 
@@ -57,6 +63,59 @@ def stages(parallel: ParallelConfig, num_layers: int) -> tuple[Stage, ...]:
     Raises ValueError if the layers do not divide over the stages as the flags ask.
     """
     size = parallel.pipeline_model_parallel_size
+    if parallel.pipeline_model_parallel_layout is None:
+        lengths = _equal_lengths(parallel, num_layers)
+    else:
+        lengths = layout_lengths(parallel.pipeline_model_parallel_layout, size, num_layers)
+    # Stage n of the model is on rank n mod p, so the virtual stages of the ranks interleave.
+    return tuple(
+        Stage(
+            number=number,
+            count=len(lengths),
+            rank=number % size,
+            chunk=number // size,
+            first_layer=sum(lengths[:number]),
+            num_layers=length,
+        )
+        for number, length in enumerate(lengths)
+    )
+
+
+def layout_lengths(layout: str, size: int, num_layers: int) -> list[int]:
+    """Returns the number of layers of each stage of --pipeline-model-parallel-layout.
+
+    It is read as Megatron reads it: commas mean nothing, and repeats in parentheses come first.
+    size: the number of pipeline ranks.
+    """
+    text = layout.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d{1,3})", r"(.)\*(\d{1,3})"):
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+    cut, kinds = text.split("|"), text.replace("|", "")
+    unknown = sorted(set(kinds) - set("EtLm"))
+    for is_wrong, why in (
+        ("m" in kinds, "multi-token prediction (m) is not built: leave m out"),
+        (unknown, f"{''.join(unknown)!r} is none of E, t, L, |, x*n and (..)*n, with n below 1000"),
+        (
+            (text[:1], text[-1:], kinds.count("E"), kinds.count("L")) != ("E", "L", 1, 1),
+            "needs one E, at its start, and one L, at its end",
+        ),
+        (
+            kinds.count("t") != num_layers,
+            f"has {plural(kinds.count('t'), 'layer')} (t), not the {num_layers} of --num-layers",
+        ),
+        (
+            len(cut) % size,
+            f"has {plural(len(cut), 'stage')}, no multiple of --pipeline-model-parallel-size "
+            f"{size}: change the number of |",
+        ),
+    ):
+        if is_wrong:
+            raise ValueError(f"--pipeline-model-parallel-layout {shown(layout)}: {why}")
+    return [stage.count("t") for stage in cut]
+
+
+def _equal_lengths(parallel: ParallelConfig, num_layers: int) -> list[int]:
+    """Returns the number of layers of each stage, which are as many in all stages of a rank."""
     per_rank = _layers_by_rank(parallel, num_layers)
     num_chunks = _num_chunks(parallel, per_rank)
     for rank, layers in enumerate(per_rank):
@@ -66,23 +125,7 @@ def stages(parallel: ParallelConfig, num_layers: int) -> tuple[Stage, ...]:
                 f"{num_chunks} virtual stages: change --num-layers or "
                 "--num-virtual-stages-per-pipeline-rank"
             )
-    # Stage n of the model is on rank n mod p, so the virtual stages of the ranks interleave.
-    found: list[Stage] = []
-    first = 0
-    for number in range(size * num_chunks):
-        rank, chunk = number % size, number // size
-        found.append(
-            Stage(
-                number=number,
-                count=size * num_chunks,
-                rank=rank,
-                chunk=chunk,
-                first_layer=first,
-                num_layers=per_rank[rank] // num_chunks,
-            )
-        )
-        first += found[-1].num_layers
-    return tuple(found)
+    return [layers // num_chunks for layers in per_rank] * num_chunks
 
 
 def stages_of_rank(parallel: ParallelConfig, num_layers: int, rank: int) -> tuple[Stage, ...]:

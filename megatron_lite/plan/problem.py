@@ -23,6 +23,7 @@ VIRTUAL = (
     "num_layers_per_virtual_pipeline_stage",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
 )
 # The fields that a layout sets. A value that the user gives fixes the dimension.
 SEARCHED = frozenset(

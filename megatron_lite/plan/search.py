@@ -212,7 +212,7 @@ class Search:
         chunks: the most virtual stages. None: those of the layout.
         """
         parallel, ranks = config.parallel, len(time.busy)
-        chunks = chunks or parallel.num_virtual_stages_per_pipeline_rank or 1
+        chunks = chunks or len(config.stage_lengths()) // ranks
         number = config.training.num_microbatches(parallel.data_parallel_size(num_ranks))
         return sum(time.busy) / ranks * (1 + max(0, ranks - 2) / (chunks * number))
 

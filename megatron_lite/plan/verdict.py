@@ -326,7 +326,7 @@ def _layout(plan: Plan) -> str:
     size, cut = parallel.pipeline_model_parallel_size, stages(parallel, config.model.num_layers)
     first, last = (sum(one.num_layers for one in cut[rank::size]) for rank in (0, size - 1))
     between = "+..+" if size > 2 else "+"
-    is_uneven = parallel.decoder_first_pipeline_num_layers is not None
+    is_uneven = len({one.num_layers for one in cut}) > 1
     context, experts = parallel.context_parallel_size, parallel.expert_model_parallel_size
     words = [
         f"t {parallel.tensor_model_parallel_size}",

@@ -77,7 +77,8 @@ def fuse_weight_gradients_(
         if weight in matmuls:
             sums[_who_sums(weight, reason)] += 1
     groups = [f"{plural(number, 'weight')} by {who}" for who, number in sums.items()]
-    rounded = isinstance(gradients, GradBuffer) and gradients.buckets[0].flat.dtype.itemsize == 2
+    buckets = gradients.buckets if isinstance(gradients, GradBuffer) else ()
+    rounded = any(bucket.flat.dtype.itemsize == 2 for bucket in buckets)
     summed = "bfloat16" if rounded else "float32"
     line = f"weight gradients are summed in {summed}: {'; '.join(groups)}"
     return line + (" (of this rank's stages)" if parallel.pp_size > 1 else "")

@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP 2, 100 rows": (2, dict(TP2, make_vocab_size_divisible_by=5)),
     "PP 2": (2, dict(PP2, recompute_policy="*:full")),
     "PP 2, interleaved, TP 2": (4, dict(PP2, **TP2, num_virtual_stages_per_pipeline_rank=2)),
+    "PP 2, empty stages": (2, dict(PP2, pipeline_model_parallel_layout="E||tt|ttL")),
     "PP 2, one layer first": (2, dict(PP2, decoder_first_pipeline_num_layers=1)),
     "CP 2": (2, dict(context_parallel_size=2)),
     "DP 2, FSDP2": (2, dict(use_torch_fsdp2=True, recompute_policy="every-2:full")),

@@ -82,3 +82,48 @@ def test_layers_are_dealt_out_in_the_order_of_the_model(fields, num_layers, expe
 def test_layers_that_cannot_be_divided_are_refused_with_the_numbers(fields, num_layers, message):
     with pytest.raises(ValueError, match=message):
         stages(of(**fields), num_layers)
+
+
+@pytest.mark.long  # megatron-core takes seconds to import
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        ("Et*3|(tt|)*3L", 5),
+        ("Ettt|(tt|)*2,t|L", 5),
+        ("E|t,t|(t|)*2|tL", 2),
+        ("Et|tttttL", 2),
+        ("E|(t*2|)*2t|L", 5),
+    ],
+)
+def test_a_layout_is_cut_as_megatron_core_cuts_it(layout: str, size: int) -> None:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    expected = PipelineParallelLayerLayout(layout, size)
+    number = sum(one.name == "decoder" for one in expected.flatten_layout)
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=size, pipeline_model_parallel_layout=layout
+    )
+    found = stages(parallel, number)
+    assert len(found) == size * expected.virtual_pipeline_model_parallel_size
+    for stage in found:
+        kinds = [one.name for one in expected.layout[stage.rank][stage.chunk]]
+        assert stage.num_layers == kinds.count("decoder")
+        assert (stage.is_first, stage.is_last) == ("embedding" in kinds, "loss" in kinds)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("Ettm|L", "multi-token prediction"),
+        ("Etx|tL", "'x' is none of E, t, L"),
+        ("Et*1000|L", "'0' is none of E, t, L, .* below 1000"),
+        ("|Ett|L|", "needs one E, at its start, and one L, at its end"),
+        ("Et|Et|L|", "needs one E, at its start"),
+        ("Et|L", "has 1 layer .* not the 2 of --num-layers"),
+        ("Et|t|L", "has 3 stages, no multiple of --pipeline-model-parallel-size 2"),
+    ],
+)
+def test_a_wrong_layout_says_what_is_wrong(layout: str, said: str) -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout)
+    with pytest.raises(ValueError, match=f"--pipeline-model-parallel-layout .*: .*{said}"):
+        stages(parallel, 2)

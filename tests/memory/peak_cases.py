@@ -134,6 +134,7 @@ TWO_RANKS = (
     Case("PP 2, untied, bf16", f"{PP} --bf16 --untie-embeddings-and-output-weights", 2, 4),
     Case("PP 2, 2 virtual stages", f"{PP} {VIRTUAL}", 2, 4),
     Case("PP 2, 2 virtual stages, mlp", f"{PP} {VIRTUAL} {policy('*:mlp')}", 2, 4),
+    Case("PP 2, empty stages", f"{PP} --pipeline-model-parallel-layout E|t*3|t|L", 2, 4),
     Case("DP 2", "", 2),
     Case("DP 2, ZeRO-1", ZERO1, 2),
     Case("DP 2, ZeRO-1, bf16, overlap", f"{ZERO1} --bf16 --overlap-grad-reduce", 2),

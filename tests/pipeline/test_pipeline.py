@@ -26,6 +26,8 @@ LAYOUTS = [
     Layout(pp=2, tp=2),
     Layout(pp=2, tp=2, sequence_parallel=True),
     Layout(pp=2, first=3),
+    Layout(pp=2, cut="Et|t*4||ttt,L"),
+    Layout(pp=4, cut="E|(tttt|)*2L"),
     Layout(pp=2, tp=2, dp=2, num_chunks=2, sequence_parallel=True),
 ]
 MODELS = {"gpt2": VARIANTS["gpt2"], "llama": VARIANTS["llama"], "windows": DIFFERING}

@@ -43,6 +43,7 @@ class Layout:
     num_chunks: int = 1
     sequence_parallel: bool = False
     first: int | None = None  # layers of the first pipeline rank
+    cut: str | None = None  # --pipeline-model-parallel-layout, instead of `first` and `num_chunks`
 
     @property
     def ranks(self) -> int:
@@ -55,6 +56,7 @@ class Layout:
             pipeline_model_parallel_size=self.pp,
             num_virtual_stages_per_pipeline_rank=self.num_chunks if self.num_chunks > 1 else None,
             decoder_first_pipeline_num_layers=self.first,
+            pipeline_model_parallel_layout=self.cut,
             sequence_parallel=self.sequence_parallel,
             distributed_backend="gloo",
         )
@@ -71,6 +73,7 @@ class Layout:
                     *parts,
                     *["sp"] * self.sequence_parallel,
                     *[f"first{self.first}"] * (self.first is not None),
+                    *[f"{self.cut}"] * (self.cut is not None),
                 ]
             )
             or "alone"

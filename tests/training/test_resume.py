@@ -32,6 +32,7 @@ ROUNDED = dict(
     overlap_cpu_optimizer_d2h_h2d=True,
     optimizer_offload_fraction=0.3,
 )
+EMPTY = "Ettt||L"
 INSTANCES = dict(num_distributed_optimizer_instances=2)
 SEQUENCE = dict(tp_size=2, sequence_parallel=True)
 UNTIED = dict(untie_embeddings_and_output_weights=True)
@@ -53,6 +54,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "zero1, 2 instances": (4, dict(INSTANCES, data_parallel=LAYOUTS["zero1, overlap"], bf16=True)),
     "fsdp2, 2 instances": (4, dict(INSTANCES, data_parallel=LAYOUTS["fsdp2"], bf16=True)),
+    "empty stages": (
+        3,  # rank 1 has no parameters
+        dict(num_layers=3, pipeline_model_parallel_size=3, pipeline_model_parallel_layout=EMPTY),
+    ),
     "muon": (1, MUON),
     "the loss scale goes up and down": (2, dict(SCALE, tp_size=2)),
     "experts, pp2": (2, dict(EXPERTS, pipeline_model_parallel_size=2)),

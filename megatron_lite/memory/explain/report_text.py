@@ -202,7 +202,10 @@ def _pipeline(report: Report) -> Iterator[Block]:
         ("Pipeline rank", "layers", f"kept {unit.name}", "in flight", "they keep", "at most")
     ]
     for number, rank in enumerate(report.ranks):
-        spans = (f"{one.first_layer}-{one.first_layer + one.num_layers - 1}" for one in rank.stages)
+        spans = (
+            f"{one.first_layer}-{one.first_layer + one.num_layers - 1}" if one.num_layers else "-"
+            for one in rank.stages
+        )
         layers = textwrap.shorten(", ".join(spans), 24, placeholder=" ..")
         kept, held, peak = map(unit.number, (rank.kept_bytes, rank.held_bytes, rank.peak_bytes))
         mark = ">" if number == report.rank else " "

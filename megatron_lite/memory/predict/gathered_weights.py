@@ -90,7 +90,8 @@ class GatheredWeights(NamedTuple):
         reduced = sent if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
         first = _parameters(embedding_operations(config.model, sizes))
         last_ones = _parameters(head_operations(config.model, sizes))
-        layer = describe_layer(config.model, sizes, sizes.first_layer)
+        number = min(sizes.first_layer, config.model.num_layers - 1)  # a stage may have no layers
+        layer = describe_layer(config.model, sizes, number)
 
         def unit(parameters: Sequence[Parameter], last: int = 0) -> FsdpUnit:
             padded = sum(_padded(one, dp_cp_size) for one in parameters)

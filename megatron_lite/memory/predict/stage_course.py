@@ -151,7 +151,7 @@ class _Course:
                 waiting = moved
             stay = 0 if weights.reshards else segment.num_layers
             walk.other += weights.layer.gathered * (stay - 1)
-        walk.look(Moment("forward of layers", self.plan.num_layers - 1))
+        walk.look(Moment("forward of layers", self.plan.num_layers - 1 if self.layers else None))
         walk.other -= waiting + self.hidden
         if self.last:
             walk.gather(weights.output)
@@ -167,7 +167,7 @@ class _Course:
 
     def backward(self) -> Passage:
         walk, weights, layer = self.walk, self.weights, self.weights.layer
-        if weights.reshards:
+        if weights.reshards and self.layers:
             walk.gather(layer, copies_out=False)
         if self.last:
             self._end(self.head)

@@ -369,7 +369,7 @@ def _muon(config: RunConfig, stage: Stage, shards: int) -> int:
     They are the iterates in bfloat16, and the result, first unscaled and then scaled, in float32.
     """
     sizes, optimizer = Sizes.of(config, device="cpu", stage=stage), config.optimizer
-    layer = describe_layer(config.model, sizes, stage.first_layer)
+    layer = describe_layer(config.model, sizes, min(stage.first_layer, config.model.num_layers - 1))
     parameters = [one for operation in layer.operations for one in operation.parameters]
     rows, columns = max((one.shape for one in parameters if len(one.shape) == 2), key=math.prod)
     elements, whole = rows * columns, FLOAT32 * rows * columns
