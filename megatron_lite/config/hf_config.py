@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, flag, quoted
+from megatron_lite.config.hf_deepseek import DeepSeek
 from megatron_lite.config.hf_rotary import Rotary
 from megatron_lite.config.hf_rules import (
     REQUIRED,
@@ -80,7 +81,7 @@ NOT_COMPARED = frozenset(DATA["not compared"])
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 RULES: Mapping[str, Callable[..., Rule]] = {
     one.__name__: one
-    for one in (Groups, Windows, Unrotated, Rotary, Experts, Biases, ScaledEmbedding)
+    for one in (Groups, Windows, Unrotated, Rotary, Experts, Biases, ScaledEmbedding, DeepSeek)
 }
 
 

@@ -160,6 +160,8 @@ class Rotary(NamedTuple):
             for key in OF_RULE[model.rope_type or ""]:
                 value = getattr(model, key)
                 scaling[key] = list(value) if isinstance(value, tuple) else value
+            if model.multi_latent_attention:  # scores have a scale of theirs
+                scaling |= {key: getattr(model, key) for key in MSCALES}
         base = float(model.rotary_base)
         found: Values = {self.base: base, "rope_scaling": scaling}
         if model.rope_type != "rope":  # Phi-3 reads it here

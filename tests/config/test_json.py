@@ -123,6 +123,8 @@ EXACT = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,  # with its 14,848 biases of experts, 671_026_419_200
 }
 # Billions as the papers round them, of checkpoints that were not published.
 ROUNDED = {"gpt3-175b": 175, "22b": 22, "175b": 175, "530b": 530, "1t": 1000}

@@ -92,9 +92,9 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no directory": (lambda folder: folder.rename(folder.with_name("gone")), "no such directory"),
     "unknown family": (
-        sizes(model_type="deepseek_v3"),
-        "'deepseek_v3' has no counterpart here (it has multi-head latent attention, which no model "
-        "here has), only gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, mixtral, olmoe, ",
+        sizes(model_type="deepseek_v32"),
+        "'deepseek_v32' has no counterpart here (its latent attention, or its experts, have parts "
+        "that no model here has), only gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, ",
     ),
     "dynamic": (
         sizes(rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.hf import LAYOUTS, known_name, row_of
-from megatron_lite.convert.weights import parameter_specs
+from megatron_lite.convert.weights import is_buffer, parameter_specs
 
 # D = H / A: transformers' GPT-2 and GPT-NeoX know no other
 V, H, F, A, G, L, D, POSITIONS = 61, 32, 40, 4, 2, 2, 8, 17
@@ -106,6 +106,21 @@ _LLAMA = dict(
 )
 _WINDOWS: dict[str, object] = dict(window_size=(3, 0), window_attn_skip_freq=(0, 1))
 _QWEN2_SIZES = {key: value for key, value in _LLAMA_SIZES.items() if key != "head_dim"}
+_DEEPSEEK: dict[str, Any] = dict(
+    **_SIZES,
+    **dict(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7),
+    num_key_value_heads=A,
+    **dict(n_routed_experts=8, n_shared_experts=2, moe_intermediate_size=12),
+    **dict(num_experts_per_tok=4, first_k_dense_replace=1, routed_scaling_factor=1.5),
+    **dict(tie_word_embeddings=False, pad_token_id=None),
+)
+_LATENT: dict[str, object] = {
+    **{key: value for key, value in _LLAMA.items() if "group" not in key and key != "kv_channels"},
+    **dict(multi_latent_attention=True, qk_layernorm=True, kv_lora_rank=10, qk_head_dim=6),
+    **dict(qk_pos_emb_head_dim=4, v_head_dim=7, num_experts=8, moe_ffn_hidden_size=12),
+    **dict(moe_shared_expert_intermediate_size=24, moe_router_topk=4, moe_layer_freq=(0, 1)),
+    **dict(moe_router_topk_scaling_factor=1.5, norm_epsilon=1e-6),
+}
 _EXPERTS = dict(_LLAMA_SIZES, num_experts_per_tok=3, pad_token_id=None)
 _QWEN2_EXPERTS = dict(_QWEN2_SIZES, num_experts_per_tok=3, pad_token_id=None)
 
@@ -395,6 +410,38 @@ PEERS = {
             "qk_layernorm": True,
         },
     ),
+    "deepseek_v3": Peer(
+        build=_random(
+            "DeepseekV3ForCausalLM",
+            "DeepseekV3Config",
+            **_DEEPSEEK,
+            q_lora_rank=8,
+            num_local_experts=8,
+            n_group=4,
+            topk_group=2,
+            rope_parameters=dict(
+                **dict(rope_type="yarn", rope_theta=500.0, factor=4.0),
+                **dict(original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=0.7),
+            ),
+        ),
+        config={
+            **_LATENT,
+            **dict(q_lora_rank=8, rope_type="yarn", rotary_scaling_factor=4.0),
+            **dict(original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=0.7),
+            **dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+            **dict(moe_router_num_groups=4, moe_router_group_topk=2),
+        },
+    ),
+    "deepseek_v2": Peer(
+        build=_random(
+            "DeepseekV2ForCausalLM",
+            "DeepseekV2Config",
+            **_DEEPSEEK,
+            q_lora_rank=None,
+            rope_parameters=dict(rope_type="default", rope_theta=500.0),
+        ),
+        config={**_LATENT, "rope_type": "rope", "moe_router_pre_softmax": True},
+    ),
     "qwen2_moe": Peer(
         build=_random(
             "Qwen2MoeForCausalLM",
@@ -648,7 +695,8 @@ def our_tensors(model: Any, theirs: Mapping[str, Tensor], config: ModelConfig) -
         model.save_pretrained(folder, state_dict={key: one.clone() for key, one in theirs.items()})
         stored = load_file(f"{folder}/model.safetensors")
     known = {known_name(family, name, has_base=True): tensor for name, tensor in stored.items()}
-    rows = {name: row_of(family, name, config) for name in parameter_specs(config, V)}
+    names = [name for name in parameter_specs(config, V) if not is_buffer(name)]
+    rows = {name: row_of(family, name, config) for name in names}
     return {
         name: LAYOUTS[row.layout].join([known[part] for part in row.theirs], config)
         for name, row in rows.items()
