@@ -63,23 +63,26 @@ def test_a_round_trip_is_bitwise_and_transformers_opens_it(name: str, tmp_path: 
         assert torch.equal(model(tokens).logits, again.eval()(tokens).logits)
 
 
-def test_weights_keep_their_dtype_and_their_tokenizer(tmp_path: Path) -> None:
-    model = PEERS["llama"].build().to(torch.bfloat16)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "glm", "phi3 with longrope"])
+def test_weights_keep_their_dtype_and_their_tokenizer(name: str, tmp_path: Path) -> None:
+    model = PEERS[name].build().to(torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs")
     save_tokenizer(tmp_path / "theirs")
     assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
     assert converted(tmp_path / "ours", tmp_path / "again", "megatron-lite hf") == 0
     assert same_weights(weights_in(tmp_path / "theirs"), weights_in(tmp_path / "again"))
     config = json.loads((tmp_path / "again/config.json").read_text())
-    assert (config["torch_dtype"], config["eos_token_id"]) == ("bfloat16", 2)  # as there
+    ids = config["eos_token_id"]
+    assert (config["torch_dtype"], ids) == ("bfloat16", model.config.eos_token_id)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
     assert tokenizer("to be or not").input_ids == [1, 2, 3, 4]
 
 
-def test_shards_have_at_most_the_size_and_an_index(tmp_path: Path) -> None:
-    model = saved_peer("qwen3", tmp_path / "theirs")
+@pytest.mark.parametrize("name", ["qwen3", "cohere2"])
+def test_shards_have_at_most_the_size_and_an_index(name: str, tmp_path: Path) -> None:
+    model = saved_peer(name, tmp_path / "theirs")
     source = hf_source(tmp_path / "theirs")
     write_hf(source, tmp_path / "again", lambda _: None, shard_bytes=10_000)
     files = sorted((tmp_path / "again").glob("*.safetensors"))
@@ -92,7 +95,7 @@ def test_shards_have_at_most_the_size_and_an_index(tmp_path: Path) -> None:
     assert index["weight_map"].keys() == tensors.keys()
     assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in tensors.values())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert same_weights(model.state_dict(), again.state_dict())
+    assert same_weights(model.state_dict(), again.state_dict())  # also of a tied head
     assert converted(tmp_path / "again", tmp_path / "ours", "hf megatron-lite") == 0
 
 

@@ -114,7 +114,7 @@ def ours_in_stages(config: ModelConfig, weights: dict[str, Tensor], dtype: torch
         return Result(logits, loss.detach(), grads)
 
 
-@pytest.mark.runs(daily=4, ci=28)
+@pytest.mark.runs(daily=4, ci=46)
 @pytest.mark.parametrize(
     "name, dtype, tolerance",
     [("gpt2", torch.float64, 1e-12), *((name, torch.float32, 1e-5) for name in PEERS)],

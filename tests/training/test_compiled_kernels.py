@@ -45,7 +45,7 @@ LLAMA: dict[str, Any] = dict(
 MANY_TOKENS = "--seq-length 512 --max-position-embeddings 512 --vocab-size 255"
 Layout = tuple[int, int, bool]  # TP size, CP size, sequence parallelism
 LAYOUTS: list[Layout] = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
-VARIANTS = ("qwen", "gpt2", "neox", "nemotron", "llama")
+VARIANTS = ("qwen", "gpt2", "neox", "nemotron", "llama", "gemma", "cohere", "granite")
 
 
 @pytest.fixture
