@@ -5,7 +5,7 @@ recompute policy on any model.
     train(config)
 
 Importing this module loads nothing else: each function imports what it needs. A policy on a model
-of another library loads torch and a part of megatron_lite/recompute. docs/python-api.md has
+of another library loads torch and a part of megatron_lite/recompute. docs/training.md has
 examples.
 """
 

@@ -35,6 +35,8 @@ WRAPPING = "fsdp_memory_efficient_wrapping"
 # The recompute settings that the search leaves as they are. Any other one fixes the policy.
 KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
 USUAL_TOKENS = 2**22  # of a step, if --global-batch-size is not given
+IDS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with files
+USUAL_IDS = 128000  # of other ones
 USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
 
 Values = dict[str, dict[str, Any]]  # by topic and field
@@ -97,9 +99,12 @@ def problem_of(
     _complete(values, chosen, notes, num_ranks)
     base = build_run(values)
     if base.tokenizer.vocab_size is None:
-        raise InputError(
-            f"missing --vocab-size: give the number of ids of the {base.tokenizer.tokenizer_type}, "
-            "since a plan reads no file of a tokenizer"
+        kind = base.tokenizer.tokenizer_type
+        number = IDS.get(kind or "", USUAL_IDS)
+        base = with_fields(base, {"vocab_size": number})
+        notes.append(
+            f"--vocab-size {number} is assumed: a plan reads no file of the {kind}, so give its "
+            "number of ids"
         )
     policy = {name: value for name, value in chosen.items() if fixes_policy(name)}
     recompute = None

@@ -44,15 +44,12 @@ from megatron_lite.plan.verdict import (
     DOES_NOT_FIT,
     MOST_RANKS,
     FitVerdict,
-    Training,
     fewest_ranks,
-    lines,
-    plain_stages,
-    plain_verdict,
     smallest_machine,
     status,
     verdict,
 )
+from megatron_lite.plan.verdict_text import Training, lines, plain_stages, plain_verdict
 from megatron_lite.tools.command import exit_status
 
 PROGRAM = "python -m megatron_lite.tools.plan"

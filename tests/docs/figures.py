@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.pipeline.order import orders
-from megatron_lite.plan.verdict import extra_flops
+from megatron_lite.plan.verdict_text import extra_flops
 from megatron_lite.recompute.schedule import plan_model
 from tests.docs import outputs, torch_versions
 from tests.docs.layer_drawing import layer_figure
@@ -82,6 +82,7 @@ def ladder_run(text: str) -> RunConfig:
     )
 
 
+EXPERT_LADDER = ("*:none", "*:moe_act", "*:layernorm+moe_act", "*:moe", "*:full")
 LADDER = (
     "*:none",
     "*:layernorm",
@@ -97,17 +98,41 @@ LADDER = (
 )
 
 
-def ladder() -> str:
-    """Returns the table of the policies of LADDER, from most kept bytes to fewest."""
+def expert_run(text: str) -> RunConfig:
+    """Returns Qwen3-30B-A3B with its experts over 8 ranks, with a policy."""
+    return run_config(
+        preset="qwen3-30b-a3b",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        micro_batch_size=1,
+        global_batch_size=512,
+        bf16=True,
+        seq_length=4096,
+        use_distributed_optimizer=True,
+        expert_model_parallel_size=8,
+        moe_token_dispatcher_type="alltoall",
+        recompute_policy=text,
+    )
+
+
+def ladder(
+    run: Callable[[str], RunConfig] = ladder_run,
+    policies: Sequence[str] = LADDER,
+    *,
+    ranks: int = 2,
+) -> str:
+    """Returns the table of some policies, from most kept bytes to fewest."""
     lines = [
         "| `--recompute-policy` | kept on the GPU, GiB | in host memory, GiB | whole peak, GiB "
         "| FLOPs |",
         "|---|---|---|---|---|",
     ]
-    for text in LADDER:
-        config = ladder_run(text)
+    for text in policies:
+        config = run(text)
         plan, sizes = plan_model(config), Sizes.of(config, device="cuda")
-        peak = fullest_step_peak(config, device="cuda", dp_cp_size=2, num_microbatches=256)
+        peak = fullest_step_peak(
+            config, device="cuda", dp_cp_size=ranks, num_microbatches=512 // ranks
+        )
         lines.append(
             f"| `{text}` | {activation_bytes(config.model, plan, sizes) / GIB:.2f} "
             f"| {host_bytes(config.model, plan, sizes) / GIB:.2f} "
@@ -283,6 +308,7 @@ def terminal_row() -> str:
 
 
 TEXTS: dict[str, Callable[[], str]] = {
+    "expert-ladder": partial(ladder, expert_run, EXPERT_LADDER, ranks=64),
     "grammar": grammar,
     "ladder": ladder,
     "measured-runs": partial(runs, "measured", "kind"),

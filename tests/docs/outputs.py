@@ -34,6 +34,16 @@ COMMANDS = {
         "NPROC_PER_NODE=1 bash examples/large/llama3_8b.sh --dry-run-memory"
         " --dry-run-world-size 8 --dry-run-ranks 0 --dry-run-device cpu"
     ),
+    "one_card": (
+        "for gpu in rtx4090 l40s h100-80gb; do"
+        " for model in qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b; do echo $model;"
+        " megatron-lite plan --model $model --seq-length 4096 --gpus 1 --gpu $gpu"
+        " --micro-batch-size 1 | grep -A1 '^1 ' | grep -v '^--\\|^$\\|^The' || true; done; done"
+    ),
+    "long_plan": (
+        "megatron-lite plan --model llama3-8b --seq-length 1048576 --gpus 8 --gpu h100-80gb"
+    ),
+    "experts_plan": "megatron-lite plan --model mixtral-8x7b --gpus 64 --gpu h100-80gb",
 }
 
 # The runs of the first page's picture: docs/records/memory_NAME.json, by name the policy.

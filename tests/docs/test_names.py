@@ -1,5 +1,5 @@
-"""docs/names.md: every name on our side exists, and the names that users of other systems search
-for are there."""
+"""The last part of docs/coming-from.md: every name on our side exists, and the names that users of
+other systems search for are there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from arguments import build_parser, supported_flags
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "names.md").read_text()
+PAGE = (ROOT / "docs" / "coming-from.md").read_text().partition("## Names of functions")[2]
 SEARCHED = """
     tensor_parallel.checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed
     split_tensor_into_1d_equal_chunks gather_split_1d_tensor checkpoint_core_attention

@@ -16,6 +16,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.tools import plan
 from tests.config.test_hf_config import LLAMA_3_8B
+from tests.docs.marks import ROOT
 from tests.plan.runs import small_run
 from tests.support.commands import ended, fault_of
 from tests.support.parsed_page import ParsedPage
@@ -183,10 +184,6 @@ def test_models_come_from_presets_files_runs_and_flags(tmp_path: Path) -> None:
     [
         (["--gpu", "h100"], "missing --seq-length"),
         (["--gpu", "h100", "--seq-length", "8"], "missing --num-layers.*give a model"),
-        (
-            [*SIZES, "--vocab-file", "vocab.json", "--merge-file", "merges.txt"],
-            "missing --vocab-size: give the number of ids of the GPT2BPETokenizer",
-        ),
         (["--model", "gpt2"], "give the machine once: --gpu NAME"),
         (["--model", "gpt2", "--gpu", "h900"], "no machine is called 'h900': give one of a100"),
         (["--model", "gpt9", "--gpu", "h100"], "'gpt9' is not known: did you mean gpt2"),
@@ -232,6 +229,23 @@ def test_a_harmless_flag_of_megatron_is_one_here_too(words: str, note: str) -> N
     train = [word for word in arguments if word not in ("--gpu", "h100", "--gpus", "1")]
     parse_args([*train, "--micro-batch-size", "1"])
     assert note in " ".join(printed(arguments).split())
+
+
+def test_a_whole_line_of_a_launch_script_is_planned() -> None:
+    """It names what it leaves out, and what it assumes for want of the tokenizer's files."""
+    lines = json.loads((ROOT / "tests/command_lines/nvidia_gpt_tests.json").read_text())
+    names = "gpt3_mcore_te_tp2_pp1_", "--use-distributed-optimizer"
+    line = next(one for one in lines if names[0] in one["source"] and names[1] in one["arguments"])
+    text = printed([*line["arguments"], "--gpu", "h100", "--gpus", "4"])
+    said = " ".join(text.split())
+    assert "--vocab-size 50257 is assumed: a plan reads no file of the GPT2BPETokenizer" in said
+    assert "flags have no effect here" in said and "--transformer-impl" in said
+    words = shlex.split(text.partition("To run plan 1:")[2].partition("(")[0])
+    planned = parse_args([word for word in words if word != "\n"][6:]).config
+    given = parse_args(line["arguments"]).config
+    assert (planned.model, planned.data) == (given.model, given.data)
+    assert planned.optimizer == given.optimizer
+    assert planned.parallel.tensor_model_parallel_size == 2
 
 
 def test_a_fault_in_a_policy_is_shown() -> None:

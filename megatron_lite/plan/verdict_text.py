@@ -1,0 +1,284 @@
+"""The verdict on a run as plain data, which `--json` writes, and that data as text.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from megatron_lite.config.invocation import shell_lines
+from megatron_lite.config.plain import parse_json
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import flags_of
+from megatron_lite.config.stages import stages
+from megatron_lite.memory.predict.flops import logits_flops, replay_flops, step_flops
+from megatron_lite.memory.predict.step_peak import PeakTerm
+from megatron_lite.plan.hardware import Hardware
+from megatron_lite.plan.layouts import kind_of, states_on_host
+from megatron_lite.plan.problem import Problem
+from megatron_lite.plan.rank_mixes import Run
+from megatron_lite.plan.search import Plan
+from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, FitVerdict
+from megatron_lite.recompute.schedule import plan_model
+
+GIB = 2**30
+WIDTH = 100
+MOST_STAGES = 64
+STATES = ("weights", "main weights", "gradients", "optimizer states")
+LEGEND = (
+    "t p c d e: tensor-, pipeline- (layers of the first and last), context- (--cp-comm-type, "
+    "if not p2p), data- and expert-parallel ranks (x those that share an expert); v: virtual "
+    "stages; b: micro-batch; chunk: --loss-chunk-size; extra: FLOPs that recomputation adds; "
+    "+-: the band of an estimate"
+)
+DAY_S = 86400.0
+
+
+class Training(NamedTuple):
+    """The length of a training run and the price of a GPU, for the days and the cost of a plan."""
+
+    tokens: int | None = None
+    price_per_gpu_hour: float | None = None
+
+    def plain(self, plan: Plan) -> dict[str, float]:
+        """Returns the days and the cost of a plan, as far as they are known."""
+        if self.tokens is None:
+            return {}
+        days = self.tokens / plan.time.tokens_per_second / DAY_S
+        if self.price_per_gpu_hour is None:
+            return {"days": days}
+        return {"days": days, "cost": 24 * days * plan.num_ranks * self.price_per_gpu_hour}
+
+
+NOT_KNOWN = Training()
+
+
+def plain_verdict(
+    one: FitVerdict, hardware: Hardware, training: Training = NOT_KNOWN
+) -> dict[str, Any]:
+    """Returns a verdict as JSON has it. Bytes and seconds are numbers."""
+
+    def plain(plan: Plan | None) -> dict[str, Any] | None:
+        return None if plan is None else _plain_plan(plan, hardware) | training.plain(plan)
+
+    largest, smallest, larger = one.largest_micro_batch, one.found.smallest, one.found.larger
+    return {
+        "verdict": one.word,
+        "machine": hardware.name,
+        "num_gpus": one.num_ranks,
+        "memory_bytes": one.budget.memory_bytes,
+        "reserve_bytes": one.budget.reserve_bytes,
+        "num_layouts": one.found.num_layouts,
+        "plans": [plain(plan) for plan in one.found.plans],
+        "smallest": plain(smallest),
+        "next_better": plain(larger),
+        "largest_micro_batch_size": largest and largest.config.training.micro_batch_size,
+        "neighbours": [
+            {
+                "change": neighbour.change,
+                "fits": neighbour.fits,
+                "peak_bytes": neighbour.plan.peak.num_bytes,
+                "step_seconds": neighbour.plan.time.seconds,
+                "tokens_per_second": neighbour.plan.time.tokens_per_second,
+            }
+            for neighbour in one.neighbours
+        ],
+    }
+
+
+def _plain_plan(plan: Plan, hardware: Hardware) -> dict[str, Any]:
+    incomplete = ""
+    try:
+        plan.config.check_complete_for_training()
+    except ValueError as error:
+        incomplete = str(error)
+    return {
+        "command": command(plan.config, hardware, plan.num_ranks),
+        "incomplete": incomplete,
+        "config": parse_json(plan.config.to_json()),
+        "layout": _layout(plan),
+        "recompute_policy": str(plan.config.recompute.policy),
+        "pipeline_rank": plan.peak.rank,
+        "moment": plan.peak.moment,
+        "peak_bytes": plan.peak.num_bytes,
+        "peak_terms": plain_terms(plan.peak.terms),
+        "states_on_host_bytes": states_on_host(plan.config, plan.num_ranks, plan.peak.rank),
+        "step_seconds": plan.time.seconds,
+        "band": plan.time.band,
+        "step_terms": dict(plan.time.terms),
+        "tokens_per_second": plan.time.tokens_per_second,
+        "mfu": plan.time.mfu,
+        "extra_flops": extra_flops(plan.config, hardware.device),
+    }
+
+
+def plain_terms(terms: Iterable[PeakTerm]) -> list[dict[str, Any]]:
+    """Returns the terms of a peak as JSON has them."""
+    return [{"name": term.name, "bytes": term.num_bytes, "tag": term.tag} for term in terms]
+
+
+def plain_stages(problem: Problem, one: FitVerdict) -> list[dict[str, Any]]:
+    """Returns the terms of the peak of every pipeline rank of a verdict's plan, or of MOST_STAGES
+    evenly spread ranks."""
+    if one.plan is None:
+        return []
+    config, most = one.plan.config, MOST_STAGES - 1
+    run = Run(config, problem.hardware, one.plan.num_ranks)
+    last = config.parallel.pipeline_model_parallel_size - 1
+    ranks = {place * last // most for place in range(most + 1)} | {one.plan.peak.rank}
+    return [
+        {"rank": rank, "terms": plain_terms(run.rank_peak(config, rank).terms)}
+        for rank in sorted(ranks)
+    ]
+
+
+def _layout(plan: Plan) -> str:
+    config, parallel = plan.config, plan.config.parallel
+    size, cut = parallel.pipeline_model_parallel_size, stages(parallel, config.model.num_layers)
+    first, last = (sum(one.num_layers for one in cut[rank::size]) for rank in (0, size - 1))
+    between = "+..+" if size > 2 else "+"
+    is_uneven = len({one.num_layers for one in cut}) > 1
+    way = "+".join(sorted(parallel.exchanges))
+    exchange = "" if way == "p2p" else f" {way}"
+    context, experts = parallel.context_parallel_size, parallel.expert_model_parallel_size
+    words = [
+        f"t {parallel.tensor_model_parallel_size}",
+        f"p {size}" + f" ({first}{between}{last})" * is_uneven,
+        *([f"v {len(cut) // size}"] if len(cut) > size else []),
+        *([f"c {context}{exchange}"] if context > 1 else []),
+        f"d {parallel.data_parallel_size(plan.num_ranks)}",
+        *([f"e {experts} x {parallel.expert_tensor_parallel}"] if experts > 1 else []),
+        kind_of(config) + " wrapped" * config.data_parallel.fsdp_memory_efficient_wrapping,
+        f"b {config.training.micro_batch_size}",
+        *(["host"] if config.optimizer.optimizer_cpu_offload else []),
+        *([f"chunk {config.loss_chunk_size}"] if config.loss_chunk_size else []),
+    ]
+    return ", ".join(words)
+
+
+def command(config: RunConfig, hardware: Hardware, num_ranks: int) -> list[str]:
+    """Returns the words of the command that runs a configuration, in any directory."""
+    per_node = num_ranks
+    if num_ranks > hardware.ranks_per_node:  # torchrun starts equally many ranks on each node
+        per_node = math.gcd(num_ranks, hardware.ranks_per_node)
+    nodes = num_ranks // per_node
+    words = ["torchrun", "--nproc-per-node", str(per_node)]
+    if nodes > 1:
+        words += ["--nnodes", str(nodes), "--node-rank", "$NODE_RANK"]
+        words += ["--master-addr", "$MASTER_ADDR"]
+    return [*words, "-m", "megatron_lite", "train", *flags_of(config)]
+
+
+def extra_flops(config: RunConfig, device: str) -> float:
+    """Returns the FLOPs that recomputation and loss chunks add, over those of the model."""
+    parallel = config.parallel
+    tp_size, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    shape: dict[str, Any] = dict(batch=1, seq_length=config.data.seq_length)
+    head = dict(shape, padded_vocab_size=config.tokenizer.rows(tp_size))
+    ranks: dict[str, Any] = dict(tp_size=tp_size, cp_size=cp_size, device=device)
+    in_two_passes = config.loss_chunk_size is not None and not config.loss_in_one_pass
+    more = replay_flops(config.model, plan_model(config), **shape, **ranks)
+    more += logits_flops(config.model, **head) * in_two_passes
+    return more / step_flops(config.model, **head)
+
+
+def lines(one: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines of a plain verdict, of at most WIDTH columns."""
+    budget = one["memory_bytes"] - one["reserve_bytes"]
+    yield from _wrapped(
+        f"{one['num_gpus']} x {one['machine']}: {one['verdict']}   ({gib(one['memory_bytes'])} "
+        f"GiB, of which {gib(one['reserve_bytes'])} are a reserve; {one['num_layouts']:,} layouts)"
+    )
+    plan = one["plans"][0] if one["plans"] else one["smallest"]
+    if plan is None:
+        return
+    lack = gib(plan["peak_bytes"] - budget)
+    if one["verdict"] == DOES_NOT_FIT:
+        yield from _wrapped(
+            f"The smallest peak that was found is {gib(plan['peak_bytes'])} GiB, which is {lack} "
+            f"GiB more than the {gib(budget)} GiB that a plan may take:"
+        )
+    elif one["verdict"] != FITS:
+        yield f"The best plan takes {lack} GiB of the reserve."
+    yield ""
+    yield f"{'':3}{'layout':<46}{'peak GiB':>9}{'free':>7}{'extra':>8}{'step s':>15}{'MFU':>10}"
+    for number, row in enumerate(one["plans"] or [plan], start=1):
+        free = (one["memory_bytes"] - row["peak_bytes"]) / GIB
+        yield (
+            f"{number:<3}{row['layout']:<46}{gib(row['peak_bytes']):>9}{free:>7.1f}"
+            f"{row['extra_flops']:>8.1%}{banded(row['step_seconds'], row['band']):>15}"
+            f"{100 * row['mfu']:>6.0f}+-{100 * row['mfu'] * row['band']:.0f}%"
+        )
+        yield from textwrap.wrap(
+            row["recompute_policy"], WIDTH, initial_indent="   ", subsequent_indent="   "
+        )
+        if "days" in row:
+            cost = f", cost {banded(row['cost'], row['band'], ',.0f')}" if "cost" in row else ""
+            yield f"   {banded(row['days'], row['band'], '.1f')} days{cost}"
+    yield from _wrapped(LEGEND)
+    yield ""
+    yield from _wrapped(
+        f"What holds the peak (pipeline rank {plan['pipeline_rank']}, {plan['moment']}):"
+    )
+    for term in sorted(plan["peak_terms"], key=lambda term: -term["bytes"]):
+        share = term["bytes"] / plan["peak_bytes"]
+        yield f"  {term['name']:<60}{gib(term['bytes']):>9} GiB{share:>7.1%}  {term['tag']}"
+    if plan["states_on_host_bytes"]:
+        yield from _wrapped(
+            f"{gib(plan['states_on_host_bytes'])} GiB of main weights and optimizer states are in "
+            "host memory (the step's time has their copies, and not the host's arithmetic)."
+        )
+    yield ""
+    if one["plans"]:
+        yield from _around(one, plan, budget)
+        yield from ("", "To run plan 1:", shell_lines(plan["command"]))
+        yield from _wrapped(f"({plan['incomplete']})" if plan["incomplete"] else "")
+        return
+    states = sum(term["bytes"] for term in plan["peak_terms"] if term["name"] in STATES)
+    if states > budget:
+        yield from _wrapped(
+            f"Weights, gradients and optimizer states alone take {gib(states)} GiB, so no "
+            "recompute policy, micro-batch or sequence length makes this layout fit."
+        )
+
+
+def _around(one: Mapping[str, Any], plan: Mapping[str, Any], budget: int) -> Iterator[str]:
+    yield f"Largest micro-batch in this layout: {one['largest_micro_batch_size']}"
+    if larger := one["next_better"]:
+        yield from _wrapped(
+            f"Next better plan: {larger['layout']} without recomputation takes "
+            f"{banded(larger['step_seconds'], larger['band'])} s a step, and lacks "
+            f"{gib(larger['peak_bytes'] - budget)} GiB."
+        )
+    if one["neighbours"]:
+        yield "One step away, each with its own best policy:"
+    for other in one["neighbours"]:
+        change, peak = f"  {other['change']:<28}", gib(other["peak_bytes"])
+        if not other["fits"]:
+            yield f"{change} does not fit: {peak} GiB at least"
+            continue
+        speed = other["tokens_per_second"] / plan["tokens_per_second"] - 1.0
+        more = (other["peak_bytes"] - plan["peak_bytes"]) / GIB
+        yield (
+            f"{change} {peak:>7} GiB ({more:+.2f}), "
+            f"{banded(other['step_seconds'], plan['band'])} s a step, "
+            f"{speed:+.1%} tokens/s"
+        )
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH)
+
+
+def banded(value: float, band: float, style: str = ".2f") -> str:
+    """Returns an estimate with its band, such as "1.23 +-10%"."""
+    return f"{value:{style}} +-{band:.0%}"
+
+
+def gib(num_bytes: float) -> str:
+    """Returns a number of bytes in GiB with two digits."""
+    return f"{num_bytes / GIB:.2f}"
