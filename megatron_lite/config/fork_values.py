@@ -40,7 +40,8 @@ def translate_forks(given: Given, tokens: Iterable[str]) -> list[str]:
 
     tokens: the fields of lengths in tokens. Raises InputError for flags that contradict each other.
     """
-    return [*_deepspeed(given), *_tokens(given, tokens), *_dense_layers(given)]
+    steps = (_deepspeed, _dense_layers, _scales, _layer_list)
+    return [*_tokens(given, tokens), *(notice for step in steps for notice in step(given))]
 
 
 def _deepspeed(given: Given) -> Iterator[str]:
@@ -142,3 +143,45 @@ def _dense_layers(given: Given) -> Iterator[str]:
         int(number >= dense and number % (every or 1) == 0) for number in range(layers)
     )
     yield f"--first-k-dense-replace {dense}: the first {dense} of {layers} layers have no experts"
+
+
+def _scales(given: Given) -> Iterator[str]:
+    """Replaces numbers of MindSpeed's models by the multipliers that they stand for."""
+    hidden, layers = given.get("hidden_size", 0), given.get("num_layers", 0)
+    for name, field, size, scale in (
+        ("input_embeds_norm", "embedding_multiplier", hidden, lambda _: math.sqrt(hidden)),
+        ("query_pre_attn_scalar", "softmax_scale", 1, lambda number: 1 / math.sqrt(number)),
+        ("scale_depth", "residual_multiplier", layers, lambda depth: depth / math.sqrt(layers)),
+        ("dim_model_base", "logits_scaling", hidden, lambda base: hidden / base),
+    ):
+        value = given.pop(name, None)
+        if value is None or value is False:
+            continue
+        if value <= 0:
+            raise InputError(f"{flag(name)} must be above 0 (got {value})")
+        if size < 1:
+            raise InputError(f"{flag(name)} needs --hidden-size and --num-layers: give them")
+        given[field] = scale(value)
+        yield f"{flag(name)} is read as {flag(field)} {given[field]}"
+
+
+def _layer_list(given: Given) -> Iterator[str]:
+    """Replaces MindSpeed's list of the stages' layers by the numbers of the first and the last."""
+    if (text := given.pop("num_layer_list", None)) is None:
+        return
+    said = f"--num-layer-list {shown(text)}"
+    stages, layers = given.get("pipeline_model_parallel_size", 1), given.get("num_layers")
+    numbers = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
+    if len(numbers) != stages or sum(numbers) != layers or not all(numbers):
+        raise InputError(
+            f"{said} must have --pipeline-model-parallel-size {stages} numbers of at least 1 with "
+            f"the sum --num-layers {layers}"
+        )
+    if len({*numbers[1:-1]}) > 1:
+        raise InputError(
+            f"{said}: all stages but the first and the last have equal numbers of layers here"
+        )
+    if len({*numbers}) > 1:
+        given["decoder_first_pipeline_num_layers"] = numbers[0]
+        given["decoder_last_pipeline_num_layers"] = numbers[-1]
+    yield f"{said}: the first stage has {numbers[0]} layers, the last {numbers[-1]}"

@@ -237,8 +237,18 @@ TOKENS = {
         "lr_warmup": "length of its warmup",
     }.items()
 }
+# Numbers of MindSpeed's models, which are other numbers here.
+SCALES = {
+    "input_embeds_norm": Setting("--embedding-multiplier of the root of --hidden-size"),
+    "query_pre_attn_scalar": Setting(
+        "--softmax-scale of 1 / the root of this number", parse=parse_whole_number
+    ),
+    "scale_depth": Setting("--residual-multiplier of this / the root of --num-layers", parse=float),
+    "dim_model_base": Setting("--logits-scaling of --hidden-size / this", parse=parse_whole_number),
+}
 OTHER_WAYS = {
     "model": {
+        **SCALES,
         "first_k_dense_replace": Setting(
             "layers without experts before those of --moe-layer-freq", parse=parse_whole_number
         ),
@@ -248,8 +258,11 @@ OTHER_WAYS = {
         ),
     },
     "parallel": {
-        name: Setting(f"one layer less on the {rank} pipeline rank than on the others")
-        for name, rank in zip(ACCOUNTED, ("first", "last"), strict=True)
+        "num_layer_list": Setting("layers of each pipeline stage, with commas between", parse=str),
+        **{
+            name: Setting(f"one layer less on the {rank} pipeline rank than on the others")
+            for name, rank in zip(ACCOUNTED, ("first", "last"), strict=True)
+        },
     },
     "data_parallel": {
         "deepspeed_config": Setting(
@@ -279,7 +292,8 @@ def translate_values(given: Given, *, has_file: bool) -> list[str]:
 
 def _of_forks(given: Given) -> list[str]:
     """Replaces what forks of Megatron-LM have, which is rarely given, so that it loads late."""
-    if given.keys().isdisjoint(("deepspeed_config", "first_k_dense_replace", *TOKENS)):
+    names = ("deepspeed_config", "first_k_dense_replace", "num_layer_list", *TOKENS, *SCALES)
+    if given.keys().isdisjoint(names):
         return []
     from megatron_lite.config.fork_values import translate_forks
 
@@ -317,11 +331,17 @@ def _cp_comm_type(given: Given, *, has_file: bool) -> Iterator[str]:
     kinds = given.pop("cp_comm_type", [])
     others = settings_of(ParallelConfig)["cp_comm_type"].megatron
     alone = given.get("context_parallel_size", 1 + has_file) == 1  # no ranks exchange anything
-    read = ["p2p" if alone and kind == "a2a" else others.get(kind, kind) for kind in kinds]
+    parts = given.get("tensor_model_parallel_size", 1) * given.get("context_parallel_size", 1)
+    groups = given.get("num_query_groups") or given.get("num_attention_heads", 0)
+    # MindSpeed repeats keys and values where there are too few for the ranks
+    others = {**others, "ulysses": "p2p" if groups % parts else "a2a"}
+    read = [others.get(kind, kind) for kind in kinds]
+    if alone:
+        read = ["p2p" if kind == "a2a" else kind for kind in read]
     if kinds:
         given["cp_comm_type"] = read[0] if len({*read}) == 1 else tuple(read)
     for kind, read_as in sorted({*zip(kinds, read, strict=True)}):
-        if "a2a" in kind and read_as != kind:
+        if ("a2a" in kind or kind == "ulysses") and read_as == "p2p":
             yield (
                 f"--cp-comm-type {kind} is read as {read_as}: each rank keeps its heads here, "
                 "which changes the result by rounding at most"

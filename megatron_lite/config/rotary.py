@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megatron_lite.config.setting import setting
+from megatron_lite.config.setting import setting, switch
 
 # The constants of Llama 3.1, which Megatron has as well. A frequency whose wave is longer than the
 # original length is slow. One whose wave is shorter than a quarter of it is fast.
@@ -70,6 +70,12 @@ class RotarySettings:
         "derived: rope, or yarn with --multi-latent-attention, as in Megatron",
         choices=("rope", "yarn", "longrope"),
         without="position_embedding_type=rope",
+    )
+    rotary_interleaved: bool = switch(
+        "rotate pairs of neighbouring channels of a head, not one of each half",
+        without="position_embedding_type=rope",
+        excludes=("multi_latent_attention",),
+        why="multi-latent attention has pairs of neighbours in any case",
     )
     rotary_base_local: int | None = setting(
         "base of the rotary frequencies of layers with a window, which are not scaled, as in "

@@ -252,6 +252,7 @@ class GPTModel(nn.Module):
                 config.rotary_dim,
                 device=self.context.device,
                 dtype=self.context.params_dtype,
+                interleaved=config.rotary_interleaved,
             )
             whole: tuple[Tensor, ...] = tables(config.rotary_base, scaling=config.rotary_scaling)
             if config.rotary_base_local is not None:

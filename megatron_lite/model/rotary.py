@@ -1,4 +1,5 @@
-"""Rotary position embedding (arXiv 2104.09864) in the half-split layout of Megatron and Llama."""
+"""Rotary position embedding (arXiv 2104.09864) in the half-split layout of Megatron and Llama, or
+with pairs of neighbours (--rotary-interleaved)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines of every position, each [s, 1, 1, rotary_dim]."""
+    """Cosines and sines of every position, each [s, 1, 1, rotary_dim], or [s, 1, 1, rotary_dim / 2,
+    2] where neighbouring channels form a pair: the shape tells `rotate` which channels do."""
 
     cos: Tensor
     sin: Tensor
@@ -34,6 +36,7 @@ def rotary_tables(
     device: torch.device,
     dtype: torch.dtype,
     scaling: RotaryScaling = NO_SCALING,
+    interleaved: bool = False,
 ) -> RotaryTables:
     """Returns the tables of positions 0 .. s-1: angle = position / base^(2i/rotary_dim).
 
@@ -46,7 +49,8 @@ def rotary_tables(
         positions *= 1 / scaling.position_factor
     angles = torch.outer(positions, frequencies)
     # Channels i and i + rotary_dim/2 form a pair (half-split layout), so they share an angle.
-    angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+    pairs = torch.stack((angles, angles), dim=-1 if interleaved else 1)[:, None, None]
+    angles = pairs if interleaved else pairs.flatten(3)
     cos, sin = ((table * scaling.magnitude).to(dtype) for table in (angles.cos(), angles.sin()))
     return RotaryTables(cos, sin)
 
@@ -97,23 +101,36 @@ def apply_rotary(
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns x cos + (-x2, x1) sin over the first channels of each head: [s, b, .., d]."""
+    neighbours = cos.dim() == 5
     cos, sin = _for_each_head(heads, cos, sin)
     rotated, passed = _parts(heads, cos)
-    first, second = rotated.chunk(2, dim=-1)
-    return _joined(rotated * cos + torch.cat((-second, first), dim=-1) * sin, passed)
+    first, second = _pairs(rotated, neighbours)
+    return _joined(rotated * cos + _paired(-second, first, neighbours) * sin, passed)
 
 
 def rotate_back(grad_output: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns the gradient of `rotate` with respect to the heads, [s, b, .., d]."""
+    neighbours = cos.dim() == 5
     cos, sin = _for_each_head(grad_output, cos, sin)
     grad, passed = _parts(grad_output, cos)
-    first, second = (grad * sin).chunk(2, dim=-1)
+    first, second = _pairs(grad * sin, neighbours)
     # The transpose of (x1, x2) -> (-x2, x1) is (g1, g2) -> (g2, -g1).
-    return _joined(grad * cos + torch.cat((second, -first), dim=-1), passed)
+    return _joined(grad * cos + _paired(second, -first, neighbours), passed)
+
+
+def _pairs(channels: Tensor, neighbours: bool) -> tuple[Tensor, ...]:
+    return channels.unflatten(-1, (-1, 2)).unbind(-1) if neighbours else channels.chunk(2, dim=-1)
+
+
+def _paired(first: Tensor, second: Tensor, neighbours: bool) -> Tensor:
+    if neighbours:
+        return torch.stack((first, second), dim=-1).flatten(-2)
+    return torch.cat((first, second), dim=-1)
 
 
 def _for_each_head(heads: Tensor, *tables: Tensor) -> Iterator[Tensor]:
-    return (table.view(-1, *[1] * (heads.dim() - 2), table.shape[-1]) for table in tables)
+    flat = (table.flatten(3) for table in tables)
+    return (table.view(-1, *[1] * (heads.dim() - 2), table.shape[-1]) for table in flat)
 
 
 def _parts(heads: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@
                              when the program is made to accept more; they check that it accepts
                              other scripts too
     nvidia_gpt_tests.json    the arguments of NVIDIA's own functional tests of GPT
+    nvidia_moe_tests.json    those of its tests of mixtures of experts that train, without FP8 and
+                             multi-token prediction
     megatron_flags.json      the flags of all releases of Megatron-LM: the number of their values,
                              the first and the last release
 

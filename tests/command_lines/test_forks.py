@@ -12,6 +12,8 @@ from tests.support.commands import fault_of
 from tests.test_arguments import RUN
 
 MOE = "--num-experts 4 --disable-bias-linear"
+ROPE = "--position-embedding-type rope"
+PARTS = "--num-attention-heads 4 --context-parallel-size 2 --cp-comm-type"
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,35 @@ MOE = "--num-experts 4 --disable-bias-linear"
         ),
         ("--context-parallel-algo ulysses_cp_algo", "--cp-comm-type p2p"),  # of one rank
         ("--ds-sequence-parallel-size 2", "--context-parallel-size 2"),
+        ("--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size 4", ""),
+        ("--tp-2d --tp-x 1 --tp-y 1 --ulysses-degree-in-cp 1", ""),
+        ("--optimizer-selection fused_torch_adamw", ""),
+        ("--no-cuda", "--distributed-backend gloo"),
+        (f"{ROPE} --use-glm-rope", f"{ROPE} --rotary-interleaved"),
+        ("--add-rmsnorm-offset", "--apply-layernorm-1p"),
+        (
+            f"{ROPE} --v-head-dim 5 --multi-head-latent-attention --qk-rope-head-dim 4 "
+            "--qk-nope-head-dim 6",
+            f"{ROPE} --v-head-dim 5 --multi-latent-attention --qk-pos-emb-head-dim 4 "
+            "--qk-head-dim 6",
+        ),
+        ("--post-norm", "--norm-position both"),
+        ("--scale-emb 12", "--embedding-multiplier 12"),
+        ("--embedding-multiplier-scale 3", "--embedding-multiplier 3"),
+        ("--input-embeds-norm", "--embedding-multiplier 4"),
+        ("--query-pre-attn-scalar 16", "--softmax-scale 0.25"),
+        ("--num-layers 4 --scale-depth 3", "--num-layers 4 --residual-multiplier 1.5"),
+        ("--dim-model-base 4", "--logits-scaling 4"),
+        (
+            "--num-layers 5 --pipeline-model-parallel-size 2 --num-layer-list 2,3",
+            "--num-layers 5 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2 "
+            "--decoder-last-pipeline-num-layers 3",
+        ),
+        (f"{PARTS} ulysses", f"{PARTS} a2a"),
+        (
+            f"--num-query-groups 1 --group-query-attention {PARTS} ulysses",
+            f"--num-query-groups 1 --group-query-attention {PARTS} p2p",
+        ),
         ("--num-key-value-heads 1", "--group-query-attention --num-query-groups 1"),
         ("--attention-head-type multiquery", "--group-query-attention --num-query-groups 1"),
         ("--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec", ""),
@@ -59,6 +90,13 @@ def test_a_flag_of_a_fork_is_the_same_run_as_flags_of_megatron(theirs: str, ours
     [
         ("--zero-stage 7", "--zero-stage 7 is not supported here, only 0 or"),
         ("--spec a b", "--spec a b is not supported here, only local or"),
+        (
+            "--num-layers 8 --pipeline-model-parallel-size 4 --num-layer-list 2,1,3,2",
+            "--num-layer-list 2,1,3,2: all stages but the first and the last have equal numbers",
+        ),
+        ("--num-layer-list 2,x", "--num-layer-list 2,x must have --pipeline-model-parallel-size 1"),
+        ("--scale-depth -1", "--scale-depth must be above 0"),
+        ("--optimizer-selection fused_ema_adamw", "--optimizer-selection fused_ema_adamw is not"),
         ("--embed-layernorm", "MindSpeed's --embed-layernorm is not supported here: this variant"),
         ("--world-size 8", "A launcher's --world-size is not supported here: the launcher's"),
         ("--global-batch-size 4 --train-tokens 0", "--train-tokens must be at least 1 (got 0)"),

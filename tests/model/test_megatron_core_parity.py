@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "lists": dict(
         window_size=(2, 0), window_attn_skip_freq=(0, 1, 1, 0), no_rope_freq=(1, 0, 1, 0)
     ),
+    "neighbours": dict(rotary_interleaved=True),
     "latents": dict(LATENT, q_lora_rank=8, qk_layernorm=True, rope_type="rope"),
     "a latent of keys and values": dict(
         LATENT,

@@ -37,11 +37,20 @@ def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag, heads[..., 2 * half :]), -1)
 
 
+def neighbours_rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Complex numbers whose parts are neighbours."""
+    size = cos.shape[-2] * 2
+    pairs = torch.view_as_complex(heads[..., :size].unflatten(-1, (-1, 2)).contiguous())
+    turned = torch.view_as_real(pairs * torch.complex(cos[..., 0], sin[..., 0]))
+    return torch.cat((turned.flatten(-2), heads[..., size:]), -1)
+
+
 def random(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 ANGLES = random(5, 1, 1, 3).repeat(1, 1, 1, 2)
+PAIR_ANGLES = random(5, 1, 1, 3, 1).repeat(1, 1, 1, 1, 2)
 
 
 class Case(NamedTuple):
@@ -83,6 +92,9 @@ CASES = {
         dict(epsilon=EPSILON),
     ),
     "rotation": Case(ROTATION, rotated, (random(5, 3, 2, 8), ANGLES.cos(), ANGLES.sin())),
+    "rotation of neighbours": Case(
+        ROTATION, neighbours_rotated, (random(5, 3, 2, 8), PAIR_ANGLES.cos(), PAIR_ANGLES.sin())
+    ),
 }
 # Relative to the largest value. 16-bit operators round between operations.
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.005}

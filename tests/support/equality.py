@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "neox": dict(
         position_embedding_type="rope",
         rotary_percent=0.67,
+        rotary_interleaved=True,
         bias_gelu_fusion=False,
         qk_layernorm=True,
         untie_embeddings_and_output_weights=True,

@@ -90,6 +90,7 @@ def their_config(
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
+        rotary_interleaved=config.rotary_interleaved,
         gradient_accumulation_fusion=False,
         **_expert_settings(config),
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_lite.checkpointing.step_files import LATEST, Progress
 from megatron_lite.config.checks import InputError, flag, input_faults, quoted
 from megatron_lite.config.experts import ExpertSettings
+from megatron_lite.config.latent_attention import LatentSettings
 from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import from_plain
@@ -29,9 +30,16 @@ MODEL_FIELDS = tuple(field.name for field in fields(ModelConfig))
 EXPERT_FIELDS = tuple(field.name for field in fields(ExpertSettings))
 # It changes how a layer is computed, not what: the converted model has this project's default.
 NOT_TAKEN = {"attention_backend"}
-# Fields that Megatron-LM has no argument for, with the only value that its models have.
+# Fields that Megatron-LM has no argument for, or that are not converted, with the only value of
+# models that are.
 ONLY_HERE = {
-    field.name: field.default for kind in (RotarySettings, Variants) for field in fields(kind)
+    **{
+        field.name: field.default
+        for kind in (LatentSettings, RotarySettings, Variants)
+        for field in fields(kind)
+        if field.name != "rotary_interleaved"
+    },
+    "rope_type": "rope",
 }
 SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in ONLY_HERE]
 # Arguments that change the model, and must be off unless ModelConfig has them as a field.
@@ -43,7 +51,7 @@ VARIANTS = (
     *("moe_router_force_load_balancing", "moe_router_force_biased"),
     *("onnx_safe", "multi_latent_attention", "rotary_scaling_factor", "mtp_num_layers"),
     *("hybrid_layer_pattern", "hybrid_override_pattern", "heterogeneous_layers_config_path"),
-    *("heterogeneous_layers_config_encoded_json", "apply_layernorm_1p", "rotary_interleaved"),
+    *("heterogeneous_layers_config_encoded_json", "apply_layernorm_1p"),
     *("layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm"),
     *("attention_output_gate", "experimental_attention_variant", "qk_l2_norm", "softmax_type"),
     "retro_add_retriever",
@@ -252,7 +260,7 @@ def check_exact(source: WeightSource, target: str) -> None:
         if getattr(model, name) != only:
             raise InputError(
                 f"--to {target}: the model has {name} = {getattr(model, name)}, and every model of "
-                f"Megatron-LM has {only}: convert with --to hf"
+                f"Megatron-LM that is converted has {only}: convert with --to hf"
             )
     has_gelu = not any(getattr(model, name) for name in SWITCHED_ACTIVATIONS)
     if has_gelu and model.bias_gelu_fusion and not model.add_bias_linear:

@@ -18,6 +18,7 @@ from megatron_lite.convert.megatron.args import EXPERT_FIELDS, MODEL_FIELDS, NOT
 from megatron_lite.convert.weights import WeightSource
 from megatron_lite.tools import convert
 from tests.convert.megatron.test_legacy_layouts import LAYOUTS, save
+from tests.support.equality import LATENT
 from tests.support.models import tiny_config
 from tests.support.pairs import in_one_test
 from tests.support.runs import run_to_end, tiny_run
@@ -30,7 +31,7 @@ ARGUMENTS = """
     normalization norm_epsilon apply_layernorm_1p qk_layernorm swiglu squared_relu bias_gelu_fusion
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights attention_softmax_in_fp32
     window_size window_attn_skip_freq hidden_dropout attention_dropout init_method_std
-    fp32_residual_connection
+    fp32_residual_connection rotary_interleaved
 """
 
 
@@ -76,6 +77,7 @@ def test_each_format_names_the_other_one(tmp_path: Path) -> None:
     "change, message",
     [
         (dict(parallel_residual=True), "parallel_residual = .*Megatron-LM"),
+        (dict(LATENT, position_embedding_type="rope"), "multi_latent_attention = .*Megatron-LM"),
         (dict(norm_position="after"), "norm_position = .*Megatron-LM"),
         (dict(bias_gelu_fusion=True, add_bias_linear=False), "bias_gelu_fusion = .*Megatron-LM"),
         ({}, "momentum, and only those of Adam"),
