@@ -19,8 +19,8 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch
-from megatron_lite.training.weight_sums import fuse_weight_gradients_
 
 SEED = 1234
 OURS = "megatron_lite"

@@ -25,7 +25,8 @@ class TrainingConfig:
     step_batch_size_schedule: steps such as "0:16 2.4B:320": the numbers of consumed tokens at which
         the batch gets another size. None: no steps. The last size is the global batch size.
     gradient_accumulation_fusion: whether the matmul of a weight's gradient adds to the float32 sum.
-        torch's addmm does so on CUDA, and on a CPU for float32 weights.
+        NVIDIA apex's kernel does so on CUDA if apex is installed, and torch's addmm does so for
+        float32 weights.
     memory_limit: an amount such as 4GiB. A rank that allocates more stops the run, as if its
         device had no more memory. None: no limit but the device's.
     allow_predicted_out_of_memory: whether to start a run whose predicted peak exceeds the memory.
@@ -79,8 +80,8 @@ class TrainingConfig:
         "weights and activations in float16, master weights in float32, and the loss scaled"
     )
     gradient_accumulation_fusion: bool = setting(
-        "let autograd add up the gradients of linear weights, not the backward of the layers "
-        "(docs/performance.md)",
+        "let autograd add up the gradients of linear weights, not NVIDIA apex's kernel or the "
+        "backward of the layers (docs/performance.md)",
         True,
         name="--no-gradient-accumulation-fusion",
     )

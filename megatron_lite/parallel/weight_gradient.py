@@ -1,13 +1,14 @@
 """Adds weight gradients of linear layers to the float32 sums over micro-batches.
 
     path         who adds dy^T x to the sum                                needs
+    apex         a kernel of NVIDIA apex adds it unrounded                 CUDA and apex
     addmm        torch's matmul adds it unrounded                          a float32 weight, or CUDA
     rounded      the layer's backward rounds it to 16 bits and adds it     torch with
                                                                            Tensor.grad_dtype
     grad_dtype   autograd rounds it to 16 bits and adds it                 the same
     hook         a hook of optim/grad_buffer.py adds the rounded one       any torch
 
-On the first two paths no tensor of a large gradient's size exists besides the sum. Autograd would
+On the first three paths no tensor of a large gradient's size exists besides the sum. Autograd would
 cast a 16-bit gradient to float32, and would keep that of a tied embedding until the gradient of the
 lookup has arrived.
 
@@ -20,9 +21,9 @@ On CUDA torch's addmm adds a product of 16-bit operands to the float32 sum as it
 CPU has no such product: torch rounds it once and then adds it, so each micro-batch adds a rounded
 gradient.
 
-Each weight has its own path. training/weight_sums.py chooses it. The sum is written while backward
+Each weight has its own path. training/apex_kernels.py chooses it. The kernel writes while backward
 is in the layer. Autograd runs a parameter's hooks after its whole gradient has arrived. A hook that
-sends the sum to other ranks (--overlap-grad-reduce) therefore sends the whole result.
+sends the sum to other ranks (--overlap-grad-reduce) therefore sends the kernel's result.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from torch import Tensor, nn
 
 from megatron_lite.config.row_blocks import product_rows
 
+# (x [n, in], dy [n, out], total [out, in] float32): total += dy^T x. All tensors are contiguous; x
+# and dy have the same dtype.
+AccumulatingKernel = Callable[[Tensor, Tensor, Tensor], Any]
 # (x [m, in], dy [m, out]): adds dy^T x to the float32 sum of one weight
 OwnSum = Callable[[Tensor, Tensor], None]
 ATTRIBUTE = "add_weight_gradient_"
@@ -43,23 +47,26 @@ LOOKUP_ATTRIBUTE = "add_lookup_gradient_"
 ANY_ID = -1  # no id stands for padding
 
 
-def accumulate_products_(totals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+def accumulate_with_(
+    kernel: AccumulatingKernel | None, totals: Iterable[tuple[nn.Parameter, Tensor]]
+) -> None:
     """Makes backward add the gradient of each of these linear weights to its float32 total.
 
-    On a CPU it rounds the gradients of 16-bit weights to 16 bits first.
+    kernel: None for torch's addmm. On a CPU it rounds the gradients of 16-bit weights to 16 bits
+        first.
 
-    It writes into the total, which becomes the parameter's `.grad`. If `.grad` is None, the total
-    holds an earlier step's gradient, which does not count. Hooks that wait for a gradient run as
-    always, once backward has left the layer: torch calls them even if a Function returns no
+    The kernel writes into the total, which becomes the parameter's `.grad`. If `.grad` is None, the
+    total holds an earlier step's gradient, which does not count. Hooks that wait for a gradient run
+    as always, once backward has left the layer: torch calls them even if a Function returns no
     gradient. If autograd has another part of the gradient (the lookup of a tied embedding), it adds
     that part to the same total.
     """
     for parameter, total in totals:
         assert total.is_contiguous()
-        assert total.dtype == parameter.dtype or (
+        assert (kernel is None and total.dtype == parameter.dtype) or (
             total.dtype == torch.float32 and can_be_summed(parameter.dtype)
         ), parameter.dtype
-        setattr(parameter, ATTRIBUTE, partial(_add, total))
+        setattr(parameter, ATTRIBUTE, partial(_add, kernel, total))
 
 
 def accumulate_lookups_(totals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
@@ -78,7 +85,7 @@ def lookup_adds(weight: Tensor) -> bool:
 
 
 def can_be_summed(dtype: torch.dtype) -> bool:
-    """Returns whether a weight of this dtype can have the float32 `.grad` of a sum."""
+    """Returns whether a weight of this dtype can have the float32 `.grad` that the kernel needs."""
     return dtype == torch.float32 or (
         dtype in (torch.bfloat16, torch.float16) and hasattr(Tensor, "grad_dtype")
     )
@@ -128,12 +135,21 @@ def _add_lookup(total: Tensor, parameter: nn.Parameter, ids: Tensor, grad_output
 
 
 def _add(
-    total: Tensor, parameter: nn.Parameter, hidden_states: Tensor, grad_output: Tensor
+    kernel: AccumulatingKernel | None,
+    total: Tensor,
+    parameter: nn.Parameter,
+    hidden_states: Tensor,
+    grad_output: Tensor,
 ) -> None:
     is_first = parameter.grad is None
     if is_first:
         parameter.grad = total
-    add_weight_product_(total, hidden_states, grad_output, first=is_first)
+    if kernel is None:
+        add_weight_product_(total, hidden_states, grad_output, first=is_first)
+        return
+    if is_first:  # the kernel can only add, and the total holds an earlier step's gradient
+        total.zero_()
+    kernel(hidden_states.contiguous(), grad_output.contiguous(), total)
 
 
 def add_weight_product_(total: Tensor, rows: Tensor, grad_rows: Tensor, *, first: bool) -> None:

@@ -33,12 +33,12 @@ from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.supervision.exits import Pulse
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules, sample_order
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import above_limit, check_fits, told_where_memory_runs_out
 from megatron_lite.training.start_text import here
 from megatron_lite.training.step import StageRunner, train_step
-from megatron_lite.training.weight_sums import fuse_weight_gradients_
 
 if TYPE_CHECKING:
     from megatron_lite.checkpointing.directory import Claim

@@ -48,6 +48,7 @@ from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import Timed
 from megatron_lite.parallel.weights import local_part
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import (
     Batches,
     DocumentRules,
@@ -64,7 +65,6 @@ from megatron_lite.training.dry_run_smaller import (
     measured_from_smaller,
 )
 from megatron_lite.training.step import StageRunner, train_step
-from megatron_lite.training.weight_sums import fuse_weight_gradients_
 
 SEED = 1  # no operator computes, so no draw depends on it
 

@@ -20,10 +20,10 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import gloo_has_freed
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatches, document_rules, masked_mean
 from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.step import StageRunner, train_step
-from megatron_lite.training.weight_sums import fuse_weight_gradients_
 
 STEP = "the measured step"
 LEARNING_RATE = 1e-4

@@ -142,10 +142,10 @@ def the_kernel_writes_after_the_hook(patch: Patch) -> None:
     waiting: list[Callable[[], None]] = []
 
     @replaces("_add", weight_gradient)
-    def later(add: Any, total: Tensor, parameter: Any, *operands: Tensor) -> None:
+    def later(add: Any, kernel: Any, total: Tensor, parameter: Any, *operands: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = total.zero_()
-        waiting.append(partial(add, total, parameter, *operands))
+        waiting.append(partial(add, kernel, total, parameter, *operands))
 
     @replaces("reduce_", grad_buffer.GradBuffer)
     def reduced(reduce_: Any, self: grad_buffer.GradBuffer) -> None:

@@ -1,4 +1,4 @@
-"""Weight gradients summed by torch's addmm: right in every layout, at every precision, for tied
+"""Weight gradients summed by apex's kernel: right in every layout, at every precision, for tied
 weights, and said so."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +20,13 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.parallel.apex import weight_gradient_kernel
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.weight_gradient import accumulate_products_
+from megatron_lite.parallel.weight_gradient import accumulate_with_
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.tensor_parallel.rank_context import RankContext
-from tests.support import cuda_addmm
+from tests.support import apex, cuda_addmm
 from tests.support.equality import difference, variant_config
 from tests.support.layouts import LAYOUTS
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
@@ -32,6 +34,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
+KERNEL = "wgrad_gemm_accum_fp32"
 EPSILON = {
     torch.float32: 1e-6,
     torch.bfloat16: torch.finfo(torch.bfloat16).eps,
@@ -41,7 +44,12 @@ EPSILON = {
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    return cuda_addmm.install(monkeypatch)
+    return apex.install(monkeypatch)
+
+
+def kernel() -> Callable[..., Any]:
+    found: Callable[..., Any] = weight_gradient_kernel("cpu").value
+    return found
 
 
 def matmul_weights(model: GPTModel) -> dict[str, nn.Parameter]:
@@ -68,6 +76,7 @@ def summed(
     world_size: int,
     *,
     fused: bool,
+    function: str | None = "apex",
     dtype: torch.dtype,
     sequence_parallel: bool = False,
     policy: str = "*:none",
@@ -87,8 +96,9 @@ def summed(
         )
         buffer = GradBuffer(dict(model.named_parameters()), parallel, layout)
         if fused:
-            accumulate_products_(
-                (weight, buffer.grads[key]) for key, weight in matmul_weights(model).items()
+            accumulate_with_(
+                kernel() if function == "apex" else None,
+                [(weight, buffer.grads[key]) for key, weight in matmul_weights(model).items()],
             )
         for _ in range(2):  # what the first step leaves must not count in the second
             buffer.forget()
@@ -147,7 +157,7 @@ def test_the_sum_is_that_of_unrounded_products(calls: Counter[str]) -> None:
         model = build_tiny_model(variant_config("llama"), parallel, dtype=torch.float16)
         layer = model.decoder.layers[0].mlp.linear_fc1
         buffer = GradBuffer({"weight": layer.weight}, parallel)
-        accumulate_products_([(layer.weight, buffer.grads["weight"])])
+        accumulate_with_(kernel(), [(layer.weight, buffer.grads["weight"])])
         expected = torch.zeros_like(buffer.grads["weight"])
         buffer.grads["weight"].fill_(9.0)  # of an earlier step
         for _ in range(2):
@@ -180,9 +190,11 @@ def said(text: str) -> str:
 @pytest.mark.parametrize(
     ("function", "training", "num_calls", "expected"),
     [
-        ("addmm of CUDA", dict(fp16=True, loss_chunk_size=8), 10, "torch's addmm"),
+        ("apex", dict(bf16=True), 9, "NVIDIA apex's kernel"),
+        ("apex", {}, 9, "NVIDIA apex's kernel"),
+        ("apex", dict(fp16=True, loss_chunk_size=8), 10, "NVIDIA apex's kernel"),
         (
-            "addmm of CUDA",
+            "apex",
             dict(bf16=True, gradient_accumulation_fusion=False),
             0,
             "autograd after rounding them to 16 bits, because of --no-gradient-accumulation-fusion",
@@ -193,8 +205,8 @@ def said(text: str) -> str:
             "",
             dict(bf16=True),
             0,
-            "the layer's backward after rounding them to 16 bits, because this device has no "
-            "product of 16 bits that adds to a float32 sum",
+            "the layer's backward after rounding them to 16 bits, because NVIDIA apex has kernels "
+            "for cuda and this run is on cpu",
         ),
     ],
 )
@@ -205,9 +217,11 @@ def test_a_run_uses_the_kernel_where_it_may_and_says_so(
     num_calls: int,
     expected: str,
 ) -> None:
-    calls = cuda_addmm.install(monkeypatch) if function else Counter[str]()
+    installs = {"apex": apex.install, "addmm of CUDA": cuda_addmm.install}
+    calls = installs[function](monkeypatch) if function else Counter()
     log = log_of(tiny_run(**dict(train_iters=1, eval_iters=0, **training)))
-    assert calls.total() == 4 * num_calls  # micro-batches
+    count = calls["first"] + calls["later"] if function == "addmm of CUDA" else calls[KERNEL]
+    assert count == 4 * num_calls  # micro-batches
     assert said(log) == f"weight gradients are summed in float32: 9 weights by {expected}"
 
 
@@ -232,6 +246,7 @@ def test_addmm_gives_the_gradients_of_autograd(
                     name,
                     world_size,
                     fused=fused,
+                    function=None,
                     dtype=dtype,
                     sequence_parallel=sequence_parallel,
                     micro_batches=micro_batches,
@@ -266,7 +281,7 @@ def test_addmm_holds_no_second_gradient() -> None:
         peaks = []
         for fused in (False, True):
             if fused:
-                accumulate_products_([(layer.weight, buffer.grads["weight"])])
+                accumulate_with_(None, [(layer.weight, buffer.grads["weight"])])
             buffer.forget()
             output = layer(torch.ones(2, 1, 64))
             with LiveStorages() as storages:

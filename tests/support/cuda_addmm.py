@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.parallel import weight_gradient
-from megatron_lite.training import weight_sums
+from megatron_lite.training import apex_kernels
 
 
 def install(patch: pytest.MonkeyPatch) -> Counter[str]:
@@ -29,6 +29,6 @@ def install(patch: pytest.MonkeyPatch) -> Counter[str]:
         return plain(total, left.float(), right.float(), **options)
 
     patch.setattr(torch, "addmm", addmm)
-    for owner in (weight_gradient, weight_sums):
+    for owner in (weight_gradient, apex_kernels):
         patch.setattr(owner, "adds_unrounded", lambda device, dtype: True)
     return calls

@@ -35,11 +35,11 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.recompute.phase import is_allocating_on_host
 from megatron_lite.recompute.stores import Stores
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.dry_run import SameTokens, sample_shape
 from megatron_lite.training.step import StageRunner, train_step
-from megatron_lite.training.weight_sums import fuse_weight_gradients_
 from tests.support.storages import addresses
 from tests.support.streams import MAIN, Streams
 

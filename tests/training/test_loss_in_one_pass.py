@@ -23,11 +23,11 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.tensor_parallel import cross_entropy
 from megatron_lite.tensor_parallel.cross_entropy import RowStatistics, row_statistics
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch, cut, document_rules, masked_mean
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter
 from megatron_lite.training.step import StageRunner, StepResult, train_step
-from megatron_lite.training.weight_sums import fuse_weight_gradients_
 from tests.config.test_rules import TWO_PASSES
 from tests.support.pairs import covered
 from tests.support.ranks import run_ranks

@@ -1,4 +1,4 @@
-"""Chooses who sums the weight gradients: torch's addmm, the backward of the layers or autograd.
+"""Chooses who sums the weight gradients: NVIDIA apex's kernel, torch's addmm or autograd.
 
 The log states the choice with the reasons.
 """
@@ -14,18 +14,17 @@ from megatron_lite.config.units import plural
 from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel import apex
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weight_gradient import (
     accumulate_lookups_,
-    accumulate_products_,
+    accumulate_with_,
     adds_unrounded,
     can_be_summed,
     lookup_adds,
 )
 from megatron_lite.parallel.weights import gathered_dtype
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-NO_PRODUCT = "this device has no product of 16 bits that adds to a float32 sum"
 
 
 def fuse_weight_gradients_(
@@ -36,11 +35,12 @@ def fuse_weight_gradients_(
     *,
     compiled_layers: bool = False,
 ) -> str:
-    """Makes the backward of all matmuls that allow it sum their weight gradients.
+    """Makes a kernel sum the weight gradients of all matmuls that allow it.
 
-    Returns the log's line about it.
-    compiled_layers: whether each layer is one graph of the compiler, which cannot do that.
+    It is apex's kernel or torch's addmm. Returns the log's line about it.
+    compiled_layers: whether each layer is one graph of the compiler, which cannot call a kernel.
     """
+    kernel = apex.weight_gradient_kernel(parallel.device.type)
     matmuls = _matmul_weights(model)
     tables = {
         chunk.embedding.word_embeddings.weight
@@ -66,16 +66,16 @@ def fuse_weight_gradients_(
                 accumulate_lookups_(total)
             reason = ""
             if weight in compiled:
-                reason = "the graph of a compiled layer cannot add to a sum"
+                reason = "the graph of a compiled layer cannot call the kernel"
             elif not can_be_summed(weight.dtype):
                 reason = (
                     f"this torch gives no {weight.dtype} weight a float32 gradient "
                     "(Tensor.grad_dtype)"
                 )
             elif weight in matmuls:
-                accumulate_products_(total)
+                accumulate_with_(kernel.value, total)
         if weight in matmuls:
-            sums[_who_sums(weight, reason)] += 1
+            sums[_who_sums(weight, reason, kernel)] += 1
     groups = [f"{plural(number, 'weight')} by {who}" for who, number in sums.items()]
     buckets = gradients.buckets if isinstance(gradients, GradBuffer) else ()
     rounded = any(bucket.flat.dtype.itemsize == 2 for bucket in buckets)
@@ -84,16 +84,18 @@ def fuse_weight_gradients_(
     return line + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
 
 
-def _who_sums(weight: nn.Parameter, reason: str) -> str:
+def _who_sums(weight: nn.Parameter, reason: str, kernel: apex.Kernel) -> str:
     """Returns who sums the gradients of a matmul's weight over micro-batches, for the log.
 
     reason: why autograd does; "" if it does not.
     """
+    if not reason and kernel.value is not None:
+        return "NVIDIA apex's kernel"
     if not reason and adds_unrounded(weight.device, weight.dtype):
         return "torch's addmm"
     rounded = " after rounding them to 16 bits" if gathered_dtype(weight).itemsize == 2 else ""
     who = "autograd" if reason else "the layer's backward"
-    return f"{who}{rounded}, because {reason or NO_PRODUCT}"
+    return f"{who}{rounded}, because {reason or kernel.reason}"
 
 
 def _matmul_weights(model: ModelStages) -> set[nn.Parameter]:

@@ -1,0 +1,76 @@
+"""A stand-in for NVIDIA apex on a CPU: the kernel that the library uses, by torch.
+
+It follows apex at commit 6424da3b (csrc/megatron/fused_weight_gradient_dense*.cu). It refuses the
+calls that apex refuses, and those for which apex would read or write out of bounds. Arithmetic is
+in float32, as in apex.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.parallel import apex
+from tests.support.modules import provide
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def install(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Makes imports of apex and of its extension modules find the stand-in.
+
+    Returns the number of calls of each kernel in this process. Ranks that are forked later inherit
+    the stand-in.
+    """
+    calls: Counter[str] = Counter()
+    has_kernels_for(patch, "cpu")
+    modules: dict[str, dict[str, Any]] = {
+        "fused_weight_gradient_mlp_cuda": weight_gradient_kernels(calls),
+        "apex": {},
+        "apex.optimizers": {},
+    }
+    for name, values in modules.items():
+        module = ModuleType(name)
+        if name.startswith("apex"):
+            module.__path__ = []  # a package
+        module.__dict__.update(values)
+        provide(patch, name, module)
+    return calls
+
+
+def has_kernels_for(patch: pytest.MonkeyPatch, device_type: str) -> None:
+    """Runs on a device of this type may use apex, and no others."""
+    patch.setattr(apex, "DEVICE_TYPE", device_type)
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise RuntimeError(f"apex's stand-in: {message}")
+
+
+def weight_gradient_kernels(calls: Counter[str]) -> dict[str, Any]:
+    def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, d_weight: Tensor, /) -> None:
+        calls["wgrad_gemm_accum_fp32"] += 1
+        operands, rows, grad_rows = (
+            (input, d_output, d_weight),
+            input.flatten(0, -2),
+            d_output.flatten(0, -2),
+        )
+        _check(d_weight.dtype == torch.float32, f"the sum is {d_weight.dtype}")
+        _check(
+            input.dtype == d_output.dtype and input.dtype in (torch.float32, *HALVES),
+            f"operands are {input.dtype} and {d_output.dtype}",
+        )
+        _check(all(one.is_contiguous() for one in operands), "an operand is not contiguous")
+        _check(
+            d_weight.shape == (grad_rows.shape[1], rows.shape[1]) and len(rows) == len(grad_rows),
+            f"{[tuple(one.shape) for one in operands]} are out of bounds",
+        )
+        d_weight.addmm_(grad_rows.t().float(), rows.float())
+
+    return dict(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
