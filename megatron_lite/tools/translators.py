@@ -242,7 +242,7 @@ def from_section(found: Settings, *, system: str) -> Found:
         f"size > 1 (got {tp_size}): give --tp N, or set it to false",
     )
     if contiguous:
-        found.note(f"{theirs['contiguous']} is left out: torch's allocator has expandable segments")
+        found.note(f"{theirs['contiguous']}: torch's allocator has expandable segments instead")
     more = []
     if split and size:
         more += ["--tensor-model-parallel-size", str(size)]
