@@ -177,7 +177,7 @@ FILES = [
         "deepspeed_zero3.json",
         "--tp 2",
         "'*:full@split+host'",
-        "number_checkpoints contiguous_memory_optimization zero_optimization.offload_optimizer",
+        "contiguous_memory_optimization number_checkpoints zero_optimization.offload_optimizer",
     ),
     ("deepspeed_plain.json", "", "'*:full'", ""),
     ("oslo_v2.json", "", f"'{SPLIT}' --tensor-model-parallel-size 2", "contiguous_checkpointing"),
