@@ -51,7 +51,9 @@ def test_with_a_vocabulary_size_the_tokenizers_files_may_be_missing() -> None:
         RecomputeConfig(
             recompute_granularity="selective", recompute_modules=("core_attn", "pointwise")
         ),
-        RecomputeConfig(recompute_policy="0:full@host; *:none@host"),
+        RecomputeConfig(
+            recompute_policy="0:full@host; *:none@host", contiguous_saved_activations=True
+        ),
     ],
 )
 def test_the_bytes_that_it_announces_are_those_that_training_measures(

@@ -49,6 +49,8 @@ class RecomputeConfig:
     memory_budget: an amount such as 80GiB, for everything that a rank allocates.
     activation_memory_budget: under --torch-compile, the share of its activations that a compiled
         graph may keep for backward, from 0 to 1 (training/build_trainer.py).
+    contiguous_saved_activations: whether the kept inputs of recomputed units lie in one allocation,
+        made once (recompute/pool.py).
     recompute_tail_skip: whether a replay leaves out its last matmul and the collective after it,
         since backward does not read the result.
     recompute_verify: whether every rebuilt tensor is compared with the forward's, and the predicted
@@ -123,6 +125,10 @@ class RecomputeConfig:
         ),
         why="it is the share, 0 to 1, that the compiler keeps of each layer, which is one graph",
     )
+    contiguous_saved_activations: bool = switch(
+        "keep the inputs of recomputed layers in one allocation, made once",
+        excludes=("recompute_policy=auto",),
+    )
     recompute_tail_skip: bool = setting(
         "replays also do their last matmul, whose result nothing reads",
         True,
@@ -187,6 +193,15 @@ class RecomputeConfig:
             normal = str(parse_policy(self.recompute_policy))
             object.__setattr__(self, "recompute_policy", normal)
         self._resolve_granularity()
+        if self.contiguous_saved_activations and not any(
+            rule.action.unit for rule in self.policy.rules
+        ):
+            raise ContradictionError(
+                "--contiguous-saved-activations is for the inputs of layers that are recomputed "
+                "whole, and none is: give --recompute-granularity full, or a --recompute-policy "
+                "with full",
+                "contiguous_saved_activations",
+            )
 
     def _resolve_granularity(self) -> None:
         """A setting that the granularity never reads is refused where Megatron refuses it, and else

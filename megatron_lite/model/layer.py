@@ -224,7 +224,7 @@ class TransformerBlock(nn.Module):
             documents,
             rng=self.context.rng,
             tp_group=self.context.group,
-            stores=self.stores if plan.on_host else None,
+            stores=self.stores if plan.uses_stores else None,
         )
         return (
             hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)

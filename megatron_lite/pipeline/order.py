@@ -11,6 +11,7 @@ This module uses the standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from megatron_lite.config.stages import most_in_flight, warmup_forwards
@@ -57,6 +58,17 @@ def _ordered(
 def forwards_only(*, size: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
     """Returns the forwards of an evaluation, in the same order on every rank."""
     return _sequences(size, num_microbatches, num_chunks)[0]
+
+
+def in_flight(actions: Sequence[Action]) -> Iterator[tuple[Action, list[Action]]]:
+    """Yields each action and the forwards whose backward has not run after it, oldest first."""
+    waiting: dict[Action, None] = {}
+    for action in actions:
+        if action.kind == "forward":
+            waiting[action] = None
+        else:
+            del waiting[action._replace(kind="forward")]
+        yield action, list(waiting)
 
 
 def keeping_all(

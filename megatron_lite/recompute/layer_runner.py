@@ -44,12 +44,13 @@ def run_layers(
     stores: the model's memory for kept tensors, which every forward uses again.
     """
     assert plan.num_layers == len(layers), (plan, len(layers))
+    tp_size = 1 if tp_group is None else tp_group.size()
     split_before = None
     around: AbstractContextManager[Opened | None] = nullcontext()
-    if plan.on_host and torch.is_grad_enabled():
+    if plan.uses_stores and torch.is_grad_enabled():
         from megatron_lite.recompute.stores import Stores
 
-        around = (stores or Stores(hidden_states.device)).forward()
+        around = (stores or Stores(hidden_states.device)).forward(plan, hidden_states, tp_size)
     with around as opened:
         for segment in plan.segments:
             # Outside of the stores: they stay on the device. A region without the router keeps

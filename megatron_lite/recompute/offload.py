@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.parallel.torch_internals import next_node_number, write_count_of
-from megatron_lite.recompute.pool import Pool, Slot
+from megatron_lite.recompute.pool import Memory, Slot
 from megatron_lite.recompute.saved import MovedStorage, WrittenTo, bytes_of, moving
 
 Mark = Any  # the end of a copy: an event of the device, or None if the copy is synchronous
@@ -100,7 +100,7 @@ class Offload:
 
     @contextmanager
     def segment(
-        self, pool: Pool, *, stay: Iterable[Tensor], wanted: Callable[[], bool] = lambda: True
+        self, memory: Memory, *, stay: Iterable[Tensor], wanted: Callable[[], bool] = lambda: True
     ) -> Iterator[None]:
         """Offloads the tensors that the forward of a segment saves inside the block.
 
@@ -115,7 +115,7 @@ class Offload:
 
         def move(tensor: Tensor) -> MovedStorage:
             copy_out(next_node_number())
-            slot = pool.take(tensor.untyped_storage().nbytes())
+            slot = memory.take(tensor.untyped_storage().nbytes())
             copy = _OnHost(self._copy_streams, slot, group, tensor.device)
             group.copies.append(weakref.ref(copy))
             waiting.append((tensor.detach(), write_count_of(tensor), copy, next_node_number()))

@@ -90,11 +90,13 @@ class RecomputePlan:
         the last matmul, its collective, and the addition after it.
     verify: whether each replay is compared with its forward, bit by bit. A verified replay leaves
         nothing out, so `skip_tail` must be False.
+    contiguous: whether the kept inputs of units lie in one allocation.
     """
 
     segments: tuple[Segment, ...]
     skip_tail: bool = True
     verify: bool = False
+    contiguous: bool = False
 
     def __post_init__(self) -> None:
         position = 0
@@ -104,9 +106,9 @@ class RecomputePlan:
         assert not (self.skip_tail and self.verify), self
 
     @cached_property
-    def on_host(self) -> bool:
-        """Tells whether a forward keeps tensors in host memory."""
-        return any(segment.on_host for segment in self.segments)
+    def uses_stores(self) -> bool:
+        """Tells whether a forward keeps tensors in host memory or in an arena."""
+        return self.contiguous or any(segment.on_host for segment in self.segments)
 
     @cached_property
     def tiles(self) -> tuple[int, ...]:

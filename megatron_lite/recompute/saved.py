@@ -177,8 +177,11 @@ def _viewed(
     moved: MovedStorage, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
 ) -> Tensor:
     memory = moved()
+    # A slot of an arena begins inside a larger storage. Its start is a multiple of 512 bytes, so it
+    # is a whole number of elements.
+    first = int(memory.storage_offset()) // dtype.itemsize + offset
     tensor = torch.empty(0, dtype=dtype, device=memory.device)
-    return tensor.set_(memory.untyped_storage(), offset, size, stride)
+    return tensor.set_(memory.untyped_storage(), first, size, stride)
 
 
 def _unknown_part(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, ...]:

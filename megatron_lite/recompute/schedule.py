@@ -32,6 +32,7 @@ def plan_stage(
         tuple(segments(policy or config.policy, num_layers, stage)),
         verify=config.recompute_verify,
         skip_tail=config.recompute_tail_skip and not config.recompute_verify,
+        contiguous=config.contiguous_saved_activations,
     )
 
 

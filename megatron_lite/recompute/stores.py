@@ -1,4 +1,4 @@
-"""The host memory for the kept tensors of one stage."""
+"""The memory for the kept tensors of one stage: host memory, an arena on the device, or both."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
-from megatron_lite.recompute.pool import Pool
-from megatron_lite.recompute.recompute_plan import Segment
+from megatron_lite.recompute.phase import allocating_on_host
+from megatron_lite.recompute.pool import Arena, Pool, keeping_in
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 if TYPE_CHECKING:
     from megatron_lite.recompute.offload import CopyStreams, Offload
@@ -22,23 +23,34 @@ Opened = Callable[[Segment, Iterable[Any]], AbstractContextManager[None]]
 
 
 class Stores:
-    """The host memory that the layers of a stage use again in every forward.
+    """The memory that the layers of a stage use again in every forward.
 
     Nothing is allocated before the first forward.
+
+    micro_batches: how many micro-batches may be in flight: forwards before the backward of the
+        first one. An arena has slots for that many.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, micro_batches: int = 1) -> None:
+        self.device, self.micro_batches = device, micro_batches
         self.pool = Pool(pinned=device.type == "cuda")
+        self._arenas: dict[bool, Arena] = {}  # by whether it is on the host
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stores:
-        return Stores(self.device)
+        return Stores(self.device, micro_batches=self.micro_batches)
+
+    def reserve(self, micro_batches: int) -> None:
+        """Makes room for `micro_batches` in flight from the next forward on. Room never shrinks.
+
+        A forward replaces an arena that is too small, if none of its slots is in use. That is
+        always the case between steps.
+        """
+        self.micro_batches = max(self.micro_batches, micro_batches)
 
     @contextmanager
-    def forward(self) -> Iterator[Opened]:
-        """Prepares the memory for one forward of a plan that uses it (`on_host`), with gradients.
-
-        Call it around all segments of the plan.
+    def forward(self, plan: RecomputePlan, hidden_states: Tensor, tp_size: int) -> Iterator[Opened]:
+        """Prepares the memory for one forward of a plan that uses it (`uses_stores`), with
+        gradients. Call it around all segments of the plan.
 
         It yields a function `opened(segment, shared)`, whose result goes around each segment.
         `shared` lists objects whose tensors are not moved: the segment's layers with their
@@ -49,16 +61,44 @@ class Stores:
         offload = Offload(self.copy_streams, kind=self.device.type)
 
         def opened(segment: Segment, shared: Iterable[Any]) -> AbstractContextManager[None]:
+            arena = (
+                self._arena(plan, hidden_states, tp_size, segment.on_host)
+                if plan.contiguous and segment.unit
+                else None
+            )
             if segment.host_modules:
                 return _parts(offload, self.pool, segment.host_modules, shared)
             if segment.on_host:
-                return offload.segment(self.pool, stay=_tensors(shared))
-            return nullcontext()
+                return offload.segment(arena or self.pool, stay=_tensors(shared))
+            if arena is None:
+                return nullcontext()
+            return keeping_in(arena, kind=self.device.type, stay=_tensors(shared))
 
         try:
             yield opened
         finally:
             offload.finish()
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of all tensors that are in slots of the arena on the device now."""
+        return sum(arena.bytes_in_use for on_host, arena in self._arenas.items() if not on_host)
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of all tensors that are in host memory now."""
+        return self.pool.bytes_in_use + sum(
+            arena.bytes_in_use for on_host, arena in self._arenas.items() if on_host
+        )
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The bytes of all storages, in use or not."""
+        return self.pool.num_bytes + sum(arena.num_bytes for arena in self._arenas.values())
+
+    def storages(self) -> set[int]:
+        """Returns the addresses of all storages, in use or not."""
+        return self.pool.storages().union(*(arena.storages() for arena in self._arenas.values()))
 
     @cached_property
     def copy_streams(self) -> CopyStreams:
@@ -66,6 +106,35 @@ class Stores:
         from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams
 
         return CudaCopyStreams(self.device) if self.device.type == "cuda" else CopyStreams()
+
+    def _arena(
+        self, plan: RecomputePlan, hidden_states: Tensor, tp_size: int, on_host: bool
+    ) -> Arena:
+        """Returns the arena for units that keep their input on the host, or for the other units.
+
+        The input of the first forward gives the sizes of the slots: [s/t or s, b, h] for a whole
+        input, 1/t of it for a split input.
+        """
+        arena = self._arenas.get(on_host)
+        if arena is None or (arena.micro_batches < self.micro_batches and not arena.bytes_in_use):
+            # frees the memory of the smaller arena before the larger one is allocated
+            self._arenas.pop(on_host, None)
+            del arena
+            whole = hidden_states.untyped_storage().nbytes()
+            sizes = [
+                whole // tp_size if segment.split else whole
+                for segment in plan.segments
+                if segment.unit and segment.on_host == on_host
+            ]
+            device = torch.device("cpu") if on_host else self.device
+            with allocating_on_host() if on_host else nullcontext():
+                self._arenas[on_host] = Arena(
+                    sizes * self.micro_batches,
+                    device,
+                    pinned=on_host and self.device.type == "cuda",
+                    micro_batches=self.micro_batches,
+                )
+        return self._arenas[on_host]
 
 
 @contextmanager

@@ -213,7 +213,8 @@ def from_section(found: Settings, *, system: str) -> Found:
 
     The originals partition in place, so in evaluation the caller is left with a shard. Here the
     caller's tensor never changes.
-    Their contiguous memory has no counterpart, nor has `number_checkpoints`.
+    Their contiguous memory is a list of tensors that overflows unless `reset()` is called. Here it
+    is one buffer sized by the plan, without `number_checkpoints`.
     Partitioning over one rank does nothing there. Here it is an error.
     """
     found.require(SECTION in found.read, f"there is no section {SECTION}, {SILENT}")
@@ -241,9 +242,7 @@ def from_section(found: Settings, *, system: str) -> Found:
         f"{theirs['split']} splits inputs over tensor-parallel ranks and needs a tensor-parallel "
         f"size > 1 (got {tp_size}): give --tp N, or set it to false",
     )
-    if contiguous:
-        found.note(f"{theirs['contiguous']}: torch's allocator has expandable segments instead")
-    more = []
+    more = ["--contiguous-saved-activations"] if contiguous else []
     if split and size:
         more += ["--tensor-model-parallel-size", str(size)]
     store = "+".join(["split"] * bool(split) + ["host"] * bool(host))

@@ -8,7 +8,7 @@ it keeps, which the closed form knows to the byte. If each neighbour holds exact
 than the base, the fullest moment is one that holds all of it. It then stays the fullest for every
 larger size, and the peak of the whole step is that of the base plus the closed form of the rest.
 Otherwise the step runs in full. So do steps whose update may hold more than that, and steps with
-virtual stages.
+virtual stages or with an arena of saved inputs.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _smaller(whole: StepSize, place: RankPlace) -> tuple[StepSize, list[tuple[St
     all_stages = config.stages()
     stage, *others = config.stages_of_rank(rank)
     partial = recompute.num_microbatches_with_partial_activation_checkpoints is not None
-    if others or partial:
+    if others or partial or recompute.contiguous_saved_activations:
         return whole, []
     segments = plan_stage(recompute, stage.num_layers, stage.number).segments
     rows = [list(row) for _, row in groupby(segments, lambda one: replace(one, first_layer=0))]

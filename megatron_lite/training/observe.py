@@ -114,10 +114,10 @@ class ActivationMeter:
             saved[int(named[1]) if named else None] += kept.num_bytes
         rows = tuple(getattr(layer.mlp, "num_rows", ()) for layer in chunk.decoder.layers)
         self._seen.append((chunk, plan, saved, rows))
-        # Tensors in host memory pass by the meter's hooks.
-        pool = chunk.decoder.stores.pool if plan.on_host else None
-        self._measured += meter.total_bytes()
-        self._host_measured += 0 if pool is None else pool.bytes_in_use
+        # Saved inputs in an arena (contiguous) or in host memory pass by the meter's hooks.
+        stores = chunk.decoder.stores if plan.uses_stores else None
+        self._measured += meter.total_bytes() + (0 if stores is None else stores.device_bytes)
+        self._host_measured += 0 if stores is None else stores.host_bytes
         if live is not None:
             # Outputs, weights and constants outlive the forward legitimately. Anything else that
             # lives and that no hook saw was put aside by a cache or on a Function's context.
@@ -126,7 +126,7 @@ class ActivationMeter:
                 for tensor in (output, *weights, *chunk.constants())
             }
             self._unaccounted += live.bytes_beside(
-                known | meter.storages().keys() | (set() if pool is None else pool.storages())
+                known | meter.storages().keys() | (set() if stores is None else stores.storages())
             )
         return output
 
@@ -170,9 +170,10 @@ class ActivationMeter:
             sizes = _sizes(config, parallel, chunk, rows)
             predicted = Counter[int | None]()
             for term in activation_terms(config.model, plan, sizes):
-                if not term.on_host:
-                    # The decoder saves the input of a unit.
-                    outside = term.operation == UNIT or term.layer is None
+                # The meter's hooks see neither tensors in host memory nor unit inputs in an arena.
+                of_unit = term.operation == UNIT  # the decoder saves it
+                if not (term.on_host or (plan.contiguous and of_unit and not term.tensor.stays)):
+                    outside = of_unit or term.layer is None
                     place = None if outside else chunk.stage.first_layer + (term.layer or 0)
                     predicted[place] += term.num_bytes
             own += [
@@ -275,11 +276,12 @@ class PeakMeter:
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
             self.reserved_bytes = torch.cuda.max_memory_reserved(self._device)
             return
-        # The profiler does not see what was allocated before, such as the buffers of @host.
+        # The profiler does not see what was allocated before, such as the buffers of @host and the
+        # slots of --contiguous-saved-activations, which the first step made.
         held = _bytes_of(_held_tensors(self._model, self._optimizer)) + sum(
-            chunk.decoder.stores.pool.num_bytes
+            chunk.decoder.stores.allocated_bytes
             for chunk in self._model
-            if chunk.decoder.plan.on_host
+            if chunk.decoder.plan.uses_stores
         )
         from megatron_lite.memory.measure.allocator_peak import allocator_peak
 

@@ -7,6 +7,7 @@ holds: those of the whole model, or those of one rank of a pipeline.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,7 +23,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import Timed, not_timed
-from megatron_lite.pipeline.order import Action, forwards_only, keeping_all, order
+from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.training.batches import Batches, MaskedMean
 from megatron_lite.training.observe import ActivationMeter, Timeline
@@ -237,6 +238,8 @@ class StageRunner:
     overlap: receive the input of an action while the action before it computes.
     everywhere: whether stages in the middle of a pipeline read the micro-batches too, for the
         places of their documents.
+    most_microbatches: the most micro-batches of any step, for which an arena of saved inputs gets
+        its slots at once; a step with more enlarges it. None: there is no arena.
     loss_in_one_pass: whether the forward of a loss in chunks also computes the gradients of the
         head (RunConfig.loss_in_one_pass).
     timed: times the parts of a step, by the names of training/timers.py; not those of evaluations.
@@ -251,6 +254,7 @@ class StageRunner:
         num_kept: int = 0,
         overlap: bool = True,
         everywhere: bool = False,
+        most_microbatches: int | None = None,
         loss_in_one_pass: bool = False,
     ) -> None:
         self.model, self.parallel = model, parallel
@@ -272,6 +276,9 @@ class StageRunner:
 
             stages = [chunk.stage for chunk in self._chunks]
             self._run = partial(run_actions, stages=stages, links=links, overlap=overlap)
+        self._has_slots = links is not None and most_microbatches is not None
+        if most_microbatches is not None:
+            self._reserve(most_microbatches)
 
     @classmethod
     def of(
@@ -295,12 +302,16 @@ class StageRunner:
                 dtype=residual_dtype(config.model, context),
                 shape=(seq_length, config.training.micro_batch_size, config.model.hidden_size),
             )
+        most = None
+        if links is not None and config.recompute.contiguous_saved_activations:
+            most = config.training.most_microbatches(parallel.dp_size)
         return cls(
             model,
             parallel,
             links=links,
             overlap=config.parallel.overlap_p2p_comm,
             everywhere=config.data.reset_attention_mask,
+            most_microbatches=most,
             num_kept=config.recompute.num_microbatches_with_partial_activation_checkpoints or 0,
             loss_in_one_pass=config.loss_in_one_pass,
         )
@@ -348,6 +359,8 @@ class StageRunner:
         forward: Forward = partial(self._stage, batches, step_loss, whole, self.timed)
         if meter is not None:
             forward = self._measured(meter, forward, whole)
+        if self._has_slots:
+            self._reserve(count)
         if self.links is not None:
 
             def before_backward(action: Action) -> None:
@@ -456,3 +469,11 @@ class StageRunner:
                 gradient = step_loss.gradient(labels, mask, number)
             losses = chunk.run_stage(inputs, labels, plan, documents, gradient)
             return step_loss.of(losses, mask, number)
+
+    def _reserve(self, num_microbatches: int) -> None:
+        """Reserves memory for the inputs that a step of so many micro-batches keeps at once."""
+        # The order repeats after 2p micro-batches. More micro-batches do not raise the maximum.
+        actions = self._order(min(num_microbatches, 2 * self.parallel.pp_size))
+        held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
+        for number, chunk in enumerate(self._chunks):
+            chunk.decoder.stores.reserve(max(counts[number] for counts in held))

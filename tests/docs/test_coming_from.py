@@ -83,7 +83,9 @@ def test_the_page_has_a_table_for_each_system_and_a_row_for_each_kind() -> None:
         "*:full@host",
         "*:full@split+host",
     } <= policies
-    assert any("ops(" in policy for policy in policies)
+    assert any("ops(" in policy for policy in policies) and any(
+        "--contiguous-saved-activations" in row.ours for row in ROWS
+    )
 
 
 @in_one_test("row", [row for row in ROWS if row.system != "megatron"])

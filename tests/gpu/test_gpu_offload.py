@@ -1,4 +1,4 @@
-"""Host offload on a GPU, where copies take their time: the same bits, less memory, no
+"""Host offload and the arena on a GPU, where copies take their time: the same bits, less memory, no
 waiting.
 
 Written like test_gpu.py, for `run.py`. On the CPU the tests that take a `device` try themselves.
@@ -41,6 +41,7 @@ POLICIES = (
     "*:core_attn+pointwise@host",
     "0:full; 1:none@host; 2:none; *:full@host",
 )
+CONTIGUOUS = ("*:full", "*:full/2@host", "0-1:full@host; *:full")
 
 
 class SlowCopyStreams(CudaCopyStreams):
@@ -54,10 +55,15 @@ class SlowCopyStreams(CudaCopyStreams):
 
 
 def build(
-    policy: str, device: torch.device, *, dtype: torch.dtype = torch.float32, **overrides: object
+    policy: str,
+    device: torch.device,
+    *,
+    contiguous: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **overrides: object,
 ) -> GPTModel:
     """Unfused attention, whose gradients are the same bits in every run; with dropout."""
-    recompute = RecomputeConfig(recompute_policy=policy)
+    recompute = RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous)
     fields: dict[str, object] = dict(
         num_layers=NUM_LAYERS,
         hidden_dropout=0.1,
@@ -103,14 +109,21 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def test_no_store_changes_a_gradient(device: torch.device) -> None:
     """Three steps, so that memory is used again; with two micro-batches in flight."""
+    settings = [(policy, False) for policy in POLICIES] + [(policy, True) for policy in CONTIGUOUS]
     with deterministic():
         for dtype in (torch.float32, torch.bfloat16):
             plain = build("*:none", device, dtype=dtype)
-            for policy in POLICIES:
-                model = build(policy, device, dtype=dtype)
+            for policy, contiguous in settings:
+                model = build(policy, device, contiguous=contiguous, dtype=dtype)
+                model.decoder.stores.micro_batches = 2
                 for seeds in ((3, 4), (4,), (5, 6)):
-                    assert same(step(model, *seeds), step(plain, *seeds)), (policy, dtype, seeds)
-                assert model.decoder.stores.pool.bytes_in_use == 0
+                    assert same(step(model, *seeds), step(plain, *seeds)), (
+                        policy,
+                        contiguous,
+                        dtype,
+                        seeds,
+                    )
+                assert model.decoder.stores.host_bytes == model.decoder.stores.device_bytes == 0
 
 
 def test_copies_that_come_late_change_no_gradient(cuda: torch.device) -> None:
@@ -143,7 +156,7 @@ def test_a_graph_that_is_dropped_while_copies_are_on_their_way_spoils_nothing(
                 handle.remove()
             assert not model.decoder.layers[3].mlp._forward_pre_hooks
             del loss
-            assert model.decoder.stores.pool.bytes_in_use == 0
+            assert model.decoder.stores.host_bytes == 0
             assert same(step(model), step(plain))
 
 
@@ -152,7 +165,7 @@ def kept_bytes(model: GPTModel, device: torch.device) -> tuple[int, int]:
     with kept_for_backward(exclude=model.parameters()) as meter:
         loss = model.loss(*(tensor.to(device) for tensor in sample_tokens())).mean()
     stores = model.decoder.stores
-    found = meter.total_bytes(), stores.pool.bytes_in_use
+    found = meter.total_bytes() + stores.device_bytes, stores.host_bytes
     del loss
     return found
 
@@ -189,7 +202,7 @@ def test_host_memory_is_pinned_and_taken_in_the_first_step_only(cuda: torch.devi
         model = build(policy, cuda)
         step(model)
         stores = model.decoder.stores
-        first = stores.pool.num_bytes, stores.pool.storages()
+        first = stores.pool.num_bytes, stores.storages()
         assert first[0] > 0 and all(storage.is_pinned() for storage in stores.pool._buffers)
         gc.collect()  # the model before is in cycles
         torch.cuda.synchronize()
@@ -199,7 +212,7 @@ def test_host_memory_is_pinned_and_taken_in_the_first_step_only(cuda: torch.devi
         torch.cuda.synchronize()
         assert (
             stores.pool.num_bytes,
-            stores.pool.storages(),
+            stores.storages(),
         ) == first and torch.cuda.memory_allocated() == allocated, policy
 
 

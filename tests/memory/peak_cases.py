@@ -100,6 +100,7 @@ ONE_RANK = (
     ),
     Case("full/1@host", f"{CHUNKS} {policy('*:full/1@host')}"),
     Case("mlp@host", f"{CHUNKS} {policy('*:mlp@host')}"),
+    Case("full/1, contiguous", f"{CHUNKS} {policy('*:full/1')} --contiguous-saved-activations"),
     Case("small vocabulary, dropout", f"{SMALL} {DROPOUT}"),
     Case("small vocabulary, llama", f"{SMALL} {LLAMA}"),
     Case("small vocabulary, core_attn", f"{SMALL} {DROPOUT} {policy('*:core_attn')}"),

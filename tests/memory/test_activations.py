@@ -55,7 +55,7 @@ MODULES = ("core_attn", "layernorm", "mlp", "activation", "dropout")
 
 
 class Figures(NamedTuple):
-    """saved: by torch's hooks. predicted: ours. unaccounted: alive after the
+    """saved: by torch's hooks, or in an arena. predicted: ours. unaccounted: alive after the
     forward, and neither saved nor the loss, nor memory that is used again. on_host: the first two
     in host memory."""
 
@@ -72,7 +72,7 @@ class Figures(NamedTuple):
 
 def policies(*, can_split: bool) -> Iterator[RecomputeConfig]:
     """None, every set of regions, units of one and two layers, results of operators; some in host
-    memory."""
+    memory or in one allocation."""
     region_sets = itertools.chain.from_iterable(
         itertools.combinations(MODULES, count) for count in range(1, len(MODULES) + 1)
     )
@@ -85,6 +85,8 @@ def policies(*, can_split: bool) -> Iterator[RecomputeConfig]:
         *((*split, "0:full@split; *:full/2@split+host") if can_split else ()),
     ):
         yield RecomputeConfig(recompute_policy=policy)
+        if "full" in policy:
+            yield RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=True)
     for policy, tail_skip in itertools.product(OPS_POLICIES, (True, False)):
         yield RecomputeConfig(recompute_policy=policy, recompute_tail_skip=tail_skip)
 
@@ -117,7 +119,7 @@ def figures(
     unaccounted = (
         None
         if live is None
-        else live.bytes_beside(known | meter.storages().keys() | stores.pool.storages())
+        else live.bytes_beside(known | meter.storages().keys() | stores.storages())
     )
     sizes = Sizes(
         micro_batch_size=BATCH,
@@ -131,10 +133,10 @@ def figures(
         loss_chunk_size=loss_chunk_size,
     )
     return Figures(
-        meter.total_bytes(),
+        meter.total_bytes() + stores.device_bytes,
         activation_bytes(config, plan, sizes),
         unaccounted,
-        stores.pool.bytes_in_use,
+        stores.host_bytes,
         host_bytes(config, plan, sizes),
     )
 

@@ -58,13 +58,13 @@ POLICIES = [
         "0-1:ops(matmul,attention);2-3:ops(matmul/2,collective,max,aten.baddbmm.default);4:full"
     ),
     "--recompute-policy 0-1:full/2@host;2:core_attn+pointwise@host;3:none@host;*:ops(matmul)@host",
-    "--recompute-policy *:full@host",
+    "--recompute-policy *:full@host --contiguous-saved-activations",
     FULL + "uniform --recompute-num-layers 2 --no-recompute-tail-skip",
     SELECTIVE + "mlp core_attn --recompute-verify",
 ]
 SPLIT = [
     "--recompute-policy 0-2:full/2@split;3:none;*:full@split",
-    "--recompute-policy 0-2:full/2@split+host;3:full@split;*:none",
+    "--recompute-policy 0-2:full/2@split+host;3:full@split;*:none --contiguous-saved-activations",
 ]
 TP = "--tensor-model-parallel-size 2 "
 RUNS = {

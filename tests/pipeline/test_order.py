@@ -4,12 +4,11 @@ before it can start."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import pytest
 
-from megatron_lite.pipeline.order import Action, keeping_all, most_in_flight, order
+from megatron_lite.pipeline.order import Action, in_flight, keeping_all, most_in_flight, order
 from tests.support.bubble import bubble
 
 LAYOUTS = [
@@ -83,17 +82,6 @@ def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(num
             bubble(size=size, num_microbatches=microbatches, num_chunks=num_chunks)
         ).limit_denominator()
         assert duration == 3 * microbatches * (1 + idle)
-
-
-def in_flight(actions: Sequence[Action]) -> Iterator[tuple[Action, list[Action]]]:
-    """Yields each action and the forwards whose backward has not run after it, oldest first."""
-    waiting: dict[Action, None] = {}
-    for action in actions:
-        if action.kind == "forward":
-            waiting[action] = None
-        else:
-            del waiting[action._replace(kind="forward")]
-        yield action, list(waiting)
 
 
 @pytest.mark.parametrize("num_chunks", range(1, 5))

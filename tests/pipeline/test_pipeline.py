@@ -139,6 +139,9 @@ POLICIES = {
     "units split over the ranks": dict(
         recompute_granularity="full", recompute_method="uniform", distribute_saved_activations=True
     ),
+    "one buffer": dict(
+        recompute_granularity="full", recompute_method="uniform", contiguous_saved_activations=True
+    ),
     "by stage": dict(
         recompute_policy="stage0/*:full; stage1/0:mlp; stage1/*:ops(matmul); *:full/2@host"
     ),

@@ -111,7 +111,7 @@ def policies(
     *, can_split: bool, module_sets: Sequence[tuple[str, ...]] = MODULE_SETS
 ) -> dict[str, RecomputeConfig]:
     """Every policy of Megatron's flags that is legal in the layout, and policies that keep the
-    results of operators, or keep something in host memory."""
+    results of operators, or keep something in host memory or in one allocation."""
     named = {"core_attn": RecomputeConfig(recompute_activations=True)}
     for modules in module_sets:
         named["+".join(modules)] = RecomputeConfig(
@@ -130,6 +130,9 @@ def policies(
     for policy in (
         ("*:full/2@split", "*:full/2@split+host") if can_split else ("*:full/2", "*:full@host")
     ):
+        named[f"{policy}, contiguous"] = RecomputeConfig(
+            recompute_policy=policy, contiguous_saved_activations=True
+        )
         named[policy] = RecomputeConfig(recompute_policy=policy)
     for name in ("uniform 2", "core_attn+layernorm+mlp", "pointwise", OPS[-1]):
         named[f"{name}, whole tail"] = replace(named[name], recompute_tail_skip=False)

@@ -65,11 +65,11 @@ def test_a_part_moves_what_its_module_saves_first_and_nothing_else(
             model.decoder.plan = plan_stage(RecomputeConfig(recompute_policy=policy), 2)
             with kept_for_backward(exclude=model.parameters(), model=model) as meter:
                 loss = model.loss(tokens, labels).mean()
-            kept[policy] = (bytes_by_label(meter), model.decoder.stores.pool.bytes_in_use)
+            kept[policy] = (bytes_by_label(meter), model.decoder.stores.host_bytes)
             del loss
         (plain, nothing), (with_parts, on_host) = kept.values()
         modules = {f"decoder.layers.{layer}.{PARTS[part]}" for layer in (0, 1) for part in parts}
         assert nothing == 0 and on_host == sum(plain.get(name, 0) for name in modules)
         stay = {name: size for name, size in plain.items() if name not in modules}
         assert {name: size for name, size in with_parts.items() if size} == stay
-        assert torch.is_grad_enabled() and model.decoder.stores.pool.bytes_in_use == 0
+        assert torch.is_grad_enabled() and model.decoder.stores.host_bytes == 0

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from megatron_lite.recompute.pool import Pool
-from tests.support.offload import POLICIES, Late, build, equal, step
+from tests.support.offload import CONTIGUOUS, POLICIES, Late, build, equal, step
 
 
 @pytest.mark.runs(daily=3, ci=9)
@@ -34,7 +34,7 @@ class Broken(Exception):
 
 
 @pytest.mark.runs(daily=3, ci=8)
-@pytest.mark.parametrize("policy", ["*:full@host", "*:none@host", "*:pointwise@host"])
+@pytest.mark.parametrize("policy", ["*:full@host", "*:none@host", "*:pointwise@host", CONTIGUOUS])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(
     policy: str, in_backward: bool
@@ -62,7 +62,7 @@ def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(
         handle.remove()
     else:
         pytest.fail("the layer did not break")
-    assert model.decoder.stores.pool.bytes_in_use == 0
+    assert model.decoder.stores.host_bytes == 0
     assert equal(step(model), step(plain)) and copy_streams.faults == []
 
 

@@ -33,6 +33,7 @@ POLICIES = (
     "0-1:none@host(qkv_linear); 2:none@host; *:none@host(activation+mlp_norm)",
     "0:full; 1:none@host; 2:none; *:full@host",
 )
+CONTIGUOUS = "*:full@host, contiguous"
 
 
 class Late(CopyStreams):
@@ -105,7 +106,9 @@ class Noting(CopyStreams):
 
 
 def config_of(policy: str) -> RecomputeConfig:
-    return RecomputeConfig(recompute_policy=policy)
+    return RecomputeConfig(
+        recompute_policy=policy.partition(",")[0], contiguous_saved_activations=policy == CONTIGUOUS
+    )
 
 
 def build(policy: str, copy_streams: CopyStreams | None = None, **overrides: object) -> GPTModel:

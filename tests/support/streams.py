@@ -208,9 +208,10 @@ class Streams:
         self.faults[f"{text}: {place()}"] += 1
 
     def _of(self, tensor: Tensor) -> Memory:
-        """Returns the memory of a tensor: its storage."""
+        """Returns the memory of a tensor: its storage, or on the host its slot of an arena."""
         storage = tensor.untyped_storage()
-        key = address(storage), 0
+        slot = tensor.storage_offset() * tensor.itemsize if storage.device.type == "cpu" else 0
+        key = address(storage), slot
         memory = self._memory.get(key)
         if memory is None or memory.storage() is not storage:
             memory = Memory(storage, lambda _: self._died(memory, key))

@@ -53,6 +53,7 @@ POLICIES = (
     "--recompute-policy *:ops(matmul)",
     "--recompute-policy *:full@host",
     "--recompute-policy *:none@host",
+    "--recompute-policy *:full@host --contiguous-saved-activations",
 )
 # one of each layout, and every policy somewhere
 SHORT = (

@@ -68,7 +68,7 @@ LONG_CASES = [
     (1, 2, "--fp16 --optimizer muon"),
     (1, 3, "--recompute-granularity selective --recompute-modules core_attn mlp"),
     (1, 2, "--bf16 --recompute-policy 0:pointwise;1:ops(matmul)"),
-    (1, 2, "--recompute-policy *:full@host"),
+    (1, 2, "--recompute-policy *:full@host --contiguous-saved-activations"),
     # More than one block of rows in activations, norms and losses.
     (1, 1, "--hidden-size 256 --micro-batch-size 40"),
     (1, 1, f"--hidden-size 256 --micro-batch-size 40 --vocab-size 3000 --bf16 {LLAMA}"),

@@ -146,8 +146,14 @@ def test_the_second_step_is_measured_and_compared(
     assert (tmp_path / "metrics.jsonl.summary.json").exists()
 
 
-def test_the_measured_peak_has_the_buffers_that_outlive_a_step() -> None:
-    """The buffers of @host are 22 % of this peak."""
+@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.parametrize(
+    ("policy", "contiguous"), [("*:none@host(core_attn+linear_fc1)", False), ("*:full", True)]
+)
+def test_the_measured_peak_has_the_buffers_that_outlive_a_step(
+    policy: str, contiguous: bool
+) -> None:
+    """The buffers of @host and the arena are 22 % and 10 % of these peaks."""
     config = tiny_run(
         num_layers=4,
         max_position_embeddings=64,
@@ -158,7 +164,8 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step() -> None:
         eval_iters=0,
         seq_length=64,
         log_peak_memory=True,
-        recompute_policy="*:none@host(core_attn+linear_fc1)",
+        recompute_policy=policy,
+        contiguous_saved_activations=contiguous,
     )
     found = run_to_end(config).peak
     assert found is not None

@@ -29,7 +29,8 @@ class Term(NamedTuple):
 
     layer: the number of the layer in its stage; None before the first layer and after the last.
     operation: the name of the first operation that keeps it.
-    on_host: whether it waits for backward in host memory.
+    on_host: whether it waits for backward in host memory. A tensor in an arena counts with its own
+        bytes, like any other.
     module: the module that runs the operation, by its name within the layer; None if no single
         module keeps the tensor.
     """

@@ -19,6 +19,7 @@ of a step (step_peak.py). Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ from megatron_lite.memory.predict.layer_backward import LayerBackward, end_name,
 from megatron_lite.memory.predict.walk import Moment, Passage, Walk
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
+SLOT_ALIGNMENT = 512  # bytes, as in recompute/pool.py
 CACHED = 1024
 
 
@@ -66,7 +68,8 @@ class StageCourse(NamedTuple):
     replays: in the order of the backward.
     tables: the bytes of tables that layers share. They count in the replays alone, because the
         model holds them.
-    on_host: the bytes that a micro-batch keeps in host memory.
+    on_host: the bytes that a micro-batch keeps in host memory. arena: those that the arena on the
+        device has for it.
     staying: the bytes of weights that FSDP2 gathers once for several micro-batches.
     """
 
@@ -75,6 +78,7 @@ class StageCourse(NamedTuple):
     replays: tuple[Replay, ...]
     tables: int
     on_host: int
+    arena: int
     staying: int
 
 
@@ -85,7 +89,7 @@ def stage_course(
     """Returns the course of a micro-batch. weights: those that FSDP2 gathers."""
     course = _Course(model, plan, sizes, weights)
     passages = course.forward(), course.backward()
-    kept = course.tables, sum(course.moved)
+    kept = course.tables, sum(course.moved), course.arena
     return StageCourse(*passages, tuple(course.replays), *kept, weights.staying)
 
 
@@ -116,12 +120,21 @@ class _Course:
         given = [one for each in (*self.first, *self.last) for one in each.keeps if one.given]
         self.given = sum(one.num_bytes for one in given)
         self.kept, self.moved = list[int](), list[int]()  # bytes of each segment
+        self.arena = 0
         for segment in plan.segments:
+            # An arena on the device is counted as a whole, and not here.
+            in_arena = plan.contiguous and segment.unit and not segment.on_host
             own = [
                 one
                 for one in segment_terms(self.layers, plan, segment, sizes)
                 if not one.tensor.shared
             ]
+            if in_arena:
+                slots = [one for one in own if not one.tensor.stays]
+                own = [one for one in own if one not in slots]
+                self.arena += sum(
+                    -(-one.num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for one in slots
+                )
             self.kept.append(sum(sizes.allocated(one.num_bytes) for one in own))
             self.moved.append(sum(one.num_bytes for one in own if one.on_host))
         self.returned: set[int] = set()  # numbers of segments that came back from the host
@@ -336,5 +349,5 @@ def kept_course(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterat
 
 
 def replays_of(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[Replay, ...]:
-    """Returns the replays of a plan."""
-    return stage_course(model, plan, sizes).replays
+    """Returns the replays of a plan. An input in an arena counts with its own bytes."""
+    return stage_course(model, replace(plan, contiguous=False), sizes).replays

@@ -182,7 +182,10 @@ def step_peak(
     moment, verifies = held.moment, config.recompute.recompute_verify
     # forward's and backward's threads have one each, and a captured step has a stream of its own
     workspaces = 2 + (config.training.cuda_graph_impl != "none")
-    on_host = sum(waiting[chunk] * one.on_host for chunk, one in enumerate(each))
+    on_host, arena = (
+        sum(waiting[chunk] * number for chunk, number in enumerate(one))
+        for one in zip(*((one.on_host, one.arena) for one in each), strict=True)
+    )
     rows: tuple[tuple[str, int, Tag], ...] = (
         ("weights", states.weights, EXACT),
         ("main weights", states.masters, EXACT),
@@ -198,6 +201,7 @@ def step_peak(
         (f"workspace of the {moment.where}", moment.other, sure),
         ("hidden states received early", held.arrived, EXACT),
         ("hidden states being sent", held.sent, ESTIMATE),
+        ("arena of saved inputs", arena, EXACT),
         ("hashes of replays", 16 * hashed_at_a_time(device) * verifies, ESTIMATE),
         ("copies in host memory", on_host if device == "cpu" else 0, BOUND),
     )

@@ -1,0 +1,216 @@
+"""--contiguous-saved-activations: one allocation for the inputs of all units, slots that always
+come back, no bit changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.meter import kept_for_backward
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.recompute.pool import ALIGNMENT, FLAG, Arena
+from tests.support.models import BATCH, SEQ_LENGTH, sample_tokens, tp_state
+from tests.support.pairs import only
+from tests.support.planned import planned
+from tests.support.ranks import run_ranks
+from tests.support.storages import addresses
+
+NUM_LAYERS = 5
+CPU = torch.device("cpu")
+INPUT = SEQ_LENGTH * BATCH * 32 * 4  # bytes of a unit's input, s b h in float32
+SLOT = -(-INPUT // ALIGNMENT) * ALIGNMENT
+POLICIES = (
+    "*:full",
+    "*:full/2",
+    "*:full@host",
+    "0:none; 1-2:full; 3:pointwise; 4:full",
+    "0-1:full/2@host; *:full",
+)
+
+
+def build(
+    policy: str,
+    parallel: ParallelState | None = None,
+    *,
+    contiguous: bool = True,
+    micro_batches: int = 1,
+) -> GPTModel:
+    recompute = RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous)
+    model = planned(recompute, parallel=parallel, num_layers=NUM_LAYERS, hidden_dropout=0.1)
+    model.decoder.stores.micro_batches = micro_batches
+    return model
+
+
+def step(model: GPTModel, *, batches: tuple[int, ...] = (3,)) -> list[Tensor]:
+    """Gradients of micro-batches that are all in flight before the first backward. The random
+    numbers are the same each time."""
+    model.context.rng.restore(RngStreams(CPU, seed=5, tp_rank=model.context.rank).snapshot())
+    for parameter in model.parameters():
+        parameter.grad = None
+    for loss in [model.loss(*sample_tokens(batch)).mean() for batch in batches]:
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+def in_use(model: GPTModel) -> int:
+    return model.decoder.stores.device_bytes + model.decoder.stores.host_bytes
+
+
+@contextmanager
+def allocations() -> Iterator[list[int]]:
+    """Sizes of the arenas that are made inside."""
+    made: list[int] = []
+    real = Arena.__init__
+
+    def noting(self: Arena, *args: Any, **facts: Any) -> None:
+        real(self, *args, **facts)
+        made.append(self.num_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arena, "__init__", noting)
+        yield made
+
+
+@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_the_same_bits_in_every_step(policy: str) -> None:
+    ours, plain = build(policy, micro_batches=2), build("*:none", contiguous=False)
+    for batches in ((3,), (3, 4), (4, 5)):
+        assert (
+            equal(step(ours, batches=batches), step(plain, batches=batches)) and in_use(ours) == 0
+        )
+
+
+@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.parametrize(
+    ("policy", "sizes"),
+    [
+        ("*:full", [5 * SLOT]),
+        ("0:none; 1-2:full; 3:pointwise; 4:full", [3 * SLOT]),
+        ("0-1:full/2@host; *:full", [SLOT, 3 * SLOT]),
+    ],
+)
+@pytest.mark.parametrize("micro_batches", [3])
+def test_there_is_one_allocation_for_each_kind_of_memory_of_the_planned_size(
+    policy: str, sizes: list[int], micro_batches: int
+) -> None:
+    model = build(policy, micro_batches=micro_batches)
+    with allocations() as made:
+        for _ in range(3):
+            step(model, batches=tuple(range(micro_batches)))
+    assert made == [size * micro_batches for size in sizes]
+    assert len(model.decoder.stores.storages()) == len(sizes)
+
+
+def second_step(
+    rank: int, world_size: int, policy: str, contiguous: bool, size: int
+) -> tuple[int, int, int, int]:
+    """Of its forward: storages of that size that it leaves behind for backward; bytes in use in the
+    stores; bytes of other storages that it leaves behind. Of the whole step: bytes that it leaves
+    behind."""
+    with tp_state(world_size) as parallel:
+        model = build(policy, parallel, contiguous=contiguous)
+        step(model)
+        stores, parameters = model.decoder.stores, list(model.parameters())
+        with kept_for_backward(exclude=parameters) as meter, LiveStorages() as live:
+            loss = model.loss(*sample_tokens()).mean()
+            known = addresses([loss, *parameters])
+            beside = live.bytes_beside(known | meter.storages().keys() | stores.storages())
+            count, used = (
+                sum(storage.num_bytes == size for storage in meter.storages().values()),
+                in_use(model),
+            )
+            loss.backward()
+            del loss
+            return count, used, beside, live.bytes_beside(stores.storages())
+
+
+@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.parametrize(
+    ("world_size", "policy", "size"),
+    only(
+        [
+            (1, "*:full", INPUT),
+            (1, "*:full@host", INPUT),
+            (2, "*:full@split", INPUT // 2),
+            (2, "*:full@split+host", INPUT // 2),
+        ],
+        0,
+        1,
+        3,
+    ),
+)
+def test_a_forward_leaves_no_storage_behind_for_a_unit(
+    world_size: int, policy: str, size: int
+) -> None:
+    # the output of the last layer and its norm are as large as a unit's whole input
+    head = 2 if world_size == 1 else 0
+    kept_apart = 0 if "host" in policy else NUM_LAYERS  # without the flag
+    for found in run_ranks(second_step, world_size, policy, True, size):
+        assert found == (head, NUM_LAYERS * size, 0, 0)
+    for found in run_ranks(second_step, world_size, policy, False, size):
+        assert found == (head + kept_apart, (NUM_LAYERS - kept_apart) * size, 0, 0)
+
+
+def test_more_forwards_in_flight_than_slots_is_an_error_that_names_the_flag() -> None:
+    model = build("*:full/2", micro_batches=2)
+    losses = [model.loss(*sample_tokens(batch)).mean() for batch in (3, 4)]
+    with pytest.raises(RuntimeError, match=f"{FLAG}: all 6 slots are in use"):
+        model.loss(*sample_tokens(5))
+    assert in_use(model) == 6 * INPUT  # those of the two others alone
+    losses[0].backward()
+    assert in_use(model) == 3 * INPUT
+    losses.append(model.loss(*sample_tokens(5)).mean())
+    for loss in losses[1:]:
+        loss.backward()
+    assert in_use(model) == 0
+
+
+def test_an_arena_that_is_too_small_is_replaced_once_it_is_idle_and_never_shrinks() -> None:
+    model, plain = build("*:full/2", micro_batches=1), build("*:full/2", contiguous=False)
+    with allocations() as made:
+        step(model)
+        model.decoder.stores.reserve(2)
+        assert equal(step(model, batches=(3, 4)), step(plain, batches=(3, 4)))
+        model.decoder.stores.reserve(1)
+        step(model, batches=(3, 4))
+        waiting = model.loss(*sample_tokens()).mean()
+        model.decoder.stores.reserve(3)
+        step(model)  # slots are in use: the arena stays
+        assert in_use(model) == 3 * INPUT
+        waiting.backward()
+        step(model, batches=(3, 4, 5))
+    assert made == [3 * SLOT, 6 * SLOT, 9 * SLOT] and len(model.decoder.stores.storages()) == 1
+
+
+def test_a_larger_input_than_the_first_is_an_error_and_a_smaller_one_fits() -> None:
+    model, plain = build("*:full"), build("*:full", contiguous=False)
+    step(model)
+
+    def shorter(model: GPTModel, length: int) -> list[Tensor]:
+        model.context.rng.restore(RngStreams(CPU, seed=5).snapshot())
+        model.zero_grad()
+        loss = model.loss(*sample_tokens(seq_length=length)).mean()
+        assert in_use(model) in (0, NUM_LAYERS * INPUT // SEQ_LENGTH * length)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+    assert equal(shorter(model, SEQ_LENGTH - 5), shorter(plain, SEQ_LENGTH - 5))
+    with pytest.raises(
+        RuntimeError, match=f"{FLAG}: the input of a unit has {INPUT // SEQ_LENGTH * 16} bytes"
+    ):
+        model.loss(*sample_tokens(seq_length=16))
+    assert in_use(model) == 0
