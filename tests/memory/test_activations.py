@@ -174,6 +174,9 @@ def differences(
     )
     with tp_state(world_size) as parallel:
         for config, recompute, dtype, chunk in sampled(cases[::every], every=5, at_most=3):
+            # In float64, which no run has, experts are a loop of products for `ops` to keep.
+            if config.num_experts and dtype == torch.float64 and "ops" in str(recompute):
+                continue
             found = figures(
                 config,
                 recompute,
