@@ -263,6 +263,10 @@ def _build(
             from megatron_lite.training.deterministic import use_asked_attention_
 
             attention = use_asked_attention_(model, config, parallel)
+        if training.deterministic_mode:
+            from megatron_lite.training.deterministic import cost_of_determinism
+
+            attention += cost_of_determinism(model, config, parallel)
     if claim is not None:
         from megatron_lite.checkpointing.saver import Saver
 

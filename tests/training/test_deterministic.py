@@ -61,10 +61,17 @@ def test_no_figure_depends_on_memory_that_nothing_has_written(
     assert rows(tmp_path / "poisoned") == rows(tmp_path / "plain")
 
 
-def test_a_kernel_that_promises_nothing_is_refused() -> None:
+def test_a_kernel_that_promises_nothing_is_refused_and_the_price_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([3.0, 2.0])
+    monkeypatch.setattr(deterministic, "_values", lambda *_: [])
+    monkeypatch.setattr(deterministic, "_milliseconds", lambda _: next(times))
     layers: Any = torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])
     rank: Any = SimpleNamespace(device=torch.device("cuda"))
     config = tiny_run(training=dict(deterministic_mode=True))
+    (said,) = deterministic.cost_of_determinism(layers, config, rank)
+    assert "embedding" in said and "3.00 ms, and 2.00 ms without --deterministic" in said
     fused = replace(config, model=replace(config.model, attention_backend="fused"))
     with pytest.raises(InputError, match="fused: --deterministic-mode needs .*-backend auto"):
         deterministic.use_asked_attention_(layers, fused, rank)
