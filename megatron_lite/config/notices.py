@@ -95,7 +95,8 @@ def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
             needed = condition(one.facts.without, values)
             reason = "" if one.facts.needs else one.facts.reason
             why = None if needed.holds else f"without {needed.text}{reason}"
-        if why is not None and (name in given or values[name] != one.default):
+        # A value may be derived where the default is None.
+        if why and (name in given or one.default not in (None, values[name])):
             yield f"{flag_of(name)} has no effect {why}"
 
 

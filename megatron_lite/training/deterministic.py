@@ -114,7 +114,7 @@ def cost_of_determinism(
     """
     if parallel.device.type != "cuda" or not config.training.deterministic_mode:
         return []
-    run = partial(_attention, _layer(model), _values(config, parallel))
+    run = partial(_attention, _layer(model), _values(model, config, parallel))
     forced = _milliseconds(run)
     with as_without_determinism():
         free = _milliseconds(run)
