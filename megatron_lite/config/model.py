@@ -240,6 +240,11 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
                 f"{self.rotary_dim} rotated channels: it must be an even number of at least 2, in "
                 "(0, 1]"
             )
+        if self.rope_type != "rope" and self.position_embedding_type != "rope":
+            raise ValueError(
+                f"--rope-type {self.rope_type} changes rotary embeddings, and "
+                f"--position-embedding-type is {self.position_embedding_type}: give it as rope"
+            )
         frequencies = self.rotary_dim // 2
         if self.rope_type == "longrope" and {frequencies} != {
             len(self.short_factor),

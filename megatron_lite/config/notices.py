@@ -95,8 +95,7 @@ def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
             needed = condition(one.facts.without, values)
             reason = "" if one.facts.needs else one.facts.reason
             why = None if needed.holds else f"without {needed.text}{reason}"
-        # A value may be derived where the default is None.
-        if why and (name in given or one.default not in (None, values[name])):
+        if why is not None and (name in given or values[name] != one.default):
             yield f"{flag_of(name)} has no effect {why}"
 
 

@@ -69,7 +69,6 @@ class RotarySettings:
         "rotary frequencies as they are, or changed for longer sequences by yarn or longrope; "
         "derived: rope, or yarn with --multi-latent-attention, as in Megatron",
         choices=("rope", "yarn", "longrope"),
-        without="position_embedding_type=rope",
     )
     rotary_interleaved: bool = switch(
         "rotate pairs of neighbouring channels of a head, not one of each half",
