@@ -20,7 +20,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +55,8 @@ class Start:
     """The point from which a run starts.
 
     step, metadata: the checkpoint and its metadata; None if the run starts from scratch.
-    progress: how far the run has come; it is zero with --finetune.
+    progress: how far the run has come; it is zero for weights alone.
+    weights_only: whether the weights alone are taken, with --finetune or --pretrained-checkpoint.
     notices: lines for the log.
     """
 
@@ -63,6 +64,7 @@ class Start:
     metadata: Metadata | None = None
     progress: Progress = field(default_factory=Progress)
     notices: tuple[str, ...] = ()
+    weights_only: bool = False
 
 
 class Candidates(NamedTuple):
@@ -95,14 +97,15 @@ def find_start(options: CheckpointConfig, parallel: ParallelState, program: str 
     --no-load-fallback is given.
     """
     if options.load is None:
-        return Start()
+        return _pretrained(options, parallel, program) or Start()
     root = Path(options.load)
     listed = parallel.together(
         "--load", lambda: json.dumps(candidates(root, program)) if parallel.rank == 0 else ""
     )
     there = Candidates(*parse_json(gather_texts(listed, parallel)[0], longest=None))
     if not there.steps:
-        return Start(notices=(_nothing_there(options, there, program),))
+        pretrained = None if there.fault else _pretrained(options, parallel, program)
+        return pretrained or Start(notices=(_nothing_there(options, there, program),))
 
     def fault_of(step: Path) -> str | None:
         # A rank may be refused a read, which is no fault of the step: all ranks stop.
@@ -114,7 +117,33 @@ def find_start(options: CheckpointConfig, parallel: ParallelState, program: str 
     step, notices = newest_good_step(root, there, fault_of, fallback=not options.no_load_fallback)
     metadata = parallel.together("--load", lambda: Metadata.read(step))
     progress = Progress() if options.finetune else metadata.progress
-    return Start(step=step, metadata=metadata, progress=progress, notices=notices)
+    return Start(
+        step=step,
+        metadata=metadata,
+        progress=progress,
+        notices=notices,
+        weights_only=options.finetune,
+    )
+
+
+def _pretrained(options: CheckpointConfig, parallel: ParallelState, program: str) -> Start | None:
+    """Returns the start from the weights of --pretrained-checkpoint, if it is given."""
+    if options.pretrained_checkpoint is None:
+        return None
+    there = replace(
+        options,
+        load=options.pretrained_checkpoint,
+        pretrained_checkpoint=None,
+        finetune=True,
+        allow_fresh_start=False,
+    )
+    start = find_start(there, parallel, program)
+    if start.step is None:
+        raise InputError(
+            f"--pretrained-checkpoint {options.pretrained_checkpoint}: no checkpoint there: give "
+            "the folder that --save of its run named"
+        )
+    return start
 
 
 def find_step(load: str, iteration: int | None = None, program: str = SCRIPT) -> FoundStep:

@@ -55,8 +55,8 @@ def load_checkpoint(
     """Fills the model, the optimizer and the random-number streams from the step that was found.
     Returns lines for the log.
 
-    Issues no collective. With `--finetune` it reads the weights only, and the run starts at
-    iteration 0.
+    Issues no collective. With `--finetune` or from `--pretrained-checkpoint` it reads the weights
+    only, and the run starts at iteration 0.
 
     data: the identity of this run's data; None if it must not be compared.
     Raises InputError if the step has another architecture, vocabulary, data set or update rule, or
@@ -68,16 +68,21 @@ def load_checkpoint(
     saved = read_config(step)
     check_same_model(config, saved, where=str(step))
     # A converted step names no data: the run that trained its weights is not known.
-    if data is not None and metadata.data and not (options.finetune or options.allow_changed_data):
+    if (
+        data is not None
+        and metadata.data
+        and not (start.weights_only or options.allow_changed_data)
+    ):
         check_same_data(data, metadata.data, where=str(step))
     load_weights(step, metadata, parallel, model, optimizer)
     notices = [
         *start.notices,
-        f"loaded the checkpoint of iteration {metadata.progress.iteration} from {options.load}",
+        f"loaded the checkpoint of iteration {metadata.progress.iteration} from {step.parent}",
         *changed_settings(config, saved),
     ]
-    if options.finetune:
-        return [*notices, "--finetune: weights only, starting at iteration 0"]
+    if start.weights_only:
+        asked = "--finetune" if options.finetune else "--pretrained-checkpoint"
+        return [*notices, f"{asked}: weights only, starting at iteration 0"]
     if optimizer is not None and "optimizer" in metadata.missing:
         notices.append(f"{step} holds no optimizer states (it was converted): they start from zero")
     elif optimizer is not None and not options.no_load_optim:
@@ -238,6 +243,7 @@ def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
         "exit_signal",
         "eval_interval",
         "eval_iters",
+        "eval_global_batch_size",
         "data_cache_path",
         "max_skipped_updates",
         "check_weight_hash_across_dp_replicas_interval",

@@ -47,6 +47,10 @@ class CheckpointConfig:
         "train on while a checkpoint is written, once its tensors are copied", without="save"
     )
     load: str | None = setting("directory to read the newest checkpoint from", is_path=True)
+    pretrained_checkpoint: str | None = setting(
+        "directory to take the weights only from, at iteration 0, where --load has no checkpoint",
+        is_path=True,
+    )
     allow_fresh_start: bool = switch(
         "start from scratch where --load finds no checkpoint", needs=("load",), why=READS_NONE
     )

@@ -108,6 +108,9 @@ class TrainingConfig:
         "iterations between validations; the end of the run has one in any case", least=1
     )
     eval_iters: int = setting("global batches of one validation; 0 for none at all", 100, least=0)
+    eval_global_batch_size: int | None = setting(
+        "samples of a batch of a validation; none: the full batch of training", least=1
+    )
     exit_interval: int | None = setting(
         "save and stop when the iteration is a multiple of it", least=1
     )

@@ -201,7 +201,7 @@ class _Course(NamedTuple):
 def _course(config: RunConfig, parallel: ParallelState, program: str) -> _Course:
     """Returns the course of a run. Every rank must call this."""
     training, start, done = config.training, None, Progress()
-    if config.checkpoint.load is not None:
+    if config.checkpoint.load or config.checkpoint.pretrained_checkpoint:
         from megatron_lite.checkpointing.start import find_start
 
         start = find_start(config.checkpoint, parallel, program)
@@ -309,7 +309,8 @@ def _build(
 
 
 def _build_datasets(config: RunConfig, parallel: ParallelState, course: _Course) -> Datasets:
-    evaluation_samples = config.training.eval_iters * course.batches.full
+    batch_size = config.training.eval_global_batch_size or course.batches.full
+    evaluation_samples = config.training.eval_iters * batch_size
 
     def shared(make: Callable[[], Any]) -> Any:
         # Returns on every rank what the function returns on rank 0: values of JSON.
@@ -405,7 +406,12 @@ def _check_batches(
         flag = f"--step-batch-size-schedule '{training.step_batch_size_schedule}'"
     elif training.rampup_batch_size:
         flag = f"--rampup-batch-size {' '.join(map(str, training.rampup_batch_size))}"
-    for batch_size in (*sizes, *([batches.full] if training.eval_iters else [])):
+    named = [(flag, batch_size) for batch_size in sizes]
+    if training.eval_iters and training.eval_global_batch_size:
+        named.append(("--eval-global-batch-size", training.eval_global_batch_size))
+    elif training.eval_iters:
+        named.append((flag, batches.full))
+    for flag, batch_size in named:
         if batch_size % unit:
             raise ValueError(
                 f"{flag}: a batch of {batch_size} samples, which this run still has, is not "

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Evaluations:
-    """Evaluates losses with the full batch size of a run, and logs them.
+    """Evaluates losses with --eval-global-batch-size, or the full batch, and logs them.
 
     pulse: told before each batch where this rank is.
     rules: what the ends of documents mean; None: nothing.
@@ -96,7 +96,8 @@ class Evaluations:
         stops: called before each batch. It must return the same on all ranks; True ends the
             evaluation.
         """
-        training, parallel, full = self.config.training, self.runner.parallel, self.batches.full
+        training, parallel = self.config.training, self.runner.parallel
+        full = training.eval_global_batch_size or self.batches.full
         masks = self.rules is not None and self.rules.mask_loss
         num_tokens, num_microbatches = 0, self.batches.num_microbatches(full)
         order = sample_order(self.config.data, len(dataset))

@@ -35,7 +35,7 @@ def followed_schedule(
     ValueError: the checkpoint's schedule cannot be read, or contradicts the flags.
     """
     step, metadata, options = start.step, start.metadata, config.checkpoint
-    if step is None or metadata is None or options.finetune:
+    if step is None or metadata is None or start.weights_only:
         return Followed(schedule, config)
     # A converted checkpoint without the optimizer's states has no schedule. As in Megatron, a
     # schedule that is not loaded begins anew, while the iterations and the data go on.

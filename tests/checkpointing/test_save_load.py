@@ -84,6 +84,32 @@ def test_finetune_takes_the_weights_alone_and_no_load_optim_the_progress_too(
             assert torch.equal(mine, theirs)
 
 
+def test_a_pretrained_checkpoint_gives_the_weights_until_the_run_has_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As --finetune; a run that finds its own checkpoint goes on from it."""
+    first = run(2, save=tmp_path / "first")
+    own = dict(
+        save=tmp_path / "own", load=tmp_path / "own", pretrained_checkpoint=tmp_path / "first"
+    )
+    for where in (own, dict(pretrained_checkpoint=tmp_path / "first")):
+        begun = run(0, **where)
+        assert (begun.progress.iteration, begun.optimizer.num_updates) == (0, 0)
+        for mine, theirs in zip(begun.model.parameters(), first.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        assert "--pretrained-checkpoint: weights only" in capsys.readouterr().out
+    tuned = run(3, load=tmp_path / "first", finetune=True)
+    run(1, **own)
+    resumed = run(3, **own)
+    assert resumed.progress.iteration == 3
+    assert "--pretrained-checkpoint: weights" not in capsys.readouterr().out.split("1/1")[1]
+    for mine, theirs in zip(resumed.model.parameters(), tuned.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    for elsewhere in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(InputError, match="no checkpoint there"):
+            run(1, pretrained_checkpoint=elsewhere)
+
+
 def test_a_fresh_run_does_not_mix_with_anothers_checkpoints(tmp_path: Path) -> None:
     run(1, save=tmp_path)
     before = step_bytes(tmp_path, 1)

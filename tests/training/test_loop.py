@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
@@ -231,3 +232,29 @@ def test_a_run_that_cannot_be_begun_is_one_clear_error(
     provide(monkeypatch, "wandb", module)
     with pytest.raises(InputError, match=message):
         run_to_end(_config(tmp_path))
+
+
+def test_a_batch_of_evaluations_has_its_own_size_and_training_is_the_same(tmp_path: Path) -> None:
+    """The same samples in one large batch, and in batches of training's size."""
+    found = []
+    for evaluation in (
+        dict(eval_iters=3),
+        dict(eval_iters=1, eval_global_batch_size=12),
+        dict(eval_iters=6, eval_global_batch_size=2),
+        dict(eval_iters=1),
+    ):
+        file = tmp_path / str(len(found))
+        config = tiny_run(
+            metrics=file, train_iters=3, eval_interval=2, log_interval=1, **evaluation
+        )
+        trainer = run_to_end(config)
+        losses = [row["lm_loss"] for row in rows(file) if "lm_loss" in row]
+        weights = [weight.detach() for weight in trainer.model.parameters()]
+        assert trainer.datasets.valid is not None
+        found.append((losses, weights, trainer.evaluations.loss(trainer.datasets.valid)))
+    for losses, weights, _ in found[1:]:
+        assert losses == found[0][0] and len(losses) == 3
+        assert all(map(torch.equal, weights, found[0][1]))
+    assert found[0][2] == found[1][2] == found[2][2] != found[3][2]
+    with pytest.raises(ValueError, match="--eval-global-batch-size: a batch of 3 samples"):
+        run_to_end(tiny_run(micro_batch_size=2, eval_global_batch_size=3))
