@@ -424,15 +424,34 @@ def _accounted_layers(given: Given, *, has_file: bool) -> Iterator[str]:
         )
     virtual = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     if any((given.get(name) or 1) > 1 for name in virtual):
-        raise InputError(
-            f"{said}: with virtual stages all of a rank's stages have the same number of layers "
-            "here; leave the flag out, or the virtual stages"
-        )
+        per_stage, per_rank = (given.pop(name, None) for name in virtual)
+        layout = _accounted_layout(counted, layers, size, per_stage, per_rank)
+        given["pipeline_model_parallel_layout"] = layout
+        yield f"{said}: --pipeline-model-parallel-layout '{layout}'"
+        return
     number = (layers + len(counted)) // size - 1
     for name in counted:
         field = ACCOUNTED[name]
         given[field] = number
         yield f"{flag(name)}: {flag(field)} {number}"
+
+
+def _accounted_layout(
+    counted: list[str], layers: int, size: int, per_stage: int | None, per_rank: int | None
+) -> str:
+    """Returns the layout of virtual stages, the first or last of which has one layer less."""
+    whole = layers + len(counted)
+    number = per_stage or whole // (size * (per_rank or 1))
+    if number < 1 or whole % (number * size) or (per_rank and whole != number * size * per_rank):
+        raise InputError(
+            f"{' and '.join(map(flag, counted))}: --num-layers {layers} and {len(counted)} more do "
+            f"not divide into equal virtual stages on {size} ranks: give other numbers"
+        )
+    stages = ["t" * number] * (whole // number)
+    first, last = (name in counted for name in ACCOUNTED)
+    stages[0] = f"E{stages[0][first:]}"
+    stages[-1] = f"{stages[-1][last:]}L"
+    return "|".join(stages)
 
 
 def _context_parallel_attention(given: Given) -> list[str]:

@@ -13,7 +13,8 @@ from tests.test_arguments import RUN
 
 MOE = "--num-experts 4 --disable-bias-linear"
 ROPE = "--position-embedding-type rope"
-PARTS = "--num-attention-heads 4 --context-parallel-size 2 --cp-comm-type"
+PARTS = "--num-attention-heads 4 --context-parallel-size 2"
+ULYSSES = "--context-parallel-algo ulysses_cp_algo"
 
 
 @pytest.mark.parametrize(
@@ -63,10 +64,10 @@ PARTS = "--num-attention-heads 4 --context-parallel-size 2 --cp-comm-type"
             "--num-layers 5 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2 "
             "--decoder-last-pipeline-num-layers 3",
         ),
-        (f"{PARTS} ulysses", f"{PARTS} a2a"),
+        (f"{PARTS} {ULYSSES}", f"{PARTS} --cp-comm-type a2a"),
         (
-            f"--num-query-groups 1 --group-query-attention {PARTS} ulysses",
-            f"--num-query-groups 1 --group-query-attention {PARTS} p2p",
+            f"--num-query-groups 1 --group-query-attention {PARTS} {ULYSSES}",
+            f"--num-query-groups 1 --group-query-attention {PARTS} --cp-comm-type p2p",
         ),
         ("--num-key-value-heads 1", "--group-query-attention --num-query-groups 1"),
         ("--attention-head-type multiquery", "--group-query-attention --num-query-groups 1"),

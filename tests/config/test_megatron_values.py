@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,6 +115,39 @@ def test_an_accounted_embedding_needs_the_sizes_on_the_command_line(
     assert "needs --num-layers and --pipeline-model-parallel-size on the command line" in error
 
 
-def test_virtual_stages_and_an_accounted_embedding_are_refused() -> None:
-    stages = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    assert "with virtual stages" in fault(f"{stages} {EMBEDDING} {LOSS}")
+@pytest.mark.parametrize(
+    ("size", "virtual", "number", "layers", "counted"),
+    [
+        (4, "--num-virtual-stages-per-pipeline-rank 2", 2, 6, (EMBEDDING, LOSS)),
+        (2, "--num-layers-per-virtual-pipeline-stage 2", 2, 6, (EMBEDDING, LOSS)),
+        (2, "--num-virtual-stages-per-pipeline-rank 3", 3, 11, (EMBEDDING,)),
+        (2, "--num-virtual-stages-per-pipeline-rank 2", 2, 7, (LOSS,)),
+    ],
+)
+def test_the_embedding_and_the_loss_count_as_layers_of_virtual_stages(
+    size: int, virtual: str, number: int, layers: int, counted: tuple[str, ...]
+) -> None:
+    """As in megatron-core's get_num_layers_to_build."""
+    block = pytest.importorskip("megatron.core.transformer.transformer_block")
+    theirs = SimpleNamespace(
+        num_layers=layers,
+        pipeline_model_parallel_size=size,
+        virtual_pipeline_model_parallel_size=number,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        pipeline_model_parallel_layout=None,
+        account_for_embedding_in_pipeline_split=EMBEDDING in counted,
+        account_for_loss_in_pipeline_split=LOSS in counted,
+    )
+    words = f"--num-layers {layers} --pipeline-model-parallel-size {size} {virtual}"
+    config = parsed(f"{words} {' '.join(counted)}").config
+    for rank in range(size):
+        expected = [
+            block.get_num_layers_to_build(theirs, vp_stage=i, pp_rank=rank) for i in range(number)
+        ]
+        assert [stage.num_layers for stage in config.stages_of_rank(rank)] == expected
+
+
+def test_virtual_stages_that_cannot_count_the_embedding_are_refused() -> None:
+    stages = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3"
+    assert "into equal virtual stages on 2 ranks" in fault(f"{stages} {EMBEDDING} {LOSS}")
