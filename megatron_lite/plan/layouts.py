@@ -291,13 +291,14 @@ def _spreads(problem: Problem, num_ranks: int, row: Row) -> list[Row]:
     sends less than each row alone.
     """
     model, tensor = problem.base.model, row[TENSOR]
+    copies = problem.base.parallel.num_distributed_optimizer_instances
     found: list[Row] = [{}]
     if model.num_experts is None or row.get("use_torch_fsdp2"):
         return found
     for size in range(1, model.num_experts + 1):
         for shared in {tensor, 1} if size in (1, model.num_experts) else {1}:
             is_new = size > 1 or shared != tensor
-            if is_new and num_ranks // row[PIPELINE] % (size * shared) == 0:
+            if is_new and num_ranks // row[PIPELINE] % (size * shared * copies) == 0:
                 kind = "allgather" if size <= model.moe_router_topk else "alltoall"
                 found.append(dict(zip(EXPERTS, (size, shared, kind), strict=True)))
     return [one for one in found if model.num_experts % one.get(EXPERTS[0], 1) == 0]

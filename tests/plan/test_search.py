@@ -82,6 +82,20 @@ def test_nothing_that_is_searched_is_faster_than_the_first_plan(
     assert best.time.seconds <= min(times) * 1.005
 
 
+def test_every_spread_of_experts_suits_the_instances_of_states() -> None:
+    parallel = replace(SPREAD.parallel, num_distributed_optimizer_instances=2)
+    sharing = replace(SPREAD.data_parallel, use_distributed_optimizer=True)
+    run = replace(SPREAD, parallel=parallel, data_parallel=sharing)
+    fixed = dict(use_distributed_optimizer=True, pipeline_model_parallel_size=1)
+    problem = Problem(run, H100, fixed)
+    sizes = [
+        one.parallel.expert_model_parallel_size
+        for layout in layouts(problem, 4)
+        for one in variants(problem, 4, layout)
+    ]
+    assert {*sizes} == {1, 2}
+
+
 def test_a_plan_that_cannot_fit_gives_the_smallest_peak() -> None:
     found = Search(LLAMA).find(1, BUDGET.plan_bytes)
     assert not found.plans and found.smallest is not None
