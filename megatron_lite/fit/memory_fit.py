@@ -166,7 +166,12 @@ def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:
         if best is not None and other.nanoseconds >= best.nanoseconds:
             break
         plan = other
-        policies, peak = _confirmed(model, measured, plan)
+        try:
+            policies, peak = _confirmed(model, measured, plan)
+        except torch.OutOfMemoryError:
+            if best is None:
+                raise
+            break
         if budget is None or peak <= budget:
             best = plan
             if plan.peak <= (1 + TOLERANCE) * peak:
@@ -216,9 +221,8 @@ def _unreachable(measured: Measurement, budget: int, plan: Plan, peak: int) -> U
 def _confirmed(model: nn.Module, measured: Measurement, plan: Plan) -> tuple[dict[str, str], int]:
     """Puts a plan on the model. Returns its policies, and the peak of a real step with them."""
     remove_policy_(model)
-    policies = measured.apply_(plan)
     try:
-        return policies, measured.peak()
+        return measured.apply_(plan), measured.peak()
     except BaseException:
         remove_policy_(model)
         raise

@@ -224,6 +224,21 @@ def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan() -> None:
     budget = (9 * plain.measured + smallest(full.problem).peak) // 10
     found = fit_memory_(model, f"{budget}B", step=step)
     assert found.measured <= budget < found.plan.peak
+    found.remove()
+
+    class Scarce(Measurement):
+        calls = 0
+
+        def peak(self) -> int:
+            self.calls += 1
+            if self.calls == 2:
+                raise torch.OutOfMemoryError("the faster plan")
+            return super().peak()
+
+    scarce = Scarce(model, layer_lists(model, None), step, None, torch.device("cpu"), CpuGauge)
+    kept = fitted(model, scarce, budget)
+    assert scarce.calls == 3 and kept.measured <= budget
+    assert kept.plan.nanoseconds > plain.plan.nanoseconds
 
 
 def test_the_call_leaves_model_and_generators_as_they_were() -> None:
