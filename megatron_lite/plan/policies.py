@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from megatron_lite.config.model import ModelConfig
@@ -185,7 +186,7 @@ def _useful(found: Iterable[_Beginning]) -> list[_Beginning]:
     """Returns those that no other one beats."""
     useful: list[_Beginning] = []
     fullest, seconds = list[int](), list[float]()  # of the fastest so far: rising, and falling
-    for one in sorted(found, key=lambda one: one[:3]):  # by bytes
+    for one in sorted(found, key=itemgetter(0, 1, 2)):  # by bytes
         place = bisect.bisect_right(fullest, one.fullest)
         if place and seconds[place - 1] <= one.seconds:
             continue

@@ -263,7 +263,7 @@ _parameter_count = lru_cache(CACHED)(parameter_count)
 def _host_copies(run: TimedRun, plan: RecomputePlan, sizes: Sizes) -> tuple[float, int]:
     """Returns the seconds of the copies to host memory, and the number of layers with copies."""
     layers, num_bytes = set(), 0
-    if any(segment.on_host for segment in plan.segments):
+    if plan.uses_stores:
         for term in activation_terms(run.config.model, plan, sizes):
             if term.on_host and term.layer is not None:
                 layers.add(term.layer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
 from megatron_lite.config.regions import MLP_REGION, is_on_host, modules_of, without_nested
@@ -121,6 +121,7 @@ class RecomputePlan:
         return sum(segment.num_layers for segment in self.segments)
 
 
+@lru_cache
 def keep_everything(num_layers: int) -> RecomputePlan:
     """Returns the plan that rebuilds nothing."""
     return RecomputePlan(tuple(Segment(first_layer=layer) for layer in range(num_layers)))

@@ -7,6 +7,7 @@ virtual stage is a stage of its own, as in Megatron.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_lite.config.policy import Policy
 from megatron_lite.config.recompute import RecomputeConfig
@@ -14,6 +15,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
 
 
+@lru_cache(1024)  # a search asks for the same stages again and again
 def plan_stage(
     config: RecomputeConfig, num_layers: int, stage: int = 0, *, policy: Policy | None = None
 ) -> RecomputePlan:
