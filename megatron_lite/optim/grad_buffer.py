@@ -19,6 +19,7 @@ ranks. With overlap the order is the other way round.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -272,9 +273,11 @@ class GradBuffer:
         """
         sends = bucket.shard_group is not None or bucket.others is not None
         sent = bucket.flat.bfloat16() if self._in_bf16 and sends else bucket.flat
+        on_side: AbstractContextManager[object] = nullcontext()
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+            on_side = torch.cuda.stream(self._side)
+        with on_side:
             started = Started(sent)
             if bucket.shard_group is not None:
                 own = sent[bucket.own]

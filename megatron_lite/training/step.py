@@ -276,7 +276,6 @@ class StageRunner:
 
             stages = [chunk.stage for chunk in self._chunks]
             self._run = partial(run_actions, stages=stages, links=links, overlap=overlap)
-        self._has_slots = links is not None and most_microbatches is not None
         if most_microbatches is not None:
             self._reserve(most_microbatches)
 
@@ -359,9 +358,8 @@ class StageRunner:
         forward: Forward = partial(self._stage, batches, step_loss, whole, self.timed)
         if meter is not None:
             forward = self._measured(meter, forward, whole)
-        if self._has_slots:
-            self._reserve(count)
         if self.links is not None:
+            self._reserve(count)
 
             def before_backward(action: Action) -> None:
                 if before_last is not None and action.microbatch == count - 1:
@@ -472,6 +470,8 @@ class StageRunner:
 
     def _reserve(self, num_microbatches: int) -> None:
         """Reserves memory for the inputs that a step of so many micro-batches keeps at once."""
+        if not any(chunk.decoder.plan.contiguous for chunk in self._chunks):
+            return
         # The order repeats after 2p micro-batches. More micro-batches do not raise the maximum.
         actions = self._order(min(num_microbatches, 2 * self.parallel.pp_size))
         held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]

@@ -83,7 +83,8 @@ def test_a_flag_of_a_fork_is_the_same_run_as_flags_of_megatron(theirs: str, ours
     words = RUN.replace("--train-iters 10", "") if "--train" in theirs else RUN
     found, expected = (parse_args([*words.split(), *one.split()]) for one in (theirs, ours))
     assert found.config == expected.config
-    assert theirs == ours or found.notices or "--zero-stage 0" in theirs
+    is_told = theirs == ours or found.notices
+    assert is_told or "--zero-stage 0" in theirs or ours.endswith("a2a")
 
 
 @pytest.mark.parametrize(
