@@ -29,7 +29,6 @@ class DeepSeek(NamedTuple):
     by_method: bool = False
 
     def read(self, config: Config, fields: Values) -> None:
-        config.get("head_dim")  # the rotated part, which has a key of its own
         heads = fields["num_attention_heads"]
         if config.get("num_key_value_heads") not in (None, heads):
             raise ValueError(f"num_key_value_heads must be num_attention_heads, {heads}")

@@ -160,7 +160,7 @@ class Rotary(NamedTuple):
             for key in OF_RULE[model.rope_type or ""]:
                 value = getattr(model, key)
                 scaling[key] = list(value) if isinstance(value, tuple) else value
-            if model.multi_latent_attention:  # scores have a scale of theirs
+            if model.multi_latent_attention and model.mscale_all_dim:  # scores have a scale
                 scaling |= {key: getattr(model, key) for key in MSCALES}
         base = float(model.rotary_base)
         found: Values = {self.base: base, "rope_scaling": scaling}

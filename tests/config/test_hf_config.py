@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.hf_config import from_hf, read_hf_file, to_hf
+from megatron_lite.config.hf_config import from_hf, meaning_of, read_hf_file, to_hf
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.memory.predict.states import parameter_count
 
@@ -188,6 +188,32 @@ def test_a_setting_without_effect_on_the_model_changes_no_export(
     plain = {name: value for name, value in fields.items() if name == "add_bias_linear"}
     expected = ModelConfig(**{**from_hf(json.loads(text)).fields, **plain})
     assert to_hf(model, 61) == to_hf(expected, 61)
+
+
+@pytest.mark.parametrize("scales", [{}, {"mscale": 0.7, "mscale_all_dim": 0.9}])
+def test_yarn_of_latent_attention_is_exported_with_and_without_its_scales(
+    scales: dict[str, float],
+) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, **scales}
+    config = {
+        **{"model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 4},
+        **{"num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 61},
+        **{"max_position_embeddings": 16384, "rope_scaling": scaling},
+    }
+    model = ModelConfig(**from_hf(config).fields)
+    again = ModelConfig(**from_hf(to_hf(model, 61, "deepseek_v3")).fields)
+    assert meaning_of(again) == meaning_of(model)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "cohere2", "starcoder2"])
+def test_a_head_dim_that_a_family_does_not_read_is_refused(name: str) -> None:
+    """Else a run or a plan would have heads of another size than transformers."""
+    config = {"model_type": name, "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 61}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    config |= {"max_position_embeddings": 64}
+    assert from_hf({**config, "head_dim": 16}).notes == from_hf(config).notes == ()
+    with pytest.raises(ValueError, match="head_dim 24 has no counterpart: .* 64 / 4 channels"):
+        from_hf({**config, "head_dim": 24})
 
 
 LLAMA_3_2 = {
