@@ -90,6 +90,11 @@ class CudaCopyStreams(CopyStreams):
         return stream.record_event()
 
 
+def copy_streams_of(device: torch.device) -> CopyStreams:
+    """Returns the object that copies between a device and the host."""
+    return CudaCopyStreams(device) if device.type == "cuda" else CopyStreams()
+
+
 class Offload:
     """The segments of one forward that offload, in order. Call `finish` after the last one."""
 

@@ -103,9 +103,9 @@ class Stores:
     @cached_property
     def copy_streams(self) -> CopyStreams:
         """The object that copies between device and host."""
-        from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams
+        from megatron_lite.recompute.offload import copy_streams_of
 
-        return CudaCopyStreams(self.device) if self.device.type == "cuda" else CopyStreams()
+        return copy_streams_of(self.device)
 
     def _arena(
         self, plan: RecomputePlan, hidden_states: Tensor, tp_size: int, on_host: bool

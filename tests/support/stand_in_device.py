@@ -32,9 +32,9 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import state
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.recompute import offload
 from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.recompute.phase import is_allocating_on_host
-from megatron_lite.recompute.stores import Stores
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
@@ -144,13 +144,9 @@ def rank_on_the_device(
     if not hasattr(torch, NAME):
         backends._setup_privateuseone_for_python_backend(NAME, _Module())
     patch.setattr(state, "choose_device", lambda *_: torch.device(NAME, 0))
-    patch.setattr(Stores, "copy_streams", property(_copy_streams))
+    patch.setattr(offload, "copy_streams_of", CudaCopyStreams)
     with simulated_rank(config.parallel, fake, seed=1, **place) as parallel:
         yield parallel
-
-
-def _copy_streams(self: Stores) -> CudaCopyStreams:
-    return self.__dict__.setdefault("copy_streams", CudaCopyStreams(self.device))
 
 
 class StandInStep(NamedTuple):
