@@ -382,11 +382,12 @@ def _megatron_fsdp(given: Given) -> Iterator[str]:
         if strategy is not None:
             yield "--data-parallel-sharding-strategy has no effect without --use-megatron-fsdp"
         return
-    said = f"--use-megatron-fsdp with {strategy or 'no_shard'}"
-    fault = STRATEGY.fault(flag("data_parallel_sharding_strategy"), strategy or "no_shard")
+    strategy = strategy or "no_shard"
+    said = f"--use-megatron-fsdp with {strategy}"
+    fault = STRATEGY.fault(flag("data_parallel_sharding_strategy"), strategy)
     if fault is not None:
         raise InputError(fault)
-    field = SHARDING_STRATEGIES[strategy or "no_shard"]
+    field = SHARDING_STRATEGIES[strategy]
     if field is None:
         yield f"{said} has no effect: it shares out nothing"
         return

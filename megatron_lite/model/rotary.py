@@ -4,7 +4,6 @@ with pairs of neighbours (--rotary-interleaved)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -101,18 +100,14 @@ def apply_rotary(
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns x cos + (-x2, x1) sin over the first channels of each head: [s, b, .., d]."""
-    neighbours = cos.dim() == 5
-    cos, sin = _for_each_head(heads, cos, sin)
-    rotated, passed = _parts(heads, cos)
+    neighbours, cos, sin, rotated, passed = _parts(heads, cos, sin)
     first, second = _pairs(rotated, neighbours)
     return _joined(rotated * cos + _paired(-second, first, neighbours) * sin, passed)
 
 
 def rotate_back(grad_output: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns the gradient of `rotate` with respect to the heads, [s, b, .., d]."""
-    neighbours = cos.dim() == 5
-    cos, sin = _for_each_head(grad_output, cos, sin)
-    grad, passed = _parts(grad_output, cos)
+    neighbours, cos, sin, grad, passed = _parts(grad_output, cos, sin)
     first, second = _pairs(grad * sin, neighbours)
     # The transpose of (x1, x2) -> (-x2, x1) is (g1, g2) -> (g2, -g1).
     return _joined(grad * cos + _paired(second, -first, neighbours), passed)
@@ -128,13 +123,11 @@ def _paired(first: Tensor, second: Tensor, neighbours: bool) -> Tensor:
     return torch.cat((first, second), dim=-1)
 
 
-def _for_each_head(heads: Tensor, *tables: Tensor) -> Iterator[Tensor]:
-    flat = (table.flatten(3) for table in tables)
-    return (table.view(-1, *[1] * (heads.dim() - 2), table.shape[-1]) for table in flat)
-
-
-def _parts(heads: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
-    return heads[..., : cos.shape[-1]], heads[..., cos.shape[-1] :]
+def _parts(heads: Tensor, *tables: Tensor) -> tuple[bool, Tensor, Tensor, Tensor, Tensor]:
+    """Returns whether neighbours form pairs, the tables for each head, and both parts of a head."""
+    shape = -1, *[1] * (heads.dim() - 2), tables[0][0].numel()
+    cos, sin = (table.view(shape) for table in tables)
+    return tables[0].dim() == 5, cos, sin, heads[..., : shape[-1]], heads[..., shape[-1] :]
 
 
 def _joined(rotated: Tensor, passed: Tensor) -> Tensor:

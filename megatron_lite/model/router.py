@@ -101,13 +101,15 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", zeros(config.num_experts) if biased else None)
         if self.expert_bias is not None:
             mark(self.expert_bias, ParameterSpec(global_shape=(config.num_experts,)))
-        for name in ("tokens_per_expert", "global_tokens"):
-            self.register_buffer(name, zeros(config.num_experts), persistent=False)
-        self.register_buffer("loss_sums", zeros(2), persistent=False)
-        self.register_buffer("num_calls", zeros(), persistent=False)
-        self.register_buffer("gradient_scale", zeros() + 1.0, persistent=False)
-        groups = (context.group if context.sequence_parallel else None, context.cp.group)
-        self._groups = tuple(group for group in groups if group is not None)
+        for name, value in {
+            "tokens_per_expert": zeros(config.num_experts),
+            "global_tokens": zeros(config.num_experts),
+            "loss_sums": zeros(2),
+            "num_calls": zeros(),
+            "gradient_scale": zeros() + 1.0,
+        }.items():
+            self.register_buffer(name, value, persistent=False)
+        self._groups = (context.group if context.sequence_parallel else None, context.cp.group)
 
     def forward(self, hidden_states: Tensor, regions: Regions) -> Routing:
         """Returns the routing of this rank's tokens, T = s b, or s b / t."""
@@ -198,8 +200,7 @@ class Router(nn.Module):
 
     def _mean_so_far(self, counts: Tensor) -> Tensor:
         """Returns the mean of the counts of the step's micro-batches so far, over all ranks."""
-        group = self.context.dp_group
-        counts = counts if group is None else all_reduce_(counts, group)
+        counts = all_reduce_(counts, self.context.dp_group)
         return (self.global_tokens.add_(counts[0]) / self.num_calls.add_(1.0)).unsqueeze(0)
 
     @torch.no_grad()
@@ -343,14 +344,13 @@ def _weights(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
     """
     if config.moe_expert_capacity_factor is not None:
         experts = experts % logits.shape[1]
-    if config.moe_router_score_function == "sigmoid":
-        weights = _scores(logits, config).gather(-1, experts)
-        if config.moe_router_topk > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + SMALL)
-    elif config.moe_router_pre_softmax:
+    is_sigmoid = config.moe_router_score_function == "sigmoid"
+    if is_sigmoid or config.moe_router_pre_softmax:
         weights = _scores(logits, config).gather(-1, experts)
     else:
         weights = _scores(logits.gather(-1, experts), config)
+    if is_sigmoid and config.moe_router_topk > 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + SMALL)
     factor = config.moe_router_topk_scaling_factor
     return weights if factor is None else weights * factor
 

@@ -246,7 +246,8 @@ class Replicated:
     @torch.no_grad()
     def set_weight(self, name: str, values: Tensor) -> None:
         """Overwrites a weight with a whole tensor, and its master without rounding."""
-        self.weight(name).copy_(values)
+        if self.replicates_weights:
+            self.weight(name).copy_(values)
         for piece in self.pieces:
             if piece.name == name:
                 piece.take_(piece.master, values)
@@ -434,12 +435,6 @@ class FullySharded(Replicated):
         """Implements Replicated.weight. Issues one all-gather."""
         parameter = self._parameters[name]
         return self.whole(name, local_part(parameter)).to(gathered_dtype(parameter))
-
-    def set_weight(self, name: str, values: Tensor) -> None:
-        """Implements Replicated.set_weight."""
-        for piece in self.pieces:
-            if piece.name == name:
-                piece.take_(piece.master, values)
 
 
 def is_rounded(dtype: torch.dtype) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Layers, Policy, Rule
 from megatron_lite.config.recompute import RecomputeConfig
@@ -56,25 +56,21 @@ class Run(NamedTuple):
         size = self.config.parallel.data_parallel_size(self.num_ranks)
         return self.config.training.most_microbatches(size)
 
-    def rank_peak(self, config: RunConfig, rank: int) -> StepPeak:
-        """Returns the peak of a pipeline rank. config: this run with a policy."""
-        return step_peak(
-            config,
-            rank,
+    @property
+    def _facts(self) -> dict[str, Any]:
+        return dict(
             device=self.hardware.device,
             dp_cp_size=self.dp_cp_size,
             num_microbatches=self.most_microbatches,
         )
 
+    def rank_peak(self, config: RunConfig, rank: int) -> StepPeak:
+        """Returns the peak of a pipeline rank. config: this run with a policy."""
+        return step_peak(config, rank, **self._facts)
+
     def chosen(self, config: RunConfig) -> Chosen:
         """Returns the run with a policy and the peak of its fullest rank."""
-        peak = fullest_step_peak(
-            config,
-            device=self.hardware.device,
-            dp_cp_size=self.dp_cp_size,
-            num_microbatches=self.most_microbatches,
-        )
-        return Chosen(config, peak)
+        return Chosen(config, fullest_step_peak(config, **self._facts))
 
 
 class Chosen(NamedTuple):

@@ -148,14 +148,16 @@ class Search:
             for config in configs:
                 time = self.time(config, num_ranks, bound=True)
                 tried.append((config, time))
-                most_stages = most_virtual(self.problem, config)
-                balanced = self._balanced(config, num_ranks, time, most_stages)
-                push(balanced if station == 1 else time.seconds, station, config, time)
+                push(
+                    balanced(config, time) if station == 1 else time.seconds, station, config, time
+                )
+
+        def balanced(config: RunConfig, time: StepTime) -> float:
+            return self._balanced(config, num_ranks, time, most_virtual(self.problem, config))
 
         for config in layouts(self.problem, num_ranks):
             time = self.time(config, num_ranks, bound=True, sends=False)
-            most_stages = most_virtual(self.problem, config)
-            push(self._balanced(config, num_ranks, time, most_stages), 0, config, time)
+            push(balanced(config, time), 0, config, time)
         plans: dict[object, Plan] = {}
         fastest: dict[object, float] = {}  # of the plans of a shape so far
         too_large: list[RunConfig] = []

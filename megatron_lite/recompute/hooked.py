@@ -270,7 +270,7 @@ class _LayerCall:
         # A function may run a backward of its own. Such a replay inside the forward rebuilds the
         # tensors that were saved so far, and nothing is compared with the forward.
         witness = self._witness if self._is_complete else None
-        rebuilt = _Rebuilt(self, witness, is_whole=self._is_complete)
+        rebuilt = _Rebuilt(self, witness)
         # Leaving the stack restores everything that the replay changed, also after _Enough.
         with ExitStack() as around:
             # `again` builds graph nodes for the inputs, so gradients must be on before it. Another
@@ -290,7 +290,7 @@ class _LayerCall:
             if witness is not None:
                 witness.begin(args, kwargs)
             # The hooks of the replay come last, so they see only what the function itself saves.
-            unpack = _identity if witness is None else witness.chosen
+            unpack = (lambda kept: kept) if witness is None else witness.chosen
             try:
                 with saved_tensors_hooks(rebuilt.pack, unpack), self._kept_again(witness):
                     replay = self.how.replay or self._function
@@ -333,14 +333,14 @@ class _Rebuilt:
     has_stopped: whether it ended early.
     """
 
-    def __init__(self, call: _LayerCall, witness: Witness | None, *, is_whole: bool) -> None:
+    def __init__(self, call: _LayerCall, witness: Witness | None) -> None:
         self._call, self._witness, self._expected = call, witness, len(call.slots)
         results = call.how.results
         may_stop = call.how.guard.stops_early if results is None or results.skip_tail else False
         # A replay that runs to the end shows whether later ones may stop where the last tensor is
         # saved: RReLU fills a tensor after it saved it.
         self._stops = witness is None and may_stop is True
-        self._tries = not self._stops and may_stop is not False and is_whole
+        self._tries = not self._stops and may_stop is not False and call._is_complete
         self.has_stopped = False
         self._count = 0
         self._last: list[Tensor] = []
@@ -431,10 +431,6 @@ def _text(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> s
 
 def _is_parameter(tensor: Tensor) -> bool:
     return tensor.is_leaf and isinstance(tensor, nn.Parameter)
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _forget(reference: weakref.ref[_LayerCall], task: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -168,20 +167,18 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def view_in(moved: MovedStorage, tensor: Tensor) -> Handle:
     """Returns what makes the tensor again from the bytes of its storage."""
-    return partial(
-        _viewed, moved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-    )
+    dtype, size, stride = tensor.dtype, tensor.size(), tensor.stride()
+    offset = int(tensor.storage_offset())
 
+    def viewed() -> Tensor:
+        memory = moved()
+        # A slot of an arena begins inside a larger storage. Its start is a multiple of 512 bytes,
+        # so it is a whole number of elements.
+        first = int(memory.storage_offset()) // dtype.itemsize + offset
+        found = torch.empty(0, dtype=dtype, device=memory.device)
+        return found.set_(memory.untyped_storage(), first, size, stride)
 
-def _viewed(
-    moved: MovedStorage, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
-) -> Tensor:
-    memory = moved()
-    # A slot of an arena begins inside a larger storage. Its start is a multiple of 512 bytes, so it
-    # is a whole number of elements.
-    first = int(memory.storage_offset()) // dtype.itemsize + offset
-    tensor = torch.empty(0, dtype=dtype, device=memory.device)
-    return tensor.set_(memory.untyped_storage(), first, size, stride)
+    return viewed
 
 
 def _unknown_part(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, ...]:

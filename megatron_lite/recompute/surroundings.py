@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -132,18 +131,15 @@ def kind_of(function: Any) -> Any:
 @contextmanager
 def _modes_as(modes: tuple[Any, ...]) -> Iterator[None]:
     now = tuple(function_modes())
-    if len(now) == len(modes) and all(map(is_, now, modes)):
-        yield
-        return
-    _exchange(now, modes)
+    _exchange(modes)
     try:
         yield
     finally:
-        _exchange(tuple(function_modes()), now)
+        _exchange(now)
 
 
-def _exchange(now: tuple[Any, ...], modes: tuple[Any, ...]) -> None:
-    for _ in now:
+def _exchange(modes: tuple[Any, ...]) -> None:
+    for _ in function_modes():
         pop_function_mode()
     for mode in modes:
         push_function_mode(mode)

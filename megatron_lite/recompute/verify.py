@@ -106,8 +106,7 @@ class Graph(NamedTuple):
         if not whole or self.operations == now.operations:
             return None
         pairs = zip_longest(self.operations, now.operations, fillvalue="nothing")
-        one, other = next(pair for pair in pairs if pair[0] != pair[1])
-        return f"{one} in forward, {other} in the replay"
+        return _first_difference(pairs)
 
 
 class Execution:
@@ -167,15 +166,17 @@ class Execution:
         ]
         if self.places != replay.places:
             pairs = zip([*self.places, "the end"], [*replay.places, "the end"], strict=False)
-            one, other = next(pair for pair in pairs if pair[0] != pair[1])
             before_it = f"; before it, {places[0]} differs" if places else ""
-            return places, (
-                f"it took another path: {one} in forward, {other} in the replay{before_it}"
-            )
+            return places, f"it took another path: {_first_difference(pairs)}{before_it}"
         if places and sorted(before) == sorted(now):  # a scripted function may, in its second call
             return places, f"it saved the same tensors in another order, from {places[0]} on"
         lost = self.graph.difference(replay.graph, whole=whole)
         return places, lost and f"its graph is not the forward's: {lost}"
+
+
+def _first_difference(pairs: Iterable[tuple[str, str]]) -> str:
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"{one} in forward, {other} in the replay"
 
 
 def described(places: list[str]) -> str:
