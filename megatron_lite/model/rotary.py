@@ -126,7 +126,7 @@ def _paired(first: Tensor, second: Tensor, neighbours: bool) -> Tensor:
 def _parts(heads: Tensor, *tables: Tensor) -> tuple[bool, Tensor, Tensor, Tensor, Tensor]:
     """Returns whether neighbours form pairs, the tables for each head, and both parts of a head."""
     shape = -1, *[1] * (heads.dim() - 2), tables[0][0].numel()
-    cos, sin = (table.view(shape) for table in tables)
+    cos, sin = (table.reshape(shape) for table in tables)
     return tables[0].dim() == 5, cos, sin, heads[..., : shape[-1]], heads[..., shape[-1] :]
 
 

@@ -148,9 +148,8 @@ class Search:
             for config in configs:
                 time = self.time(config, num_ranks, bound=True)
                 tried.append((config, time))
-                push(
-                    balanced(config, time) if station == 1 else time.seconds, station, config, time
-                )
+                seconds = balanced(config, time) if station == 1 else time.seconds
+                push(seconds, station, config, time)
 
         def balanced(config: RunConfig, time: StepTime) -> float:
             return self._balanced(config, num_ranks, time, most_virtual(self.problem, config))
