@@ -123,7 +123,9 @@ class Router(nn.Module):
         columns = hidden_states.shape[1]
         experts, *counts = regions.choose(lambda: self._choice(logits.detach(), columns))
         received = None if self.exchange is None else counts.pop()
-        losses = _Losses(config, tuple(counts), self._num_token_ranks, self.gradient_scale)
+        own = self.context
+        num_ranks = (own.size if own.sequence_parallel else 1) * own.cp.size
+        losses = _Losses(config, tuple(counts), num_ranks, self.gradient_scale)
         weights = _Weights.apply(
             logits, experts, config, losses if self.training else None, *counts
         )
@@ -160,11 +162,6 @@ class Router(nn.Module):
             return None
         with rng.fork(self.context.residual_stream):
             return torch.empty_like(tokens).uniform_(1.0 - width, 1.0 + width)
-
-    @property
-    def _num_token_ranks(self) -> int:
-        """The number of ranks of the TP and CP groups that split the tokens of a micro-batch."""
-        return (self.context.size if self.context.sequence_parallel else 1) * self.context.cp.size
 
     def _choice(self, logits: Tensor, columns: int) -> tuple[Tensor, ...]:
         """Returns what a replay may not choose again: `_chosen`, and what it makes others send."""

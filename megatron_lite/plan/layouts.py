@@ -8,7 +8,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -165,10 +165,6 @@ def _context(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
             yield {CONTEXT: size}
 
 
-def _exchanges(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    yield {EXCHANGE: _ways(problem)[0]} if row[CONTEXT] > 1 else {}
-
-
 def _ways(problem: Problem) -> tuple[str, ...]:
     """Returns the ways in which context-parallel ranks can exchange keys and values."""
     model, resets = problem.base.model, problem.base.data.reset_attention_mask
@@ -180,15 +176,6 @@ def _pipeline(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
     for size in range(1, min(num_ranks, problem.base.model.num_layers) + 1):
         if num_ranks % (size * row[TENSOR] * row[CONTEXT]) == 0:
             yield {PIPELINE: size}
-
-
-def _sequence(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    yield {SEQUENCE: row[TENSOR] > 1}
-
-
-def _cuts(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    """Yields the most even cut of the layers into stages."""
-    yield from _ends(problem, row[PIPELINE], 1)[:1]
 
 
 def most_virtual(problem: Problem, config: RunConfig) -> int:
@@ -279,10 +266,6 @@ def _kinds(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
             yield flags
 
 
-def _experts(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    yield _spreads(problem, num_ranks, row)[-1]
-
-
 def _spreads(problem: Problem, num_ranks: int, row: Row) -> list[Row]:
     """Returns the ways to spread experts over ranks, the widest one last.
 
@@ -327,21 +310,19 @@ def _micro_batches(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
             yield {MICRO_BATCH: size}
 
 
-def _none(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    yield {}  # `savers` has the values
-
-
-# In the order in which the rows need each other.
-DIMENSIONS: tuple[tuple[tuple[str, ...], Callable[[Problem, int, Row], Iterator[Row]]], ...] = (
+# In the order in which the rows need each other. `savers` has other values of the last of them.
+DIMENSIONS: tuple[tuple[tuple[str, ...], Callable[[Problem, int, Row], Iterable[Row]]], ...] = (
     ((TENSOR,), _tensor),
     ((CONTEXT,), _context),
     ((PIPELINE,), _pipeline),
-    ((SEQUENCE,), _sequence),
-    ((EXCHANGE,), _exchanges),
-    (VIRTUAL, _cuts),
+    ((SEQUENCE,), lambda problem, num_ranks, row: [{SEQUENCE: row[TENSOR] > 1}]),
+    (
+        (EXCHANGE,),
+        lambda problem, num_ranks, row: [{EXCHANGE: _ways(problem)[0]} if row[CONTEXT] > 1 else {}],
+    ),
+    (VIRTUAL, lambda problem, num_ranks, row: _ends(problem, row[PIPELINE], 1)[:1]),
     (DATA_PARALLEL, _kinds),
-    (EXPERTS, _experts),
-    ((WRAPPING,), _none),
+    (EXPERTS, lambda problem, num_ranks, row: _spreads(problem, num_ranks, row)[-1:]),
     ((MICRO_BATCH,), _micro_batches),
-    ((LOSS_CHUNK,), _none),
+    ((WRAPPING, LOSS_CHUNK), lambda *_: [{}]),
 )
