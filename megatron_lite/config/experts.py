@@ -18,6 +18,7 @@ from megatron_lite.config.layer_pattern import check_pattern, parse_pattern, spe
 from megatron_lite.config.setting import setting, switch
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+SINKHORN = "sinkhorn"
 NOT_HERE = "is not implemented here: choose one of the others"
 
 
@@ -108,11 +109,11 @@ class ExpertSettings:
     )
     moe_router_load_balancing_type: str | tuple[str, ...] = setting(
         "tokens over which the load-balancing loss is taken: a micro-batch, each sequence, or all "
-        "of a step so far; several: a loss each",
+        "of a step so far; several: a loss each; or sinkhorn, which balances the choice instead",
         "aux_loss",
         nargs="+",
-        choices=LOSSES,
-        refused={"sinkhorn": NOT_HERE, "quantile_balancing": NOT_HERE},
+        choices=(*LOSSES, SINKHORN),
+        refused={"quantile_balancing": NOT_HERE},
     )
     moe_aux_loss_coeff: float | tuple[float, ...] = setting(
         "factor on the load-balancing loss (2101.03961), or on each",
@@ -193,6 +194,11 @@ class ExpertSettings:
         return whole if self.moe_pad_expert_input_to_capacity else min(whole, chosen)
 
     @property
+    def chooses_by_sinkhorn(self) -> bool:
+        """Tells whether the choice is balanced over the tokens of a rank, without a loss."""
+        return self.moe_router_load_balancing_type == SINKHORN
+
+    @property
     def chooses_in_groups(self) -> bool:
         """Tells whether a token chooses groups of experts before it chooses experts."""
         return self.moe_router_group_topk is not None
@@ -210,6 +216,8 @@ class ExpertSettings:
         self._check_losses()
         if self.num_experts is None:
             return
+        if SINKHORN in in_tuple(self.moe_router_load_balancing_type):
+            self._check_sinkhorn()
         shared = self.moe_shared_expert_intermediate_size
         if shared is not None and getattr(self, "add_bias_linear", False):
             raise ValueError(
@@ -229,6 +237,22 @@ class ExpertSettings:
                 f"--moe-router-num-groups {groups} with --moe-router-group-topk {chosen}: "
                 f"--num-experts {experts} must form equal groups, and each of the chosen groups "
                 f"gives an equal part of --moe-router-topk {topk}: change one of them"
+            )
+
+    def _check_sinkhorn(self) -> None:
+        others = {
+            "several --moe-router-load-balancing-type": not self.chooses_by_sinkhorn,
+            "--moe-aux-loss-coeff": any(in_tuple(self.moe_aux_loss_coeff)),
+            "--moe-router-score-function sigmoid": self.moe_router_score_function != "softmax",
+            "--moe-router-pre-softmax": self.moe_router_pre_softmax,
+            "--moe-router-topk-scaling-factor": self.moe_router_topk_scaling_factor is not None,
+            "--moe-router-group-topk": self.chooses_in_groups,
+            "--moe-expert-capacity-factor": self.moe_expert_capacity_factor is not None,
+        }
+        if given := [name for name, is_given in others.items() if is_given]:
+            raise ValueError(
+                f"--moe-router-load-balancing-type sinkhorn chooses and weighs by its own rule, "
+                f"without {', '.join(given)}: leave one of them out"
             )
 
     def _check_losses(self) -> None:

@@ -8,6 +8,8 @@
     softmax         softmax of the k logits (Megatron's default), or --moe-router-pre-softmax: the
                     chosen k of the softmax over all experts
     sigmoid         sigmoid of each logit, divided by the sum of the chosen (2412.19437, sec. 2.1)
+    sinkhorn        as with --moe-router-pre-softmax, or the sigmoid if k is 1. Training chooses by
+                    the logits' doubly normalised exponentials over the rank's tokens (2202.01169)
 
 Losses keep the choice balanced and the logits small. Only their gradients exist: backward adds them
 to the gradient of the logits, as Megatron's MoEAuxLossAutoScaler does. The formulas of weights
@@ -39,6 +41,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 OF_SEQUENCES, OF_STEP = "seq_aux_loss", "global_aux_loss"
 SMALL = 1e-20  # Megatron's, in the sum of sigmoid scores
+SINKHORN_SMALL, SINKHORN_TOLERANCE = 1e-8, 1e-4  # Megatron's too
 
 
 class Routing(NamedTuple):
@@ -180,6 +183,8 @@ class Router(nn.Module):
             scores = _scores(logits, config)
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
+        if config.chooses_by_sinkhorn and self.training:
+            scores = _sinkhorn(logits)
         if config.chooses_in_groups:
             scores = _without_other_groups(scores, config)
         experts = scores.topk(config.moe_router_topk, dim=-1).indices
@@ -342,7 +347,9 @@ def _weights(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
     if config.moe_expert_capacity_factor is not None:
         experts = experts % logits.shape[1]
     is_sigmoid = config.moe_router_score_function == "sigmoid"
-    if is_sigmoid or config.moe_router_pre_softmax:
+    if config.chooses_by_sinkhorn and config.moe_router_topk == 1:
+        weights = logits.sigmoid().gather(-1, experts)
+    elif is_sigmoid or config.moe_router_pre_softmax or config.chooses_by_sinkhorn:
         weights = _scores(logits, config).gather(-1, experts)
     else:
         weights = _scores(logits.gather(-1, experts), config)
@@ -358,6 +365,18 @@ def _balance_scores(logits: Tensor, config: ModelConfig) -> Tensor:
         scores = logits.sigmoid()
         return scores / (scores.sum(-1, keepdim=True) + SMALL)
     return _wide(logits).softmax(-1)
+
+
+def _sinkhorn(logits: Tensor) -> Tensor:
+    """Returns exp(logits) [T, E], float32, with the rows and the columns scaled until each adds up
+    to about the same. The host waits for the end of every round."""
+    scores = logits.float().exp()
+    columns, change = torch.ones_like(scores[0]), torch.tensor(float("inf"))
+    while change > SINKHORN_TOLERANCE:
+        rows = 1.0 / (len(scores) * ((columns * scores).sum(1) + SINKHORN_SMALL))
+        scaled = 1.0 / (scores.shape[1] * ((rows.unsqueeze(1) * scores).sum(0) + SINKHORN_SMALL))
+        columns, change = scaled, (columns - scaled).abs().mean()
+    return columns * scores * rows.unsqueeze(1)
 
 
 def _without_other_groups(scores: Tensor, config: ModelConfig) -> Tensor:

@@ -51,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
         add_bias_linear=True,
         moe_expert_capacity_factor=1.3,
     ),
+    "sinkhorn": dict(moe_router_load_balancing_type="sinkhorn", moe_z_loss_coeff=0.1),
+    "sinkhorn, one": dict(moe_router_load_balancing_type="sinkhorn", moe_router_topk=1),
     "jitter": dict(moe_input_jitter_eps=0.3, moe_expert_capacity_factor=1.0, **LOSSES),
 }
 
