@@ -31,13 +31,13 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 312_000,
-    "files of the library": 292,
-    "tokens of tests": 352_000,
+    "tokens of the library": 304_000,
+    "files of the library": 284,
+    "tokens of tests": 346_000,
     "tokens of benchmarks": 20_900,
-    "own files in one plain step": 35,
-    "own functions in one plain step": 139,
-    "tokens that a training process has loaded": 131_000,
+    "own files in one plain step": 33,
+    "own functions in one plain step": 138,
+    "tokens that a training process has loaded": 127_000,
     "own calls in one forward of a column-parallel linear layer": 4,
     "functions named *notices*": 1,
     "places that read JSON": 1,
