@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from megatron_lite.recompute.ops import KeptResults
     from megatron_lite.recompute.witness import Witness
 
+PLAIN = (bool, int, float, str, bytes, type(None), Enum, torch.dtype)  # values of contextvars
 NO_TASK = -1  # torch's number for "not inside a backward"
 
 
@@ -137,7 +139,9 @@ class _LayerCall:
         )
         self._conditions = Conditions(how.rng, self._arguments.kinds)
         self._surroundings = Surroundings.now(self._conditions.kinds)
-        self._variables = copy_context()  # those of contextvars
+        # Others hold what a library collects during a forward, such as results of inner modules.
+        found = copy_context().items()
+        self._variables = [(name, value) for name, value in found if isinstance(value, PLAIN)]
         self._generators = [*map(saved_value, self._conditions.take_states())]
         self._witness: Witness | None = None
         self._choices: KeptChoices | None = None
@@ -161,6 +165,12 @@ class _LayerCall:
         self._values: dict[int, dict[int, Saved]] = {}
         self._was_read: set[tuple[int, int]] = set()
         self._lock = threading.RLock()
+
+    def _replay(self, args: Args, kwargs: Kwargs) -> Any:
+        """Runs the function with the plain variables of contextvars as in its forward."""
+        for name, value in self._variables:
+            name.set(value)
+        return (self.how.replay or self._function)(*args, **kwargs)
 
     def forward(self, args: Args, kwargs: Kwargs) -> Any:
         """Runs the function with slots in place of its saved tensors, and returns its outputs."""
@@ -293,8 +303,7 @@ class _LayerCall:
             unpack = (lambda kept: kept) if witness is None else witness.chosen
             try:
                 with saved_tensors_hooks(rebuilt.pack, unpack), self._kept_again(witness):
-                    replay = self.how.replay or self._function
-                    outputs = self._variables.copy().run(replay, *args, **kwargs)
+                    outputs = copy_context().run(self._replay, args, kwargs)
             except BaseException as error:
                 # A scripted function turns _Enough into an error of its own. Or it ends the replay
                 # of a call around this one.

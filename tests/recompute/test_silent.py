@@ -5,6 +5,7 @@ Each one is now equal to the plain model, or ends in an error, with the default 
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import itertools
 from typing import Any
@@ -234,3 +235,29 @@ def test_a_generator_that_moves_alone_is_no_error_but_for_those_who_verify_all()
     assert_equal(found, run(False))
     with pytest.raises(RecomputeMismatch, match="RNG stream"):
         run(True)
+
+
+COLLECTED = contextvars.ContextVar[list[Tensor] | None]("collected", default=None)
+
+
+class Collects(Block):
+    """Gives its result to the caller's collection as well, as the layers of transformers do."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result = self.body(hidden)
+        if (found := COLLECTED.get()) is not None:
+            found.append(result)
+        return result
+
+
+@pytest.mark.parametrize("policy", ["*:full", "*:ops(matmul)"])
+def test_a_replay_adds_nothing_to_what_a_context_variable_collects(policy: str) -> None:
+    model = nn.ModuleList(Collects() for _ in range(3))
+    apply_policy_(model, policy=policy, layers_fqn="")
+    token = COLLECTED.set(found := [])
+    hidden = batches()[0]
+    for layer in model:
+        hidden = layer(hidden)
+    COLLECTED.reset(token)
+    (hidden.sum() + found[0].sum()).backward()
+    assert len(found) == 3
