@@ -334,7 +334,7 @@ def _cp_comm_type(given: Given, *, has_file: bool) -> Iterator[str]:
     parts = given.get("tensor_model_parallel_size", 1) * given.get("context_parallel_size", 1)
     groups = given.get("num_query_groups") or given.get("num_attention_heads", 0)
     # MindSpeed repeats keys and values where there are too few for the ranks
-    others = {**others, "ulysses": "p2p" if groups % parts else "a2a"}
+    others = {**others, "ulysses": "p2p" if parts and groups % parts else "a2a"}
     read = [others.get(kind, kind) for kind in kinds]
     if alone:
         read = ["p2p" if kind == "a2a" else kind for kind in read]
