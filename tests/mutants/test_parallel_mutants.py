@@ -16,7 +16,7 @@ from megatron_lite.optim import grad_buffer, host_link, layouts, stored
 from megatron_lite.optim.muon_update import MOMENTUM
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import fsdp, sequence_spans, state, weight_gradient
-from megatron_lite.recompute import choices
+from megatron_lite.recompute import region_runner
 from megatron_lite.tensor_parallel import grouped_linear
 from megatron_lite.training.step import MicroBatchLoss
 from tests.model import test_experts as test_model_experts
@@ -87,7 +87,7 @@ def the_losses_of_a_router_are_scaled_twice(real: Any, self: router.Router, scal
     real(self, scale * scale)
 
 
-@replaces("of", choices.Choices)
+@replaces("of", region_runner.Choices)
 def a_replay_chooses_experts_anew(real: Any, self: Any, layer: int, choose: Any) -> Any:
     return choose()
 
