@@ -39,13 +39,12 @@ from megatron_lite.checkpointing.step_files import (
 )
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError, input_faults
-from megatron_lite.config.input_file import input_size, read_input
+from megatron_lite.config.plain import input_size, read_input
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import checksum_of
 from megatron_lite.memory.predict.states import parameter_count
-from megatron_lite.optim.loss_scale import LossScaleState
+from megatron_lite.optim.loss_scale import LossScaleState, MeanLossState
 from megatron_lite.optim.lr_schedule import LrSchedule
-from megatron_lite.optim.spike import MeanLossState
 
 AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
 MOST_UPDATES = 10**9 - 1
@@ -63,7 +62,7 @@ class Metadata:
     data: the identity of the data (data/datasets.py).
     schedule: the learning-rate schedule of the run; None in a checkpoint of an older version.
     computed_on: the processor of rank 0 and its libraries, which decide the low bits of the results
-        (training/start_text.py); "" in a converted checkpoint, or one of an older version.
+        (training/summary.py); "" in a converted checkpoint, or one of an older version.
     missing: what a converted step does not hold, of "optimizer" (the optimizer states) and "rng"
         (the random-number streams). A run that loads it starts these anew.
     """

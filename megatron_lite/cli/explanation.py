@@ -23,8 +23,8 @@ from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.invocation import SCRIPT, subcommand
 from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.notices import notices as notices_of
-from megatron_lite.config.parser import help_columns
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import help_columns
 from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.memory.explain.recompute_report import explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text

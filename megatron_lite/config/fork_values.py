@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_lite.config.checks import InputError, flag
-from megatron_lite.config.input_file import read_json
-from megatron_lite.config.plain import shown
+from megatron_lite.config.plain import read_json, shown
 
 Given = dict[str, Any]
 

@@ -39,7 +39,7 @@ class TrainingConfig:
         in a row stop the run, and so does the first update that is not finite, under
         check_for_nan_in_loss_and_grad. An overflow above the smallest loss scale never does.
     skip_update_on_spike: K. A loss above K times its running mean is a spike, and its update is
-        skipped (optim/spike.py).
+        skipped (optim/loss_scale.py).
     """
 
     micro_batch_size: int = required("samples of one forward pass on one rank", least=1)

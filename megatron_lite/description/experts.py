@@ -30,7 +30,7 @@ from megatron_lite.description.operations import (
     Parameter,
     RegionEntry,
 )
-from megatron_lite.description.shape import Shape
+from megatron_lite.description.sizes import Shape
 
 GROUPED = "aten._grouped_mm.default"
 INDEX_BYTES, COUNT_BYTES, END_BYTES = 8, 4, 4

@@ -23,7 +23,7 @@ from megatron_lite.description.operations import (
     shared_table,
 )
 from megatron_lite.description.self_attention import core_attention
-from megatron_lite.description.shape import Shape
+from megatron_lite.description.sizes import Shape
 
 # of the rotated part of queries: put in halves, multiplied by two tables, added and joined
 TURNS = 12

@@ -30,7 +30,7 @@ from megatron_lite.description.operations import (
     Parameter,
     RegionEntry,
 )
-from megatron_lite.description.shape import Shape
+from megatron_lite.description.sizes import Shape
 
 
 def column_linear(
@@ -150,7 +150,7 @@ def dense_mlp(
     activation: str,
     output_is_read: bool,
 ) -> Iterator[Operation]:
-    """Yields an MLP (model/mlp.py).
+    """Yields an MLP (model/layer.py).
 
     normed: its input. name: how the names of its operations begin. activation: the region of its
     activation. enters: the regions that begin with it.

@@ -16,7 +16,7 @@ from megatron_lite.description.operations import (
     OperatorCall,
     RegionEntry,
 )
-from megatron_lite.description.shape import Shape
+from megatron_lite.description.sizes import Shape
 
 
 def in_tiles(of: Shape, tile: Sequence[Operation], tiles: int) -> Iterator[Operation]:

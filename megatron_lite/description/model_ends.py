@@ -20,8 +20,7 @@ from megatron_lite.description.operations import (
     OperatorCall,
     Parameter,
 )
-from megatron_lite.description.shape import Shape
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Shape, Sizes
 
 LOSS_ROWS = 4  # float32 numbers of each token: factors of its gradient, loss and statistics
 

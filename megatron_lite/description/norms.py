@@ -24,7 +24,7 @@ from megatron_lite.description.operations import (
     RegionEntry,
     rng_state,
 )
-from megatron_lite.description.shape import Shape
+from megatron_lite.description.sizes import Shape
 
 ATTENTION_DROPOUT, MLP_DROPOUT = "attention dropout", "mlp dropout"
 # the numbers that a norm keeps for each row

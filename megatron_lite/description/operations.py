@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lite.config.regions import REGIONS
-from megatron_lite.description.sizes import Sizes
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 SHIFT, ALL_TO_ALL = "ring shift", "all-to-all"
@@ -157,11 +156,11 @@ class RegionEntry(NamedTuple):
     inputs: tuple[KeptTensor, ...]
     discards: tuple[str, ...] = ()
 
-    def kept(self, sizes: Sizes) -> tuple[KeptTensor, ...]:
+    def kept(self, rng_state_bytes: int) -> tuple[KeptTensor, ...]:
         """Returns everything that is kept for the passage if the region is recomputed."""
         if not REGIONS[self.region].draws:
             return self.inputs
-        return (*self.inputs, rng_state(f"RNG states of {self.region}", sizes.rng_state_bytes))
+        return (*self.inputs, rng_state(f"RNG states of {self.region}", rng_state_bytes))
 
 
 class Operation(NamedTuple):

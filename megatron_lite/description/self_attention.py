@@ -35,7 +35,7 @@ from megatron_lite.description.operations import (
     RegionEntry,
     shared_table,
 )
-from megatron_lite.description.shape import Shape
+from megatron_lite.description.sizes import Shape
 
 CORE = "core_attention"
 # The bytes in which CUDA's kernels keep the place of their random numbers, also without dropout.

@@ -29,8 +29,7 @@ from megatron_lite.description.operations import (
     RegionEntry,
 )
 from megatron_lite.description.self_attention import attention_operations, attention_output
-from megatron_lite.description.shape import Shape
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Shape, Sizes
 
 LINEAR_FC1, LINEAR_FC2 = "linear_fc1", "linear_fc2"
 
@@ -93,7 +92,7 @@ def describe_layer(
     """Returns the description of a layer: its operations in the order of the forward.
 
     layer: the number of the layer in the whole model, counted from 0.
-    tiles: how many tiles of the sequence a dense MLP runs in (recompute/tiles.py).
+    tiles: how many tiles of the sequence a dense MLP runs in (recompute/checkpoint.py).
     """
     sizes = replace(sizes, cp_comm_type=exchange_of(sizes.cp_comm_type, layer))
     of = Shape(model, sizes)

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import MOE_ACTIVATION, SHARED_EXPERTS
 from megatron_lite.model.activations import activation_pair
-from megatron_lite.model.mlp import MLP
+from megatron_lite.model.layer import MLP
 from megatron_lite.model.router import Router, Routing
 from megatron_lite.parallel.compiled import Pair
 from megatron_lite.parallel.parameter_spec import ParameterSpec

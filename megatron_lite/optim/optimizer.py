@@ -24,15 +24,13 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.adam_update import rule_of
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.layouts import FullySharded, Piece, Replicated, Zero1
-from megatron_lite.parallel.collectives import all_reduce, all_reduce_
+from megatron_lite.parallel.collectives import Timed, all_reduce, all_reduce_, not_timed
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.parallel.torch_internals import foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:
-    from megatron_lite.optim.loss_scale import LossScale
-    from megatron_lite.optim.spike import SpikeGuard
+    from megatron_lite.optim.loss_scale import LossScale, SpikeGuard
 
 
 def _of_elements(layout: Any, _: Any, config: Any, parallel: Any) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.input_file import input_size, open_input, read_input
+from megatron_lite.config.plain import input_size, open_input, read_input
 
 MOST_BYTES, MOST_SUMMARY_BYTES = 2**28, 2**16  # of the metrics and of each log; of the summary
 LONGEST_LINE = 2**20

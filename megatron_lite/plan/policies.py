@@ -33,8 +33,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.regions import ACTIVATION, MLP_REGION, POINTWISE, REGIONS, nested
 from megatron_lite.config.run import RunConfig
-from megatron_lite.description.shape import Shape
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.plan.stage_time import layer_sizes, replay_time
 from megatron_lite.plan.work import Clock

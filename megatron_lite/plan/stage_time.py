@@ -27,15 +27,17 @@ from megatron_lite.description.operations import (
     Collective,
     Operation,
 )
-from megatron_lite.description.shape import Shape
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.description.transformer_layer import (
     describe_kinds,
     describe_layers,
     layers_differ,
 )
-from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.memory.predict.replays import replayed_calls, replayed_operations
+from megatron_lite.memory.predict.kept_tensors import (
+    activation_terms,
+    replayed_calls,
+    replayed_operations,
+)
 from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.plan.hardware import Group
 from megatron_lite.plan.work import (

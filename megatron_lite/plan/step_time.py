@@ -25,8 +25,7 @@ from megatron_lite.description.operations import (
     Collective,
     Matmul,
 )
-from megatron_lite.description.shape import Shape
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, layers_differ
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.plan.hardware import Group, Hardware

@@ -10,9 +10,9 @@ because they wait for each other. Therefore the time that a rank itself needs is
   finds a GPU that is throttled or shared.
 
 A rank is compared only with the ranks of its pipeline stage, because stages differ in their work. A
-stage of one rank is not judged. Rank 0's logging is not timed. parallel/timing.py times the waits
-at the end of the project's collectives; without the flag it reads no clock. A torch without custom
-collectives for FSDP2 (parallel/fsdp.py) waits elsewhere. With such a torch the waiting of
+stage of one rank is not judged. Rank 0's logging is not timed. parallel/collectives.py times the
+waits at the end of the project's collectives; without the flag it reads no clock. A torch without
+custom collectives for FSDP2 (parallel/fsdp.py) waits elsewhere. With such a torch the waiting of
 FSDP2 counts as work, and a slow rank may remain unnamed.
 """
 
@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.parallel.collectives import all_gather_first_dim
+from megatron_lite.parallel.collectives import WAITING, all_gather_first_dim, timed_waiting
 from megatron_lite.parallel.state import ParallelState, gather_texts
-from megatron_lite.parallel.timing import WAITING, timed_waiting
 
 PROBE_SIZE, PROBE_MATMULS = 4096, 8
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.parser import Parser
+from megatron_lite.config.run_flags import Parser
 from megatron_lite.plan.hardware import (
     CPU_MACHINE,
     Hardware,

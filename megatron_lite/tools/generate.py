@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from megatron_lite.config.checks import flag, require_at_least
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.parser import Parser
-from megatron_lite.config.run_flags import add_flag, fields_of
+from megatron_lite.config.run_flags import Parser, add_flag, fields_of
 from megatron_lite.config.setting import check_settings, setting, switch
 from megatron_lite.tools.command import exit_status, rank_0_speaks
 

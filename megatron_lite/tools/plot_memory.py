@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import module_of_extra
-from megatron_lite.config.parser import Parser
+from megatron_lite.config.run_flags import Parser
 from megatron_lite.config.units import ByteUnit
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.memory.measure.timeline import (

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.input_file import crafted
-from megatron_lite.config.parser import Parser
+from megatron_lite.config.plain import crafted
+from megatron_lite.config.run_flags import Parser
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.run_page import run_page
 from megatron_lite.pages.run_record import RunRecord, read_run

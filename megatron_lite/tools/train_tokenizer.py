@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.parser import Parser
+from megatron_lite.config.run_flags import Parser
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.tools.command import exit_status
-from megatron_lite.tools.jsonl import add_input_flags, lines_of, parse_line
+from megatron_lite.tools.preprocess_data import add_input_flags, lines_of, parse_line
 
 END_OF_DOCUMENT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257

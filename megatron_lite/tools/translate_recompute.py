@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.parser import Parser
+from megatron_lite.config.run_flags import Parser
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.config_file import read_config_file
 from megatron_lite.tools.translators import SYSTEMS, systems_of, translated

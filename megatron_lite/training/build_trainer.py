@@ -37,8 +37,8 @@ from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules, sample_order
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import above_limit, check_fits, told_where_memory_runs_out
-from megatron_lite.training.start_text import here
 from megatron_lite.training.step import StageRunner, train_step
+from megatron_lite.training.summary import here
 
 if TYPE_CHECKING:
     from megatron_lite.checkpointing.directory import Claim
@@ -131,7 +131,7 @@ def build_optimizer(config: RunConfig, parallel: ParallelState, model: ModelStag
 
         loss_scale = LossScale(config.loss_scaling, parallel.device)
     if training.skip_update_on_spike is not None:
-        from megatron_lite.optim.spike import SpikeGuard
+        from megatron_lite.optim.loss_scale import SpikeGuard
 
         spikes = SpikeGuard(training.skip_update_on_spike, parallel.device)
     optimizer = Optimizer(

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.parser import paragraph
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import paragraph
 from megatron_lite.config.units import ByteUnit, plural, size
 from megatron_lite.memory.explain.recompute_report import of_one_replica
 from megatron_lite.memory.explain.report_text import table
@@ -44,9 +44,9 @@ from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.collectives import Timed
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.timing import Timed
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import (

@@ -47,15 +47,21 @@ from megatron_lite.training.iteration_line import (
 )
 from megatron_lite.training.log_files import (
     AppendedFile,
+    Terminal,
     log_file_path,
     metrics_file,
     row_text,
     skipped_batches_path,
 )
 from megatron_lite.training.observe import measures_peak
-from megatron_lite.training.start_text import arguments_table, ranks_line
-from megatron_lite.training.summary import RunSummary, file_lines, skipped_text, training_lines
-from megatron_lite.training.terminal import Terminal
+from megatron_lite.training.summary import (
+    RunSummary,
+    arguments_table,
+    file_lines,
+    ranks_line,
+    skipped_text,
+    training_lines,
+)
 
 if TYPE_CHECKING:
     from megatron_lite.training.scalars import TensorBoard, Wandb

@@ -41,9 +41,8 @@ from megatron_lite.training.observe import (
     record_step,
 )
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
-from megatron_lite.training.start_text import described, moved_from
 from megatron_lite.training.step import StageRunner, StepEnd, StepResult, TrainingError, train_step
-from megatron_lite.training.summary import summary_of
+from megatron_lite.training.summary import described, moved_from, summary_of
 
 if TYPE_CHECKING:
     from megatron_lite.checkpointing.saver import Saver

@@ -35,9 +35,8 @@ from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
 from megatron_lite.model.gpt import GPTModel, ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
+from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_, gloo_has_freed
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.timing import gloo_has_freed
 from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.weights import local_part, weights_in_use
 from megatron_lite.recompute.recompute_plan import RecomputePlan

@@ -20,17 +20,15 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.model.embedding import residual_dtype
 from megatron_lite.model.gpt import LossGradient, ModelStages
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.collectives import Timed, all_reduce_, not_timed
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.training.batches import Batches, MaskedMean
 from megatron_lite.training.observe import ActivationMeter, Timeline
 
 if TYPE_CHECKING:
-    from megatron_lite.pipeline.executor import Forward
-    from megatron_lite.pipeline.links import Links
+    from megatron_lite.pipeline.executor import Forward, Links
 
 Runner = TypeVar("Runner", bound="StageRunner")
 
@@ -289,7 +287,7 @@ class StageRunner:
         """
         links = None
         if parallel.pp_size > 1:
-            from megatron_lite.pipeline.links import Links
+            from megatron_lite.pipeline.executor import Links
 
             context = next(iter(model)).context
             # Between stages: [s/c, b, h], or [s/(c t), b, h] under sequence parallelism.

@@ -16,9 +16,8 @@ import torch
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.parallel.collectives import all_gather_first_dim
+from megatron_lite.parallel.collectives import all_gather_first_dim, not_timed
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.timing import not_timed
 
 # By Megatron's name of the timer, in the order of its log: the level from which it runs.
 LEVELS = {

@@ -15,7 +15,7 @@ from arguments import parse_args
 from megatron_lite.config.notices import notices
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.training.start_text import here
+from megatron_lite.training.summary import here
 from tests.support.changes import with_settings
 from tests.support.pairs import in_one_test
 from tests.support.runs import tiny_run

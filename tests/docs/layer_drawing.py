@@ -15,8 +15,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.description.operations import LayerDescription
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
-from megatron_lite.memory.predict.kept_tensors import layer_terms
-from megatron_lite.memory.predict.replays import kept_calls
+from megatron_lite.memory.predict.kept_tensors import kept_calls, layer_terms
 
 COLORS = {  # of the regions: Paul Tol's "bright" scheme
     "layernorm": "#4477AA",

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron_lite.config.run import RunConfig
+from megatron_lite.optim.loss_scale import SETTLED, WINDOW, MeanLossState, SpikeGuard
 from megatron_lite.optim.optimizer import Optimizer, OptimizerStep
-from megatron_lite.optim.spike import SETTLED, WINDOW, MeanLossState, SpikeGuard
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.skipped import SKIPPED_BATCHES
 from tests.support.changes import with_settings

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.layer import TransformerLayer
-from megatron_lite.parallel.timing import WAITING
+from megatron_lite.parallel.collectives import WAITING
 from megatron_lite.supervision.slow_rank import RankTime, slow_ranks
 from tests.support.limits import patiently
 from tests.support.mutants import replaces

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.optim.spike import SETTLED, SpikeGuard
+from megatron_lite.optim.loss_scale import SETTLED, SpikeGuard
 from megatron_lite.parallel.collectives import are_equal
 from megatron_lite.parallel.tensor_hash import quick_hash
 from megatron_lite.supervision.slow_rank import SlowRanks

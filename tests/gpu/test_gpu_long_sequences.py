@@ -13,7 +13,7 @@ from megatron_lite.context_parallel.attention_kernels import Readable
 from megatron_lite.context_parallel.documents import CuSeqlens
 from megatron_lite.model.attention import masked_attention
 from megatron_lite.parallel.generators import Generators
-from megatron_lite.recompute.tiles import run_in_tiles
+from megatron_lite.recompute.checkpoint import run_in_tiles
 
 S, B, HEADS, D, SCALE = 96, 2, 4, 64, 0.125
 BOUNDS = (0, 1, 40, 96, 160, 192)

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, record_function
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.collectives import gloo_has_freed
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.timing import gloo_has_freed
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatches, document_rules, masked_mean
 from megatron_lite.training.build_trainer import build_stages

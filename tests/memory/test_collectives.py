@@ -20,7 +20,7 @@ from megatron_lite.description.operations import (
     Collective,
 )
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.replays import Traffic
+from megatron_lite.memory.predict.kept_tensors import Traffic
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import Sent, recorded_collectives

@@ -19,7 +19,7 @@ from megatron_lite.config.policy import IN_GROUPS
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
-from megatron_lite.memory.predict.replays import replayed_calls
+from megatron_lite.memory.predict.kept_tensors import replayed_calls
 from megatron_lite.recompute.recompute_plan import Segment
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config

@@ -16,7 +16,7 @@ import pytest
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import whole_model
-from megatron_lite.description import model_ends, shape
+from megatron_lite.description import model_ends, sizes
 from megatron_lite.description.model_ends import loss_blocks
 from megatron_lite.description.sizes import Sizes, allocated
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
@@ -31,7 +31,7 @@ LOWEST, HIGHEST = -0.003, 0.01
 
 @pytest.fixture
 def earlier_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((model_ends, "has_gradient_tensor"), (shape, "has_gradient_tensor")):
+    for module, name in ((model_ends, "has_gradient_tensor"), (sizes, "has_gradient_tensor")):
         monkeypatch.setattr(module, name, lambda device: True)
 
 

@@ -17,8 +17,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.explain.recompute_report import Report, explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.flops import hardware_flops, replay_flops, step_flops
-from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
-from megatron_lite.memory.predict.replays import Traffic
+from megatron_lite.memory.predict.kept_tensors import Traffic, activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage

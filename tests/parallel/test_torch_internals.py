@@ -15,7 +15,7 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.notices import notices
 from megatron_lite.parallel import torch_internals
-from megatron_lite.training.start_text import here
+from megatron_lite.training.summary import here
 from tests.support.runs import tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_lite.config.run import RunConfig
+from megatron_lite.parallel.collectives import WAITING
 from megatron_lite.parallel.generators import RngSnapshot
 from megatron_lite.parallel.rng import Access
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.parallel.timing import WAITING
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.graphs import Recorder
 from megatron_lite.training.loop import Trainer

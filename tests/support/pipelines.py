@@ -19,7 +19,7 @@ from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState, parallel_state
-from megatron_lite.pipeline.links import Links
+from megatron_lite.pipeline.executor import Links
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.step import StageRunner

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.shape import Shape
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.description.transformer_layer import describe_layers
-from megatron_lite.memory.predict.replays import Traffic, collectives, segment_collectives
+from megatron_lite.memory.predict.kept_tensors import Traffic, collectives, segment_collectives
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 

@@ -19,10 +19,10 @@ from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES, STATES
+from megatron_lite.parallel.collectives import gloo_has_freed
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.parallel.timing import gloo_has_freed
-from megatron_lite.pipeline.links import Links
+from megatron_lite.pipeline.executor import Links
 from megatron_lite.training import dry_run_smaller
 from megatron_lite.training.dry_run import (
     MeasuredStep,

@@ -28,7 +28,7 @@ from megatron_lite.training.iteration_line import (
     iteration_line,
     peak_rate,
 )
-from megatron_lite.training.start_text import arguments_table, short_settings
+from megatron_lite.training.summary import arguments_table, short_settings
 from tests.support.changes import with_fields, with_settings
 from tests.support.gpus import show_gpus
 from tests.support.limits import HANG_S

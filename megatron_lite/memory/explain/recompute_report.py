@@ -19,8 +19,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import size
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import KeptTensor, LayerDescription
-from megatron_lite.description.shape import Shape
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.explain.prices import (
     Priced,
@@ -33,16 +32,14 @@ from megatron_lite.memory.predict.kept_tensors import (
     EMBEDDING,
     HEAD,
     Term,
-    activation_terms,
-    largest_first,
-)
-from megatron_lite.memory.predict.pipeline_memory import RankMemory, rank_memory, step_microbatches
-from megatron_lite.memory.predict.replays import (
     Traffic,
+    activation_terms,
     collectives,
+    largest_first,
     replayed_calls,
     segment_collectives,
 )
+from megatron_lite.memory.predict.pipeline_memory import RankMemory, rank_memory, step_microbatches
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 NO_TRAFFIC = Traffic()

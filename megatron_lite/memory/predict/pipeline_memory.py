@@ -1,7 +1,7 @@
 """The bytes that each pipeline rank holds for backward, action by action of its schedule.
 
 They are those of all its micro-batches in flight. Only hidden states on their way between ranks
-come on top (pipeline/links.py): one [s, b, h] that arrives early, and those whose send has not
+come on top (pipeline/executor.py): one [s, b, h] that arrives early, and those whose send has not
 ended. Standard library only.
 """
 

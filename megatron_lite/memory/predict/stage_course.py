@@ -2,7 +2,7 @@
 
     forward     what is kept for backward is added up
     backward    from the last operation to the first: what is kept and rebuilt, and the operation's
-                largest temporary (description/shape.py)
+                largest temporary (description/sizes.py)
 
 A unit, or a layer with an `ops(...)` policy, rebuilds everything before its backward begins. A
 region is rebuilt when the first operation reads it (layer_backward.py).
@@ -29,10 +29,8 @@ from megatron_lite.description.model_ends import (
     head_operations,
     waits_for_lookup,
 )
-from megatron_lite.description.shape import Shape
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.description.transformer_layer import describe_layers
-from megatron_lite.memory.predict.gathered_weights import NOT_SHARDED, NOTHING, GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import (
     HEAD,
     activation_bytes,
@@ -40,7 +38,14 @@ from megatron_lite.memory.predict.kept_tensors import (
     segment_terms,
 )
 from megatron_lite.memory.predict.layer_backward import LayerBackward, end_name, layer_backward
-from megatron_lite.memory.predict.walk import Moment, Passage, Walk
+from megatron_lite.memory.predict.walk import (
+    NOT_SHARDED,
+    NOTHING,
+    GatheredWeights,
+    Moment,
+    Passage,
+    Walk,
+)
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 SLOT_ALIGNMENT = 512  # bytes, as in recompute/pool.py

@@ -5,7 +5,7 @@
 The first part is that of states.py, and the rotary tables. The second part follows the rank's
 actions in the order of the pipeline. Each forward or backward of a stage is a passage
 (stage_course.py): what is kept, what a replay rebuilds, and one number for each operation
-(description/shape.py). On CUDA the allocator's rounding and the workspaces of cuBLAS count.
+(description/sizes.py). On CUDA the allocator's rounding and the workspaces of cuBLAS count.
 
     held when an action begins    what earlier actions have left, the tensors that have arrived for
                                   this action and for the next one, and tensors that are being sent
@@ -34,10 +34,8 @@ from typing import Literal, NamedTuple
 from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
-from megatron_lite.description.shape import Shape
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.description.transformer_layer import layers_differ
-from megatron_lite.memory.predict.gathered_weights import NOT_SHARDED, GatheredWeights
 from megatron_lite.memory.predict.pipeline_memory import (
     RankSchedule,
     distinct_ranks,
@@ -47,7 +45,7 @@ from megatron_lite.memory.predict.pipeline_memory import (
 )
 from megatron_lite.memory.predict.stage_course import StageCourse, stage_course
 from megatron_lite.memory.predict.states import state_tensors, update_memory
-from megatron_lite.memory.predict.walk import Moment
+from megatron_lite.memory.predict.walk import NOT_SHARDED, GatheredWeights, Moment
 from megatron_lite.pipeline.order import Action
 
 Tag = Literal["exact", "bound", "estimate"]

@@ -5,9 +5,168 @@ Under FSDP2 the walk also holds gathered weights and reduced gradients (gathered
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megatron_lite.memory.predict.gathered_weights import NOTHING, FsdpUnit, GatheredWeights
+from megatron_lite.config.run import RunConfig
+from megatron_lite.description.model_ends import embedding_operations, head_operations
+from megatron_lite.description.operations import Operation, Parameter
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layer
+
+# The weights and gradients that FSDP2 holds for a time, around what the layers hold.
+#
+# A unit is one layer; the root unit is everything else. With reshard after forward:
+#
+#     forward    root: gather, and stay until backward has ended
+#                layer: gather into a buffer, free the buffer of the layer before, copy the weights
+#                out; afterwards free the weights, but not the buffer
+#     backward   root: starts the gather of the last layer
+#                layer: copy the weights out of its buffer, free it, start the gather of the layer
+#                before; afterwards free the weights and reduce the gradients
+#                root: reduces its gradients at the very end
+#
+#     reduce     copy the gradients into one buffer, free them, sum the buffer over the ranks. The
+#                buffer lives until the next reduction.
+#
+# With --fsdp-memory-efficient-wrapping and untied weights two more units exist:
+#
+#     embedding  gathered and freed like a layer in forward. Its backward needs no weight, and the
+#                root reduces its gradients before its own.
+#     output     gathered before the head, and whole until the head's backward has ended. Then it
+#                reduces its gradients, before the last layer does.
+#
+# The facts are those of torch 2.13 and of parallel/fsdp.py. A tied weight that is a unit of
+# its own counts as a part of the root, which is the most that it can hold. Standard library only.
+
+
+FLOAT32 = 4
+
+
+class FsdpUnit(NamedTuple):
+    """The bytes of a unit of FSDP2.
+
+    gathered: its weights on every rank, with the padding of rows. cast: this rank's rows in the
+    dtype in which they are sent; 0 if that is the dtype of the rows.
+    gradients: the gradients of the whole weights, as backward computes them.
+    last: those of them that live until the reduction has ended.
+    buffer: the gradients in the buffer that is reduced. rows: this rank's part of the sum.
+    """
+
+    gathered: int
+    cast: int
+    gradients: int
+    last: int
+    buffer: int
+    rows: int
+
+
+class GatheredWeights(NamedTuple):
+    """The units of a stage, and when their memory is allocated and freed.
+
+    embedding, output: the units of the token embedding and of the output layer; NOTHING if they
+        are parts of the root.
+    tied: whether `embedding` and `output` are one unit, which is gathered twice.
+    reshards: whether a layer's weights are freed after its forward.
+    accumulates: whether rows' gradients of an earlier micro-batch exist already.
+    copies: whether a collective copies the whole tensor, as gloo does.
+    several: whether several micro-batches of the stage are in flight at once. Weights that stay
+        gathered then count once for all of them, as `staying`, and in no passage.
+    staying: the bytes of those weights.
+    """
+
+    root: FsdpUnit
+    embedding: FsdpUnit
+    layer: FsdpUnit
+    output: FsdpUnit
+    tied: bool
+    reshards: bool
+    accumulates: bool
+    copies: bool
+    several: bool
+    staying: int
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, sizes: Sizes, num_layers: int, *, dp_cp_size: int, several: bool
+    ) -> GatheredWeights:
+        """Returns the units of a stage of `num_layers` layers."""
+        sent = FLOAT32 if config.training.precision == "fp32" else sizes.element_bytes
+        reduced = sent if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
+        first = _parameters(embedding_operations(config.model, sizes))
+        last_ones = _parameters(head_operations(config.model, sizes))
+        number = min(sizes.first_layer, config.model.num_layers - 1)  # a stage may have no layers
+        layer = describe_layer(config.model, sizes, number)
+
+        def unit(parameters: Sequence[Parameter], last: int = 0) -> FsdpUnit:
+            padded = sum(_padded(one, dp_cp_size) for one in parameters)
+            return FsdpUnit(
+                padded * sent,
+                padded // dp_cp_size * sent if sent != FLOAT32 else 0,
+                sum(one.num_elements for one in parameters) * sent,
+                last,
+                padded * reduced,
+                padded // dp_cp_size * FLOAT32,
+            )
+
+        # torch's loop variable holds the last gradient. parallel/fsdp.py does not free a
+        # view, which that of torch's own linear layer is, nor a sum over chunks that autograd has
+        # cast to 16 bits (seen in torch 2.13).
+        untied = config.model.untie_embeddings_and_output_weights
+        chunks = sizes.loss_chunk_size is not None
+        stays = sizes.is_rounded if chunks else sizes.tp_size == 1
+        head = (
+            sizes.padded_vocab_size * config.model.hidden_size * sent
+            if sizes.has_head and untied and stays
+            else 0
+        )
+        wraps = config.data_parallel.fsdp_memory_efficient_wrapping
+        tied = wraps and not untied and sizes.has_embedding and sizes.has_head
+        words = _largest(first) if tied or (wraps and untied) else []
+        logits = _largest(last_ones) if wraps and untied else []
+        apart = [id(one) for one in (*words, *logits)]
+        rest = [one for one in (*first, *last_ones) if id(one) not in apart]
+        reshards = config.data_parallel.torch_fsdp2_reshard_after_forward
+        root, of_layer = unit(rest, 0 if logits else head), unit(_parameters(layer.operations))
+        staying = 0
+        if several:
+            staying = root.gathered
+            if not reshards:
+                staying += num_layers * of_layer.gathered
+                of_layer = of_layer._replace(gathered=0, cast=0)
+        return cls(
+            root,
+            unit(words) if words else NOTHING,
+            of_layer,
+            unit(logits, head) if logits else unit(words) if tied else NOTHING,
+            tied,
+            reshards,
+            sizes.accumulates,
+            sizes.device == "cpu",
+            several,
+            staying,
+        )
+
+
+NOTHING = FsdpUnit(0, 0, 0, 0, 0, 0)
+NOT_SHARDED = GatheredWeights(
+    NOTHING, NOTHING, NOTHING, NOTHING, False, True, False, False, False, 0
+)
+
+
+def _parameters(operations: Iterable[Operation]) -> list[Parameter]:
+    return [one for each in operations for one in each.parameters]
+
+
+def _largest(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """Returns the largest of the parameters alone, which is a matrix of the whole vocabulary."""
+    return sorted(parameters, key=lambda one: one.num_elements)[-1:]
+
+
+def _padded(parameter: Parameter, ranks: int) -> int:
+    """Returns the elements of a parameter whose rows are padded to a multiple of the ranks."""
+    rows, *_ = parameter.shape
+    return parameter.num_elements // rows * -(-rows // ranks) * ranks
 
 
 class Moment(NamedTuple):
