@@ -112,7 +112,7 @@ class OptimizerConfig:
         without="optimizer_cpu_offload",
     )
     overlap_cpu_optimizer_d2h_h2d: bool = switch(
-        "copy gradients and weights of other parts beside the update of one",
+        "copy gradients beside backward, and weights beside the update and the next forward",
         without="optimizer_cpu_offload",
     )
     clip_grad: float = setting("largest global gradient norm; 0 for no clipping", 1.0, least=0.0)

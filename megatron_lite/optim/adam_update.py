@@ -80,9 +80,9 @@ class AdamW:
         }
         self.link: HostLink | None = None
         if hosted := [piece for piece in pieces if piece.on_host]:
-            from megatron_lite.optim.host_link import link_of
+            from megatron_lite.optim import host_link
 
-            self.link = link_of(hosted, overlaps=config.overlap_cpu_optimizer_d2h_h2d)
+            self.link = host_link.HostLink(hosted, overlaps=config.overlap_cpu_optimizer_d2h_h2d)
 
     def _new_state(self, piece: Piece, key: str) -> Tensor:
         if not piece.apart:

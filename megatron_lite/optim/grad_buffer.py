@@ -12,6 +12,10 @@ Without overlap one bucket holds all gradients (a tied weight has its own), and 
 the last backward. With overlap the buckets are several, in the reverse order of the parameters'
 use. Each is sent as soon as the last micro-batch has added to all of it, while backward goes on.
 
+With `host` each final gradient is given to it: while backward goes on, if no sum over TP ranks or
+the pipeline's ends follows, and no sum over data-parallel ranks without overlap. A bucket is given
+when the next one has been sent.
+
 All sums commute. Without overlap gradients are summed over TP first and then over data-parallel
 ranks. With overlap the order is the other way round.
 """
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +40,9 @@ from megatron_lite.parallel.collectives import (
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import foreach_copy_
+
+if TYPE_CHECKING:
+    from megatron_lite.optim.host_link import HostLink
 
 
 class Bucket:
@@ -69,7 +77,10 @@ class GradBuffer:
         rank's part of each bucket (`Bucket.own`) is valid after `reduce_`.
     own_norm: the 2-norm, 0-d, of this rank's gradients before the sum over data-parallel ranks. It
         is None without `measure_own_norm`.
+    host: takes a copy of each gradient once it is final.
     """
+
+    host: HostLink | None = None
 
     def __init__(
         self,
@@ -118,7 +129,8 @@ class GradBuffer:
         self._parameters = dict(parameters)
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._last: set[str] = set()  # the parameters whose next gradient is the last of this step
-        self._num_started = 0
+        self._num_started = self._num_complete = 0
+        self._given: set[str] = set()  # the parameters whose gradients the host has
         self._measures_own_norm = False
         self._own_norms: list[Tensor] = []
         self.own_norm: Tensor | None = None
@@ -150,7 +162,7 @@ class GradBuffer:
         With overlap a bucket is sent once all of its last gradients have arrived. Without this call
         `reduce_` begins the reductions. parameters: None for all.
         """
-        if self._overlaps:
+        if self._overlaps or self.host is not None:
             chosen = self._names if parameters is None else parameters
             self._last.update(self._names[one] for one in chosen)
 
@@ -160,6 +172,8 @@ class GradBuffer:
         Sums partial gradients over the TP ranks, those of a tied weight over the first and last
         pipeline stage, and all of them over the data-parallel ranks.
         """
+        if self.host is not None:
+            self.host.join()
         self._take_vectors()
         # The view of a parameter without a gradient in this step still holds older values.
         for name, parameter in self._parameters.items():
@@ -174,15 +188,17 @@ class GradBuffer:
         if self._reduces:
             for bucket in remaining:
                 self._start(bucket)
+            self._complete(len(self.buckets))
             for bucket in self.buckets:
-                assert bucket.started is not None
-                reduced = bucket.started.wait()
-                if reduced.dtype != bucket.flat.dtype:  # it was sent in bf16
-                    bucket.flat[bucket.own].copy_(reduced)
                 bucket.started, bucket.awaited = None, set(bucket.places)
         if self._sums_over_model and self._overlaps:
             self._sum_over_model(None)
-        self._num_started = 0
+        if self.host is not None:
+            for name in self.grads.keys() - self._given:
+                self.host.take(name)
+            self.host.join()
+        self._num_started = self._num_complete = 0
+        self._given.clear()
         self._last.clear()
         self.own_norm = torch.stack(self._own_norms).norm() if self._own_norms else None
         self._own_norms.clear()
@@ -237,26 +253,28 @@ class GradBuffer:
             if owner.grad is not view and not self._waits(name):
                 (view.add_ if adds else view.copy_)(owner.grad)
                 owner.grad = None if adds else view
-            if self._overlaps:
+            if self._overlaps or self.host is not None:
                 self._arrived(name)
 
         parameter.register_post_accumulate_grad_hook(collect)
 
     def _arrived(self, name: str) -> None:
-        """Begins to reduce complete buckets, in their order.
+        """Begins to reduce complete buckets, in their order, and gives the host what is final.
 
         The order is the same on every rank; otherwise the ranks' collectives would not match.
         """
-        if self.bucket_of[name].started is not None:
+        if self.bucket_of[name].started is not None or name in self._given:
             raise RuntimeError(
-                f"--overlap-grad-reduce: another gradient of {name} came after its bucket was "
-                "sent: a parameter must get all of its gradient at once in the last micro-batch of "
-                "a step"
+                f"--overlap-grad-reduce, --overlap-cpu-optimizer-d2h-h2d: another gradient of "
+                f"{name} came after it was sent: a parameter must get all of its gradient at once "
+                "in the last micro-batch of a step"
             )
         if name not in self._last:
             return
+        if not self._reduces and not self._waits(name):
+            self._give(name)
         self.bucket_of[name].awaited.discard(name)
-        while self._num_started < len(self.buckets):
+        while self._overlaps and self._num_started < len(self.buckets):
             bucket = self.buckets[self._num_started]
             if bucket.awaited:
                 break
@@ -264,6 +282,31 @@ class GradBuffer:
                 self._own_norms.append(bucket.flat.norm())
             self._start(bucket)
             self._num_started += 1
+            if self.host is not None:
+                with self.host.aside():
+                    self._complete(self._num_started - 1)
+
+    def _complete(self, stop: int) -> None:
+        """Waits for the sums of the buckets before number `stop`, and gives them to the host."""
+        for bucket in self.buckets[self._num_complete : stop]:
+            assert bucket.started is not None
+            reduced = bucket.started.wait()
+            if reduced.dtype != bucket.flat.dtype:  # it was sent in bf16
+                bucket.flat[bucket.own].copy_(reduced)
+            for name in bucket.places:
+                self._give(name)
+        self._num_complete = stop
+
+    def _give(self, name: str) -> None:
+        """Gives a gradient to the host, unless `_sum_over_model` changes it yet."""
+        bucket, parallel = self.bucket_of[name], self._parallel
+        partial = bucket.places[name].start < bucket.layout.num_partial
+        follows = partial and parallel.tp_group is not None
+        if bucket.tied:
+            follows = follows or parallel.embedding_group is not None
+        if self.host is not None and not follows:
+            self.host.take(name)
+            self._given.add(name)
 
     def _start(self, bucket: Bucket) -> None:
         """Begins the sum over the data-parallel ranks.

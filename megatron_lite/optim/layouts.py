@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,9 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import address_of, foreach_copy_
 from megatron_lite.parallel.weights import READER, gathered_dtype, local_part
+
+if TYPE_CHECKING:
+    from megatron_lite.optim.host_link import HostLink
 
 # The weights that --decoupled-lr is for, by the ends of their names.
 ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -138,6 +141,7 @@ class Replicated:
     issue collectives. Here only `gradients` issues some: one all-reduce for each bucket.
 
     gradients: where backward accumulates.
+    link: the way of weights from the host; None if no piece is there.
     pieces: this rank's pieces, in the order of the model's parameters.
     shard_group: the ranks that hold different pieces; None if every rank holds all pieces.
     replicates_weights: whether every rank of `dp_cp_group` holds all weights.
@@ -146,6 +150,7 @@ class Replicated:
     """
 
     gradients: Any  # a GradBuffer, or what has its methods
+    link: HostLink | None = None
     shard_group: ProcessGroup | None = None
     replicates_weights = True
 
@@ -166,6 +171,9 @@ class Replicated:
     def _new_pieces(self, model: nn.Module) -> list[Piece]:
         """Makes `gradients`, and returns the pieces."""
         config = self._optimizer
+        gathers = self.shard_group is not None and self._config.overlap_param_gather
+        if gathers or config.overlap_cpu_optimizer_d2h_h2d:
+            self._wait_before_use(model)
         self.gradients = GradBuffer(
             self._parameters, self._parallel, self._config, config.main_grads_dtype
         )
@@ -196,6 +204,26 @@ class Replicated:
         facts = dict(start=start, gradient=grad, apart=apart, on_host=on_host)
         return Piece.of(name, self._parameters[name], weight, master, **facts)
 
+    def _wait_before_use(self, model: nn.Module) -> None:
+        """Makes every module that owns parameters wait until they have arrived.
+
+        A module waits before its forward, and before `weight_of` reads its weight alone.
+        """
+        names = {parameter: name for name, parameter in self._parameters.items()}
+
+        def finish_(module: nn.Module, *_: object) -> None:
+            for parameter in module.parameters(recurse=False):
+                self.weight(names[parameter])
+
+        def read(module: nn.Module) -> Tensor:
+            finish_(module)
+            return module.weight  # type: ignore[return-value]
+
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(finish_)
+                module.__dict__[READER] = partial(read, module)
+
     def _holders(self, name: str) -> ProcessGroup | None:
         """Returns the ranks that hold different pieces of a parameter."""
         return self.shard_group
@@ -208,7 +236,7 @@ class Replicated:
     def publish(self) -> None:
         """Makes the updated masters the weights that the model computes with.
 
-        It may return while gathers run: the forward of each module waits for its own weights.
+        It may return while weights are on their way: the forward of each module waits for its own.
         """
         rounded = [
             piece for piece in self.pieces if not piece.apart and is_rounded(piece.weight.dtype)
@@ -218,7 +246,9 @@ class Replicated:
             foreach_copy_(weights, [piece.master for piece in rounded])
 
     def finish(self) -> None:
-        """Waits for the gathers that `publish` has begun."""
+        """Waits for the weights that are on their way."""
+        if self.link is not None:
+            self.link.finish()
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
         """Returns a whole tensor, such as a moment, from the parts of all ranks.
@@ -240,7 +270,9 @@ class Replicated:
         return torch.cat(parts).view(parameter.shape)
 
     def weight(self, name: str) -> Tensor:
-        """Returns a whole weight, as a checkpoint holds it."""
+        """Returns a whole weight, as a checkpoint holds it, once it has arrived."""
+        if self.link is not None:
+            self.link.wait_for(name)
         return self._parameters[name]
 
     @torch.no_grad()
@@ -281,8 +313,6 @@ class Zero1(Replicated):
     @torch.no_grad()
     def _new_pieces(self, model: nn.Module) -> list[Piece]:
         self.shard_group = self._parallel.shard_group
-        if self._config.overlap_param_gather:
-            self._wait_before_use(model)
         return super()._new_pieces(model)
 
     def _views(self) -> Iterator[_View]:
@@ -316,6 +346,8 @@ class Zero1(Replicated):
         super().publish()
         # The buckets are in the reverse order of their use; a tied embedding is the last bucket.
         for bucket, weights in reversed(self._weights.items()):
+            for name in bucket.places:
+                super().weight(name)
             if (group := bucket.shard_group) is not None:
                 weights.gather = start_all_gather_into_(weights.flat, weights.own, group)
             if not self._config.overlap_param_gather:
@@ -330,26 +362,6 @@ class Zero1(Replicated):
         """Returns the parameter itself, once its gather is complete."""
         self._weights[self.gradients.bucket_of[name]].finish()
         return self._parameters[name]
-
-    def _wait_before_use(self, model: nn.Module) -> None:
-        """Makes every module that owns parameters wait for their gathers.
-
-        A module waits before its forward, and before `weight_of` reads its weight alone.
-        """
-        names = {parameter: name for name, parameter in self._parameters.items()}
-
-        def finish_(module: nn.Module, *_: object) -> None:
-            for parameter in module.parameters(recurse=False):
-                self.weight(names[parameter])
-
-        def read(module: nn.Module) -> Tensor:
-            finish_(module)
-            return module.weight  # type: ignore[return-value]
-
-        for module in model.modules():
-            if any(True for _ in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(finish_)
-                module.__dict__[READER] = partial(read, module)
 
 
 class FullySharded(Replicated):

@@ -107,6 +107,7 @@ class Optimizer:
         specs = {name: spec_of(parameter) for name, parameter in model.named_parameters()}
         new_rule = chosen("--optimizer", config.optimizer, RULES)
         self._rule = new_rule(self.layout, specs, config, parallel)
+        self.layout.link = self._rule.link
         self._updates = torch.zeros((), dtype=torch.float32, device=parallel.device)
         self.states = {
             piece.name: {
@@ -116,6 +117,8 @@ class Optimizer:
             for piece in self._pieces
         }
         gradients = self.layout.gradients
+        if self._rule.link is not None and self._rule.link.overlaps:
+            gradients.host = self._rule.link
         self.zero_grad, self.sync_next_backward = gradients.forget, gradients.sync_next_backward
         self.measure_own_grad_norm = gradients.measure_own_norm
         self.weight, self.set_weight = self.layout.weight, self.layout.set_weight
@@ -145,8 +148,10 @@ class Optimizer:
         with self.timed("all-grads-sync"):
             self.layout.gradients.reduce_()
         grads = [piece.grad for piece in self._pieces]
+        factors = []
         if self.loss_scale is not None and grads:
-            foreach_mul_(grads, self.loss_scale.inverse())
+            factors.append(self.loss_scale.inverse())
+            foreach_mul_(grads, factors[-1])
         grad_norm, piece_norms = self._global_norms(grads, loss)
         # `skipped` stays on the device: reading it would make the host wait for backward. A spike
         # must not lower the loss scale, so the scale is updated before the spike is judged.
@@ -162,7 +167,10 @@ class Optimizer:
         if self._clip_grad > 0.0 and grads:
             with self.timed("optimizer-clip-main-grad"):
                 # 1e-6 as in torch.nn.utils.clip_grad_norm_
-                foreach_mul_(grads, (self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
+                factors.append((self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
+                foreach_mul_(grads, factors[-1])
+        if self._rule.link is not None:
+            self._rule.link.factors = factors
         with self.timed("optimizer-inner-step"):
             at_the_ends = decoupled_learning_rate
             self._rule.step(
@@ -189,6 +197,7 @@ class Optimizer:
 
     def params_norm(self) -> Tensor:
         """Returns the 2-norm of all weights, 0-d."""
+        self.finish()
         return self._global_norms(
             [piece.weight if piece.apart else piece.master for piece in self._pieces]
         )[0]

@@ -85,7 +85,7 @@ def whole(state: Tensor) -> Tensor:
     return torch.cat([read(state, part) for part in parts_of(state)]).view(state.shape)
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A part of a piece that is updated by itself, and the settings of its group."""
 
     piece: Piece
@@ -105,9 +105,9 @@ def update_apart(
     rule: AdamW, groups: Sequence[tuple[list[Piece], dict[str, Any]]], skipped: Tensor
 ) -> None:
     """Updates and publishes the pieces of groups part by part, each with its group's settings."""
-    on_host: list[_Part] = []
+    on_host: list[Part] = []
     for pieces, settings in groups:
-        parts = [_Part(one, place, settings) for one in pieces for place in parts_of(one.weight)]
+        parts = [Part(one, place, settings) for one in pieces for place in parts_of(one.weight)]
         if pieces[0].on_host:
             on_host += parts
             continue
@@ -121,15 +121,13 @@ def update_apart(
     # It waits for the device, and for all but the last copies.
     if on_host and (is_fake(skipped) or not skipped.item()):
         assert rule.link is not None
-        arriving = rule.link.arriving([part.grad for part in on_host])
-        for part, grad in zip(on_host, arriving, strict=True):
-            rule.link.send(part.weight, _update_part(rule, part, grad, found_inf=None))
-        rule.link.finish()
+        for part, grad in zip(on_host, rule.link.arriving(on_host), strict=True):
+            rule.link.send(part, _update_part(rule, part, grad, found_inf=None))
         for name in {part.piece.name for part in on_host}:
             rule.steps[name] += 1.0
 
 
-def _update_part(rule: AdamW, part: _Part, grad: Tensor, found_inf: Tensor | None) -> Tensor:
+def _update_part(rule: AdamW, part: Part, grad: Tensor, found_inf: Tensor | None) -> Tensor:
     """Updates the states of a part, where they are. Returns its main weights before they are
     stored."""
     piece, place, settings = part

@@ -204,8 +204,9 @@ def lines(one: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {term['name']:<60}{gib(term['bytes']):>9} GiB{share:>7.1%}  {term['tag']}"
     if plan["states_on_host_bytes"]:
         yield from _wrapped(
-            f"{gib(plan['states_on_host_bytes'])} GiB of main weights and optimizer states are in "
-            "host memory (the step's time has their copies, and not the host's arithmetic)."
+            f"{gib(plan['states_on_host_bytes'])} GiB of main weights, optimizer states and copies "
+            "of gradients are in host memory (the step's time has the copies, and not the host's "
+            "arithmetic)."
         )
     yield ""
     if one["plans"]:

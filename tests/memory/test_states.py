@@ -38,7 +38,7 @@ HOST = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.6)
 RULES = {
     "rounded": OptimizerConfig(**ROUNDED, main_params_dtype="fp16", main_grads_dtype="bf16"),
     "host": OptimizerConfig(**HOST),
-    "rounded, on the host": OptimizerConfig(**HOST, **ROUNDED),
+    "rounded, on the host": OptimizerConfig(**HOST, **ROUNDED, overlap_cpu_optimizer_d2h_h2d=True),
     "muon, on the host": OptimizerConfig(**HOST, optimizer="muon"),
 }
 

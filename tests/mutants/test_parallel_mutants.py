@@ -20,7 +20,7 @@ from megatron_lite.recompute import region_runner
 from megatron_lite.tensor_parallel import grouped_linear
 from megatron_lite.training.step import MicroBatchLoss
 from tests.model import test_experts as test_model_experts
-from tests.optim import test_layouts, test_stored, test_zero1
+from tests.optim import test_host_link, test_layouts, test_stored, test_zero1
 from tests.parallel import test_equality, test_fsdp, test_weight_gradient
 from tests.parallel.test_weight_gradient import calls  # noqa: F401
 from tests.pipeline import test_pipeline
@@ -33,16 +33,32 @@ Patch = pytest.MonkeyPatch
 
 
 @replaces("_arrived", host_link.HostLink)
-def the_host_reads_a_stale_gradient(real: Any, self: Any, host: Tensor, mark: Any) -> Tensor:
-    return host
+def the_host_reads_a_stale_gradient(real: Any, self: Any, mark: Any) -> None:
+    pass
+
+
+@replaces("_arrived", grad_buffer.GradBuffer)
+def the_host_gets_the_gradient_of_the_first_micro_batch(
+    real: Any, self: grad_buffer.GradBuffer, name: str
+) -> None:
+    if name not in self._given:
+        self._give(name)
+
+
+@replaces("join", host_link.HostLink)
+def a_gradient_is_clipped_before_it_has_left(real: Any, self: Any) -> None:
+    pass
+
+
+@replaces("weight", layouts.Replicated)
+def a_forward_reads_a_weight_before_it_has_come_back(real: Any, self: Any, name: str) -> Any:
+    return self._parameters[name]
 
 
 @replaces("send", host_link.HostLink)
-def a_buffer_is_overwritten_under_its_copy(
-    real: Any, self: Any, weight: Tensor, values: Tensor
-) -> None:
+def a_buffer_is_overwritten_under_its_copy(real: Any, self: Any, part: Any, values: Tensor) -> None:
     self._sent = [None, None]
-    real(self, weight, values)
+    real(self, part, values)
 
 
 @replaces("take_", layouts.Piece)
@@ -242,9 +258,27 @@ MUTANTS = [
         Mutant(
             fault,
             test_stored.test_no_copy_is_read_before_it_has_arrived,
-            dict(settings={}, fraction=1.0, overlaps=True),
+            dict(settings={}, fraction=1.0, overlaps=overlaps),
         )
-        for fault in (the_host_reads_a_stale_gradient, a_buffer_is_overwritten_under_its_copy)
+        for fault, overlaps in (
+            (the_host_reads_a_stale_gradient, False),
+            (a_buffer_is_overwritten_under_its_copy, True),
+        )
+    ),
+    *(
+        Mutant(
+            fault,
+            test_host_link.test_overlap_changes_no_bit,
+            dict(name="fp16, some on the host, skipped steps"),
+        )
+        for fault in (
+            the_host_gets_the_gradient_of_the_first_micro_batch,
+            a_forward_reads_a_weight_before_it_has_come_back,
+        )
+    ),
+    Mutant(
+        a_gradient_is_clipped_before_it_has_left,
+        test_host_link.test_streams_use_no_memory_in_no_order,
     ),
     Mutant(
         a_loaded_weight_leaves_the_copy_on_the_host,

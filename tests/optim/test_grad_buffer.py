@@ -167,7 +167,7 @@ def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error() -> None:
         return ""
 
     assert all(
-        "another gradient of fourth came after its bucket was sent" in message
+        "another gradient of fourth came after it was sent" in message
         for message in run_ranks(work, 2)
     )
 

@@ -69,6 +69,10 @@ class Event:
     def wait(self, stream: Stream) -> None:
         stream.wait_event(self)
 
+    def synchronize(self) -> None:
+        """The host's own operations count as those of the main stream."""
+        MAIN.wait_event(self)
+
 
 MAIN = Stream()
 

@@ -96,13 +96,14 @@ def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak() -> No
     assert f"states alone take {states:.2f} GiB" in text.replace("\n", " ")
     # In host memory: all but 6 bytes, weights and the sums of gradients.
     text = printed(on_one)
-    on_host = 12 * 8_030_261_248 + 2 * 2**24 * (4 + 2)  # with the buffers of copies
-    assert f"{on_host / 2**30:.2f} GiB of main weights and optimizer states" in text
+    # There also the copies of gradients, and the buffers of weights.
+    on_host = 16 * 8_030_261_248 + 2 * 2**24 * 2
+    assert f"{on_host / 2**30:.2f} GiB of main weights, optimizer states" in text
     words = shlex.split(text.partition("To run plan 1:")[2].partition("(training")[0])
     config = parse_args([word for word in words if word != "\n"][6:]).config
     peak = step_peak(config, 0, device="cuda", dp_cp_size=1)
     assert f"{peak.num_bytes / 2**30:.2f}" in text and config.optimizer.optimizer_cpu_offload
-    less = printed([*on_one, "--host-memory", "80GiB"])
+    less = printed([*on_one, "--host-memory", "100GiB"])
     assert "--optimizer-offload-fraction 0.75" in less.replace("\n", " ")
 
 

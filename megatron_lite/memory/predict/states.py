@@ -51,7 +51,7 @@ class RankStates(NamedTuple):
     gradients: under FSDP2 they exist from the first backward of a step to its end.
     optimizer: the states of the update rule, such as the two moments of AdamW.
     host_masters, host_optimizer: those in host memory.
-    host_copies: the buffers there through which gradients and weights pass.
+    host_copies: the places of gradients there, and the buffers through which weights pass.
     """
 
     weights: int
@@ -187,7 +187,10 @@ def _state_tensors(
         [piece for piece, moved in zip(pieces, hosted, strict=True) if moved == on_host]
         for on_host in (False, True)
     )
-    copied = 2 * min(PART, max((number for _, number in there), default=0))
+    part = min(PART, max((number for _, number in there), default=0))
+    taken = part
+    if options.overlap_cpu_optimizer_d2h_h2d:  # each gradient has its place
+        taken = sum(number for _, number in there)
     return StateTensors(
         weights=[element * number for number, _ in weights],
         masters=[main * number for _, number in here if element < FLOAT32],
@@ -195,7 +198,7 @@ def _state_tensors(
         optimizer=_optimizer_tensors(config, here),
         host_masters=[main * number for _, number in there],
         host_optimizer=_optimizer_tensors(config, there),
-        host_copies=[copied * grad, copied * element],
+        host_copies=[taken * grad, 2 * part * element],
     )
 
 
