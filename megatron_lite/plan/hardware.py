@@ -125,6 +125,8 @@ class Hardware:
     pace: the factor of every predicted time, which `report --calibration` learns from runs.
     inside, between: the networks inside a node and between nodes, per rank.
     host_bandwidth: the bandwidth to host memory, in each direction.
+    host_memory_bandwidth: that with which the host updates weights in its memory, for each rank of
+        a node whose ranks all do.
     shares_cores: whether computing ranks slow a collective down as much as it slows them, so that
         nothing overlaps. It is so on a CPU.
     sources: the source of each figure, in words.
@@ -152,6 +154,7 @@ class Hardware:
     inside: Link
     between: Link
     host_bandwidth: float
+    host_memory_bandwidth: float
     shares_cores: bool
     sources: Mapping[str, str] = dataclasses.field(hash=False)
     pace: float = 1.0

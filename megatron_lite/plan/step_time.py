@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from megatron_lite.config.optimizer_settings import FORMATS, MUON
+from megatron_lite.config.optimizer_settings import FORMATS, MUON, OptimizerConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.description.operations import (
@@ -38,6 +38,7 @@ from megatron_lite.recompute.schedule import plan_stage
 PIPELINE_WAITS = "waits of the pipeline"
 REDUCTION = "reduction of gradients"
 OPTIMIZER = "optimizer"
+HOST_UPDATE = "optimizer on the host"
 WEIGHT_GATHERS = "gathers of weights"
 # The bytes that a step moves for each parameter, besides the states, and the weight that it writes:
 # the gradient is read for its norm, scaled in place and read again; the master weight is read and
@@ -207,6 +208,7 @@ def _terms(
         REDUCTION: updates[rank].reduction,
         # The norm of all gradients makes every rank wait before its update.
         OPTIMIZER: max(one.update for one in updates),
+        HOST_UPDATE: max(one.on_host for one in updates),
         WEIGHT_GATHERS: max(one.gather for one in updates),
     }
     return {term: pace * seconds for term, seconds in terms.items() if seconds > 0.0}
@@ -234,12 +236,14 @@ class UpdateTime(NamedTuple):
     """The seconds of a rank after its last backward, and of what delays its next forward.
 
     reduction: the part of the reduction of gradients that backward does not hide.
-    update: the optimizer.
+    update: the optimizer on the device.
+    on_host: the optimizer on the host, with the copies that nothing hides.
     gather: the part of the gathers of updated weights that the next forward does not hide.
     """
 
     reduction: float
     update: float
+    on_host: float
     gather: float
 
 
@@ -279,16 +283,37 @@ def update_time(
     settings = config.optimizer
     hosted = settings.optimizer_offload_fraction * settings.optimizer_cpu_offload * own
     update = hardware.memory_seconds(moved * (own - hosted))
-    # Gradients go to the host, and weights back: beside each other, or one after the other.
-    out, back = (
-        num_bytes * hosted / hardware.host_bandwidth
-        for num_bytes in (FORMATS[settings.main_grads_dtype], element)
-    )
-    update += max(out, back) if settings.overlap_cpu_optimizer_d2h_h2d else out + back
+    parts = sum(stage.num_layers for stage in stages)
+    if run.data_parallel.size > 1:
+        parts = 1 if bucket is None else math.ceil(own / bucket)
+    on_host = _on_host(settings, clock, hosted, max(1, parts), backward)
     if config.optimizer.optimizer == MUON:
         ranks = run.shares(run.data_parallel)[0]
         update += _muon(run, stages, ranks.size if shares_out else 1)
-    return UpdateTime(reduction, update, gather)
+    return UpdateTime(reduction, update, on_host, gather)
+
+
+def _on_host(
+    settings: OptimizerConfig, clock: Clock, hosted: float, parts: int, backward: float
+) -> float:
+    """Returns the time of the update of `hosted` parameters on the host, with the copies that
+    nothing hides.
+
+    parts: those in which gradients become final during the last backward.
+    """
+    grad, element, hardware = (
+        FORMATS[settings.main_grads_dtype],
+        clock.element_bytes,
+        clock.hardware,
+    )
+    # Read the gradient, read and write main weight and states, write the weight.
+    moved = grad + 2 * (FLOAT32 + sum(settings.state_bytes(of_matrix=False))) + element
+    out, back = (num_bytes * hosted / hardware.host_bandwidth for num_bytes in (grad, element))
+    if not settings.overlap_cpu_optimizer_d2h_h2d:
+        return out + moved * hosted / hardware.host_memory_bandwidth + back
+    moved += 2 * grad  # clip it there
+    update = moved * hosted / hardware.host_memory_bandwidth
+    return clock.reduced(out, parts, backward) + max(update, back)
 
 
 def _parameters_by_group(run: TimedRun, stages: Sequence[Stage]) -> list[tuple[int, Group]]:

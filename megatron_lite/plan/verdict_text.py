@@ -22,6 +22,7 @@ from megatron_lite.plan.layouts import kind_of, states_on_host
 from megatron_lite.plan.problem import Problem
 from megatron_lite.plan.rank_mixes import Run
 from megatron_lite.plan.search import Plan
+from megatron_lite.plan.step_time import HOST_UPDATE
 from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, FitVerdict
 from megatron_lite.recompute.schedule import plan_model
 
@@ -205,8 +206,8 @@ def lines(one: Mapping[str, Any]) -> Iterator[str]:
     if plan["states_on_host_bytes"]:
         yield from _wrapped(
             f"{gib(plan['states_on_host_bytes'])} GiB of main weights, optimizer states and copies "
-            "of gradients are in host memory (the step's time has the copies, and not the host's "
-            "arithmetic)."
+            "of gradients are in host memory (the update there takes "
+            f"{plan['step_terms'][HOST_UPDATE]:.2f} s of a step)."
         )
     yield ""
     if one["plans"]:

@@ -17,10 +17,12 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.optim.adamw import adamw
 from torch.utils.benchmark import Timer
 
 from megatron_lite.config.checks import InputError
@@ -118,6 +120,12 @@ def measure(device: str, seconds: float, like: Hardware) -> Hardware:
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / _seconds(lambda: target.copy_(source), seconds)
     pinned = torch.empty(elements, pin_memory=cuda)
+    # An update reads a weight, its gradient and two moments, and writes all but the gradient.
+    weight, grad, mean, square = ([torch.ones(elements)] for _ in range(4))
+    rates: Any = dict(lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8)
+    kernel: Any = dict(fused=True, amsgrad=False, maximize=False)
+    update = partial(adamw, weight, grad, mean, square, [], [torch.ones(())], **kernel, **rates)
+    updated = 7 * source.nbytes / _seconds(update, seconds)
     to_host = source.nbytes / _seconds(lambda: pinned.copy_(source, non_blocking=True), seconds)
     ranks = torch.cuda.device_count() if cuda else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
@@ -136,6 +144,7 @@ def measure(device: str, seconds: float, like: Hardware) -> Hardware:
         band=BAND,
         pace=1.0,
         host_bandwidth=to_host,
+        host_memory_bandwidth=updated,
         sources={
             "all figures": f"measured by megatron_lite.tools.calibrate with torch "
             f"{torch.__version__} and {torch.get_num_threads()} threads",

@@ -46,6 +46,7 @@ def ideal(peak_flops: float = 1e12, device: str = "cuda") -> Hardware:
         inside=FREE,
         between=FREE,
         host_bandwidth=1e24,
+        host_memory_bandwidth=1e24,
         shares_cores=False,
         sources={},
     )

@@ -17,10 +17,17 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import hardware_flops
-from megatron_lite.plan.hardware import Group, Link, load_hardware
+from megatron_lite.plan.hardware import Group, Hardware, Link, load_hardware
 from megatron_lite.plan.policies import layer_choices
 from megatron_lite.plan.stage_time import FSDP, HOST_COPIES
-from megatron_lite.plan.step_time import OPTIMIZER, REDUCTION, WEIGHT_GATHERS, StepTime, step_time
+from megatron_lite.plan.step_time import (
+    HOST_UPDATE,
+    OPTIMIZER,
+    REDUCTION,
+    WEIGHT_GATHERS,
+    StepTime,
+    step_time,
+)
 from megatron_lite.plan.work import (
     BACKWARD_MATMULS,
     FORWARD_MATMULS,
@@ -231,6 +238,27 @@ def test_copies_to_the_host_are_hidden_where_the_bandwidth_is_high_enough() -> N
     assert less.terms[HOST_COPIES] < 0.2 * slow.terms[HOST_COPIES]
     shared = replace(A100, host_bandwidth=1e12, shares_cores=True)
     assert step_time(config, shared, 8).terms[HOST_COPIES] > fast.terms[HOST_COPIES]
+
+
+def test_an_optimizer_on_the_host_takes_its_arithmetic_and_the_copies_that_nothing_hides() -> None:
+    """Of 12 layers with 4096 x 4096 weights each, embeddings, and vectors that are 0.1% of all."""
+    number, machine = LAYERS * 12 * 4096**2 + (32768 + 2048) * 4096, replace(A100, overlap=1.0)
+
+    def taken(machine: Hardware = machine, overlaps: bool = False, **changes: Any) -> float:
+        place = dict(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=overlaps)
+        return step_time(run(optimizer={**place, **changes}), machine, 1).terms[HOST_UPDATE]
+
+    # one after the other: 4 bytes there, 30 read and written, 2 back
+    seconds = number * (6 / A100.host_bandwidth + 30 / A100.host_memory_bandwidth)
+    assert taken() == pytest.approx(seconds, rel=2e-3)
+    assert taken(optimizer_offload_fraction=0.25) == pytest.approx(taken() / 4)
+    # beside each other: clipped on the host, with the last part of 8
+    hidden = number * (4 / 8 / A100.host_bandwidth + 38 / A100.host_memory_bandwidth)
+    fast = replace(machine, host_bandwidth=1e12)
+    assert taken(overlaps=True) >= hidden * 0.99 and taken(fast, overlaps=True) < taken(fast) * 1.3
+    slow = replace(machine, host_bandwidth=1e9)
+    assert taken(overlaps=True) < taken(slow, overlaps=True) < taken(slow)
+    assert taken(replace(machine, host_memory_bandwidth=1e9), overlaps=True) > number * 38e-9
 
 
 def test_a_graph_takes_no_time_of_the_host_and_lets_no_tensor_go_there() -> None:
