@@ -53,7 +53,7 @@ def test_what_does_not_map_exactly_is_refused(tmp_path: Path) -> None:
 
     path = written(tmp_path, LLAMA_3_8B, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert "does not map exactly: rope_scaling 'dynamic', which depends" in fault(path)
-    path = written(tmp_path, LLAMA_3_8B, model_type="gemma2")
-    assert "'gemma2' has no counterpart here (it caps scores" in fault(path)
+    path = written(tmp_path, LLAMA_3_8B, model_type="diffllama")
+    assert "'diffllama' has no counterpart here (its attention" in fault(path)
     assert "No such file" in fault(str(tmp_path / "gone"))
     assert "each describe the model: give one" in fault(path, "--config-json", path)

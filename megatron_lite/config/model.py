@@ -390,7 +390,8 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
     @property
     def always_unfused(self) -> bool:
         """Tells whether core attention builds its scores on every device."""
-        return chosen("--attention-backend", self.attention_backend, ALWAYS_UNFUSED)
+        is_chosen = chosen("--attention-backend", self.attention_backend, ALWAYS_UNFUSED)
+        return is_chosen or self.attn_logit_softcapping is not None
 
     @property
     def positions(self) -> Positions:

@@ -89,6 +89,8 @@ def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
     values = {
         name: value for topic in topics() for name, value in vars(getattr(config, topic)).items()
     }
+    if config.model.always_unfused:
+        values["attention_backend"] = "unfused"
     for name, one in run_fields().items():
         why = always.get(name)
         if why is None and one.facts.without:

@@ -1,7 +1,8 @@
 """Settings of a layer that Megatron-LM has no flag for, and families of Hugging Face have.
 ModelConfig inherits them.
 
-    Gemma     embeddings times sqrt(h), GeGLU, a scale of the scores, norms around both branches
+    Gemma     embeddings times sqrt(h), GeGLU, a scale and a cap of the scores, norms around both
+              branches, a cap of the logits
     Granite   four multipliers
     Cohere    one norm for attention and MLP, which read the same input; divided logits
     Llama     attention_bias: biases of attention alone
@@ -31,6 +32,8 @@ class Variants:
     qk_layernorm_scope: "head": queries and keys are normalised head by head. "all-heads": over the
         channels of all heads together, as in OLMo 2.
     embedding_multiplier: its value in the dtype of the weights multiplies, as in Gemma.
+    attn_logit_softcapping, final_logit_softcapping: a cap c makes c tanh(x / c) of each
+        score, before the mask, and of each logit. torch has no flash kernel that caps scores.
     """
 
     parallel_residual: bool = switch(
@@ -66,6 +69,12 @@ class Variants:
     logits_scaling: float = setting("divide the logits", 1.0, above=0.0)
     softmax_scale: float | None = setting(
         "multiply the scores of attention; derived: 1 / sqrt(channels of a head)", above=0.0
+    )
+    attn_logit_softcapping: float | None = setting(
+        "cap the scores: C tanh(score / C), in unfused attention", above=0.0
+    )
+    final_logit_softcapping: float | None = setting(
+        "cap the logits: C tanh(logit / C)", above=0.0, alias="--output-logit-softcapping"
     )
 
     @property

@@ -100,6 +100,8 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
     # logits, writes the softmax, scales it in place and writes the gradient from it.
     reads, softmax = 2 * logits.num_bytes, of.wide(logits.num_bytes)
     moved = Moved(reads + 2 * softmax, reads + 4 * softmax)
+    if model.final_logit_softcapping is not None:  # three operators in place, and tanh's backward
+        moved += (3 * reads, logits.num_bytes + 6 * softmax)
     keeps = [
         KeptTensor("labels", ID_BYTES * sizes.tokens),
         KeptTensor("which labels are here", sizes.tokens),
@@ -165,18 +167,18 @@ def loss_mask(sizes: Sizes) -> KeptTensor:
     return KeptTensor("loss mask", 4 * sizes.tokens, given=True)
 
 
-def loss_blocks(sizes: Sizes, tokens: int, columns: int) -> int:
+def loss_blocks(sizes: Sizes, tokens: int, columns: int, caps: bool = False) -> int:
     """Returns the bytes with which the loss computes the softmax of some rows of its logits.
 
     torch casts bfloat16 rows to float32 before its softmax, on every device. It casts float16 rows
     on a CPU only. Rows that are a slice of padded columns are copied, unless they are cast. One
-    compiled kernel for all rows has none of these.
+    compiled kernel for all rows has none of these. caps: whether the tanh of the rows is taken too.
     """
     if sizes.compiled:
         return 0
     rows = min(tokens, rows_at_a_time(tokens, columns, sizes.device))
     softmax = rows * columns * sizes.accumulate_bytes
-    if sizes.is_rounded and (not sizes.is_float16 or sizes.device == "cpu"):
+    if caps or (sizes.is_rounded and (not sizes.is_float16 or sizes.device == "cpu")):
         return 2 * softmax
     return softmax + rows * columns * sizes.element_bytes * sizes.has_padding
 
@@ -189,7 +191,8 @@ def _loss_temporary(of: Shape, columns: int) -> int:
     """
     tokens, chunks = _chunk(of.sizes), of.sizes.loss_chunk_size is not None
     logits = tokens * columns * of.element * chunks
-    return logits + loss_blocks(of.sizes, tokens, columns) + LOSS_ROWS * of.row
+    caps = of.model.final_logit_softcapping is not None
+    return logits + loss_blocks(of.sizes, tokens, columns, caps) + LOSS_ROWS * of.row
 
 
 def _chunked_temporary(of: Shape, columns: int) -> int:
@@ -205,7 +208,8 @@ def _chunked_temporary(of: Shape, columns: int) -> int:
         product = min(columns, product_rows(hidden)) * hidden * (of.element + wide)
     if of.gathers:
         gathered, scattered = of.whole, of.hidden + sizes.gloo_copy(of.whole)
-    blocks = loss_blocks(sizes, _chunk(sizes), columns)
+    caps = of.model.final_logit_softcapping is not None
+    blocks = loss_blocks(sizes, _chunk(sizes), columns, caps)
     inside = _loss_temporary(of, columns) + max(0, scattered + product - blocks)
     return of.whole + gathered + total + max(inside, cast)
 

@@ -227,12 +227,15 @@ def _unfused(of: Shape, inputs: Tensors) -> Operation:
     elements = repeated // of.element // model.head_dim * sizes.own_seq_length
     scores = elements * of.element
     softmax = of.wide(scores) if model.attention_softmax_in_fp32 else scores
-    kept = [KeptTensor("softmax", softmax)]
+    caps = model.attn_logit_softcapping is not None
+    kept = [KeptTensor("softmax", softmax), *[KeptTensor("tanh of the scores", scores)] * caps]
     # The mask is spread over the scores. Softmax reads them and writes its result. The attended
     # values are copied to the layout [s, b, h].
     moved = Moved(
         2 * scores + softmax + 2 * attended.num_bytes, scores + 2 * softmax + 4 * attended.num_bytes
     )
+    if caps:  # the tanh, and its sum with the mask
+        moved += (3 * scores, 5 * scores)
     if softmax != scores:
         moved += (softmax + scores,) * 2
     if drops:

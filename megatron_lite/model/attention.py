@@ -278,7 +278,8 @@ class CoreAttention(nn.Module):
     "unfused" builds a/t * s^2 * b scores. For each score it keeps the softmax in the scores' dtype.
     With dropout it also keeps the mask (1 byte) and the dropped softmax. Under
     --attention-softmax-in-fp32 it keeps the float32 softmax beside a 16-bit one. With query groups
-    it keeps key and value repeated for every head.
+    it keeps key and value repeated for every head. With a cap it is unfused on every device, and
+    keeps the tanh of each score too.
 
     With dropout on a CPU both are unfused: torch has no flash kernel for that case, and would build
     the scores itself.
@@ -319,6 +320,7 @@ class CoreAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.scale = config.attention_scale
+        self.cap = config.attn_logit_softcapping
         self.rng = rng
         self.kernels = kernels
         self.cp = cp or ContextParallel()
@@ -402,7 +404,12 @@ class CoreAttention(nn.Module):
         # [b a/t, s, d]
         query, key, value = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))
         # [b a/t, s, s]. The mask is the term that baddbmm adds, so nothing keeps it for backward.
-        scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=self.scale)
+        key = key.transpose(1, 2)
+        if self.cap is None:
+            scores = torch.baddbmm(mask, query, key, alpha=self.scale)
+        else:  # cap tanh(scores / cap) + mask
+            scores = torch.baddbmm(mask, query, key, beta=0, alpha=self.scale / self.cap)
+            scores = torch.add(mask, scores.tanh(), alpha=self.cap)
         dtype = scores.dtype
         if self.softmax_in_fp32:
             dtype = torch.promote_types(dtype, torch.float32)

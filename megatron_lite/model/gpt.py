@@ -121,7 +121,8 @@ class GPTModel(nn.Module):
         length = padded_vocab_size // context.size
         first_id = context.rank * length
         num_ids = max(0, min(length, vocab_size - first_id))
-        self.columns = Columns(context.group, first_id, num_ids, context.loss_kernels)
+        cap = config.final_logit_softcapping
+        self.columns = Columns(context.group, first_id, num_ids, context.loss_kernels, cap)
         self._multiply = partial(
             parallel_linear,
             bias=None,
@@ -201,6 +202,8 @@ class GPTModel(nn.Module):
         tokens: [b, s]. Gathers the logits over the TP ranks.
         """
         own = self._project(self._multiply, self.hidden_states(tokens))
+        if (cap := self.columns.cap) is not None:
+            own = torch.tanh(own / cap) * cap
         logits = gather_from_tensor_parallel_region(own, self.context.group)
         return logits[..., : self.vocab_size].transpose(0, 1)
 

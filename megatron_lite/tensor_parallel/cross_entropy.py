@@ -65,12 +65,18 @@ class Columns(NamedTuple):
         no part in the softmax and have gradient 0, so the loss does not depend on the padding, nor
         on t.
     kernels: the compiled graphs. None: torch's operators.
+    cap: c of the logits c tanh(x / c) that have the loss. None: the logits are x itself.
     """
 
     tp_group: ProcessGroup | None
     first_id: int
     num_ids: int
     kernels: CompiledKernels | None = None
+    cap: float | None = None
+
+    def capped_(self, logits: Tensor) -> Tensor:
+        """Overwrites the logits with capped ones, which are kept and read in their place."""
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
 
 def vocab_parallel_cross_entropy(
@@ -183,6 +189,8 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, columns: Columns, overwrite_logits: bool
     ) -> Tensor:
         local = local_labels(labels, columns)
+        if columns.cap is not None:
+            logits = columns.capped_(logits if overwrite_logits else logits.clone())
         statistics = row_statistics(logits.flatten(0, 1), local, columns)
         losses, share = combined(statistics, local, columns)
         ctx.save_for_backward(logits, *local, share)
@@ -286,7 +294,7 @@ class _Head(NamedTuple):
         for start in range(0, num_rows, self.loss_chunk_size):
             tokens = slice(start, min(start + self.loss_chunk_size, num_rows))
             logits = buffer[: tokens.stop - start]
-            yield tokens, torch.mm(rows[tokens], weight.t(), out=logits)
+            yield tokens, self.columns.capped_(torch.mm(rows[tokens], weight.t(), out=logits))
 
     def gradients(
         self,
@@ -378,14 +386,15 @@ def combined(
 def write_gradient_(
     logits: Tensor, grad_losses: Tensor, share: Tensor, labels: LocalLabels, columns: Columns
 ) -> None:
-    """Overwrites the logits [n, V/t] with their gradient.
+    """Overwrites the logits [n, V/t] with their gradient; capped ones with that before the cap.
 
     grad_losses: [n], the incoming gradient of each row's loss. share: [n], the second result of
         `combined`.
     """
     num_ids = columns.num_ids
     if num_ids and columns.kernels is not None:
-        _run(columns, overwrite_rows_, logits, grad_losses, share, *labels, num_ids=num_ids)
+        settings = dict(num_ids=num_ids, cap=columns.cap)
+        _run(columns, overwrite_rows_, logits, grad_losses, share, *labels, **settings)
         return
     # The gradient of a row is dloss (softmax - one_hot). The softmax over the columns of all ranks
     # is `share` times the softmax over this rank's columns.
@@ -397,18 +406,24 @@ def write_gradient_(
     for start in range(0, rows.shape[0] if num_ids else 0, step):
         part = slice(start, start + step)
         # No name holds the gradient of some rows while that of the next ones is made.
-        rows[part] = (
+        grad_rows = (
             torch.softmax(rows[part], -1, dtype=softmax.dtype)
             .mul_(softmax[part])
             .scatter_add_(-1, column[part], at_label[part])
         )
+        if columns.cap is not None:
+            tanh = rows[part].to(grad_rows.dtype, copy=True).div_(columns.cap)
+            torch.ops.aten.tanh_backward.grad_input(grad_rows, tanh, grad_input=grad_rows)
+            del tanh
+        rows[part] = grad_rows
+        del grad_rows
 
 
-def _run(columns: Columns, function: Callable[..., Any], *tensors: Tensor, num_ids: int) -> Any:
+def _run(columns: Columns, function: Callable[..., Any], *tensors: Tensor, **settings: Any) -> Any:
     """Runs a function of rows as a compiled graph; as it is if autograd is to see it."""
     if columns.kernels is None or torch.is_grad_enabled():
-        return function(*tensors, num_ids=num_ids)
-    return columns.kernels(function, *tensors, num_ids=num_ids)
+        return function(*tensors, **settings)
+    return columns.kernels(function, *tensors, **settings)
 
 
 def statistics_of_rows(
@@ -430,8 +445,9 @@ def overwrite_rows_(
     here: Tensor,
     *,
     num_ids: int,
+    cap: float | None,
 ) -> None:
-    """Overwrites the logits with dloss (exp(logit - log_sum) - one_hot).
+    """Overwrites the logits with dloss (exp(logit - log_sum) - one_hot), before their cap.
 
     log_sum: [n], the log of the sum of exponentials. column, here: the fields of LocalLabels.
     It is pointwise: inductor makes one kernel of it, which needs no further tensor.
@@ -440,7 +456,10 @@ def overwrite_rows_(
     places = torch.arange(logits.shape[1], device=logits.device)
     one_hot = (places == column.unsqueeze(-1)) & here.unsqueeze(-1)
     softmax = (wide - log_sum.unsqueeze(-1)).exp()
-    logits.copy_((softmax - one_hot.to(wide.dtype)) * grad_losses.unsqueeze(-1).to(wide.dtype))
+    grad = (softmax - one_hot.to(wide.dtype)) * grad_losses.unsqueeze(-1).to(wide.dtype)
+    if cap is not None:
+        grad = grad * (1.0 - (logits.to(wide.dtype) / cap).square())
+    logits.copy_(grad)
 
 
 def _true_columns(logits: Tensor, num_ids: int, dtype: torch.dtype) -> Tensor:

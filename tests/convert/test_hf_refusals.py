@@ -194,7 +194,7 @@ def test_a_tied_model_whose_head_differs_is_refused(
             "mixtral comes nearest: position_embedding_type is learned_absolute here and rope",
         ),
         (dict(), "llama", "--hf-family llama does not express this model: position_embedding_type"),
-        (dict(), "gemma2", "--hf-family gemma2 is not known, only gpt2, llama"),
+        (dict(), "bloom", "--hf-family bloom is not known, only gpt2, llama"),
         (
             dict(kv_channels=8, window_size=(3, 0)),
             "gpt2",

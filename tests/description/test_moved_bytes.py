@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "relu": dict(squared_relu=True, position_embedding_type="none"),
     "llama": dict(**LLAMA, group_query_attention=True, num_query_groups=4),
     "rope": dict(position_embedding_type="rope"),
+    "caps": dict(attn_logit_softcapping=0.7),
 }
 
 

@@ -40,6 +40,7 @@ from tests.memory.peak_cases import (
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+CAPS = "--attn-logit-softcapping 20 --final-logit-softcapping 10"
 NO_RESHARD = "--torch-fsdp2-no-reshard-after-forward"
 DEEP = f"{PP} {FSDP} --num-layers 8 --vocab-size 255"
 # (ranks, flags, policies)
@@ -86,6 +87,8 @@ CASES_HERE = (
     Case("mlp/8, llama, bf16", f"{CHUNKS} {LLAMA} --bf16 {policy('*:mlp/8')}"),
     Case("TP 2, full+mlp/4", f"{TP} {SEQUENCE} {CHUNKS} {policy('*:full+mlp/4')}", 2),
     Case("FSDP 2, full/2+mlp/4", f"{FSDP} {CHUNKS} {policy('*:full/2+mlp/4')}", 2),
+    Case("caps, llama", f"{SMALL} {LLAMA} {CAPS} --seq-length 256 --max-position-embeddings 256"),
+    Case("caps, bf16", f"{CAPS} --bf16 --vocab-size 4001"),
     Case("documents", f"{DOCUMENTS} --attention-backend unfused"),
     Case("documents, windows", f"{DOCUMENTS} --window-size 32,0"),
     Case("CP 2, heads exchanged", f"{CP} {SMALL} --cp-comm-type a2a {policy('*:full/1')}", 2),

@@ -74,6 +74,8 @@ DIFFERING_MODELS = {
         attention_dropout=0.1,
         group_query_attention=True,
         num_query_groups=2,
+        attn_logit_softcapping=0.7,
+        final_logit_softcapping=1.5,
     ),
 }
 OTHER_MODELS = DIFFERING_MODELS | {

@@ -125,7 +125,15 @@ VARIANTS: dict[str, dict[str, object]] = {
         shared_norm=True,
         logits_scaling=4.0,
     ),
-    "granite": dict(LLAMA, **GQA, residual_multiplier=0.22, add_qkv_bias=True, add_proj_bias=True),
+    "granite": dict(
+        LLAMA,
+        **GQA,
+        residual_multiplier=0.22,
+        add_qkv_bias=True,
+        add_proj_bias=True,
+        attn_logit_softcapping=0.7,  # those of Gemma 2
+        final_logit_softcapping=1.5,
+    ),
 }
 # What depends on how many tokens a router sees, or on the streams of a layout.
 OF_A_LAYOUT = dict(

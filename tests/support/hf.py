@@ -565,6 +565,7 @@ PEERS = {
             "Gemma3TextConfig",
             sliding_window=4,
             query_pre_attn_scalar=10,
+            final_logit_softcapping=1.5,
             layer_types=["full_attention", "sliding_attention"],
             **{
                 **_GEMMA_SIZES,
@@ -579,8 +580,33 @@ PEERS = {
             **_WINDOWS,
             **dict(norm_position="both", qk_layernorm=True, softmax_scale=10**-0.5),
             **dict(rotary_base_local=100, rotary_seq_len_interpolation_factor=8),
+            **dict(final_logit_softcapping=1.5),
         },
     ),
+    **{
+        name: Peer(
+            build=_random(
+                f"{made}ForCausalLM",
+                f"{made}Config",
+                sliding_window=4,
+                query_pre_attn_scalar=10,
+                attn_logit_softcapping=0.7,
+                final_logit_softcapping=1.5,
+                layer_types=["full_attention", "sliding_attention"],
+                **_GEMMA_SIZES,
+            ),
+            config={
+                **_GEMMA,
+                **_WINDOWS,
+                **dict(norm_position=norms, softmax_scale=10**-0.5),
+                **dict(attn_logit_softcapping=0.7, final_logit_softcapping=1.5),
+            },
+        )
+        for name, made, norms in (
+            ("gemma2", "Gemma2", "both"),
+            ("vaultgemma", "VaultGemma", "before"),
+        )
+    },
     "jais2": Peer(
         build=_random(
             "Jais2ForCausalLM",

@@ -257,6 +257,33 @@ def test_the_compiled_loss_keeps_overwrites_and_returns_what_torchs_does(
         torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)  # order of float32 sums
 
 
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_capped_logits_have_the_loss_and_the_gradients_of_torchs_tanh(
+    chunk, is_compiled, monkeypatch
+):
+    """Many logits lie above the cap. A second backward finds the capped logits."""
+    uncompiled_kernels(monkeypatch)
+    case, cap = sample(), 0.8
+    hidden, weight = (one.clone().requires_grad_() for one in (case.hidden, case.weight))
+    logits = torch.tanh(F.linear(hidden, weight).flatten(0, 1) / cap) * cap
+    losses = F.cross_entropy(logits, case.labels.flatten(), reduction="none").view(S, B)
+    grads = torch.autograd.grad(losses, (hidden, weight), case.grad_losses)
+    columns = Columns(None, 0, V, CompiledKernels() if is_compiled else None, cap)
+    padded = F.pad(case.weight, (0, 0, 0, 1)).requires_grad_()
+    if chunk is None:
+        kept = F.linear(hidden, padded)
+        ours = vocab_parallel_cross_entropy(kept, case.labels, columns, overwrite_logits=True)
+    else:
+        ours = losses_of(hidden, padded, case.labels, chunk, columns)
+    torch.testing.assert_close(ours, losses, rtol=1e-12, atol=1e-12)
+    for keeps in (True, False):
+        found = torch.autograd.grad(ours, (hidden, padded), case.grad_losses, retain_graph=keeps)
+        for mine, theirs in zip(found, grads, strict=True):
+            torch.testing.assert_close(mine[: len(theirs)], theirs, rtol=1e-10, atol=1e-12)
+            assert not mine[len(theirs) :].any()
+
+
 @NEEDS_GRAD_DTYPE
 def test_a_bf16_weight_that_collects_float32_gradients_gets_the_sum_unrounded():
     case = wide(torch.bfloat16)
