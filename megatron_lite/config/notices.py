@@ -285,6 +285,11 @@ def _of_log(
     training, precision = config.training, config.training.precision
     if here.torch_lacks:
         yield f"{here.torch_lacks}: what needs them raises an error"
+    if config.optimizer.stochastic_rounding:
+        yield (
+            "--stochastic-rounding: a main weight is rounded to one of its two neighbours in "
+            f"float16, by numbers from --seed {training.seed}, its name, place and update"
+        )
     if config.recompute.recompute_verify and device != "cpu" and not training.deterministic_mode:
         yield (
             "--recompute-verify compares what replays rebuild. It cannot compare gradients here: "

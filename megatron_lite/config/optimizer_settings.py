@@ -85,6 +85,11 @@ class OptimizerConfig:
         choices=("fp32", "fp16"),
         **PRECISION_AWARE,
     )
+    stochastic_rounding: bool = switch(
+        "round main weights up or down at random, to themselves in the mean; --seed decides",
+        needs=("main_params_dtype=fp16",),
+        why="float32 main weights are not rounded",
+    )
     exp_avg_dtype: str = setting(
         "format of AdamW's mean; fp16 with a scale",
         "fp32",

@@ -18,6 +18,7 @@ from torch.optim.sgd import sgd
 
 from megatron_lite.config.optimizer_settings import SGD, OptimizerConfig
 from megatron_lite.optim.layouts import Piece
+from megatron_lite.parallel.rng import RngStreams, derive_seed
 
 if TYPE_CHECKING:
     from megatron_lite.optim.host_link import HostLink
@@ -50,14 +51,20 @@ class AdamW:
         where it is. A parameter of which this rank has no piece has no entry.
     steps[parameter]: how many updates they have seen, 0-d.
     link: the way to the host; None if no piece is there.
+    keys[parameter]: the seed of the rounding of its main weight, by `--stochastic-rounding`.
     """
 
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(
-        self, pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device
+        self, pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams | None = None
     ) -> None:
         pieces, self._config, self._groups = list(pieces), config, []
+        self.keys = {}
+        if config.stochastic_rounding and rng is not None:
+            for one in pieces:
+                place = rng.tp_rank if one.spec.tp_dim is not None else 0
+                self.keys[one.name] = derive_seed("rounding", rng.seed, one.name, place)
         self.states = {
             piece.name: {key: self._new_state(piece, key) for key in self.names} for piece in pieces
         }
@@ -167,10 +174,10 @@ class Sgd(AdamW):
     which the weight decay is added. Without momentum it has no state."""
 
     def __init__(
-        self, pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device
+        self, pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams | None = None
     ) -> None:
         self.names = ("momentum_buffer",) if config.sgd_momentum else ()
-        super().__init__(pieces, config, device)
+        super().__init__(pieces, config, rng)
 
     def update(
         self,
@@ -194,6 +201,6 @@ class Sgd(AdamW):
         )
 
 
-def rule_of(pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device) -> AdamW:
+def rule_of(pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams) -> AdamW:
     """Returns the rule of these pieces: SGD, or AdamW, also beside Muon."""
-    return (Sgd if config.optimizer == SGD else AdamW)(pieces, config, device)
+    return (Sgd if config.optimizer == SGD else AdamW)(pieces, config, rng)

@@ -125,7 +125,7 @@ class Muon:
         self._matrices = {name: spec for name, spec in specs.items() if spec.matrices}
         self._pieces = {one.name: one for one in layout.pieces if one.name in self._matrices}
         others = [one for one in layout.pieces if one.name not in self._matrices]
-        self._adam = rule_of(others, config, parallel.device)
+        self._adam = rule_of(others, config, parallel.rng)
         momenta = {
             name: {MOMENTUM: torch.zeros_like(one.master)} for name, one in self._pieces.items()
         }

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def _of_elements(layout: Any, _: Any, config: Any, parallel: Any) -> Any:
-    return rule_of(layout.pieces, config, parallel.device)
+    return rule_of(layout.pieces, config, parallel.rng)
 
 
 def _muon(*arguments: Any) -> Any:

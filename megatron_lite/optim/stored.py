@@ -5,6 +5,10 @@ updated part by part.
     bf16    rounded once, when an update writes it
     fp16    stored x scale, with a scale for each part that brings its largest value below 2^15
 
+`--stochastic-rounding` rounds a main weight of fp16 to one of its two neighbours, so that it stays
+where it is in the mean. The number that decides is a function of the seed, the parameter, the
+update and the element: resumed runs and ZeRO-1's pieces draw the same ones.
+
 Every update computes in float32. A scale is a power of two, so what is stored is exact in the
 float32 of a checkpoint, and reading it back gives the same values. The states of a parameter are
 cut into parts of at most PART elements, so that no float32 copy of a large one exists.
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
 SCALES = "scales_of_parts"
 HEADROOM = 15  # 2^15 is below float16's largest number
+FRACTION = 13  # the bits of a float32 that float16 has not
 LEAST_EXPONENT = -100  # so that the scale is no subnormal number
 
 
@@ -57,17 +62,43 @@ def read(state: Tensor, part: slice) -> Tensor:
     return values if scales is None else values.mul_(scales[part.start // optimizer_settings.PART])
 
 
-def write_(state: Tensor, part: slice, values: Tensor) -> None:
-    """Overwrites a part, rounding once. values: float32 (float64)."""
+def noise(key: int, update: Tensor, first: int, like: Tensor) -> Tensor:
+    """Returns k / 2^13 in [0, 1) for each element of `like`, which is number `first` and so on of a
+    parameter. update: the number of those before, 0-d."""
+    number = torch.arange(first, first + like.numel(), device=like.device)
+    mixed = _mixed(number + _mixed(update.long() + key))
+    return (mixed & (2**FRACTION - 1)).float().mul_(2.0**-FRACTION)
+
+
+def _mixed(number: Tensor) -> Tensor:
+    """Returns numbers of 64 bits that look random: splitmix64, with signed shifts."""
+    number = number * 0x1E3779B97F4A7C15
+    for shift, factor in ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB)):
+        number = (number ^ (number >> shift)) * factor
+    return number ^ (number >> 31)
+
+
+def _either_neighbour(values: Tensor, chances: Tensor) -> Tensor:
+    """Rounds values below 2^15 to 11 bits, or to multiples of 2^-24, which are float16's least."""
+    unit = torch.frexp(values).exponent.clamp(min=-13) - 11
+    return torch.ldexp(torch.floor(torch.ldexp(values, -unit) + chances), unit)
+
+
+def write_(state: Tensor, part: slice, values: Tensor, chances: Tensor | None = None) -> None:
+    """Overwrites a part, rounding once. values: float32 (float64). chances: see `noise`; None
+    rounds to the nearest."""
     own, scales = state.detach().view(-1)[part], getattr(state, SCALES, None)
     if scales is not None:
         scale = scales[part.start // optimizer_settings.PART]
         values = values.float()
         mantissa, exponent = torch.frexp(values.abs().max())
         # A largest value that float16 rounds up to a power of two has the next exponent when read.
-        exponent = (exponent + (mantissa >= 1.0 - 2.0**-12)).clamp(min=LEAST_EXPONENT)
+        bits = 12 if chances is None else 11
+        exponent = (exponent + (mantissa >= 1.0 - 2.0**-bits)).clamp(min=LEAST_EXPONENT)
         scale.copy_(torch.ldexp(torch.ones_like(scale), exponent - HEADROOM))
         values = values / scale
+        if chances is not None:
+            values = _either_neighbour(values, chances)
     own.copy_(values)
 
 
@@ -144,5 +175,8 @@ def _update_part(rule: AdamW, part: Part, grad: Tensor, found_inf: Tensor | None
     )
     for state, value in zip(states, values, strict=True):
         if value.dtype != state.dtype:
-            write_(state, place, value)
+            key = rule.keys.get(piece.name) if state is piece.master else None
+            first = piece.start + place.start
+            chances = None if key is None else noise(key, rule.steps[piece.name], first, value)
+            write_(state, place, value, chances)
     return master

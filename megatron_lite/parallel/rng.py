@@ -77,7 +77,7 @@ class RngStreams:
         pp_rank: int = 0,
     ) -> None:
         self.device, self.access = device, Access.to(device)
-        self.current = DEFAULT
+        self.seed, self.tp_rank, self.current = seed, tp_rank, DEFAULT
         self._states: dict[str, Tensor] = {}
         # DEFAULT comes last, so that the generator is left in the state of the current stream.
         for name, rank in ((TENSOR_PARALLEL, tp_rank), (DEFAULT, 0)):

@@ -70,8 +70,21 @@ def a_loaded_weight_leaves_the_copy_on_the_host(
 
 
 @replaces("write_", stored)
-def a_moment_is_rounded_twice(real: Any, state: Tensor, part: slice, values: Tensor) -> None:
-    real(state, part, values.bfloat16().float())
+def a_moment_is_rounded_twice(
+    real: Any, state: Tensor, part: slice, values: Tensor, chances: Any = None
+) -> None:
+    real(state, part, values.bfloat16().float(), chances)
+
+
+@replaces("_either_neighbour", stored)
+def a_main_weight_is_rounded_twice(real: Any, values: Tensor, chances: Tensor) -> Tensor:
+    nearest: Tensor = real(values.half().float(), chances)
+    return nearest
+
+
+@replaces("noise", stored)
+def every_update_has_the_same_noise(real: Any, key: int, update: Tensor, *place: Any) -> Any:
+    return real(key, update * 0, *place)
 
 
 @replaces("there", dispatch.Journey)
@@ -289,6 +302,10 @@ MUTANTS = [
         a_moment_is_rounded_twice,
         test_stored.test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once,
         dict(formats=test_stored.FP16, place={}),
+    ),
+    *(
+        Mutant(fault, test_stored.test_small_updates_add_up_if_rounding_is_random)
+        for fault in (a_main_weight_is_rounded_twice, every_update_has_the_same_noise)
     ),
     Mutant(
         a_token_is_lost_on_its_way,

@@ -18,7 +18,9 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim import adam_update, host_link
 from megatron_lite.optim.layouts import Piece
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.optim.stored import new_state, whole, write_, write_whole_
+from megatron_lite.optim.stored import new_state, noise, whole, write_, write_whole_
+from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.parallel.rng import RngStreams
 from tests.optim.test_host_link import LateLink
 from tests.optim.test_muon import step
 from tests.optim.test_optimizer import CONFIG, SGD, Plain, float32_sum_of_gradients, torchs
@@ -180,6 +182,45 @@ def test_what_is_read_is_stored_again_as_it_was() -> None:
     assert torch.equal(whole(state), first)
 
 
+def test_a_random_rounding_is_to_a_neighbour_and_the_value_itself_in_the_mean() -> None:
+    """Of 2^16 copies each, within 6 sigma of at most half a distance. Float16 has the first three
+    values as they are; the last one lies between two of its subnormal numbers."""
+    values = torch.tensor([[0.875], [0.0], [-0.5], [0.5003], [-0.7501], [3e-9]]).expand(-1, 2**16)
+    state, number = new_state(values, "fp16", torch.device("cpu")), values.numel()
+    chances = noise(5, torch.tensor(7.0), 100, values)
+    assert torch.equal(noise(5, torch.tensor(7.0), 140, values[0]), chances[40 : 40 + 2**16])
+    assert chances.min() == 0.0 and chances.max() == 1.0 - 2.0**-13
+    write_(state, slice(0, number), values.reshape(-1), chances)
+    found, distance = whole(state), torch.tensor([0.0, 0.0, 0.0, 2.0**-11, 2.0**-11, 2.0**-38])
+    assert [len(row.unique()) for row in found] == [1, 1, 1, 2, 2, 2]
+    assert ((found - values).abs().amax(1) <= distance).all()
+    off = (found.double() - values.double()).mean(1).abs()
+    assert (off <= 6 * distance.double() / 2 / 2**8).all()
+
+
+def test_small_updates_add_up_if_rounding_is_random() -> None:
+    """64 updates by 1/49 of the distance of two numbers, which the nearest one would lose: the mean
+    and the spread of 4096 weights are those of independent roundings."""
+    config = OptimizerConfig(
+        use_precision_aware_optimizer=True, main_params_dtype="fp16", stochastic_rounding=True,
+        weight_decay=0.0,
+    )  # fmt: skip
+    weight = torch.full((4096,), 0.75, dtype=torch.bfloat16)
+    master = new_state(weight, "fp16", weight.device)
+    write_whole_(master, weight)
+    piece = Piece(
+        name="w", spec=ParameterSpec(global_shape=(4096,)), start=0, stop=4096, weight=weight,
+        master=master, decays=True, gradient=torch.ones(4096), apart=True,
+    )  # fmt: skip
+    rule = adam_update.AdamW([piece], config, RngStreams(weight.device, seed=3))
+    for _ in range(64):
+        rule.step(1e-5, 1e-5, torch.tensor(0.0))
+    moved, distance = (0.75 - whole(master)).double(), 2.0**-11
+    spread = distance * math.sqrt(64 * (1e-5 / distance) * (1 - 1e-5 / distance))
+    assert moved.mean().item() == pytest.approx(64e-5, abs=6 * spread / 64)
+    assert moved.std().item() == pytest.approx(spread, rel=0.1)
+
+
 def test_a_skipped_step_changes_no_weight() -> None:
     """The weight was rounded from the main weight before that was stored in fewer bits."""
     config = OptimizerConfig(use_precision_aware_optimizer=True, main_params_dtype="fp16")
@@ -191,7 +232,7 @@ def test_a_skipped_step_changes_no_weight() -> None:
         name="w", spec=None, start=0, stop=1000, weight=weight, master=master, decays=True,
         gradient=grad, apart=True,
     )  # type: ignore[arg-type]  # fmt: skip
-    rule = adam_update.AdamW([piece], config, torch.device("cpu"))
+    rule = adam_update.AdamW([piece], config)
     for _ in range(3):
         rule.step(1e-3, 1e-3, torch.tensor(0.0))
     before = weight.clone()

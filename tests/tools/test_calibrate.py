@@ -60,7 +60,7 @@ def test_an_update_on_the_host_takes_about_the_time_of_its_bytes() -> None:
         name="w", spec=None, start=0, stop=number, weight=weight, master=master, decays=True,
         gradient=grad, apart=True, on_host=True,
     )  # type: ignore[arg-type]  # fmt: skip
-    rule = AdamW([piece], OptimizerConfig(optimizer_cpu_offload=True), weight.device)
+    rule = AdamW([piece], OptimizerConfig(optimizer_cpu_offload=True))
     times = timeit.repeat(lambda: rule.step(1e-3, 1e-3, torch.zeros(())), number=1, repeat=9)
     bandwidths = machine.host_memory_bandwidth, machine.host_bandwidth
     predicted = number * sum(map(truediv, (30, 6), bandwidths))

@@ -28,6 +28,7 @@ ROUNDED = dict(
     exp_avg_sq_dtype="fp16",
     main_grads_dtype="bf16",
     main_params_dtype="fp16",
+    stochastic_rounding=True,
     optimizer_cpu_offload=True,
     overlap_cpu_optimizer_d2h_h2d=True,
     optimizer_offload_fraction=0.3,

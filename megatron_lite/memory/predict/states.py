@@ -363,6 +363,7 @@ def _part(config: RunConfig, states: RankStates) -> int:
     moments = options.exp_avg_dtype, options.exp_avg_sq_dtype
     kinds = (*moments, options.main_params_dtype, options.main_grads_dtype)
     copies = sum(kind != "fp32" for kind in kinds) + ("fp16" in kinds)
+    copies += 4 * options.stochastic_rounding  # two numbers of 64 bits
     return FLOAT32 * copies * min(PART, states.gradients // FORMATS[options.main_grads_dtype])
 
 
