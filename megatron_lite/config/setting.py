@@ -132,11 +132,17 @@ class Condition(NamedTuple):
     text: str
 
 
-def condition(text: str, values: Mapping[str, Any]) -> Condition:
-    """Returns what a condition of `Setting` says about the values of fields."""
+@cache
+def _parts(text: str) -> tuple[str, str, str, str]:
+    """Returns the field, the sign and the value of a condition, and its flags."""
     field, sign, value = re.split("([=>]|$)", text, maxsplit=1)
     words = (flag(field), sign.replace("=", ""), value.replace("/", " or "))
-    said = " ".join(filter(None, words))
+    return field, sign, value, " ".join(filter(None, words))
+
+
+def condition(text: str, values: Mapping[str, Any]) -> Condition:
+    """Returns what a condition of `Setting` says about the values of fields."""
+    field, sign, value, said = _parts(text)
     if field not in values:
         return Condition(field, None, said)
     found = values[field]
@@ -178,12 +184,14 @@ def check_relations(configs: Sequence[Any]) -> None:
                     raise ValueError(f"{said} {rule} {flag(other)} {number}{facts.reason}")
             is_given = value != default and (value, default) != (False, None)  # off needs nothing
             for text in (*facts.needs, *facts.excludes) if is_given else ():
-                found, said = condition(text, values), typed(name, facts, value)
+                found = condition(text, values)
                 if text in facts.needs and found.holds is False:
-                    raise ContradictionError(f"{said} needs {found.text}{facts.reason}", name)
+                    said = f"{typed(name, facts, value)} needs {found.text}{facts.reason}"
+                    raise ContradictionError(said, name)
                 if text in facts.excludes and found.holds:
+                    said = f"{typed(name, facts, value)} excludes {found.text}{facts.reason}"
                     raise ContradictionError(
-                        f"{said} excludes {found.text}{facts.reason}. Leave one of them out",
+                        f"{said}. Leave one of them out",
                         name,
                         *([] if ">" in text else [found.field]),  # a size is no alternative
                     )

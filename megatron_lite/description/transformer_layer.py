@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -86,6 +87,7 @@ def layers_differ(model: ModelConfig, exchange: str | tuple[str, ...]) -> bool:
     )
 
 
+@lru_cache(1024)
 def describe_layer(
     model: ModelConfig, sizes: Sizes, layer: int = 0, tiles: int = 1
 ) -> LayerDescription:

@@ -215,18 +215,21 @@ def _terms(
 
 
 def _alike(config: RunConfig, all_stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Returns the stages, each replaced by the first one that takes the same time."""
-    first: dict[object, Stage] = {}
+    """Returns the stages with alike ones as one, so that caches of their times find them.
+
+    Without rules that name a stage, only its layers count, and which end of the model it holds.
+    """
+    if any(rule.stage is not None for rule in config.recompute.policy.rules):
+        return tuple(all_stages)
     differ = layers_differ(config.model, config.parallel.cp_comm_type)
-    named = any(rule.stage is not None for rule in config.recompute.policy.rules)
     return tuple(
-        first.setdefault(
-            (
-                *(stage.is_first, stage.is_last, stage.num_layers),
-                stage.first_layer if differ else 0,
-                stage.number if named else 0,
-            ),
-            stage,
+        Stage(
+            number=0 if stage.is_first else 1,
+            count=1 + (not stage.is_first) + (not stage.is_last),
+            rank=0,
+            chunk=0,
+            first_layer=stage.first_layer * differ,
+            num_layers=stage.num_layers,
         )
         for stage in all_stages
     )
