@@ -114,11 +114,15 @@ def train(config: RunConfig) -> TrainedRun:
     from megatron_lite.parallel.launch import read_launch
     from megatron_lite.parallel.state import parallel_state
     from megatron_lite.training.build_trainer import build_trainer
+    from megatron_lite.training.out_of_memory import memory_limited
 
     launch = read_launch()
     config, _ = ready_to_train(config, (), launch)
     seed = config.training.seed
-    with parallel_state(config.parallel, seed=seed, launch=launch, run=config) as parallel:
+    with (
+        parallel_state(config.parallel, seed=seed, launch=launch, run=config) as parallel,
+        memory_limited(config, parallel.device),
+    ):
         trainer = build_trainer(config, parallel)
         progress = trainer.run()
         return TrainedRun(

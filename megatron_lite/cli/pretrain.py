@@ -92,6 +92,7 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: st
     from megatron_lite.cli.supervised import ready_to_train, supervised
     from megatron_lite.parallel.state import parallel_state
     from megatron_lite.training.build_trainer import build_trainer
+    from megatron_lite.training.out_of_memory import memory_limited
 
     config, notices = ready_to_train(config, notices, launch)
     with (
@@ -99,6 +100,7 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: st
             config.parallel, seed=config.training.seed, launch=launch, run=config
         ) as parallel,
         supervised(config, parallel, launch, program) as supervision,
+        memory_limited(config, parallel.device),
     ):
         invocation = Invocation(program, supervision.start(notices))
         trainer = build_trainer(config, parallel, pulse=supervision.pulse, invocation=invocation)

@@ -9,6 +9,7 @@ from megatron_lite.config.batch_schedule import MOST_STEPS, BatchSchedule, parse
 from megatron_lite.config.checks import ContradictionError, resolve
 from megatron_lite.config.plain import shown
 from megatron_lite.config.setting import check_settings, required, setting, switch
+from megatron_lite.config.units import parse_bytes
 
 LANGUAGE_MODEL_SEED = 1234
 WHOLE_STEP = "full_iteration"
@@ -26,6 +27,8 @@ class TrainingConfig:
     gradient_accumulation_fusion: whether the matmul of a weight's gradient adds to the float32 sum.
         NVIDIA apex's kernel does so on CUDA if apex is installed, and torch's addmm does so for
         float32 weights.
+    memory_limit: an amount such as 4GiB. A rank that allocates more stops the run, as if its
+        device had no more memory. None: no limit but the device's.
     allow_predicted_out_of_memory: whether to start a run whose predicted peak exceeds the memory.
     loss_chunk_size: how many tokens of a micro-batch have logits at a time. 0: all tokens have
         logits at once, and the logits are kept for backward. None: the default of the run
@@ -81,6 +84,10 @@ class TrainingConfig:
         "backward of the layers (docs/performance.md)",
         True,
         name="--no-gradient-accumulation-fusion",
+    )
+    memory_limit: str | None = setting(
+        "stop with advice if a rank allocates more than this, such as 4GiB, as if its device had "
+        "no more"
     )
     allow_predicted_out_of_memory: bool = switch(
         "start a run also if the predicted peak of a step exceeds the memory of the machine"
@@ -178,6 +185,8 @@ class TrainingConfig:
         if WHOLE_STEP in self.cuda_graph_modules:
             object.__setattr__(self, "cuda_graph_impl", WHOLE_STEP)
         check_settings(self)
+        if self.memory_limit is not None:
+            parse_bytes("--memory-limit", self.memory_limit, least=1)
         if self.step_batch_size_schedule is not None:
             self._check_steps(self.step_batch_size_schedule)
         if self.rampup_batch_size:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.config.invocation import shell_lines
 from megatron_lite.config.plain import parse_json
@@ -36,13 +36,35 @@ LEGEND = (
     "stages; b: micro-batch; chunk: --loss-chunk-size; extra: FLOPs that recomputation adds; "
     "+-: the band of an estimate"
 )
+DAY_S = 86400.0
 
 
-def plain_verdict(one: FitVerdict, hardware: Hardware) -> dict[str, Any]:
+class Training(NamedTuple):
+    """The length of a training run and the price of a GPU, for the days and the cost of a plan."""
+
+    tokens: int | None = None
+    price_per_gpu_hour: float | None = None
+
+    def plain(self, plan: Plan) -> dict[str, float]:
+        """Returns the days and the cost of a plan, as far as they are known."""
+        if self.tokens is None:
+            return {}
+        days = self.tokens / plan.time.tokens_per_second / DAY_S
+        if self.price_per_gpu_hour is None:
+            return {"days": days}
+        return {"days": days, "cost": 24 * days * plan.num_ranks * self.price_per_gpu_hour}
+
+
+NOT_KNOWN = Training()
+
+
+def plain_verdict(
+    one: FitVerdict, hardware: Hardware, training: Training = NOT_KNOWN
+) -> dict[str, Any]:
     """Returns a verdict as JSON has it. Bytes and seconds are numbers."""
 
     def plain(plan: Plan | None) -> dict[str, Any] | None:
-        return None if plan is None else _plain_plan(plan, hardware)
+        return None if plan is None else _plain_plan(plan, hardware) | training.plain(plan)
 
     largest, smallest, larger = one.largest_micro_batch, one.found.smallest, one.found.larger
     return {
@@ -195,6 +217,9 @@ def lines(one: Mapping[str, Any]) -> Iterator[str]:
         yield from textwrap.wrap(
             row["recompute_policy"], WIDTH, initial_indent="   ", subsequent_indent="   "
         )
+        if "days" in row:
+            cost = f", cost {banded(row['cost'], row['band'], ',.0f')}" if "cost" in row else ""
+            yield f"   {banded(row['days'], row['band'], '.1f')} days{cost}"
     yield from _wrapped(LEGEND)
     yield ""
     yield from _wrapped(
@@ -251,9 +276,9 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH)
 
 
-def banded(value: float, band: float) -> str:
+def banded(value: float, band: float, style: str = ".2f") -> str:
     """Returns an estimate with its band, such as "1.23 +-10%"."""
-    return f"{value:.2f} +-{band:.0%}"
+    return f"{value:{style}} +-{band:.0%}"
 
 
 def gib(num_bytes: float) -> str:

@@ -47,7 +47,7 @@ from megatron_lite.plan.verdict import (
     status,
     verdict,
 )
-from megatron_lite.plan.verdict_text import lines, plain_stages, plain_verdict
+from megatron_lite.plan.verdict_text import Training, lines, plain_stages, plain_verdict
 from megatron_lite.tools.command import exit_status
 
 PROGRAM = "python -m megatron_lite.tools.plan"
@@ -96,6 +96,8 @@ def _parser(program: str) -> tuple[Parser, list[str]]:
         help="host memory of each GPU in which a policy may keep tensors, @host (default: 0), and "
         "the optimizer its states, if nothing else fits (default: any)",
     )
+    add("--train-tokens", metavar="N", help="tokens to train on, such as 2e12: prints the days")
+    add("--price-per-gpu-hour", metavar="PRICE", help="prints the cost, with --train-tokens")
     add("--json", metavar="FILE", help="write the plans as JSON; - is stdout, without the text")
     add("--html", metavar="FILE.html", help="write a page that shows the plans and their terms")
     own = [action.dest for action in parser.actions if action.dest != "help"]
@@ -116,10 +118,14 @@ def _plan(own: Mapping[str, Any], flags: dict[str, Any], notes: list[str]) -> in
     check_only_values(flags)
     notes += take_ignored(flags)
     problem, budget = _problem(own, flags, notes)
+    tokens, price = (_number(own, name) for name in ("train_tokens", "price_per_gpu_hour"))
+    if price is not None and tokens is None:
+        raise InputError(f"--price-per-gpu-hour {price:g} needs --train-tokens: give it")
+    training = Training(None if tokens is None else round(tokens), price)
     verdicts = list(_verdicts(problem, budget, own["gpus"]))
     plain: dict[str, Any] = {
         "machine": problem.hardware.name,
-        "verdicts": [plain_verdict(one, problem.hardware) for one in verdicts],
+        "verdicts": [plain_verdict(one, problem.hardware, training) for one in verdicts],
     }
     if own["json"] is not None:
         text = json.dumps(plain, indent=2) + "\n"
@@ -135,6 +141,20 @@ def _plan(own: Mapping[str, Any], flags: dict[str, Any], notes: list[str]) -> in
         if own["gpus"] is not None and all(one.word == DOES_NOT_FIT for one in verdicts):
             print(_more_gpus(problem, budget, max(one.num_ranks for one in verdicts)))
     return status(verdicts)
+
+
+def _number(own: Mapping[str, Any], name: str) -> float | None:
+    """Returns the number above 0 that a flag gives, or None."""
+    text = own[name]
+    try:
+        number = None if text is None else float(text)
+    except ValueError:
+        number = 0.0
+    if number is not None and not 0.0 < number < 1e24:
+        raise InputError(
+            f"{flag_of(name)} {shown(repr(text))}: give a number above 0, such as 2e12"
+        )
+    return number
 
 
 def _verdicts(problem: Problem, budget: Budget, gpus: str | None) -> Iterator[FitVerdict]:
@@ -182,7 +202,14 @@ def _problem(
     values, found = _model_values(own)
     notes += found
     chosen = _chosen(flags, notes)
-    reserve = _amount(own, "reserve", default_reserve(memory))
+    limit = chosen.get("memory_limit") or values.get("training", {}).get("memory_limit")
+    reserve = default_reserve(memory)
+    if limit is not None and own["memory_budget"] is None:
+        memory, reserve = _amount({"memory_limit": limit}, "memory_limit", 0, least=1), 0
+        notes.append(
+            f"--memory-limit {limit} is the memory that a plan may take, without a reserve"
+        )
+    reserve = _amount(own, "reserve", reserve)
     if reserve >= memory:
         raise InputError(
             f"a reserve of {reserve} bytes leaves nothing of the {memory} bytes of memory: give "
@@ -206,12 +233,12 @@ def _hardware(gpu: str | None, machine: str | None) -> Hardware:
     return load_hardware(machine or gpu or "")
 
 
-def _amount(given: Mapping[str, Any], name: str, default: int) -> int:
+def _amount(given: Mapping[str, Any], name: str, default: int, *, least: int = 0) -> int:
     """Returns the bytes that a flag gives, or the default."""
     if given[name] is None:
         return default
     with input_faults():
-        return parse_bytes(flag_of(name), given[name])
+        return parse_bytes(flag_of(name), given[name], least=least)
 
 
 def _chosen(flags: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules, sample_order
 from megatron_lite.training.loop import Trainer
-from megatron_lite.training.out_of_memory import check_fits, told_where_memory_runs_out
+from megatron_lite.training.out_of_memory import above_limit, check_fits, told_where_memory_runs_out
 from megatron_lite.training.step import StageRunner, train_step
 from megatron_lite.training.summary import here
 
@@ -384,6 +384,7 @@ def _predicted_peak(
     return (
         f"predicted peak of a step: {size(peak.num_bytes)} on pipeline rank {peak.rank} "
         f"({peak.moment})",
+        *above_limit(config, peak.num_bytes, parallel.device),
     )
 
 

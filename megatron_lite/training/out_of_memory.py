@@ -1,5 +1,5 @@
-"""Is there enough memory: the checks before a run, and the message of a run whose memory runs
-out.
+"""Is there enough memory: the checks before a run, the limit of --memory-limit, and the message of
+a run whose memory runs out.
 
     when                                   what is compared with the memory of the machine
     before the first tensor is allocated   weights, gradients and optimizer state: a lower bound
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shlex
 import socket
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import size
+from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.memory.predict.states import rank_parameter_count, rank_states
 from megatron_lite.memory.predict.step_peak import PeakTerm, StepPeak
 from megatron_lite.parallel.state import ParallelState, gather_texts
@@ -38,10 +39,13 @@ WORDS = (
     "integer multiplication overflow",
     "CUDA out of memory",
 )
+# Libraries allocate for themselves while a run lasts: threads' stacks, gloo's messages, modules
+# that are imported late. --memory-limit leaves them so much on top.
+LIBRARIES = 256 * 2**20
 LARGEST_TERMS = 3
 MANY_LAYERS = 10_000
 NEAR = 0.02  # a prediction so near to the memory may be what ran out
-MEMINFO = Path("/proc/meminfo")
+STATUS, MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -154,6 +158,53 @@ def memory_bytes(device: torch.device) -> int | None:
     return min(limits, default=None)
 
 
+@contextlib.contextmanager
+def memory_limited(config: RunConfig, device: torch.device) -> Iterator[None]:
+    """Makes allocations beyond --memory-limit fail within the block.
+
+    On a CPU the limit counts from what the process has at the start of the block. It holds for
+    private memory that can be written to, so neither for files in memory nor for code. On CUDA
+    torch's allocator keeps the limit.
+    Raises InputError if this system cannot limit a process.
+    """
+    if config.training.memory_limit is None:
+        yield
+        return
+    limit = parse_bytes("--memory-limit", config.training.memory_limit)
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+        yield
+        return
+    try:
+        lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+        # VmData counts the memory that RLIMIT_DATA limits, in KiB.
+        now = int(lines["VmData"].split()[0]) << 10
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (now + limit + LIBRARIES, before[1]))
+    except (OSError, KeyError, ValueError) as error:
+        raise InputError(
+            f"--memory-limit {config.training.memory_limit} cannot be kept on this system "
+            f"({error}): leave it out"
+        ) from error
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def above_limit(config: RunConfig, peak_bytes: int, device: torch.device) -> tuple[str, ...]:
+    """Returns a line if the predicted peak of a step is above --memory-limit, else nothing."""
+    limit = config.training.memory_limit
+    if limit is None or peak_bytes <= parse_bytes("--memory-limit", limit):
+        return ()
+    more = f"; on a CPU it leaves {size(LIBRARIES)} on top for libraries"
+    return (
+        f"--memory-limit {limit} is less than the predicted peak, so an allocation may fail"
+        + (more if device.type == "cpu" else ""),
+    )
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether the error means that an allocation failed."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
@@ -184,8 +235,11 @@ def advice(config: RunConfig, peak: StepPeak, parallel: ParallelState, *, when: 
 
     peak: the predicted peak of this rank. when: the time, such as "in iteration 3".
     """
-    allowed = memory_bytes(parallel.device)
-    may = "an unknown amount" if allowed is None else size(allowed)
+    limit, allowed = config.training.memory_limit, memory_bytes(parallel.device)
+    by_flag = ""
+    if limit is not None:
+        allowed, by_flag = parse_bytes("--memory-limit", limit), f" by --memory-limit {limit}"
+    may = "an unknown amount" if allowed is None else f"{size(allowed)}{by_flag}"
     if allowed is None:
         end = "docs/memory.md lists what needs less"
     elif peak.fits(allowed) and not peak.fits(round(allowed * (1.0 - NEAR))):

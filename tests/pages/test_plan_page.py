@@ -31,6 +31,8 @@ def plan(**values: Any) -> dict[str, Any]:
         "tokens_per_second": 12_345.0,
         "mfu": 0.456,
         "band": 0.1,
+        "days": 12.34,
+        "cost": 5678.0,
         "extra_flops": 0.125,
         **values,
     }
@@ -56,14 +58,15 @@ def test_the_figures_of_the_page_are_the_planners() -> None:
     found = {"machine": "h100", "verdicts": [verdict(), verdict()]}
     parsed = ParsedPage(plan_page(found, [STAGES, STAGES]))
     assert parsed.faults == []
-    policy = "0-3:full; *:none"
+    same = ["0-3:full; *:none", "12.3", "5,678"]
     for cells in (
-        ["2.5 +-10%", "13.00", "t 2, p 2", policy],
-        ["2.75 +-10%", "13.00", "t 2, p 2", policy],
-        ["2.5 +-10%", "90.00", "t 1", policy],
-        ["3.5 +-10%", "9.00", "plan 1 with t 4", ""],
+        ["2.5 +-10%", "13.00", "t 2, p 2", *same],
+        ["2.75 +-10%", "13.00", "t 2, p 2", *same],
+        ["2.5 +-10%", "90.00", "t 1", *same],
+        ["3.5 +-10%", "9.00", "plan 1 with t 4", "", "", ""],
         ["step s", "2.5", "2.75"],
         ["tokens/s", "12,345", "12,345"],
+        ["cost", "5,678", "5,678"],
         ["1", "optimizer states", "9.00", "exact"],
         ["matmuls", "2"],
     ):

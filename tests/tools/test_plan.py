@@ -205,6 +205,7 @@ def test_models_come_from_presets_files_runs_and_flags(tmp_path: Path) -> None:
         ([*SMALL, "--context-parallel-size", "0"], "--context-parallel-size must be at least 1"),
         ([*SMALL, "--loss-chunk-size", "-1"], "--loss-chunk-size must be at least 0 .got -1"),
         ([*SMALL, "--memory-budget", "0"], "give more --memory-budget or less --reserve"),
+        ([*SMALL, "--gpus", "8", "--memory-limit", "0"], "--memory-limit .0. must be at least 1"),
         ([*SMALL, "--mtp-num-layers", "1"], "--mtp-num-layers 1 is not supported here, only 0"),
     ],
 )
@@ -251,6 +252,15 @@ def test_a_whole_line_of_a_launch_script_is_planned() -> None:
 def test_a_fault_in_a_policy_is_shown() -> None:
     message = fault_of(plan.main, [*SMALL, "--gpus", "1", "--recompute-policy", "*:all"])
     assert "expected an action" in message and "(got 'all'), in the rule '*:all'" in message
+
+
+def test_a_memory_limit_is_the_memory_of_a_plan() -> None:
+    arguments = [*SMALL, "--memory-limit", "4GiB"]
+    verdict = as_json(arguments)["verdicts"][0]
+    assert verdict["num_gpus"] == 1, "without --gpus, the fewest that are enough"
+    assert (verdict["memory_bytes"], verdict["reserve_bytes"]) == (4 * 2**30, 0)
+    assert all(one["peak_bytes"] <= 4 * 2**30 for one in verdict["plans"])
+    assert "--memory-limit 4GiB is the memory that a plan may take" in printed(arguments)
 
 
 def test_the_policy_auto_is_what_the_planner_searches() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +10,22 @@ import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.units import size
+from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import step_peak
-from megatron_lite.training import out_of_memory
 from megatron_lite.training.observe import PeakMemory
-from megatron_lite.training.out_of_memory import advice, is_out_of_memory
+from megatron_lite.training.out_of_memory import advice, is_out_of_memory, memory_limited
 from tests.support.changes import with_settings
+from tests.support.commands import run_command
 from tests.support.rank_faults import first_step_fails
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
 CPU = torch.device("cpu")
+SIZE = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 512 "
+    "--max-position-embeddings 512 --vocab-size 4096 --micro-batch-size 8 --global-batch-size 8 "
+    "--mock-data --lr 1e-3 --train-iters 1 --eval-iters 0 --distributed-backend gloo"
+)
 
 
 @pytest.mark.parametrize(
@@ -39,28 +43,30 @@ def test_errors_of_failed_allocations_are_known(error: Exception, expected: bool
     assert is_out_of_memory(error) == expected
 
 
-LARGE = tiny_run(num_layers=8, hidden_size=64, micro_batch_size=64, global_batch_size=64)
-
-
-def message_of(memory: float) -> str:
-    peak = step_peak(LARGE, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
+def message_of(config: RunConfig) -> str:
+    peak = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
     alone: Any = SimpleNamespace(world_size=1, device=CPU)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(out_of_memory, "memory_bytes", lambda device: int(memory))
-        return advice(LARGE, peak, alone, when="in iteration 3 on rank 0")
+    return advice(config, peak, alone, when="in iteration 3 on rank 0")
+
+
+def large_run(**training: Any) -> RunConfig:
+    return tiny_run(
+        num_layers=8, hidden_size=64, **dict(micro_batch_size=64, global_batch_size=64, **training)
+    )
 
 
 def test_the_message_has_the_peak_what_holds_it_and_a_policy_that_fits() -> None:
-    whole = step_peak(LARGE, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
+    config = large_run()
+    whole = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
     limit = int(0.9 * whole.num_bytes)
-    text = message_of(limit)
+    text = message_of(large_run(memory_limit=f"{limit}B"))
     assert "\n" not in text and "in iteration 3 on rank 0" in text
-    assert f"It may allocate {size(limit)}." in text and whole.moment in text
+    assert f"by --memory-limit {limit}B" in text and whole.moment in text
     for term in sorted(whole.terms, key=lambda term: -term.num_bytes)[:3]:
         assert term.name in text
     policy = re.search(r"--recompute-policy '?([^']*)'? \(docs/memory.md\)", text)
     assert policy is not None, text
-    fits = with_settings(LARGE, recompute_policy=policy[1])
+    fits = with_settings(config, recompute_policy=policy[1])
     assert (
         step_peak(fits, 0, device="cpu", dp_cp_size=1, num_microbatches=1).num_bytes
         <= limit
@@ -72,8 +78,8 @@ def test_the_message_has_the_peak_what_holds_it_and_a_policy_that_fits() -> None
 def test_a_prediction_just_below_the_memory_is_not_blamed_on_something_else(
     share: float, near: bool
 ) -> None:
-    whole = step_peak(LARGE, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
-    text = message_of(share * whole.num_bytes)
+    whole = step_peak(large_run(), 0, device="cpu", dp_cp_size=1, num_microbatches=1)
+    text = message_of(large_run(memory_limit=f"{int(share * whole.num_bytes)}B"))
     assert ("within 2% of that" in text and "--recompute-policy" in text) == near
     assert ("something else takes memory" in text) == (not near)
 
@@ -84,7 +90,7 @@ def test_the_peak_says_how_much_the_allocator_reserved() -> None:
 
 
 def test_the_message_says_so_if_no_policy_fits() -> None:
-    assert "no way to fit: no recompute policy fits" in message_of(2**20)
+    assert "no way to fit: no recompute policy fits" in message_of(large_run(memory_limit="1MiB"))
 
 
 def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(
@@ -94,7 +100,7 @@ def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(
 
     def work(rank: int, world_size: int) -> str:
         with pytest.raises(InputError) as fault:
-            run_to_end(tiny_run(tp_size=2))
+            run_to_end(tiny_run(tp_size=2, memory_limit="1MiB"))
         return str(fault.value)
 
     texts = run_ranks(work, 2, detail=False)
@@ -103,20 +109,31 @@ def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(
     ] * 2
 
 
-def test_an_allocation_that_the_system_refuses_is_known() -> None:
+def test_the_limit_holds_within_the_block_and_not_after_it() -> None:
     def work(rank: int, world_size: int) -> bool:
-        resource.setrlimit(resource.RLIMIT_DATA, (2**34, 2**34))
-        with pytest.raises(RuntimeError) as fault:
-            torch.ones(2**35, dtype=torch.uint8)
+        with memory_limited(tiny_run(memory_limit="64MiB"), CPU):
+            torch.ones(32 * 2**20, dtype=torch.uint8)
+            with pytest.raises(RuntimeError) as fault:
+                torch.ones(2**30, dtype=torch.uint8)
+        torch.ones(2**30, dtype=torch.uint8)
         return is_out_of_memory(fault.value)
 
     assert run_ranks(work, 1) == [True]
 
 
+@pytest.mark.long
+def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2() -> None:
+    done = run_command(*SIZE.split(), "--memory-limit", "700MiB")
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "out of memory" in line]
+    assert len(lines) == 1 and "Traceback" not in done.stderr
+    assert "The fastest setting that fits: --recompute-policy" in lines[0]
+
+
 def test_the_second_step_is_measured_and_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
-    config = with_settings(LARGE, train_iters=4, eval_iters=0)
+    config = large_run(train_iters=4, eval_iters=0)
     measured = dict(log_peak_memory=True, machine="cpu", metrics_jsonl=f"{tmp_path}/metrics.jsonl")
     run_to_end(with_settings(config, **measured))
     out = capsys.readouterr().out

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training import loop
 from megatron_lite.training.evaluate import Evaluations
+from megatron_lite.training.summary import RunSummary, summary_of
 from tests.support.changes import with_settings
 from tests.support.late_device import LateDevice
 from tests.support.runs import run_to_end, tiny_run
@@ -89,3 +92,22 @@ def test_on_a_cpu_an_iteration_ends_with_its_own_work(
     monkeypatch.setattr(Evaluations, "loss", taking(Evaluations.loss, lambda: 1.0))
     run_to_end(_config(tmp_path))
     assert [row["iteration_ms"] for row in _rows(tmp_path)] == pytest.approx(list(range(1, 21)))
+
+
+@pytest.mark.parametrize(("as_graph", "is_said"), [(20.0, True), (58.0, False), (None, False)])
+def test_the_end_of_a_run_says_what_a_graph_would_save(
+    as_graph: float | None, is_said: bool
+) -> None:
+    summary = RunSummary(
+        step_ms_predicted=43.0, step_ms_measured=61.0, step_ms_as_graph=as_graph, machine="h200"
+    )
+    text = summary.compared()["step time"]
+    assert ("--cuda-graph-impl full_iteration" in text and "20.0 ms" in text) == is_said
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "muon"}, {"timing_log_level": 1}], ids=str)
+def test_a_run_that_no_graph_can_hold_ends_without_that_word(settings: dict[str, Any]) -> None:
+    config = tiny_run(machine="h100", **settings)
+    rank: Any = SimpleNamespace(device=torch.device("cuda"), world_size=1)
+    summary = summary_of(config, rank, None, [1.0, 1.0, 1.0])
+    assert (summary.step_ms_as_graph is None) == bool(settings)
