@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, flag, quoted
-from megatron_lite.config.hf_deepseek import DeepSeek
 from megatron_lite.config.hf_rotary import Rotary
 from megatron_lite.config.hf_rules import (
     REQUIRED,
     Biases,
     Config,
+    DeepSeek,
     Experts,
     Groups,
     Rule,

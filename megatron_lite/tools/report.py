@@ -16,8 +16,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.plain import crafted
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.data.durable_files import write_text
-from megatron_lite.pages.run_page import run_page
-from megatron_lite.pages.run_record import RunRecord, read_run
+from megatron_lite.pages.run_page import RunRecord, read_run, run_page
 from megatron_lite.plan.hardware import load_hardware, save_hardware
 from megatron_lite.tools.command import exit_status
 

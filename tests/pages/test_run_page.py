@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.pages.run_page import run_figure, run_page
-from megatron_lite.pages.run_record import RunRecord, read_run
+from megatron_lite.pages.run_page import RunRecord, read_run, run_figure, run_page
 from megatron_lite.tools import report
 from tests.support.parsed_page import ParsedPage
 from tests.support.runs import run_to_end, tiny_run, with_checkpoint
