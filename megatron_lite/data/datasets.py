@@ -1,11 +1,4 @@
-"""Builds the three datasets of a run from a DataConfig, and their identity.
-
-Every rank builds them by itself. Only the hashes of the .idx files can come from another rank.
-
-The identity is taken from the content of the files. Two runs have equal identities if they read the
-same documents and split, weight and cut them alike. It covers every byte of the .idx, the size of
-the .bin, and a sample of its bytes: a .bin can hold terabytes. Files that were moved or copied keep
-their identity. The seed and the length of a run are not part of it.
+"""Builds the three datasets of a run from a DataConfig (token_datasets.py: those of token files).
 
 Mock data (`--mock-data`) needs no files. It follows a rule that a model can learn, so that a
 falling loss shows that training works. It uses up to 64 ids, spread evenly over the vocabulary so
@@ -17,25 +10,17 @@ next has 4.16.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
 
 if TYPE_CHECKING:
     from megatron_lite.data.blend import Dataset
-    from megatron_lite.data.data_paths import DataPath
-    from megatron_lite.data.gpt_dataset import GPTDataset
-    from megatron_lite.data.indexed import IndexedDataset
 
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of a .bin, for its identity
 DataIdentity = dict[str, Any]  # plain values, as JSON holds them
 
 
@@ -76,151 +61,9 @@ def build_datasets(
         mock = {"source": "--mock-data", "seq_length": data.seq_length}
         return Datasets(train, valid, test, mock)
     # Imported late: mock data need no reader of files.
-    from megatron_lite.data.data_paths import read_data_paths
-    from megatron_lite.data.indexed import IndexedDataset
+    from megatron_lite.data.token_datasets import token_datasets
 
-    paths = read_data_paths(data)
-    # Each prefix is opened once, also if several splits name it.
-    names = dict.fromkeys(name for path in paths if path is not None for name in path.prefixes)
-    indexed = [IndexedDataset(name) for name in names]
-    found = shared(lambda: [[*one.sizes, one.fingerprint] for one in indexed])
-    for one, (*sizes, fingerprint) in zip(indexed, found, strict=True):
-        one.take_fingerprint(sizes, fingerprint)
-    opened = {one.prefix: _opened(one, data, vocab_size, seed) for one in indexed}
-    built = [
-        None
-        if path is None
-        else _build_split(path, [opened[name] for name in path.prefixes], data, place, count)
-        for place, (path, count) in enumerate(zip(paths, num_samples, strict=True))
-    ]
-    if built[0] is None:
-        raise InputError(
-            "the data of the training split holds no documents: give another prefix"
-            if data.is_per_split
-            else f"--split {data.split!r} leaves no documents for training in {' '.join(names)}"
-        )
-    return Datasets(built[0], built[1], built[2], _identity(data, paths, opened))
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One prefix, opened and split. Without a split, every split is the whole of it."""
-
-    indexed: IndexedDataset
-    splits: Sequence[tuple[int, int]]
-    dataset: Callable[..., GPTDataset]  # of a range of documents and a number of samples
-
-    def is_empty(self, split: int) -> bool:
-        start, stop = self.splits[split]
-        return start >= stop
-
-    def of(self, split: int, num_samples: int | None) -> GPTDataset:
-        return self.dataset(documents=self.splits[split], num_samples=num_samples)
-
-
-def _opened(indexed: IndexedDataset, data: DataConfig, vocab_size: int, seed: int) -> _Part:
-    from megatron_lite.data.data_paths import split_documents
-    from megatron_lite.data.gpt_dataset import GPTDataset
-
-    whole = [(0, len(indexed))] * 3
-    return _Part(
-        indexed,
-        whole if data.is_per_split else split_documents(data.split, len(indexed)),
-        functools.partial(
-            GPTDataset,
-            indexed,
-            seed=seed,
-            seq_length=data.seq_length,
-            vocab_size=vocab_size,
-            cache_path=data.data_cache_path,
-        ),
-    )
-
-
-def _build_split(
-    path: DataPath, parts: Sequence[_Part], data: DataConfig, split: int, num_samples: int
-) -> Dataset | None:
-    """Returns the dataset of split 0, 1 or 2.
-
-    Returns None if no part has documents for it. For splits 1 and 2 it also returns None if no
-    samples are requested.
-
-    Without weights each part is read once, in proportion to its size. A run that needs more samples
-    reads them again, in the same shares.
-    """
-    from megatron_lite.data.blend import BlendedDataset, kept_blend_index, samples_to_request
-    from megatron_lite.data.data_paths import SPLITS, normalized
-
-    if all(part.is_empty(split) for part in parts) or (num_samples == 0 and split > 0):
-        return None
-    # As in Megatron, the weight of a split's only prefix is ignored if the splits are given one by
-    # one; otherwise it is a blend of one.
-    if len(parts) == 1 and (path.weights is None or data.is_per_split):
-        return parts[0].of(split, num_samples)
-    for part in parts:
-        if part.is_empty(split):
-            raise InputError(
-                f"{part.indexed.prefix} has no documents for the {SPLITS[split]} split, but other "
-                "prefixes of that split do: leave it out, set that share of --split to 0, or "
-                "enlarge it"
-            )
-    weights, size = path.weights, num_samples
-    index_of = functools.partial(
-        kept_blend_index, data_cache_path=data.data_cache_path, prefix=parts[0].indexed.prefix
-    )
-    if weights is None:
-        # The shares follow the sizes, which are known only after one epoch of each part is built.
-        datasets = [part.of(split, None) for part in parts]
-        sizes = [len(dataset) for dataset in datasets]
-        if num_samples <= sum(sizes):
-            return BlendedDataset(datasets, sizes, num_samples, index_of=index_of)
-        weights = normalized(sizes)
-    elif data.dataloader_type == "cyclic":
-        # Megatron's blend is a few samples longer than requested. A shuffle of all samples shows
-        # it; a run that reads them in order never reaches the end.
-        size = sum(math.ceil(num_samples * weight) for weight in weights)
-    datasets = [
-        part.of(split, samples_to_request(num_samples, weight))
-        for part, weight in zip(parts, weights, strict=True)
-    ]
-    blend = BlendedDataset(datasets, weights, size, index_of=index_of)
-    if size > num_samples:
-        blend.check_sizes()
-    return blend
-
-
-def _identity(
-    data: DataConfig, paths: Sequence[DataPath | None], opened: dict[str, _Part]
-) -> DataIdentity:
-    """Returns the identity of the parts of each split, in their order."""
-    from megatron_lite.data.data_paths import SPLITS, parse_split
-
-    parts = [
-        {
-            "weights": None if path is None or path.weights is None else list(path.weights),
-            "files": [_content(opened[name].indexed) for name in path.prefixes] if path else [],
-        }
-        for path in paths
-    ]
-    identity: DataIdentity = (
-        {"source": "--train-data-path", **dict(zip(SPLITS, parts, strict=True))}
-        if data.is_per_split
-        else {"source": "--data-path", "split": list(parse_split(data.split)), **parts[0]}
-    )
-    if data.dataloader_type != "single":
-        how = "a range for each rank" if data.data_sharding else "all"
-        identity["order"] = f"{data.dataloader_type}, {how}"
-    return {**identity, "seq_length": data.seq_length}
-
-
-def _content(dataset: IndexedDataset) -> str:
-    digest = hashlib.sha256(dataset.fingerprint.encode())
-    content = dataset.tokens.view(np.uint8)
-    for start in np.linspace(
-        0, max(0, content.nbytes - SAMPLE_BYTES), SAMPLES, dtype=np.int64
-    ).tolist():
-        digest.update(content[start : start + SAMPLE_BYTES].tobytes())
-    return digest.hexdigest()[:16]
+    return token_datasets(data, vocab_size, seed, num_samples, shared)
 
 
 NUM_IDS, STEP, JUMP_PROBABILITY = 64, 7, 0.1

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpointing import saver
-from megatron_lite.data import datasets
 from megatron_lite.data import gpt_dataset as gpt
+from megatron_lite.data import token_datasets
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.tensor_parallel import layers as linear
 from megatron_lite.training import build_trainer as build
@@ -65,11 +65,11 @@ def happens(place: str, action: Callable[[], object], *, iteration: int = 0) -> 
 
 def builds_second(cache: Path) -> None:
     """Makes this rank wait before its indices until another rank builds an index in `cache`."""
-    build_split = datasets._build_split
+    build_split = token_datasets._build_split
 
     def second(*args: Any, **options: Any) -> Any:
         while not list(cache.glob("*.lock")):
             time.sleep(0.01)
         return build_split(*args, **options)
 
-    datasets._build_split = second
+    token_datasets._build_split = second
