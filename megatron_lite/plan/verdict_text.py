@@ -15,7 +15,7 @@ from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
 from megatron_lite.config.stages import stages
-from megatron_lite.memory.predict.flops import logits_flops, replay_flops, step_flops
+from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.memory.predict.step_peak import PeakTerm
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.layouts import kind_of, states_on_host
@@ -24,7 +24,6 @@ from megatron_lite.plan.rank_mixes import Run
 from megatron_lite.plan.search import Plan
 from megatron_lite.plan.step_time import HOST_UPDATE
 from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, FitVerdict
-from megatron_lite.recompute.schedule import plan_model
 
 GIB = 2**30
 WIDTH = 100
@@ -175,16 +174,9 @@ def command(config: RunConfig, hardware: Hardware, num_ranks: int) -> list[str]:
 
 
 def extra_flops(config: RunConfig, device: str) -> float:
-    """Returns the FLOPs that recomputation and loss chunks add, over those of the model."""
-    parallel = config.parallel
-    tp_size, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    shape: dict[str, Any] = dict(batch=1, seq_length=config.data.seq_length)
-    head = dict(shape, padded_vocab_size=config.tokenizer.rows(tp_size))
-    ranks: dict[str, Any] = dict(tp_size=tp_size, cp_size=cp_size, device=device)
-    in_two_passes = config.loss_chunk_size is not None and not config.loss_in_one_pass
-    more = replay_flops(config.model, plan_model(config), **shape, **ranks)
-    more += logits_flops(config.model, **head) * in_two_passes
-    return more / step_flops(config.model, **head)
+    """Returns the FLOPs that recomputation adds, as a share of the model's."""
+    flops = PolicyFlops.of(config, device)
+    return (flops.replays + flops.chunks) / flops.model
 
 
 def lines(one: Mapping[str, Any]) -> Iterator[str]:

@@ -152,7 +152,10 @@ def skipped_batches_path(config: RunConfig) -> str | None:
 
 
 @contextmanager
-def _opening(name: str) -> Iterator[None]:
+def _opening(path: Path, name: str) -> Iterator[None]:
+    from megatron_lite.checkpointing.directory import check_no_checkpoint
+
+    check_no_checkpoint(path, name)
     try:
         yield
     except OSError as error:
@@ -169,11 +172,8 @@ class AppendedFile:
     """
 
     def __init__(self, path: str, *, name: str) -> None:
-        from megatron_lite.checkpointing.directory import check_no_checkpoint
-
-        check_no_checkpoint(Path(path), name)
         self.name = name
-        with _opening(name):
+        with _opening(Path(path), name):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
@@ -206,11 +206,8 @@ def metrics_file(path: str, iteration: int, *, flag: str = "--metrics-jsonl") ->
     was stays beside it as FILE.previous.
     flag: the option that named the file, for messages.
     """
-    from megatron_lite.checkpointing.directory import check_no_checkpoint
-
     target, name = Path(path), f"{flag} {path}"
-    check_no_checkpoint(target, name)
-    with _opening(name):
+    with _opening(target, name):
         if (kept := _rows_up_to(target, iteration)) is not None:
             _replace(path, kept)
     return AppendedFile(path, name=name)

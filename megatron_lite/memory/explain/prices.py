@@ -20,7 +20,7 @@ from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MLP_REGION, MOE,
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.flops import logits_flops, replay_flops, step_flops
+from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.memory.predict.kept_tensors import host_bytes
 from megatron_lite.memory.predict.pipeline_memory import (
     RankMemory,
@@ -76,32 +76,26 @@ def price(config: RunConfig, device: str, *, dp_cp_size: int = 1, name: str = ""
 
     device: "cpu" or "cuda". dp_cp_size: the number of ranks that share the states.
     """
-    plan, sizes = plan_model(config), Sizes.of(config, device=device)
+    flops, ranks = PolicyFlops.of(config, device), Sizes.of(config, device=device).num_ranks
     step = fullest_step_peak(config, device=device, dp_cp_size=dp_cp_size)
-    model, ranks = config.model, sizes.num_ranks
-    shape = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
-    layout = dict(device=device, tp_size=sizes.tp_size, cp_size=sizes.cp_size)
-    again = replay_flops(model, plan, **shape, **layout)
     # Some micro-batches of a step may keep everything. The figure is the mean.
     number = step_microbatches(config)
     spared = spared_flops(
-        config, number, samples_per_microbatch=sizes.micro_batch_size, device=device
+        config, number, samples_per_microbatch=config.training.micro_batch_size, device=device
     )
-    head = dict(shape, padded_vocab_size=sizes.padded_vocab_size)
-    in_two_passes = config.loss_chunk_size is not None and not config.loss_in_one_pass
     return Priced(
         name=name or short_name(config.recompute),
         config=config,
-        plan=plan,
+        plan=plan_model(config),
         memory=rank_memory(config, device, step.rank),
         host_bytes=sum(
-            host_bytes(model, own, Sizes.of(config, device=device, stage=stage))
+            host_bytes(config.model, own, Sizes.of(config, device=device, stage=stage))
             for stage, own in rank_plans(config, step.rank)
         ),
         step=step,
-        model_flops=step_flops(model, **head) // ranks,
-        replay_flops=(again - spared // number) // ranks,
-        chunk_flops=logits_flops(model, **head) * in_two_passes // ranks,
+        model_flops=flops.model // ranks,
+        replay_flops=(flops.replays - spared // number) // ranks,
+        chunk_flops=flops.chunks // ranks,
     )
 
 

@@ -24,15 +24,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.run import RunConfig
 from megatron_lite.description.model_ends import head_operations
 from megatron_lite.description.operations import LayerDescription, Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import replayed_calls
 from megatron_lite.recompute.recompute_plan import RecomputePlan
+from megatron_lite.recompute.schedule import plan_model
 
 # Dense peak of one GPU in TFLOP/s: (words of its CUDA name, bfloat16, float32 without TF32). The
 # first match counts. The figures are from NVIDIA's data sheets, which since H100 print twice the
@@ -98,6 +100,30 @@ def replay_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
         )
         for matmul in call.matmuls
     )
+
+
+class PolicyFlops(NamedTuple):
+    """The FLOPs of a micro-batch, over all TP and CP ranks.
+
+    model: forward and backward. replays: what replays add. chunks: what a second pass of the loss
+    adds.
+    """
+
+    model: int
+    replays: int
+    chunks: int
+
+    @classmethod
+    def of(cls, config: RunConfig, device: str) -> PolicyFlops:
+        """Returns them for a run whose vocabulary size is known. device: "cpu" or "cuda"."""
+        sizes = Sizes.of(config, device=device)
+        shape = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
+        ranks = dict(tp_size=sizes.tp_size, cp_size=sizes.cp_size)
+        return cls(
+            step_flops(config.model, **shape, padded_vocab_size=sizes.padded_vocab_size),
+            replay_flops(config.model, plan_model(config), **shape, **ranks, device=device),
+            sizes.num_ranks * _rebuilds(head_operations(config.model, sizes)),
+        )
 
 
 def peak_flops(device_name: str, *, bf16: bool, tf32: bool = False) -> float | None:
