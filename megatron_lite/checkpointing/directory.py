@@ -28,6 +28,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,14 +51,15 @@ from megatron_lite.data.durable_files import sync, write_synced
 from megatron_lite.parallel.state import ParallelState, gather_texts
 
 
+@dataclass
 class SaveDirectory:
     """The changes that rank 0 may make in the directory of --save.
 
     Every method raises LockLost if a later start has taken the lock.
     """
 
-    def __init__(self, root: Path, lock: DirectoryLock) -> None:
-        self.root, self.lock = root, lock
+    root: Path
+    lock: DirectoryLock
 
     def publish(
         self, temporary: Path, iteration: int, *, leads_here: Callable[[int], bool]

@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron_lite.config.checks import InputError, flag
-from megatron_lite.config.plain import read_json, shown
+from megatron_lite.config.checks import InputError, flag, input_faults, quoted
+from megatron_lite.config.plain import as_object, read_json, shown
 
 Given = dict[str, Any]
 
@@ -51,50 +51,44 @@ def _deepspeed(given: Given) -> Iterator[str]:
     if not os.path.exists(path):
         yield f"{shown(said)}: there is no such file, so the flags alone hold"
         return
-    try:
-        found = read_json(path)
-    except (OSError, ValueError) as error:  # which name the file
-        raise InputError(f"--deepspeed-config {error}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{said}: give a file with a JSON object")
-    stage = _taken(found, STAGE, int, said)
-    if stage not in (None, 0, *STAGES):
-        raise InputError(f"{said}: zero_optimization.stage must be 0, 1, 2 or 3 (got {stage})")
-    if stage in STAGES:
-        given[STAGES[stage]] = True
-    for keys, (field, kind) in DEEPSPEED.items():
-        value = _taken(found, keys, kind, said)
-        if value is None or value is False or (field == "loss_scale" and value == 0):
-            continue  # a scale of 0 is dynamic
-        if given.get(field, value) != value:
-            raise InputError(
-                f"{said}: {'.'.join(keys)} {value} contradicts {flag(field)} {given[field]}: make "
-                "them equal"
-            )
-        given[field] = value
+    with input_faults(f"{said}: "):
+        try:
+            found = as_object(read_json(path), "the file")
+        except OSError as error:
+            raise ValueError(f"cannot be read ({error.strerror})") from error
+        stage = _taken(found, STAGE, int)
+        if stage not in (None, 0, *STAGES):
+            raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3 (got {stage})")
+        if stage in STAGES:
+            given[STAGES[stage]] = True
+        for keys, (field, kind) in DEEPSPEED.items():
+            value = _taken(found, keys, kind)
+            if value is None or value is False or (field == "loss_scale" and value == 0):
+                continue  # a scale of 0 is dynamic
+            if given.get(field, value) != value:
+                raise ValueError(
+                    f"{'.'.join(keys)} {value} contradicts {flag(field)} {given[field]}: make "
+                    "them equal"
+                )
+            given[field] = value
     if unread := [name for name, value in found.items() if value not in ({}, None)]:
         yield f"{said}: not read: {', '.join(map(shown, unread))}"
 
 
-def _taken(found: Given, keys: tuple[str, ...], kind: type, said: str) -> Any:
+def _taken(found: Given, keys: tuple[str, ...], kind: type) -> Any:
     """Removes a value of nested objects, and returns it; None if it is not there, or "auto".
 
-    Raises InputError if it is of another type.
+    Raises ValueError if it is of another type.
     """
     for key in keys[:-1]:
-        inner = found.get(key, {})
-        if not isinstance(inner, dict):
-            raise InputError(f"{said}: {key} must be an object (got {shown(repr(inner))})")
-        found = inner
+        found = as_object(found.get(key, {}), key)
     value = found.pop(keys[-1], None)
     if value is None or value == AUTO:
         return None
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
-        raise InputError(
-            f"{said}: {'.'.join(keys)} must be {NAMES[kind]} (got {shown(repr(value))})"
-        )
+        raise ValueError(f"{'.'.join(keys)} must be {NAMES[kind]} (got {quoted(value)})")
     return value
 
 

@@ -179,7 +179,7 @@ class RunConfig:
         """
         return self.training.batch_schedule(data_parallel_size, seq_length=self.data.seq_length)
 
-    def most_in_flight(self, num_microbatches: int) -> int:
+    def most_in_flight(self, num_microbatches: int, rank: int = 0) -> int:
         """Returns the largest number of forwards that wait for their backward at once.
 
         It is reached on the first pipeline rank. Each of the forwards is one of a virtual stage.
@@ -187,7 +187,7 @@ class RunConfig:
         size = self.parallel.pipeline_model_parallel_size
         return most_in_flight(
             size=size,
-            rank=0,
+            rank=rank,
             num_microbatches=num_microbatches,
             num_chunks=len(self.stage_lengths()) // size,
         )

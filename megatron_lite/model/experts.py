@@ -30,7 +30,7 @@ from megatron_lite.config.regions import MOE_ACTIVATION, SHARED_EXPERTS
 from megatron_lite.model.activations import activation_pair
 from megatron_lite.model.layer import MLP
 from megatron_lite.model.router import Router, Routing
-from megatron_lite.parallel.compiled import Pair
+from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.torch_internals import is_fake
 from megatron_lite.recompute.region_runner import Regions
@@ -165,7 +165,7 @@ class Experts(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         self.output_is_read = config.norms_after
-        self.activation = partial(_Weighted.apply, activation_pair(config))
+        self.activation = partial(applied, _weighted(activation_pair(config)), None)
         linear = partial(
             GroupedLinear, config.num_experts, bias=config.add_bias_linear, context=context
         )
@@ -298,18 +298,15 @@ class _Summed(torch.autograd.Function):
         return grad[order // ctx.topk], None, None, None, None
 
 
-class _Weighted(torch.autograd.Function):
+def _weighted(pair: Pair) -> Pair:
     """x [n, blocks f], w [n] -> activation(x) w [n, f]. Keeps x and w."""
 
-    @staticmethod
-    def forward(ctx: Any, pair: Pair, intermediate: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(intermediate, weights)
-        ctx.pair = pair
+    def forward(intermediate: Tensor, weights: Tensor) -> Tensor:
         return (pair.forward(intermediate) * weights.unsqueeze(-1)).to(intermediate.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
-        intermediate, weights = ctx.saved_tensors
-        grad_weights = (grad * ctx.pair.forward(intermediate)).sum(-1, dtype=weights.dtype)
+    def backward(grad: Tensor, intermediate: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        grad_weights = (grad * pair.forward(intermediate)).sum(-1, dtype=weights.dtype)
         grad_activated = (grad * weights.unsqueeze(-1)).to(intermediate.dtype)
-        return None, ctx.pair.backward(grad_activated, intermediate), grad_weights
+        return pair.backward(grad_activated, intermediate), grad_weights
+
+    return Pair(forward, backward, slice(0, 2))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.optimizer_settings import FORMATS, MUON, OptimizerConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, most_in_flight, stages
+from megatron_lite.config.stages import Stage, most_in_flight
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -122,7 +122,7 @@ def step_time(
         clock = clock._replace(cp=Group(1), ep=Group(1))
     run = TimedRun(config, clock, Group(dp_size * parallel.context_parallel_size, t))
     pipeline = Group(p, run.data_parallel.size * t)
-    own_stages = _alike(config, all_stages or stages(parallel, model.num_layers))
+    own_stages = _alike(config, all_stages or config.stages())
     passages = _passages(run, own_stages, num_microbatches)
     sent = transfer_bytes or Shape(model, Sizes.of(config, device=hardware.device)).residual
     transfer = hardware.transfer_seconds(sent, inside=pipeline.is_inside_a_node(hardware))

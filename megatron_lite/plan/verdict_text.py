@@ -14,7 +14,6 @@ from megatron_lite.config.invocation import shell_lines
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
-from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.memory.predict.step_peak import PeakTerm
 from megatron_lite.plan.hardware import Hardware
@@ -138,7 +137,7 @@ def plain_stages(problem: Problem, one: FitVerdict) -> list[dict[str, Any]]:
 
 def _layout(plan: Plan) -> str:
     config, parallel = plan.config, plan.config.parallel
-    size, cut = parallel.pipeline_model_parallel_size, stages(parallel, config.model.num_layers)
+    size, cut = parallel.pipeline_model_parallel_size, config.stages()
     first, last = (sum(one.num_layers for one in cut[rank::size]) for rank in (0, size - 1))
     between = "+..+" if size > 2 else "+"
     is_uneven = len({one.num_layers for one in cut}) > 1

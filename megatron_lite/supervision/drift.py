@@ -15,6 +15,8 @@ sums gradients over ranks, but never compares weights.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -31,11 +33,13 @@ from megatron_lite.parallel.tensor_hash import quick_hash
 _HeldTensor = tuple[str, Tensor, ParameterSpec, bool]
 
 
+@dataclass
 class ReplicaCheck:
     """Compares the copies after optimizer updates. Every rank must call `fault`."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, parallel: ParallelState) -> None:
-        self._model, self._optimizer, self._parallel = model, optimizer, parallel
+    model: nn.Module
+    optimizer: Optimizer
+    parallel: ParallelState
 
     def fault(self) -> str | None:
         """Returns which ranks hold a tensor that differs from its copies; None if all are equal.
@@ -45,17 +49,17 @@ class ReplicaCheck:
         Issues one all-reduce for each group and one for the agreement. If a tensor differs, it also
         gathers the hashes and the texts. Waits for the device.
         """
-        self._optimizer.finish()
+        self.optimizer.finish()
         held = self._held()  # nothing on a rank whose stage has no parameters
         hashes = torch.stack(
-            [quick_hash(tensor).to(self._parallel.device) for _, tensor, *_ in held]
-            or [torch.zeros((), dtype=torch.int64, device=self._parallel.device)]
+            [quick_hash(tensor).to(self.parallel.device) for _, tensor, *_ in held]
+            or [torch.zeros((), dtype=torch.int64, device=self.parallel.device)]
         )
         groups = self._groups(held)
         alike = torch.stack(
             [are_equal(hashes[places], group) for places, group in groups] or [torch.tensor(True)]
         )
-        if self._parallel.all_agree(bool(alike.all())):
+        if self.parallel.all_agree(bool(alike.all())):
             return None
         odd = [
             int(places[number])
@@ -66,27 +70,27 @@ class ReplicaCheck:
         text = "".join(names[:1])
         if len(names) > 1:
             text += f" and {len(names) - 1} more tensors"
-        return by_rank(gather_texts(text, self._parallel))
+        return by_rank(gather_texts(text, self.parallel))
 
     def _held(self) -> list[_HeldTensor]:
-        layout = self._optimizer.layout
+        layout = self.optimizer.layout
         if not layout.replicates_weights:
             return [(piece.name, piece.master, piece.spec, True) for piece in layout.pieces]
-        weights = dict(self._model.named_parameters())
+        weights = dict(self.model.named_parameters())
         specs = {name: spec_of(weight) for name, weight in weights.items()}
         held = [(name, weight.detach(), specs[name], False) for name, weight in weights.items()]
         is_share = layout.shard_group is not None
-        if not is_share or self._parallel.replica_group is not None:
+        if not is_share or self.parallel.replica_group is not None:
             held += [
                 (f"{name}/{key}", value, specs[name], is_share)
-                for name, states in self._optimizer.states.items()
+                for name, states in self.optimizer.states.items()
                 for key, value in states.items()
             ]
         return held
 
     def _groups(self, held: list[_HeldTensor]) -> list[tuple[Tensor, ProcessGroup]]:
         """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
-        parallel = self._parallel
+        parallel = self.parallel
         # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those that
         # are not split, and the first and the last stage of a tied weight.
         # A view of the ranks for experts has groups of its own (parallel/expert_groups.py).

@@ -36,7 +36,7 @@ from megatron_lite.plan.hardware import (
     machine_of_gpu,
     save_hardware,
 )
-from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.command import check_ending, exit_status
 
 # The smallest dimension varies most, because the fit is a function of it.
 SHAPES = ((1024, 1024, 1024), (512, 512, 512), (1024, 1024, 128), (128, 1024, 1024), (64, 512, 512))
@@ -78,10 +78,7 @@ def run(output: str, *, device: str, links_of: str | None, seconds: float) -> No
 
     Raises InputError for settings that cannot be measured, and for a file that cannot be written.
     """
-    if not output.endswith(".json"):
-        raise InputError(
-            f"--output {output} must end in .json, so that it can be given by its path"
-        )
+    check_ending("--output", output, ".json")  # so that it can be given by its path
     if not 0.0 < seconds <= 60.0:
         raise InputError(f"--seconds must be above 0 and at most 60 (got {seconds})")
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

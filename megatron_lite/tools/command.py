@@ -6,10 +6,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable, Iterator
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.plain import shown
 from megatron_lite.parallel.launch import read_launch
 from megatron_lite.parallel.messages import await_turn, print_fault, silent_unless
 from megatron_lite.parallel.signals import Stopped, die_of, dies_without_reader, stoppable
@@ -49,6 +51,12 @@ def exit_status(command: Callable[[], None], program: str = "") -> int:
     # Death by a signal skips these functions, and a pool's semaphores would stay, with a warning.
     atexit._run_exitfuncs()
     die_of(number)
+
+
+def check_ending(flag: str, path: str, *endings: str) -> None:
+    """Raises InputError if the name of a file has another ending."""
+    if os.path.splitext(path)[1] not in endings:
+        raise InputError(f"{flag} {shown(repr(path))} must end in {' or '.join(endings)}")
 
 
 @contextlib.contextmanager

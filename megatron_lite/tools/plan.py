@@ -48,7 +48,7 @@ from megatron_lite.plan.verdict import (
     verdict,
 )
 from megatron_lite.plan.verdict_text import Training, lines, plain_stages, plain_verdict
-from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.command import check_ending, exit_status
 
 PROGRAM = "python -m megatron_lite.tools.plan"
 MOST_COUNTS = 16
@@ -113,8 +113,8 @@ def _plan(own: Mapping[str, Any], flags: dict[str, Any], notes: list[str]) -> in
     notes: those about the words of the command line.
     Raises InputError for a fault in the input.
     """
-    if own["html"] is not None and not own["html"].endswith((".html", ".htm")):
-        raise InputError(f"--html {shown(own['html'])}: give a file that ends in .html")
+    if own["html"] is not None:
+        check_ending("--html", own["html"], ".html", ".htm")
     check_only_values(flags)
     notes += take_ignored(flags)
     problem, budget = _problem(own, flags, notes)
@@ -228,8 +228,8 @@ def _hardware(gpu: str | None, machine: str | None) -> Hardware:
         raise InputError(
             f"give the machine once: --gpu NAME ({', '.join(machine_names())}) or --machine FILE"
         )
-    if machine is not None and not machine.endswith(".json"):
-        raise InputError(f"--machine {shown(repr(machine))}: give a file that ends in .json")
+    if machine is not None:
+        check_ending("--machine", machine, ".json")
     return load_hardware(machine or gpu or "")
 
 

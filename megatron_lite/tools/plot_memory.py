@@ -9,14 +9,12 @@ not import torch.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.config.units import ByteUnit
@@ -34,25 +32,18 @@ from megatron_lite.memory.measure.timeline import (
     read_timeline,
 )
 from megatron_lite.pages.document import STYLE, printable, svg_text
-from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.command import check_ending, exit_status
 
 PROGRAM = "python -m megatron_lite.tools.plot_memory"
 
-ENDINGS = (".svg", ".png")
 PANELS_IN_A_ROW = 4
 MAX_EVENTS = 500  # in one panel: more would not be visible, and would make an SVG large
 # Paul Tol's "bright" scheme, whose colours a colour-blind reader can tell apart.
-CATEGORY_COLORS = {
-    ACTIVATION: "#4477AA",
-    REBUILT: "#EE6677",
-    GRADIENT: "#CCBB44",
-    TEMPORARY: "#BBBBBB",
-}
-CATEGORY_LABELS = {
-    ACTIVATION: "activations kept from forward",
-    REBUILT: "activations rebuilt by a replay",
-    GRADIENT: "parameter gradients",
-    TEMPORARY: "temporary",
+STYLES = {
+    ACTIVATION: ("#4477AA", "activations kept from forward"),
+    REBUILT: ("#EE6677", "activations rebuilt by a replay"),
+    GRADIENT: ("#CCBB44", "parameter gradients"),
+    TEMPORARY: ("#BBBBBB", "temporary"),
 }
 LINE_LABEL = "activations, predicted before the run"
 REPLAY_COLOR = "#AA3377"
@@ -83,14 +74,12 @@ def plot_memory(paths: Sequence[str], output: str) -> None:
     Raises InputError for a file that is no timeline, for another ending than .svg or .png, and if
     matplotlib is not installed.
     """
-    ending = os.path.splitext(output)[1]
-    if ending not in ENDINGS:
-        raise InputError(f"--output must end in {' or '.join(ENDINGS)} (got {output!r})")
+    check_ending("--output", output, ".svg", ".png")
     matplotlib = module_of_extra("matplotlib", "plot", needed_by="the picture")
     timelines = [read_timeline(path) for path in paths]
     with replacing(output) as unfinished, matplotlib.rc_context(STYLE):
         figure = draw(timelines)
-        if ending == ".png":
+        if output.endswith(".png"):
             figure.savefig(unfinished, format="png", dpi=150)
         else:
             Path(unfinished).write_text(svg_text(figure), encoding="utf-8")
@@ -139,8 +128,8 @@ def _draw_panel(panel: Any, timeline: Timeline, unit: ByteUnit) -> None:
             for series in zip(*(event.live_bytes for event in events), strict=True)
         ],
         step="post",
-        labels=[CATEGORY_LABELS[category] for category in CATEGORIES],
-        colors=[CATEGORY_COLORS[category] for category in CATEGORIES],
+        labels=[STYLES[category][1] for category in CATEGORIES],
+        colors=[STYLES[category][0] for category in CATEGORIES],
     )
     if points := compared(timeline):
         panel.plot(

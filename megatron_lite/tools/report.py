@@ -18,7 +18,7 @@ from megatron_lite.config.run_flags import Parser
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.run_page import RunRecord, read_run, run_page
 from megatron_lite.plan.hardware import load_hardware, save_hardware
-from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.command import check_ending, exit_status
 
 PROGRAM = "python -m megatron_lite.tools.report"
 
@@ -66,8 +66,7 @@ def report(
     """
     page = os.path.join(paths[0], DEFAULT_OUTPUT) if os.path.isdir(paths[0]) else f"{paths[0]}.html"
     target = output or page
-    if os.path.splitext(target)[1] not in (".html", ".htm"):
-        raise InputError(f"--output must end in .html or .htm (got {target!r})")
+    check_ending("--output", target, ".html", ".htm")
     with crafted(", ".join(paths)):
         run = read_run(paths)
         text = run_page(run)
@@ -82,8 +81,7 @@ def _calibrate(run: RunRecord, machine: str, file: str) -> None:
 
     Raises InputError if the run's time was not predicted.
     """
-    if not file.endswith(".json"):
-        raise InputError(f"--calibration {file}: give a file that ends in .json")
+    check_ending("--calibration", file, ".json")
     measured, predicted = (run.summary.get(f"step_ms_{one}") for one in ("measured", "predicted"))
     if not measured or not predicted:
         raise InputError(

@@ -25,7 +25,7 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
-from megatron_lite.memory.predict.states import rank_parameter_count, rank_states
+from megatron_lite.memory.predict.states import RankStates, rank_parameter_count, rank_states
 from megatron_lite.memory.predict.step_peak import PeakTerm, StepPeak
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.observe import own_step_peak
@@ -101,8 +101,7 @@ def check_fits(
 
 def _check_host(config: RunConfig, parallel: ParallelState, host: str) -> None:
     """Raises InputError if the optimizer states of a host's ranks need more memory than it has."""
-    group = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
-    own = rank_states(config, parallel.pp_rank, **group).on_host
+    own = _own_states(config, parallel).on_host
     here = _of_host(own, host, parallel)
 
     def check() -> None:
@@ -116,6 +115,11 @@ def _check_host(config: RunConfig, parallel: ParallelState, host: str) -> None:
             )
 
     parallel.together("the memory of the host", check)
+
+
+def _own_states(config: RunConfig, parallel: ParallelState) -> RankStates:
+    group = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
+    return rank_states(config, parallel.pp_rank, **group)
 
 
 def _of_host(own: int, host: str, parallel: ParallelState) -> list[int]:
@@ -132,9 +136,7 @@ def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
     """
     if config.model.num_layers > MANY_LAYERS:
         return rank_parameter_count(config, parallel.pp_rank) // parallel.shard_size
-    states = rank_states(
-        config, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
-    )
+    states = _own_states(config, parallel)
     return states.total + (states.on_host if parallel.device.type == "cpu" else 0)
 
 

@@ -137,7 +137,7 @@ def test_a_deepspeed_file_is_read_and_may_not_contradict(tmp_path: Path) -> None
         ({"zero_optimization": {"stage": [1]}}, "stage must be a whole number (got [1])"),
         ({"train_micro_batch_size_per_gpu": 2.0}, "must be a whole number (got 2.0)"),
         ({"bf16": 3}, "bf16 must be an object (got 3)"),
-        ([1], "give a file with a JSON object"),
+        ([1], "the file must be an object (got [1])"),
     ):
         bad = tmp_path / "bad.json"
         bad.write_text(json.dumps(wrong))

@@ -121,7 +121,7 @@ def test_a_file_that_will_not_do_is_one_line(
 
 @pytest.mark.parametrize("output", ["memory.gif", ".svg", "nowhere/m.svg"])
 def test_an_output_that_cannot_be_written_is_one_line(two: list[str], output: str) -> None:
-    reason = "nowhere" if "/" in output else "--output must end in .svg or .png"
+    reason = "nowhere" if "/" in output else "must end in .svg or .png"
     assert reason in fault_of(plot_memory.main, [*two, "--output", output])
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.parallel import exchange_of
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, most_in_flight
+from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import layers_differ
 from megatron_lite.memory.predict.flops import replay_flops
@@ -233,6 +233,6 @@ def enough_microbatches(config: RunConfig, rank: int, *, most: int | None = None
     repeats = 0
     if config.recompute.num_microbatches_with_partial_activation_checkpoints is not None:
         num_chunks = len(config.stages_of_rank(rank))
-        window = most_in_flight(size=size, rank=rank, num_microbatches=most, num_chunks=num_chunks)
+        window = config.most_in_flight(most, rank)
         repeats = math.lcm(window, num_chunks * size) // num_chunks
     return min(most, 2 * size + repeats)
