@@ -183,56 +183,54 @@ def test_what_is_read_is_stored_again_as_it_was() -> None:
 
 
 def test_a_random_rounding_is_to_a_neighbour_and_the_value_itself_in_the_mean() -> None:
-    """Of 2^16 copies each, within 6 sigma of at most half a distance. Float16 has the first three
+    """Of 2^16 copies each, within 6 sigma of at most half a distance. Float16 has the first two
     values as they are; the last one lies between two of its subnormal numbers."""
-    values = torch.tensor([[0.875], [0.0], [-0.5], [0.5003], [-0.7501], [3e-9]]).expand(-1, 2**16)
-    state, number = new_state(values, "fp16", torch.device("cpu")), values.numel()
-    chances = noise(5, torch.tensor(7.0), 100, values)
-    assert torch.equal(noise(5, torch.tensor(7.0), 140, values[0]), chances[40 : 40 + 2**16])
-    assert chances.min() == 0.0 and chances.max() == 1.0 - 2.0**-13
-    write_(state, slice(0, number), values.reshape(-1), chances)
-    found, distance = whole(state), torch.tensor([0.0, 0.0, 0.0, 2.0**-11, 2.0**-11, 2.0**-38])
-    assert [len(row.unique()) for row in found] == [1, 1, 1, 2, 2, 2]
-    assert ((found - values).abs().amax(1) <= distance).all()
-    off = (found.double() - values.double()).mean(1).abs()
-    assert (off <= 6 * distance.double() / 2 / 2**8).all()
+    values = torch.tensor([[0.875], [0.0], [0.5003], [-0.7501], [3e-9]]).expand(-1, 2**16)
+    state, update = new_state(values, "fp16", torch.device("cpu")), torch.tensor(7.0)
+    chances = noise(5, update, 100, values)
+    assert torch.equal(noise(5, update, 140, values[0]), chances[40 : 40 + 2**16])
+    write_(state, slice(0, values.numel()), values.reshape(-1), chances)
+    off, distance = whole(state) - values, torch.tensor([0.0, 0.0, 2.0**-11, 2.0**-11, 2.0**-38])
+    assert (off.abs().amax(1) <= distance).all()
+    assert (off.double().mean(1).abs() <= 6 * distance / 2 / 2**8).all()
+
+
+def piece_of(weight: Tensor, master: Tensor, grad: Tensor, **facts: Any) -> Any:
+    return Piece(
+        name="w", spec=ParameterSpec(global_shape=(1,)), start=0, stop=weight.numel(),
+        weight=weight, master=master, decays=True, gradient=grad, apart=True, **facts,
+    )  # fmt: skip
+
+
+def in_fp16(weight: Tensor, grad: Tensor, **settings: Any) -> tuple[Tensor, adam_update.AdamW]:
+    """Its main weight, and the rule that updates it."""
+    config = OptimizerConfig(
+        use_precision_aware_optimizer=True, main_params_dtype="fp16", **settings
+    )
+    master = new_state(weight, "fp16", weight.device)
+    write_whole_(master, weight)
+    rng = RngStreams(weight.device, seed=3)
+    return master, adam_update.AdamW([piece_of(weight, master, grad)], config, rng)
 
 
 def test_small_updates_add_up_if_rounding_is_random() -> None:
     """64 updates by 1/49 of the distance of two numbers, which the nearest one would lose: the mean
     and the spread of 4096 weights are those of independent roundings."""
-    config = OptimizerConfig(
-        use_precision_aware_optimizer=True, main_params_dtype="fp16", stochastic_rounding=True,
-        weight_decay=0.0,
-    )  # fmt: skip
-    weight = torch.full((4096,), 0.75, dtype=torch.bfloat16)
-    master = new_state(weight, "fp16", weight.device)
-    write_whole_(master, weight)
-    piece = Piece(
-        name="w", spec=ParameterSpec(global_shape=(4096,)), start=0, stop=4096, weight=weight,
-        master=master, decays=True, gradient=torch.ones(4096), apart=True,
-    )  # fmt: skip
-    rule = adam_update.AdamW([piece], config, RngStreams(weight.device, seed=3))
+    weight, rate, distance = torch.full((4096,), 0.75, dtype=torch.bfloat16), 1e-5, 2.0**-11
+    master, rule = in_fp16(weight, torch.ones(4096), stochastic_rounding=True, weight_decay=0.0)
     for _ in range(64):
-        rule.step(1e-5, 1e-5, torch.tensor(0.0))
-    moved, distance = (0.75 - whole(master)).double(), 2.0**-11
-    spread = distance * math.sqrt(64 * (1e-5 / distance) * (1 - 1e-5 / distance))
-    assert moved.mean().item() == pytest.approx(64e-5, abs=6 * spread / 64)
+        rule.step(rate, rate, torch.tensor(0.0))
+    moved = (0.75 - whole(master)).double()
+    spread = math.sqrt(64 * rate * (distance - rate))
+    assert moved.mean().item() == pytest.approx(64 * rate, abs=6 * spread / 64)
     assert moved.std().item() == pytest.approx(spread, rel=0.1)
 
 
 def test_a_skipped_step_changes_no_weight() -> None:
     """The weight was rounded from the main weight before that was stored in fewer bits."""
-    config = OptimizerConfig(use_precision_aware_optimizer=True, main_params_dtype="fp16")
     weight = torch.randn(1000, generator=torch.Generator().manual_seed(3)).bfloat16()
-    master = new_state(weight, "fp16", weight.device)
-    write_whole_(master, weight)
     grad = torch.randn(1000)
-    piece: Any = Piece(
-        name="w", spec=None, start=0, stop=1000, weight=weight, master=master, decays=True,
-        gradient=grad, apart=True,
-    )  # type: ignore[arg-type]  # fmt: skip
-    rule = adam_update.AdamW([piece], config)
+    _, rule = in_fp16(weight, grad)
     for _ in range(3):
         rule.step(1e-3, 1e-3, torch.tensor(0.0))
     before = weight.clone()

@@ -4,9 +4,7 @@ model reads, and wrong settings are refused."""
 from __future__ import annotations
 
 import timeit
-from operator import truediv
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +14,9 @@ from hypothesis import strategies as st
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.adam_update import AdamW
-from megatron_lite.optim.layouts import Piece
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.tools import calibrate
+from tests.optim.test_stored import piece_of
 from tests.support.gpus import show_gpus
 
 
@@ -54,16 +52,12 @@ def test_a_measured_machine_is_one_that_the_model_reads(
 def test_an_update_on_the_host_takes_about_the_time_of_its_bytes() -> None:
     """Within a factor of 4: other programs may run beside one of the two measurements."""
     machine = calibrate.measure("cpu", 0.05, load_hardware("cpu"))
-    weight, number = torch.ones(1 << 22, dtype=torch.bfloat16), 1 << 22
-    master, grad = weight.float(), weight.float()
-    piece: Any = Piece(
-        name="w", spec=None, start=0, stop=number, weight=weight, master=master, decays=True,
-        gradient=grad, apart=True, on_host=True,
-    )  # type: ignore[arg-type]  # fmt: skip
+    number = 1 << 22
+    weight, master, grad = torch.ones(number, dtype=torch.bfloat16), *torch.ones(2, number)
+    piece = piece_of(weight, master, grad, on_host=True)
     rule = AdamW([piece], OptimizerConfig(optimizer_cpu_offload=True))
     times = timeit.repeat(lambda: rule.step(1e-3, 1e-3, torch.zeros(())), number=1, repeat=9)
-    bandwidths = machine.host_memory_bandwidth, machine.host_bandwidth
-    predicted = number * sum(map(truediv, (30, 6), bandwidths))
+    predicted = number * (30 / machine.host_memory_bandwidth + 6 / machine.host_bandwidth)
     assert predicted / 4 < min(times) < predicted * 4
 
 
