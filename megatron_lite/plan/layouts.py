@@ -23,6 +23,7 @@ from megatron_lite.plan.problem import (
     DATA_PARALLEL,
     EXCHANGE,
     EXPERTS,
+    INSTANCES,
     LOSS_CHUNK,
     MICRO_BATCH,
     OFFLOAD,
@@ -46,8 +47,8 @@ _OFF = dict.fromkeys(
     ("overlap_grad_reduce", "overlap_param_gather", *DATA_PARALLEL, WRAPPING), False
 )
 # The flags of each kind of data parallelism. Overlap costs no memory.
-KINDS: Mapping[str, Mapping[str, bool]] = {
-    REPLICATED: {**_OFF, "overlap_grad_reduce": True},
+KINDS: Mapping[str, Mapping[str, int]] = {
+    REPLICATED: {**_OFF, "overlap_grad_reduce": True, INSTANCES: 1},
     ZERO1: {
         **_OFF,
         "use_distributed_optimizer": True,
@@ -266,6 +267,15 @@ def _kinds(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
             yield flags
 
 
+def _instances(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
+    """Yields one instance of the states that are shared out, and then one for each node of a stage:
+    gathers stay inside nodes."""
+    yield {INSTANCES: 1}
+    nodes = num_ranks // (row[PIPELINE] * problem.hardware.ranks_per_node)
+    if nodes > 1 and any(row.get(name) for name in DATA_PARALLEL):
+        yield {INSTANCES: nodes}
+
+
 def _spreads(problem: Problem, num_ranks: int, row: Row) -> list[Row]:
     """Returns the ways to spread experts over ranks, the widest one last.
 
@@ -274,7 +284,7 @@ def _spreads(problem: Problem, num_ranks: int, row: Row) -> list[Row]:
     sends less than each row alone.
     """
     model, tensor = problem.base.model, row[TENSOR]
-    copies = problem.base.parallel.num_distributed_optimizer_instances
+    copies = row.get(INSTANCES, 1)
     found: list[Row] = [{}]
     if model.num_experts is None or row.get("use_torch_fsdp2"):
         return found
@@ -322,6 +332,7 @@ DIMENSIONS: tuple[tuple[tuple[str, ...], Callable[[Problem, int, Row], Iterable[
     ),
     (VIRTUAL, lambda problem, num_ranks, row: _ends(problem, row[PIPELINE], 1)[:1]),
     (DATA_PARALLEL, _kinds),
+    ((INSTANCES,), _instances),
     (EXPERTS, lambda problem, num_ranks, row: _spreads(problem, num_ranks, row)[-1:]),
     ((MICRO_BATCH,), _micro_batches),
     ((WRAPPING, LOSS_CHUNK), lambda *_: [{}]),

@@ -18,6 +18,7 @@ TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CONTEXT, MICRO_BATCH = "context_parallel_size", "micro_batch_size"
 LOSS_CHUNK, SEQUENCE, EXCHANGE = "loss_chunk_size", "sequence_parallel", "cp_comm_type"
 EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type")
+INSTANCES = "num_distributed_optimizer_instances"
 VIRTUAL = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
@@ -27,7 +28,8 @@ VIRTUAL = (
 )
 # The fields that a layout sets. A value that the user gives fixes the dimension.
 SEARCHED = frozenset(
-    (TENSOR, PIPELINE, CONTEXT, MICRO_BATCH, LOSS_CHUNK, SEQUENCE, EXCHANGE, *VIRTUAL, *EXPERTS)
+    (TENSOR, PIPELINE, CONTEXT, MICRO_BATCH, LOSS_CHUNK, SEQUENCE, EXCHANGE, INSTANCES, *VIRTUAL)
+    + EXPERTS
 )
 DATA_PARALLEL = ("use_distributed_optimizer", "use_torch_fsdp2")
 OFFLOAD = "optimizer_cpu_offload"

@@ -294,6 +294,7 @@ def _handicap(config: RunConfig) -> float:
         parallel.context_parallel_size > 1,
         parallel.cp_comm_type != "p2p",
         parallel.spreads_experts,
+        parallel.num_distributed_optimizer_instances > 1,
         parallel.decoder_first_pipeline_num_layers is not None,
         config.data_parallel.fsdp_memory_efficient_wrapping,
         config.training.loss_chunk_size is not None,

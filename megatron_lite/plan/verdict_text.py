@@ -144,6 +144,7 @@ def _layout(plan: Plan) -> str:
     way = "+".join(sorted(parallel.exchanges))
     exchange = "" if way == "p2p" else f" {way}"
     context, experts = parallel.context_parallel_size, parallel.expert_model_parallel_size
+    instances = parallel.num_distributed_optimizer_instances
     words = [
         f"t {parallel.tensor_model_parallel_size}",
         f"p {size}" + f" ({first}{between}{last})" * is_uneven,
@@ -151,7 +152,9 @@ def _layout(plan: Plan) -> str:
         *([f"c {context}{exchange}"] if context > 1 else []),
         f"d {parallel.data_parallel_size(plan.num_ranks)}",
         *([f"e {experts} x {parallel.expert_tensor_parallel}"] if experts > 1 else []),
-        kind_of(config) + " wrapped" * config.data_parallel.fsdp_memory_efficient_wrapping,
+        kind_of(config)
+        + f" x {instances}" * (instances > 1)
+        + " wrapped" * config.data_parallel.fsdp_memory_efficient_wrapping,
         f"b {config.training.micro_batch_size}",
         *(["host"] if config.optimizer.optimizer_cpu_offload else []),
         *([f"chunk {config.loss_chunk_size}"] if config.loss_chunk_size else []),

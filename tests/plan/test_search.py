@@ -83,17 +83,25 @@ def test_nothing_that_is_searched_is_faster_than_the_first_plan(
 
 
 def test_every_spread_of_experts_suits_the_instances_of_states() -> None:
-    parallel = replace(SPREAD.parallel, num_distributed_optimizer_instances=2)
-    sharing = replace(SPREAD.data_parallel, use_distributed_optimizer=True)
-    run = replace(SPREAD, parallel=parallel, data_parallel=sharing)
     fixed = dict(use_distributed_optimizer=True, pipeline_model_parallel_size=1)
-    problem = Problem(run, H100, fixed)
+    problem = Problem(SPREAD, H100, {**fixed, "num_distributed_optimizer_instances": 2})
     sizes = [
         one.parallel.expert_model_parallel_size
         for layout in layouts(problem, 4)
         for one in variants(problem, 4, layout)
     ]
     assert {*sizes} == {1, 2}
+
+
+def test_states_are_shared_out_in_each_of_several_nodes_where_that_is_faster() -> None:
+    fixed = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, micro_batch_size=1)
+    slow = replace(H100, between=replace(H100.between, bandwidth=5e9))
+    problem = Problem(SMALL.base, slow, {**fixed, "use_torch_fsdp2": True})
+    for nodes in (1, 2, 4):
+        found = layouts(problem, 8 * nodes)
+        assert {one.parallel.num_distributed_optimizer_instances for one in found} == {1, nodes}
+        best = Search(problem).find(8 * nodes, 80 * GIB).plans[0].config
+        assert best.parallel.num_distributed_optimizer_instances == nodes
 
 
 def test_a_plan_that_cannot_fit_gives_the_smallest_peak() -> None:
