@@ -277,6 +277,7 @@ class DeepSeek(NamedTuple):
     judged: how many of its best experts a group is judged by. The router here takes an equal part
         of those that a token is sent to from each group, and judges by as many.
     by_method: whether groups count only if the key topk_method says so.
+    latent: whether attention is latent too.
     """
 
     experts: int
@@ -287,20 +288,11 @@ class DeepSeek(NamedTuple):
     chosen: int
     judged: int
     by_method: bool = False
+    latent: bool = True
 
     def read(self, config: Config, fields: Values) -> None:
-        heads = fields["num_attention_heads"]
-        if config.get("num_key_value_heads") not in (None, heads):
-            raise ValueError(f"num_key_value_heads must be num_attention_heads, {heads}")
-        rope = config.object("rope_scaling") or config.object("rope_parameters")
-        if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
-            raise ValueError("mscale and mscale_all_dim need each other: give both, or none")
-        if fields["norm_epsilon"] != EPSILON:
-            epsilon = fields["norm_epsilon"]
-            config.inexact.append(
-                f"rms_norm_eps is {epsilon}, but the norms of latents have {EPSILON} there"
-            )
-        fields.setdefault("rope_type", "rope")
+        if self.latent:
+            self._read_latent(config, fields)
         fields["num_experts"] = config.value("n_routed_experts", int, self.experts)
         fields["moe_ffn_hidden_size"] = size = config.value("moe_intermediate_size", int, self.size)
         shared = config.value("n_shared_experts", int, self.shared)
@@ -320,11 +312,25 @@ class DeepSeek(NamedTuple):
                     f"num_experts_per_tok / topk_group, {fields['moe_router_topk']} / {chosen}"
                 )
 
+    def _read_latent(self, config: Config, fields: Values) -> None:
+        heads = fields["num_attention_heads"]
+        if config.get("num_key_value_heads") not in (None, heads):
+            raise ValueError(f"num_key_value_heads must be num_attention_heads, {heads}")
+        rope = config.object("rope_scaling") or config.object("rope_parameters")
+        if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+            raise ValueError("mscale and mscale_all_dim need each other: give both, or none")
+        if fields["norm_epsilon"] != EPSILON:
+            epsilon = fields["norm_epsilon"]
+            config.inexact.append(
+                f"rms_norm_eps is {epsilon}, but the norms of latents have {EPSILON} there"
+            )
+        fields.setdefault("rope_type", "rope")
+
     def write(self, model: ModelConfig) -> Values:
         size = model.expert_size
         has_experts = [model.layer_has_experts(layer) for layer in range(model.num_layers)]
         found: Values = {
-            "num_key_value_heads": model.num_attention_heads,
+            "num_key_value_heads": model.query_groups,
             "n_routed_experts": model.num_experts,
             "moe_intermediate_size": size,
             "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // size,

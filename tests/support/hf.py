@@ -7,6 +7,7 @@ library (convert/hf.py); transformers' own logits and gradients check that mappi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,7 +45,7 @@ def _random(model_class: str, config_class: str, **config: object) -> Callable[[
         make = getattr(transformers, config_class or "AutoConfig")
         make = make if config_class else make.for_model
         model = getattr(transformers, model_class)(
-            make(vocab_size=V, attn_implementation="eager", **config)
+            make(vocab_size=V, attn_implementation="eager", **deepcopy(config))  # some change it
         )
         for name, parameter in model.named_parameters():  # zeros and ones would hide mistakes
             if parameter.dim() == 1:
@@ -408,6 +409,88 @@ PEERS = {
             "moe_ffn_hidden_size": 24,
             "moe_layer_freq": (0, 1),
             "qk_layernorm": True,
+        },
+    ),
+    "flex_olmo": Peer(
+        build=_random("FlexOlmoForCausalLM", "FlexOlmoConfig", **_QWEN2_EXPERTS, num_experts=6),
+        config={
+            **_LLAMA,
+            **dict(kv_channels=D, num_experts=6, moe_router_topk=3, moe_router_pre_softmax=True),
+            **dict(qk_layernorm=True, qk_layernorm_scope="all-heads", norm_position="after"),
+        },
+    ),
+    "glm4_moe": Peer(
+        build=_random(
+            "Glm4MoeForCausalLM",
+            "Glm4MoeConfig",
+            **{**_EXPERTS, "head_dim": 8, "num_experts_per_tok": 4},
+            **dict(n_routed_experts=8, n_shared_experts=2, moe_intermediate_size=12),
+            **dict(n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True),
+            routed_scaling_factor=1.5,
+        ),
+        config={
+            **_LLAMA,
+            **dict(kv_channels=8, rotary_percent=0.5, qk_layernorm=True, add_qkv_bias=True),
+            **dict(num_experts=8, moe_ffn_hidden_size=12, moe_shared_expert_intermediate_size=24),
+            **dict(moe_router_topk=4, moe_layer_freq=(0, 1), moe_router_topk_scaling_factor=1.5),
+            **dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+            **dict(moe_router_num_groups=4, moe_router_group_topk=2),
+        },
+    ),
+    "solar_open": Peer(
+        build=_random(
+            "SolarOpenForCausalLM",
+            "SolarOpenConfig",
+            **{key: value for key, value in _EXPERTS.items() if key != "intermediate_size"},
+            **dict(n_routed_experts=6, n_shared_experts=1, moe_intermediate_size=12),
+            routed_scaling_factor=1.5,
+        ),
+        config={
+            **_LLAMA,
+            **dict(num_experts=6, moe_ffn_hidden_size=12, moe_shared_expert_intermediate_size=12),
+            **dict(moe_router_topk=3, moe_router_score_function="sigmoid"),
+            **dict(moe_router_enable_expert_bias=True, moe_router_topk_scaling_factor=1.5),
+        },
+    ),
+    "granitemoe": Peer(
+        build=_random(
+            "GraniteMoeForCausalLM",
+            "GraniteMoeConfig",
+            **{**_QWEN2_EXPERTS, **_MULTIPLIERS},
+            num_local_experts=6,
+        ),
+        config={
+            **_LLAMA,
+            **_MULTIPLIED,
+            **dict(kv_channels=D, num_experts=6, moe_router_topk=3, logits_scaling=6.0),
+        },
+    ),
+    "granitemoeshared": Peer(
+        build=_random(
+            "GraniteMoeSharedForCausalLM",
+            "GraniteMoeSharedConfig",
+            **{**_QWEN2_EXPERTS, **_MULTIPLIERS},
+            **dict(num_local_experts=6, shared_intermediate_size=24),
+        ),
+        config={
+            **_LLAMA,
+            **_MULTIPLIED,
+            **dict(kv_channels=D, num_experts=6, moe_router_topk=3, logits_scaling=6.0),
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
+    "minimax_m2": Peer(
+        build=_random(
+            "MiniMaxM2ForCausalLM",
+            "MiniMaxM2Config",
+            num_local_experts=6,
+            **{**_EXPERTS, "head_dim": 8, "rope_parameters": _GLM["rope_parameters"]},
+        ),
+        config={
+            **_LLAMA,
+            **dict(kv_channels=8, num_experts=6, moe_router_topk=3, rotary_percent=0.5),
+            **dict(qk_layernorm=True, qk_layernorm_scope="all-heads"),
+            **dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
         },
     ),
     "deepseek_v3": Peer(
