@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.tensor_hash import quick_hash, read
+from megatron_lite.parallel.tensor_hash import Hashes, hash_once, quick_hash, read
 from megatron_lite.parallel.torch_internals import (
     disable_current_modes,
     tree_leaves,
@@ -72,10 +72,10 @@ def unobserved() -> Iterator[None]:
         yield
 
 
-def hash_last(tensors: list[Tensor]) -> list[Tensor]:
+def hash_last(tensors: list[Tensor], known: Hashes) -> list[Tensor]:
     """Returns the hashes of the four tensors that a replay saved last, when it might stop."""
     with unobserved():
-        return [quick_hash(each) for each in tensors[-4:]]
+        return [hash_once(each, known) for each in tensors[-4:]]
 
 
 class Value(NamedTuple):
@@ -206,19 +206,22 @@ class Contents:
             self._room -= bool(owner)
             self.add(f"{name}.{key if type(key) is str else number}", each, owner)
 
-    def hash_values(self) -> None:
-        """Hashes all tensors, so that a write which torch does not count is found as well."""
+    def hash_values(self, known: Hashes | None = None) -> None:
+        """Hashes all tensors, so that a write which torch does not count is found as well.
+
+        known: hashes by the id of a tensor.
+        """
         with unobserved():
             for part in self.parts.values():
-                part.bits = quick_hash(part.value) if isinstance(part.value, Tensor) else None
+                part.bits = _bits(part.value, known) if isinstance(part.value, Tensor) else None
 
-    def written(self) -> list[Part]:
-        """Returns the tensors and arrays that were written to since."""
+    def written(self, known: Hashes | None = None) -> list[Part]:
+        """Returns the tensors and arrays that were written to since. known: their hashes now."""
         before = {part.name: part.bits for part in self.parts.values() if part.bits is not None}
         others = set()
         if before:
             with unobserved():
-                now = [quick_hash(self.parts[name].value) for name in before]
+                now = [_bits(self.parts[name].value, known) for name in before]
                 values = read([*before.values(), *now])
             pairs = zip(before, values, values[len(before) :], strict=False)
             others = {name for name, one, other in pairs if one != other}
@@ -290,6 +293,11 @@ def is_sharded(layer: nn.Module) -> bool:
     return fsdp is not None and any(
         isinstance(module, fsdp.FSDPModule) for module in layer.modules()
     )
+
+
+def _bits(tensor: Tensor, known: Hashes | None) -> Tensor:
+    bits = (known or {}).get(id(tensor))
+    return quick_hash(tensor) if bits is None else bits
 
 
 def _items(value: Any) -> list[Any]:

@@ -55,6 +55,7 @@ from megatron_lite.recompute.saved import (
     Handle,
     Kwargs,
     check_unwritten,
+    parameter_of,
     saved_parameter,
     saved_value,
     unpacked,
@@ -269,7 +270,7 @@ class _LayerCall:
         if self._state.is_first and not self._is_complete:
             self._held.append((tensor.detach(), version_of(tensor)))
         if self._witness is not None and not self._is_complete:
-            self._witness.save(tensor, tensor.grad_fn)
+            self._witness.save(tensor)
         return slot
 
     def _rebuilt(self) -> dict[int, Saved]:
@@ -352,6 +353,7 @@ class _Rebuilt:
         self._tries = not self._stops and may_stop is not False and call._is_complete
         self.has_stopped = False
         self._count = 0
+        self._filled: list[Tensor] = []  # no parts of parameters
         self._last: list[Tensor] = []
         self._are_computed: list[bool] = []
         self.values: dict[int, Saved] = {}
@@ -378,15 +380,17 @@ class _Rebuilt:
             if self._call.slots[number]() is not None:
                 self.values[number] = detached, version_of(detached)
             if self._witness is not None:
-                self._witness.save(detached, tensor.grad_fn)
+                self._witness.save(tensor)
             if not self._stops:
                 self.tensors.append(detached)
+                if parameter_of(tensor) is None:
+                    self._filled.append(detached)
             if self._count == self._expected:
                 if self._stops:
                     self.has_stopped = True
                     raise _Enough(self._call)
                 if self._tries:
-                    self._last = hash_last(self.tensors)
+                    self._last = hash_last(self._filled, {})
         return detached if self._witness is None else (number, detached)
 
     def check(self) -> None:
@@ -405,7 +409,9 @@ class _Rebuilt:
             # An operator may fill a tensor after it saved it, as RReLU does with its noise. Memory
             # that held the forward's noise has the right bits before that. So the tensors that the
             # last operator may have saved must also have gradients: these are computed.
-            is_repeated = read(self._last) == read(hash_last(self.tensors)) and all(
+            known = {} if self._witness is None else self._witness.known
+            last = read([*self._last, *hash_last(self._filled, known)])
+            is_repeated = last[: len(self._last)] == last[len(self._last) :] and all(
                 self._are_computed[max(0, self._expected - MOST_OF_ONE_OPERATOR) : self._expected]
             )
             guard.stops_early = is_repeated and guard.stops_early is not False

@@ -46,6 +46,12 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else write_count_of(tensor)
 
 
+def parameter_of(tensor: Tensor) -> Parameter | None:
+    """Returns the parameter of which a plain tensor is a view, or None."""
+    base = base_of(tensor)
+    return base if type(tensor) is Tensor and type(base) is Parameter else None
+
+
 class WrittenTo(RuntimeError):
     """A tensor that is kept for backward has been written to since."""
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -121,26 +120,11 @@ class Execution:
         self.hashes: list[Tensor] = []
         self.graph = Graph()
 
-    def see(
-        self,
-        place: str,
-        tensor: Tensor,
-        hashed: Tensor | None = None,
-        known: dict[Any, Tensor] | None = None,
-    ) -> None:
-        """Hashes a tensor, unless that was done before.
-
-        known: the hashes of tensors that are alive, by their place in memory. They are added to.
-        """
+    def see(self, place: str, tensor: Tensor, hashed: Tensor | None = None) -> None:
+        """Takes note of a tensor. hashed: its hash, if there is one already."""
         is_choice = not (tensor.is_floating_point() or tensor.is_complex())  # an index, or a mask
         values = f" of {tensor.dtype}" if is_choice else ""
         self.places.append(f"{place} {list(tensor.shape)}{values}")
-        if hashed is None and known is not None and _lies_plainly(tensor):
-            lies = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            key = (*lies, tensor.is_conj(), tensor.is_neg())
-            if key not in known:
-                known[key] = quick_hash(tensor)
-            hashed = known[key]
         self.hashes.append(quick_hash(tensor) if hashed is None else hashed)
 
     def see_streams(self, when: str, rng: Generators | None) -> None:
@@ -187,12 +171,3 @@ def described(places: list[str]) -> str:
     if not streams:
         return f"{what}; no {STREAM} differs"
     return f"{what}; {streams[0]} stood elsewhere than in forward"
-
-
-def _lies_plainly(tensor: Tensor) -> bool:
-    """Whether the address, the shape and the strides tell which values a tensor has."""
-    return (
-        type(tensor) in (Tensor, Parameter)
-        and tensor.layout == torch.strided
-        and not tensor.is_nested
-    )

@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_lite.parallel.generators import Generators
-from megatron_lite.parallel.tensor_hash import differing, quick_hash
+from megatron_lite.parallel.tensor_hash import Hashes, differing, hash_once, quick_hash
 from megatron_lite.parallel.torch_internals import address_of, tree_flatten_with_path
 from megatron_lite.recompute.call_arguments import argument_name
 from megatron_lite.recompute.contents import Contents, is_sharded, tensors_of, unobserved
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.replay import RecomputeMismatch
-from megatron_lite.recompute.saved import Args, Kwargs, version_of
+from megatron_lite.recompute.saved import Args, Kwargs, parameter_of, version_of
 from megatron_lite.recompute.verify import (
     NOT_THE_SAME,
     STREAM,
@@ -56,6 +56,7 @@ class Witness:
 
     guard: remembers what the layer's replays showed.
     rewritten: the numbers of the saved tensors that the forward wrote to later.
+    known: the hashes of what the run has saved, as long as that is held.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class Witness:
         self._name, self._rng, self._layer = name, rng, layer
         self.guard, self._signature, self._call = guard, signature, guard.calls
         self.rewritten: set[int] = set()
+        self.known: Hashes = {}
         self._forward = self._replay = _LayerRun({}, {})
-        self._saved: list[tuple[Tensor, int | None, Tensor | None]] = []
+        self._saved: list[tuple[Tensor, int | None, Tensor | None, Tensor | None]] = []
         self._producers: list[str] = []
         self._is_sharded = is_sharded(layer)
         self._doubtful: dict[int, Tensor] = {}
@@ -83,7 +85,7 @@ class Witness:
 
     def begin(self, args: Args, kwargs: Kwargs) -> None:
         """Begins the forward or a replay. No saved-tensor hooks of the call may be in force."""
-        self._saved, self._producers = [], []
+        self._saved, self._producers, self.known = [], [], {}
         paths = tree_flatten_with_path((args, kwargs))[0]
         given = {argument_name(path): value for path, value in paths if isinstance(value, Tensor)}
         self._replay = run = _LayerRun(given, self._attributes(of_objects=True))
@@ -94,15 +96,16 @@ class Witness:
                 run.see(place, value)
             run.see_streams("the start", self._rng)
 
-    def save(self, tensor: Tensor, producer: Any) -> None:
-        """Takes note of a tensor that is saved for backward. producer: its node, or None."""
+    def save(self, tensor: Tensor) -> None:
+        """Takes note of a tensor that is saved for backward."""
         # FSDP2 frees gathered weights before the layer returns, so their views are hashed now.
         hashed = None
         if self._is_sharded:
             with unobserved():
                 hashed = quick_hash(tensor)
-        self._saved.append((tensor, version_of(tensor), hashed))
-        self._producers.append(_operator(producer))
+        weight = None if self._is_sharded else parameter_of(tensor)
+        self._saved.append((tensor.detach(), version_of(tensor), hashed, weight))
+        self._producers.append(_operator(tensor.grad_fn))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -128,12 +131,15 @@ class Witness:
         lost = self._attributes()
         seen = {f"result {number}": tensor for number, tensor in enumerate(run.outputs)} | lost
         with unobserved():
-            # All of them are alive, so an address belongs to one. Several operators save a tensor.
-            known: dict[Any, Tensor] = {}
-            for number, (tensor, _, hashed) in enumerate(self._saved):
-                run.see(f"{SAVED} {number}:", tensor, hashed, known)
+            # All are alive, so an address belongs to one. Several operators save a tensor.
+            for number, (tensor, _, hashed, weight) in enumerate(self._saved):
+                place = f"{SAVED} {number}:"
+                if weight is not None:  # all its parts have one hash
+                    place += f" at {tensor.storage_offset()} by {tensor.stride()} of a parameter"
+                    hashed = run.weights[id(weight)] = hash_once(weight, self.known)
+                run.see(place, tensor, hash_once(tensor, self.known) if hashed is None else hashed)
             for place, tensor in seen.items():
-                run.see(place, tensor, None, known)
+                run.see(place, tensor, hash_once(tensor, self.known))
             run.see_streams("the end", self._rng)
         # FSDP2 has other parameters in the layer during a forward than in a replay.
         for name, parameter in () if self._is_sharded else self._layer.named_parameters():
@@ -143,12 +149,12 @@ class Witness:
     def settle(self) -> None:
         """Ends the record of the forward."""
         self._forward = run = self._replay
-        for number, (tensor, version, _) in enumerate(self._saved):
+        for number, (tensor, version, *_) in enumerate(self._saved):
             if version_of(tensor) != version:
                 self.rewritten.add(number)
             if number in self.guard.doubts:
-                self._doubtful[number] = tensor.detach()
-        self._saved = []
+                self._doubtful[number] = tensor
+        self._saved, self.known = [], {}
         # Outputs are kept only where kernels may round differently. The next layer keeps them, too.
         run.outputs = [each.detach() for each in run.outputs] if _may_round(run.outputs) else []
         # Those that the results depend on live as long as these. Others, such as a result of an
@@ -160,7 +166,7 @@ class Witness:
     def look(self) -> None:
         """Takes note of what the layer holds before a replay."""
         self._before = Contents.of_layer(self._layer)
-        self._before.hash_values()
+        self._before.hash_values(self._forward.weights)
 
     def chosen(self, kept: tuple[int, Tensor]) -> Tensor:
         """Returns a tensor that the replay saved, or in its place the forward's bits."""
@@ -176,7 +182,11 @@ class Witness:
         places, other = self._forward.differences(self._replay, whole=False)
         if other:
             self._refuse(other)
-        others = [part.name for part in self._before.written()]
+        others = []
+        for part in self._before.written(self._replay.weights):
+            if id(part.value) in self._forward.weights:
+                self._refuse(f"{part.name} is not what it was after the forward")
+            others.append(part.name)
         for name in [*others, *(name for name, _ in self._before.changed())]:
             self._refuse(f"it changed {name}, a second time after the forward")
         del self._before
@@ -289,6 +299,7 @@ class _LayerRun(Execution):
 
     given, attributes: the arguments, and the tensors of the layer that are inputs of the graph.
     inputs: the names of the graph's inputs. outputs: the tensors among the results.
+    weights: the hashes of parameters of which parts were saved, by the ids of the parameters.
     """
 
     def __init__(self, given: dict[str, Tensor], attributes: dict[str, Tensor]) -> None:
@@ -301,6 +312,7 @@ class _LayerRun(Execution):
             if each.requires_grad and each.layout == torch.strided  # torch has no edge of others
         ]
         self.outputs: list[Tensor] = []
+        self.weights: dict[int, Tensor] = {}
 
     def gradients(self, results: list[Tensor], layer: nn.Module) -> list[Tensor]:
         """Returns the gradients of the results, weighted at random, of all inputs."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.api import apply_policy_
+from megatron_lite.parallel import tensor_hash
 from megatron_lite.recompute import hooked
 from megatron_lite.recompute.replay import RecomputeMismatch
 from tests.support.foreign import Foreign
@@ -61,7 +62,7 @@ def test_a_replay_does_not_end_before_an_operator_has_filled_what_it_saves(
 ) -> None:
     """RReLU saves its noise, and fills it then. New memory may hold the forward's noise, so equal
     hashes (here: none) prove nothing. Here it holds NaN."""
-    monkeypatch.setattr(hooked, "hash_last", lambda tensors: [])
+    monkeypatch.setattr(hooked, "hash_last", lambda tensors, known: [])
     foreign = CASES["RReLU, before a sum"]
     torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
     try:
@@ -71,6 +72,30 @@ def test_a_replay_does_not_end_before_an_operator_has_filled_what_it_saves(
         torch.use_deterministic_algorithms(False)
     assert expected is not None and found is not None
     assert_equal(found, expected)
+
+
+def test_a_verified_call_hashes_its_weights_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the forward and after the replay; a linear layer saves views of them as well."""
+    torch.manual_seed(1)
+    make = [nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 6, bias=False)]
+    model = nn.Sequential(nn.Sequential(*make), nn.Linear(6, 6, bias=False))
+    apply_policy_(model, layers_fqn="", policy="0:full", verify=True)
+    hidden = torch.randn(3, 6, requires_grad=True)
+    model(hidden).sum().backward()
+    hashed: list[int] = []
+    parts = tensor_hash._dense_parts
+
+    def counted(tensor: Tensor) -> Any:
+        hashed.append(tensor.untyped_storage().data_ptr())
+        return parts(tensor)
+
+    monkeypatch.setattr(tensor_hash, "_dense_parts", counted)
+    loss = model(hidden).sum()
+    loss.backward(retain_graph=True)
+    assert [hashed.count(each.data_ptr()) for each in model[0].parameters()] == [2, 2]
+    make[0].weight.data.mul_(2)  # torch does not count it
+    with pytest.raises(RecomputeMismatch, match="0.weight is not what it was after"):
+        loss.backward()
 
 
 @pytest.mark.runs(daily=43, ci=128)
