@@ -197,17 +197,15 @@ def test_frozen_layers_autocast_and_accumulation_fit() -> None:
     check(model, step, (0.3,))
 
 
-@pytest.mark.parametrize(("is_first", "length"), [(True, 120), (False, 60)])
-def test_forwards_without_gradients_cost_nothing_that_a_policy_could_save(
-    is_first: bool, length: int
-) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_forwards_without_gradients_cost_nothing_that_a_policy_could_save(is_first: bool) -> None:
     model, losses = Model([64] * 5), []
 
     def step() -> None:
         losses.clear()
         for has_gradients in (not is_first, is_first):
             with torch.set_grad_enabled(has_gradients):
-                losses.append(model(ids(4, 60 if has_gradients else length)))
+                losses.append(model(ids(4, 60 if has_gradients else 30)))
         losses[is_first].backward()
 
     assert check(model, step, (0.3,)) < 0.01
