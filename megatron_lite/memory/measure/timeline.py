@@ -29,7 +29,7 @@ from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import input_faults
-from megatron_lite.config.plain import parse_json, read_input
+from megatron_lite.config.plain import as_list, as_object, parse_json, read_input
 from megatron_lite.data.durable_files import written_beside
 from megatron_lite.memory.predict.stage_course import KeptPoint
 
@@ -42,6 +42,7 @@ CATEGORIES = ACTIVATION, REBUILT, GRADIENT, TEMPORARY = (
     "temporary",
 )
 MAX_FILE_BYTES = 32 * 2**20
+BYTES = range(2**63)
 HEADER = {
     "format": FORMAT,
     "version": VERSION,
@@ -124,53 +125,42 @@ def read_timeline(path: str) -> Timeline:
 
 
 def _timeline(document: Any) -> Timeline:
-    _require(isinstance(document, dict), f"expected an object, found {type(document).__name__}")
+    found = as_object(document, "the file")
     for key, value in HEADER.items():
-        _require(document.get(key) == value, f"expected {json.dumps(value)} under {key!r}")
-    _require(isinstance(document.get("name"), str), "expected a string under 'name'")
-    for key in ("modules", "operators"):
-        names = document.get(key)
-        _require(
-            isinstance(names, list) and all(isinstance(name, str) for name in names),
-            f"expected strings under {key!r}",
-        )
-    modules, operators = document["modules"], document["operators"]
-    limits = [2**63, len(PHASES), len(modules), len(operators), *[2**63] * len(CATEGORIES)]
+        if found.get(key) != value:
+            raise ValueError(f"expected {json.dumps(value)} under {key!r}")
+    (name,) = _texts([found.get("name")], "name")
+    modules, operators = (_texts(found.get(key), key) for key in ("modules", "operators"))
+    places = [range(len(names)) for names in (PHASES, modules, operators)]
+    ranges = [BYTES, *places, *[BYTES] * len(CATEGORIES)]
     events = tuple(
         Event(number, PHASES[phase], modules[module], operators[operator], tuple(live_bytes))
-        for number, phase, module, operator, *live_bytes in _rows(document, "events", limits)
+        for number, phase, module, operator, *live_bytes in _rows(found, "events", ranges)
     )
-    _require(bool(events), "expected at least one row under 'events'")
-    in_order = all(one.number < after.number for one, after in pairwise(events))
-    _require(in_order, "the 'events' are out of order")
-    # A layer of -1 is the end of the forward.
-    rows = _rows(document, "predicted", [len(PHASES), 2**31, 2**31, 2**63], least=-1)
-    _require(all(row[0] >= 0 for row in rows), "a phase of 'predicted' is no phase")
+    if not events or any(one.number >= after.number for one, after in pairwise(events)):
+        raise ValueError("the rows of 'events' are out of order, or there is none")
+    layers = range(-1, 2**31)  # a layer of -1 is the end of the forward
+    rows = _rows(found, "predicted", [places[0], layers, layers, BYTES])
     points = tuple(KeptPoint(PHASES[row[0]], *row[1:]) for row in rows)
-    return Timeline(name=document["name"], events=events, predicted=points)
+    return Timeline(name=name, events=events, predicted=points)
 
 
-def _rows(document: Any, key: str, limits: list[int], least: int = 0) -> list[list[int]]:
-    """Returns the rows under a key: an integer for each limit, from `least` to below the limit."""
-    rows: list[list[int]] = document.get(key, [])
-    _require(isinstance(rows, list), f"expected a list under {key!r}")
+def _texts(values: Any, key: str) -> list[str]:
+    if all(isinstance(value, str) for value in as_list(values, repr(key))):
+        return values
+    raise ValueError(f"expected text under {key!r}")
+
+
+def _rows(document: dict[str, Any], key: str, ranges: list[range]) -> list[list[int]]:
+    """Returns the rows under a key: an integer of each range."""
+    rows = as_list(document.get(key, []), repr(key))
     for place, row in enumerate(rows):
-        # JSON's true and false are bool, which isinstance would take for int.
-        within = isinstance(row, list) and len(row) == len(limits)
-        _require(
-            within
-            and all(
-                type(value) is int and least <= value < limit
-                for value, limit in zip(row, limits, strict=True)
-            ),
-            f"row {place} of {key!r} is not {len(limits)} integers within bounds",
-        )
+        # JSON's true and false are bool, which a range would take for int.
+        if list(map(type, as_list(row, f"row {place} of {key!r}"))) != [int] * len(ranges) or any(
+            value not in allowed for value, allowed in zip(row, ranges, strict=True)
+        ):
+            raise ValueError(f"row {place} of {key!r} is not {len(ranges)} integers within bounds")
     return rows
-
-
-def _require(condition: bool, expectation: str) -> None:
-    if not condition:
-        raise ValueError(expectation)
 
 
 class Compared(NamedTuple):
