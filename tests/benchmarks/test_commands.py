@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import checkpoint, data, recompute, step_time
-from benchmarks.checkpoint_engines import DISK, OURS
+from benchmarks import recompute, step_time
 from benchmarks.engines import PRESETS, Setting
 from megatron_lite.memory.predict.flops import forward_flops
 
@@ -25,22 +24,6 @@ def report(module: Any, words: str | list[str], folder: Path) -> list[dict[str, 
     words = words.split() if isinstance(words, str) else words
     assert module.main([*words, "--json", str(file)]) == 0
     return json.loads(file.read_text())["rows"]
-
-
-def test_data_rows_have_time_and_memory(tmp_path: Path) -> None:
-    words = "--lines 20 --documents 500 --reads 20 --blend 1000 --datasets 3 --seq-length 64"
-    rows = report(data, f"{words} --repeats 1", tmp_path)
-    kinds = {"preprocess", "open", "sample_index", "load", "blend_index"}
-    assert {row["what"] for row in rows} == kinds
-    assert all(row["ms"] > 0 for row in rows)
-
-
-def test_a_background_save_waits_less_than_a_save(tmp_path: Path) -> None:
-    words = f"--preset tiny --repeats 2 --steps 2 --threads 1 --directory {tmp_path}"
-    rows = {(row["what"], row["engine"]): row for row in report(checkpoint, words, tmp_path)}
-    assert rows["save", DISK]["ratio"] == rows["load", DISK]["ratio"] == [1.0, 1.0, 1.0]
-    waits = rows["stall", "in the background, waits"]["ms"]
-    assert waits < rows["save", OURS]["ms"]
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])

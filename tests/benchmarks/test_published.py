@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import statistics
 
-import pytest
-
 from benchmarks.published import correlation, rows
 
 # By source: the largest mean and the largest error, in relation to the measured time. The errors of
@@ -35,14 +33,3 @@ def test_published_runs_are_within_the_bounds_of_their_source_and_in_its_order()
         assert statistics.mean(errors) <= mean and max(errors) <= worst, source
         assert len(own) == 1 or correlation(own) >= 0.9, source
     assert {row.source for row in found} == BOUNDS.keys()
-
-
-def test_seconds_of_a_paper_are_its_rate_by_its_own_formula() -> None:
-    """Formula 3 of 2104.04473."""
-    stated = {"GPT 1.7B": (24, 2304, 512, 137), "GPT 1008.0B": (128, 25600, 3072, 163)}
-    for row in rows("published"):
-        if row.name in stated:
-            layers, h, batch, rate = stated[row.name]
-            flops = 96 * batch * 2048 * layers * h * h
-            flops = flops * (1 + 2048 / (6 * h) + 51200 / (16 * layers * h))
-            assert flops / row.measured / row.gpus / 1e12 == pytest.approx(rate, rel=1e-3)

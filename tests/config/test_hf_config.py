@@ -82,13 +82,6 @@ def test_a_published_config_has_the_published_number_of_parameters(text: str) ->
     assert model.notes == ()
 
 
-def test_the_later_layers_of_qwen2_have_the_window() -> None:
-    config = changed(QWEN2_0_5B, use_sliding_window=True, sliding_window=64, max_window_layers=22)
-    model = ModelConfig(**from_hf(config).fields)
-    windows = [model.layer_window(layer) for layer in range(24)]
-    assert windows == [None] * 22 + [(63, 0)] * 2
-
-
 def test_layer_types_may_repeat_the_window_of_every_layer() -> None:
     config = changed(MISTRAL_7B, layer_types=["sliding_attention"] * 32)
     assert from_hf(config) == from_hf(json.loads(MISTRAL_7B))
@@ -123,30 +116,15 @@ def test_what_changes_no_size_becomes_a_note() -> None:
         ({"model_type": "gemma4_txt"}, "no counterpart here, only .*; the nearest is gemma3_text"),
         ({"model_type": "llama"}, "num_hidden_layers is missing"),
         (changed(LLAMA_3_8B, hidden_size="4096"), "hidden_size must be of type int"),
-        (changed(LLAMA_3_8B, hidden_size=True), "hidden_size must be of type int"),
         (changed(LLAMA_3_8B, hidden_act="gelu"), "hidden_act 'gelu' has no counterpart: .*SwiGLU"),
         (changed(LLAMA_3_8B, mlp_bias=True), "mlp_bias True with attention_bias False"),
         (changed(LLAMA_3_8B, rope_theta=10000.5), "rope_theta must be a whole number"),
-        (changed(LLAMA_3_8B, rope_scaling="linear"), "rope_scaling must be an object"),
-        (changed(LLAMA_3_8B, vocab_size=-1), "vocab_size must be at least 1"),
         (
             changed(QWEN2_0_5B, layer_types=["sliding_attention"] * 24),
             "contradicts the windows of this family",
         ),
         (
-            changed(MISTRAL_7B, layer_types=["sliding_attention", "full_attention"] * 16),
-            "contradicts the windows of this family with sliding_window 4096",
-        ),
-        (
             changed(LLAMA_3_8B, rope_scaling={"rope_type": "default", "rope_theta": 10000.0}),
-            "rope_scaling and rope_theta differ",
-        ),
-        (
-            changed(
-                LLAMA_3_8B,
-                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-                rope_scaling={"type": "linear", "factor": 2.0},
-            ),
             "rope_scaling and rope_theta differ",
         ),
         (
@@ -159,9 +137,7 @@ def test_what_changes_no_size_becomes_a_note() -> None:
             "no layer has a rotary embedding.*or set sliding_window to null",
         ),
         (changed(LLAMA_3_8B, quantization_config={}), "quantization_config {} has no counterpart"),
-        (changed(QWEN2_0_5B, attention_bias=True), "attention_bias True has no counterpart"),
         (changed(GPT2, embd_pdrop=0.0), "resid_pdrop 0.1 with embd_pdrop 0.0"),
-        (changed(GPT2, activation_function="relu"), "activation_function 'relu' has no counter"),
         (changed(GPT2, scale_attn_by_inverse_layer_idx=True), "no layer scales its scores"),
     ],
 )

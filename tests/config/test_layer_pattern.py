@@ -39,20 +39,6 @@ def unrotated(config: ModelConfig) -> list[int]:
 # --- which layers ---
 
 
-def test_layers_of_a_frequency_and_of_a_list() -> None:
-    window = {"window_size": (3, 0)}
-    assert windowed(model()) == [0] * 6
-    assert windowed(model(**window)) == [1] * 6
-    assert windowed(model(**window, window_attn_skip_freq=3)) == [1, 1, 0, 1, 1, 0]
-    assert windowed(model(**window, window_attn_skip_freq=4)) == [1, 1, 1, 0, 1, 1]
-    assert windowed(model(**window, window_attn_skip_freq=(0, 1, 1, 0, 0, 1))) == [0, 1, 1, 0, 0, 1]
-    assert model(**window).layer_window(5) == (3, 0)
-    assert unrotated(model(**ROPE)) == [0] * 6
-    assert unrotated(model()) == [1] * 6
-    assert unrotated(model(**ROPE, no_rope_freq=3)) == [0, 0, 1, 0, 0, 1]
-    assert unrotated(model(**ROPE, no_rope_freq=(1, 0, 0, 0, 1, 0))) == [1, 0, 0, 0, 1, 0]
-
-
 def test_a_window_reaches_nothing_less_where_the_sequence_ends_before_it() -> None:
     config = model(window_size=(7, 0), window_attn_skip_freq=2)
     assert [config.layer_reach(0, seq_length) for seq_length in (7, 8, 9, 16)] == [None, None, 7, 7]

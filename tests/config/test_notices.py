@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from megatron_lite.config.notices import notices
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training.summary import here
-from tests.support.changes import with_settings
 from tests.support.pairs import in_one_test
 from tests.support.runs import tiny_run
 
@@ -76,28 +74,6 @@ def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels() -> No
     in_log = notices(config, "log", device="cuda", here=here("fp32"))
     assert in_log[0].startswith(HASH)
     assert notices(config, "placement", world_size=2) == []
-
-
-def test_verifying_on_a_gpu_says_that_gradients_are_not_compared() -> None:
-    config = tiny_run(recompute_verify=True)
-    repeats = tiny_run(deterministic_mode=True)
-    for device, each, count in (
-        ("cuda", config, 1),
-        ("cpu", config, 0),
-        ("cuda", replace(repeats, recompute=config.recompute), 0),
-    ):
-        said = notices(each, "log", device=device, here=here("fp32"))
-        assert sum("cannot compare gradients" in line for line in said) == count
-
-
-def test_context_parallel_ranks_share_the_work_too() -> None:
-    config = tiny_run(
-        attention_dropout=0.0, use_distributed_optimizer=True, context_parallel_size=2
-    )
-    assert notices(config, "placement", world_size=2) == []
-    fused = with_settings(config, attention_backend="fused")
-    (said,) = notices(fused, "placement", device="cuda", world_size=2)
-    assert "fused has no effect on --context-parallel-size 2: torch's flash kernel" in said
 
 
 def test_a_number_of_ranks_that_holds_no_model_is_an_error() -> None:

@@ -148,26 +148,18 @@ def test_layers_units_and_stages_go_by_their_numbers() -> None:
     ("text", "message"),
     [
         ("", "expected LAYERS:ACTION, such as *:full"),
-        ("0:full; mlp+layernorm", "expected LAYERS:ACTION"),
         ("auto:full", "expected a layer: a number, a range"),
         ("0-3:", "expected an action: none, full"),
-        ("0-3:ful", "pointwise (got 'ful')"),
         ("0,3-1:full", "the range ends before it begins (3-1)"),
         ("*:full/0", "at least 1"),
         ("*:full@moon", "expected a place: device, split, host, split+host (got 'moon')"),
-        ("*:full@host@host", "expected one @place"),
         ("*:mlp@split", "full@split"),
         ("*:mlp + norm", "(got 'norm')"),
         ("*:mlp+mlp", "named twice"),
         ("*:full+mlp", "full is no part of a layer"),
-        ("*:full/N", "full/N is no part of a layer"),
         ("*:none+router", "leave out +router"),
         ("every-0:full", "a step of at least 1"),
-        ("every-2+2:full", "a first layer below it"),
         ("*:ops()", "expected an operator"),
-        ("*:ops(matmul", "(got 'ops(matmul')"),
-        ("stage/0:full", "expected a layer"),
-        ("*:none@host(", "(got 'host(')"),
         ("*:none@host(mlp)", "expected a part of a layer: attn_norm, qkv_linear, core_attn"),
         ("*:full@host(core_attn)", "only a layer that keeps everything has parts"),
     ],
@@ -206,13 +198,10 @@ def test_parts_of_a_layer_have_one_normal_spelling() -> None:
     ("text", "num_layers", "message"),
     [
         ("0,9:full", [3], "layer 9 does not exist, only 0 to 2"),
-        ("0:full; 7-9:mlp", [3], "layer 7-9 does not exist"),
         ("stage1/2:full", [3, 2], "layer 2 does not exist, only 0 to 1"),
-        ("every-9+8:full", [4], "layer every-9+8 does not exist"),
         ("*:mlp; stage3/0:full", [3, 3], "stage 3 does not exist, only 0 to 1"),
         ("0-1:full; 2:mlp; *:none", [3], "the rules before it decide all of its layers"),
         ("every-2:full/2", [4], "no neighbouring layers, so a unit cannot have 2: give full"),
-        ("1:none; *:full/3", [3], "no neighbouring layers"),
     ],
 )
 def test_a_rule_that_can_never_apply_is_an_error(
@@ -228,13 +217,11 @@ def test_a_rule_that_can_never_apply_is_an_error(
     ("text", "num_layers", "warning"),
     [
         ("every-2:full", [1], None),
-        ("2:full", [3, 2], None),
         ("stage0/*:full; stage1/0:mlp; *:none", [2, 2], None),
         ("*:full/2", [3], None),
         ("1:none; *:full/2", [5], None),
         ("0-31:full", [24], "0-31 reaches only to layer 23"),
         ("*:full/8", [4, 3], "no unit has more than 4 layers here"),
-        ("*:full/2", [1, 1], "no unit has more than 1 layers here"),
     ],
 )
 def test_a_rule_that_says_more_than_it_does_is_one_warning(
@@ -278,7 +265,6 @@ def test_an_entry_counts_what_it_names_and_one_is_enough_to_keep() -> None:
         ("*:ops(matmul, aten.mm)", "no operator spelled namespace.op.overload"),
         ("*:ops(aten.mul_.Tensor/2)", "writes into its argument"),
         ("*:ops(c10d.allreduce_.default)", "collective names those"),
-        ("*:ops(c10d._allgather_base_.default)", "writes into its argument"),
     ],
 )
 def test_an_unknown_name_is_an_error(text: str, message: str) -> None:

@@ -37,7 +37,7 @@ def test_a_converted_model_trains_on_and_generates_by_the_printed_commands(
     pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
     monkeypatch.chdir(tmp_path)
-    PEERS["llama"].build().to(torch.bfloat16).save_pretrained("theirs")  # type: ignore[operator]
+    PEERS["llama"]().to(torch.bfloat16).save_pretrained("theirs")
     save_tokenizer(Path("theirs"))
     text = {"text": "to be or not to be " * 40}
     Path("text.jsonl").write_text(f"{json.dumps(text)}\n" * 200)

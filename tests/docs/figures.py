@@ -22,7 +22,6 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.pipeline.order import orders
 from megatron_lite.plan.verdict_text import extra_flops
 from megatron_lite.recompute.schedule import plan_model
 from tests.docs import outputs, torch_versions
@@ -178,40 +177,6 @@ def grammar() -> str:
     return textwrap.dedent(found)
 
 
-def schedule() -> str:
-    """Returns the drawing of a 1F1B pipeline: the lists of pipeline/order.py, simulated."""
-    size, number = 4, 6
-    lists = orders(size=size, num_microbatches=number)
-    ends: dict[tuple[int, str, int], int] = {}
-    rows, done = [""] * size, [0] * size
-    while any(done[rank] < len(lists[rank]) for rank in range(size)):
-        for rank in range(size):
-            if done[rank] == len(lists[rank]):
-                continue
-            action = lists[rank][done[rank]]
-            forward = action.kind == "forward"
-            other = rank - 1 if forward else rank + 1
-            needed = (other, action.kind, action.microbatch)
-            if not 0 <= other < size:
-                needed = (rank, "forward", action.microbatch)
-            own = forward and rank == 0
-            if not own and needed not in ends:
-                continue
-            start = max(len(rows[rank]), 0 if own else ends[needed])
-            letter = str(action.microbatch) if forward else 2 * "abcdef"[action.microbatch]
-            rows[rank] = rows[rank].ljust(start, ".") + letter
-            ends[rank, action.kind, action.microbatch] = len(rows[rank])
-            done[rank] += 1
-    longest = max(map(len, rows))
-    return "\n".join(
-        [
-            f"PP {size}, {number} micro-batches. A digit is a forward, a letter a backward, which "
-            "takes twice as long",
-            *(f"rank {rank}   {row.ljust(longest, '.')}" for rank, row in enumerate(rows)),
-        ]
-    )
-
-
 def flags_page() -> str:
     """Returns docs/flags.md: every flag of the launcher, by the groups of its --help."""
     parser = build_parser()
@@ -315,7 +280,6 @@ TEXTS: dict[str, Callable[[], str]] = {
     "published-runs": partial(runs, "published", "source"),
     "published-kinds": partial(runs, "published", "kind"),
     "regions": regions_table,
-    "schedule": schedule,
     "terminal-row": terminal_row,
     "torch-versions": lambda: torch_versions.table(torch_versions.recorded()),
 }

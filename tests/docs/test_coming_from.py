@@ -17,7 +17,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.tools.translators import PARTITIONING, SYSTEMS, translated
+from megatron_lite.tools.translators import PARTITIONING, translated
 from tests.support.pairs import in_one_test
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming-from.md").read_text()
@@ -70,22 +70,6 @@ def parsed(words: tuple[str, ...], tp_size: int) -> RunConfig:
 
 def run_of(row: Row) -> RunConfig:
     return parsed(row.ours, row.tp_size)
-
-
-def test_the_page_has_a_table_for_each_system_and_a_row_for_each_kind() -> None:
-    assert {row.system for row in ROWS} == {"megatron", *SYSTEMS}
-    policies = {row.ours[1] for row in ROWS}
-    assert {
-        "*:none",
-        "*:full",
-        "every-2+1:full",
-        "*:full@split",
-        "*:full@host",
-        "*:full@split+host",
-    } <= policies
-    assert any("ops(" in policy for policy in policies) and any(
-        "--contiguous-saved-activations" in row.ours for row in ROWS
-    )
 
 
 @in_one_test("row", [row for row in ROWS if row.system != "megatron"])

@@ -7,8 +7,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,10 @@ import pytest
 
 from megatron_lite.data import index_cache
 from megatron_lite.data.index_cache import cached_arrays
-from tests.support.commands import ROOT, SMALL_RUN, environment
+from tests.support.commands import SMALL_RUN
 from tests.support.corpora import written
 from tests.support.forks import dies_before, status_of_fork
 from tests.support.happenings import builds_second, happens
-from tests.support.limits import HANG_S
 from tests.support.programs import completes, program
 from tests.support.runs import rows, step_bytes
 
@@ -168,29 +165,3 @@ def test_a_killed_index_build_ends_the_other_rank_and_the_next_run_builds_it(
         assert run.wait() == [1, -signal.SIGKILL], run.everything()
         assert run.messages() == ["pretrain_gpt.py: [rank 0] stops at start-up: rank 1 is gone"]
     completes(*RUN, "--data-path", str(prefix))
-
-
-@pytest.mark.long
-def test_a_file_truncated_during_the_run_kills_with_a_stack_that_names_the_reader(
-    tmp_path: Path,
-) -> None:
-    """A memory map has no other way to say it (SIGBUS)."""
-    prefix = _write(tmp_path / "data")
-    program = f"""if True:
-        import os, runpy
-        from tests.support.happenings import happens
-        happens("step", lambda: os.truncate({str(_file(prefix, "bin"))!r}, 0), iteration=3)
-        runpy.run_path("pretrain_gpt.py", run_name="__main__")
-    """
-    arguments = [*RUN, "--tensor-model-parallel-size", "1", "--data-path", str(prefix)]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=ROOT,
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGBUS
-    assert "Bus error" in done.stderr and "gpt.py" in done.stderr and "__getitem__" in done.stderr

@@ -7,8 +7,6 @@ import ctypes
 import os
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_lite.training import build_trainer as build
-from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
+from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.corpora import written
 from tests.support.happenings import builds_second, happens
-from tests.support.limits import HANG_S
 from tests.support.programs import completes, program
 from tests.support.runs import rows, step_bytes
 
@@ -203,34 +200,6 @@ def test_ctrl_c_is_one_line_and_no_traceback(
         assert "stops at " in line
         assert "Traceback" not in run.everything()
     completes(*arguments, "--load", str(tmp_path / "save"), "--allow-fresh-start")
-
-
-@pytest.mark.long
-def test_a_signal_while_python_ends_does_not_change_the_status_either(tmp_path: Path) -> None:
-    """A process of its own, of one rank: no other looks after it. When Python ends it takes its
-    handlers away."""
-    script = """if True:
-        import atexit, os, runpy, signal
-        class Late:
-            def __del__(self, kill=os.kill, pid=os.getpid()):
-                kill(pid, 15)
-        late = Late()
-        atexit.register(os.kill, os.getpid(), signal.SIGTERM)
-        runpy.run_path("pretrain_gpt.py", run_name="__main__")
-    """
-    words = f"--train-iters 1 --eval-iters 0 --exit-signal-handler --save {tmp_path}"
-    arguments = [*SMALL_RUN, *MOCK, *words.split()]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=ROOT,
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "latest_checkpointed_iteration.txt").exists()
 
 
 def test_ctrl_c_to_a_rank_that_cannot_be_interrupted_ends_the_run_too() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.optim.loss_scale import SETTLED, SpikeGuard
 from megatron_lite.parallel.collectives import are_equal
 from megatron_lite.parallel.tensor_hash import quick_hash
 from megatron_lite.supervision.slow_rank import SlowRanks
@@ -20,19 +19,6 @@ def test_a_hash_on_the_device_is_that_on_the_cpu(device: torch.device) -> None:
             tensor = torch.randn(shape).to(dtype)
             assert quick_hash(tensor.to(device)).item() == quick_hash(tensor).item()
     assert are_equal(quick_hash(torch.ones(3, device=device)).view(1), None).item()
-
-
-def test_a_spike_is_judged_on_the_device(device: torch.device) -> None:
-    guard = SpikeGuard(2.0, device)
-    for _ in range(SETTLED):
-        assert (
-            guard.judge(torch.tensor(3.0, device=device), torch.zeros((), device=device)).item()
-            == 0.0
-        )
-    assert (
-        guard.judge(torch.tensor(6.1, device=device), torch.zeros((), device=device)).item() == 1.0
-    )
-    assert guard.mean.device.type == device.type and guard.state().mean == 3.0
 
 
 def test_the_probe_of_a_slow_gpu_takes_time_and_names_nobody_alone(cuda: torch.device) -> None:

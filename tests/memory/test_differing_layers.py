@@ -33,10 +33,7 @@ POLICIES = (
     "1:none; *:ops(matmul/2)",
     "*:core_attn+activation",
 )
-UNFUSED, FLASH = (
-    next(config for name, config in MODELS.items() if name.startswith(kind))
-    for kind in ("unfused", "SDPA")
-)
+FLASH = next(config for name, config in MODELS.items() if name.startswith("SDPA"))
 
 
 def wrong_bytes(

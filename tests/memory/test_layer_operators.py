@@ -27,14 +27,6 @@ from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_voc
 from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 
-POLICIES = (
-    "*:ops(max)",
-    "*:ops(matmul)",
-    "*:ops(matmul,attention)",
-    "*:ops(matmul/2,attention,collective)",
-    "1:ops(attention);0:none",
-    "0:ops(matmul)",
-)
 NUM_LAYERS = 2
 
 

@@ -185,7 +185,7 @@ def differences(
     pairs = {}
     with tp_state(world_size) as parallel:
         for name, plan in sampled(
-            policies(can_split=world_size > 1 and not sequence_parallel).items(), every=3, at_most=2
+            policies(can_split=world_size > 1 and not sequence_parallel).items(), every=7, at_most=2
         ):
             # Twice on several ranks: gloo's threads can let go of an operand a moment late.
             found = [

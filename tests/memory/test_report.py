@@ -12,12 +12,11 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
-from megatron_lite.description.operations import Collective
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.explain.recompute_report import Report, explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.flops import hardware_flops, replay_flops, step_flops
-from megatron_lite.memory.predict.kept_tensors import Traffic, activation_bytes, host_bytes
+from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage
@@ -147,21 +146,6 @@ def test_the_text_has_the_exact_totals(run: str, policy: str) -> None:
     assert len([line for line in lines if line.startswith("> ")]) == 1
 
 
-def test_a_unit_split_over_two_ranks_by_hand() -> None:
-    """s b h = 36 x 32 elements of 4 bytes. A unit of 5 layers: 10 sums forward, and again but the
-    last; its input gathered."""
-    split = FULL + "uniform --recompute-num-layers 5 --distribute-saved-activations"
-    parts = report_of(f"{TINY} --tensor-model-parallel-size 2 {split}", "cpu").parts
-    (run,) = (part for part in parts if part.num_layers)
-    hidden, states = 36 * 32 * 4, 2 * 5056
-    total, gather = Collective("all-reduce", hidden), Collective("all-gather", hidden)
-    assert run.traffic == Traffic((total,) * 10, (total,) * 10, (gather, *(total,) * 9))
-    assert {tensor.name: tensor.num_bytes for tensor in run.kept} == {
-        "1/2 of the layer input": hidden // 2,
-        "RNG states": states,
-    }
-
-
 @pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     "words",
@@ -198,36 +182,6 @@ def test_the_other_policies_are_priced_as_they_would_be_run(words: str) -> None:
         assert (row.replay_flops + row.chunk_flops) * ranks == whole - nothing
         assert row.model_flops * ranks == step_flops(config.model, **head)
     assert sum(row.execution == report.own.execution for row in report.policies) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "device", "texts"),
-    [
-        # s 12, b 3, h 32 in float32: 4608 bytes for each of 5 units
-        (
-            TINY + "--recompute-policy *:full@host",
-            "cuda",
-            ["@host copies 22.500 KiB to the host", "The head keeps "],
-        ),
-        (
-            TINY + "--recompute-policy *:full@host",
-            "cpu",
-            ["On a CPU @host frees nothing: 22.500 K"],
-        ),
-        (GPT_22B + SELECTIVE + "core_attn", "cuda", ["core_attn is moot: "]),
-        (TINY + SELECTIVE + "mlp activation", "cpu", ["activation adds nothing to mlp, "]),
-        (GPT_22B + FULL + "uniform", "cuda", []),
-        (GPT_22B + UNFUSED + SELECTIVE + "core_attn", "cuda", []),
-        # with dropout a CPU has no flash kernel
-        (GPT_22B + SELECTIVE + "core_attn", "cpu", []),
-    ],
-)
-def test_a_note_is_made_where_it_holds_and_nowhere_else(
-    words: str, device: str, texts: list[str]
-) -> None:
-    notes = report_of(words, device).notes
-    assert len(notes) == len(texts)
-    assert all(text in note for text, note in zip(texts, notes, strict=True))
 
 
 @pytest.mark.parametrize(

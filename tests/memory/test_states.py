@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from tests.support.equality import VARIANTS
-from tests.support.pairs import only
+from tests.support.pairs import covered, only
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny_run
 from tests.support.storages import addresses, distinct
@@ -197,8 +198,8 @@ def test_states_of_instances_are_those_predicted(instances: int) -> None:
 def test_states_of_one_rank_are_those_predicted() -> None:
     runs = {
         f"{layout} {variant} {bf16}": run_of(layout, variant, bf16=bf16)
-        for layout in ("replicated", "ZeRO-1", "FSDP2")
-        for variant in VARIANTS
-        for bf16 in (False, True)
+        for layout, variant, bf16 in covered(
+            product(("replicated", "ZeRO-1", "FSDP2"), VARIANTS, (False, True))
+        )
     }
     assert differing(0, 1, runs) == {}

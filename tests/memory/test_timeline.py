@@ -40,24 +40,6 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
 
 
-def test_the_file_is_the_documented_one(tmp_path: Path) -> None:
-    assert document(tmp_path) == {
-        "format": "megatron_lite memory timeline",
-        "version": 1,
-        "name": TIMELINE.name,
-        "phases": ["forward", "replay", "backward"],
-        "categories": ["activation", "rebuilt", "gradient", "temporary"],
-        "modules": ["", "layers.0.mlp", "layers.0"],
-        "operators": ["aten.embedding", "aten.mm", ""],
-        "events": [
-            [0, 0, 0, 0, 0, 0, 0, 12],
-            [3, 0, 1, 1, 40, 0, 0, 2**40],
-            [4, 1, 2, 1, 40, 2**40, 0, 0],
-            [9, 2, 1, 2, 0, 0, 7, 0],
-        ],
-    }
-
-
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"format": ' + b"9" * 5000 + b"}"]
 )
@@ -72,20 +54,12 @@ def test_what_is_not_json_is_refused(tmp_path: Path, text: bytes) -> None:
     [
         (dict(format="something else"), "'format'"),
         (dict(version=2), "'version'"),
-        (dict(categories=["activation"]), "'categories'"),
-        (dict(name=None), "'name'"),
-        (dict(modules="abc"), "'modules'"),
         (dict(events=[]), "'events'"),
         (dict(predicted={"0": 1}), "'predicted'"),
-        (dict(predicted=[[3, 0, 0, 1]]), "row 0 of 'predicted'"),
         (dict(predicted=[[0, 0, 0, 1], [0, 0, 1]]), "row 1 of 'predicted'"),
-        (dict(events=[[0, 0, 0, 0, 1, 1, 1]]), "row 0 of"),
         (dict(events=[[0, 0, 0, 0, 1, 1, 1, 1], 5]), "row 1 of"),
-        (dict(events=[[0, 3, 0, 0, 1, 1, 1, 1]]), "row 0 of"),
         (dict(events=[[0, 0, -1, 0, 1, 1, 1, 1]]), "row 0 of"),
-        (dict(events=[[0, 0, 0, 0, 1, 1, 1, -1]]), "row 0 of"),
         (dict(events=[[0, 0, 0, 0, 1, 1, 1, 2**63]]), "row 0 of"),
-        (dict(events=[[0, 0, 0, 0, 1, 1, 1, True]]), "row 0 of"),
         (dict(events=[[4, 0, 0, 0, 1, 1, 1, 1], [4, 0, 0, 0, 1, 1, 1, 1]]), "out of order"),
     ],
 )

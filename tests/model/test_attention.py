@@ -20,7 +20,7 @@ from megatron_lite.description.self_attention import CORE
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.model.attention import CoreAttention, SelfAttention
-from tests.model.test_window import A, B, D, by_loops, core, draw
+from tests.model.test_window import A, B, D, core, draw, formula
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
@@ -40,7 +40,7 @@ def test_16_bit_attention_is_as_exact_as_its_dtype_and_gives_it_back(
     query, key, value = (draw(S, B, A, D, seed=seed, dtype=dtype) for seed in (1, 2, 3))
     output = core(backend, attention_softmax_in_fp32=in_fp32)(query, key, value)
     assert output.dtype == dtype
-    expected = by_loops(query.double(), key.double(), value.double(), S)
+    expected = formula(query.double(), key.double(), value.double(), S)
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
 
 

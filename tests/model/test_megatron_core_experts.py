@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "aux_loss": LOSSES,
     "seq_aux_loss": {**LOSSES, "moe_router_load_balancing_type": "seq_aux_loss"},
     "global_aux_loss": {**LOSSES, "moe_router_load_balancing_type": "global_aux_loss"},
+    "none": {**LOSSES, "moe_router_load_balancing_type": "none"},
     "every loss, sigmoid": {**SIGMOID, **EVERY_LOSS, "moe_router_bias_update_rate": 0.1},
     "pre-softmax": dict(moe_router_pre_softmax=True, moe_router_topk_scaling_factor=1.7, **LOSSES),
     "biases": dict(add_bias_linear=True, **LOSSES),
@@ -51,6 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
         add_bias_linear=True,
         moe_expert_capacity_factor=1.3,
     ),
+    "one place": dict(moe_expert_capacity_factor=0.01, add_bias_linear=True),
+    "every expert": dict(moe_router_topk=8, moe_expert_capacity_factor=0.5),
     "sinkhorn": dict(moe_router_load_balancing_type="sinkhorn", moe_z_loss_coeff=0.1),
     "sinkhorn, one": dict(moe_router_load_balancing_type="sinkhorn", moe_router_topk=1),
     "jitter": dict(moe_input_jitter_eps=0.3, moe_expert_capacity_factor=1.0, **LOSSES),
@@ -160,7 +163,7 @@ def errors(rank: int, world_size: int, case: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.runs(daily=4, ci=12)
+@pytest.mark.runs(daily=4, ci=14)
 @pytest.mark.parametrize("case", CASES)
 def test_four_steps_equal_those_of_megatron_core(case: str) -> None:
     pytest.importorskip("megatron.core")

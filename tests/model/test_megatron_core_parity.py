@@ -1,13 +1,10 @@
 """megatron-core's GPT with our weights: the same logits, loss and gradients, with windows and
 rotation on some layers alone.
-
-Its model wants CUDA. In a process of its own, the places that ask for a CUDA device get the CPU.
 """
 
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -30,10 +27,8 @@ from tests.support.ranks import run_ranks
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
     pytest.importorskip("megatron.core")
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -81,30 +76,19 @@ class CoreAttention(DotProductAttention):
 
 
 def their_model(name: str) -> nn.Module:
+    from tests.support.megatron_core import their_config
+
     ours = our_config(name)
     differing = {
         field: list(value) if field != "window_size" and isinstance(value, tuple) else value
         for field, value in MODELS[name].items()
     }
     kind = MLATransformerConfig if ours.multi_latent_attention else TransformerConfig
-    config = kind(
-        num_layers=ours.num_layers,
-        hidden_size=ours.hidden_size,
-        num_attention_heads=ours.num_attention_heads,
-        ffn_hidden_size=ours.ffn_size,
+    config = their_config(
+        ours,
+        kind=kind,
         kv_channels=ours.value_dim,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        layernorm_epsilon=ours.norm_epsilon,
         activation_func=lambda x: x.relu().square(),
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=torch.float64,
-        use_cpu_initialization=True,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
         **differing,
     )
     spec = get_gpt_layer_local_spec(
@@ -136,35 +120,34 @@ def results(model: nn.Module, logits: Tensor, labels: Tensor) -> dict[str, Tenso
 
 def errors(rank: int, world_size: int) -> dict[str, float]:
     """By model and tensor: the largest error, relative to the largest value."""
-    ones, found = torch.ones, {}
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.ones = lambda *size, device=None, **options: ones(*size, **options)  # type: ignore[assignment]
-    CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
-    parallel_state.initialize_model_parallel(1)
+    from tests.support.megatron_core import on_cpu
+
     multi_latent_attention.HAVE_TE = False  # it takes it for granted
+    with on_cpu(1):
+        return {
+            f"{name}: {key}": error for name in MODELS for key, error in errors_of(name).items()
+        }
+
+
+def errors_of(name: str) -> dict[str, float]:
     tokens, labels = sample_tokens()
-    for name in MODELS:
-        with tp_state(1) as parallel:
-            ours = build_tiny_model(our_config(name), parallel)
-            weights = {
-                key: whole_tensor(value, value, parallel) for key, value in ours.named_parameters()
-            }
-            theirs = their_model(name)
-            loaded = theirs.load_state_dict(weights, strict=False)
-            assert not loaded.unexpected_keys and all(
-                "_extra_state" in key for key in loaded.missing_keys
-            ), loaded
-            expected = results(
-                theirs,
-                theirs(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None),
-                labels,
-            )
-            got = results(ours, ours(tokens), labels)
-            for key, parameter in ours.named_parameters():
-                got[key] = whole_tensor(got[key], parameter, parallel)
-        assert expected.keys() == got.keys()
-        found |= {f"{name}: {key}": difference(value, got[key]) for key, value in expected.items()}
-    return found
+    with tp_state(1) as parallel:
+        ours = build_tiny_model(our_config(name), parallel)
+        weights = {
+            key: whole_tensor(value, value, parallel) for key, value in ours.named_parameters()
+        }
+        theirs = their_model(name)
+        loaded = theirs.load_state_dict(weights, strict=False)
+        assert not loaded.unexpected_keys and all(
+            "_extra_state" in key for key in loaded.missing_keys
+        ), loaded
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        expected = results(theirs, theirs(tokens, positions, None), labels)
+        got = results(ours, ours(tokens), labels)
+        for key, parameter in ours.named_parameters():
+            got[key] = whole_tensor(got[key], parameter, parallel)
+    assert expected.keys() == got.keys()
+    return {key: difference(value, got[key]) for key, value in expected.items()}
 
 
 def test_logits_and_gradients_equal_those_of_megatron_core() -> None:

@@ -101,9 +101,3 @@ def test_tables_equal_those_of_megatron_core(scaling: RotaryScaling) -> None:
         use_cpu_initialization=True,
     )
     assert torch.equal(cosines(scaling), theirs.get_freqs_non_repeated(LENGTH).cos())
-
-
-def test_positions_divided_by_four_hit_those_of_an_unscaled_table() -> None:
-    assert torch.equal(
-        cosines(RotaryScaling(position_factor=4))[::4], cosines(RotaryScaling(), LENGTH // 4)
-    )

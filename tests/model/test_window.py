@@ -1,4 +1,4 @@
-"""Attention windows and layers without rotary embedding: against loops, the softmax formula and
+"""Attention windows and layers without rotary embedding: against the softmax formula and
 torch's own masked attention."""
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.context_parallel.documents import CuSeqlens
-from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model import attention as core_attention
 from megatron_lite.model.attention import CoreAttention, Readable, masked_attention
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
@@ -48,34 +47,15 @@ def core(backend: str, *, layer: int = 0, **overrides: Any) -> CoreAttention:
         return CoreAttention(config, parallel.rng, layer=layer)
 
 
-def by_loops(query: Tensor, key: Tensor, value: Tensor, reach: int) -> Tensor:
-    """[s, b, a, d], [s, b, g, d] -> [s, b, a d]: head i reads group i // (a / g), row i the keys i
-    - reach .. i."""
-    output = torch.zeros_like(query)
-    for head in range(query.shape[2]):
-        group = head // (query.shape[2] // key.shape[2])
-        for sample in range(query.shape[1]):
-            for row in range(query.shape[0]):
-                columns = [
-                    column for column in range(query.shape[0]) if row - reach <= column <= row
-                ]
-                scores = torch.stack(
-                    [query[row, sample, head] @ key[column, sample, group] for column in columns]
-                )
-                weights = torch.softmax(scores * SCALE, dim=0)
-                output[row, sample, head] = weights @ value[columns, sample, group]
-    return output.flatten(2)
-
-
 def formula(query: Tensor, key: Tensor, value: Tensor, reach: int) -> Tensor:
-    """The same through a whole matrix of scores in float64, with gradients: [s, b, a, d]."""
+    """[s, b, a, d], [s, b, g, d] -> [s, b, a d] in float64: row i reads the keys i - reach .. i."""
     query, key, value = query.double(), key.double(), value.double()
     places = torch.arange(query.shape[0])
     distance = places.unsqueeze(1) - places
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
     scores = torch.einsum("ibhd,jbhd->bhij", query, key) * SCALE
     scores = scores.masked_fill((distance < 0) | (distance > reach), -torch.inf)
-    return torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), value)
+    return torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), value).flatten(2)
 
 
 # --- core attention ---
@@ -83,12 +63,12 @@ def formula(query: Tensor, key: Tensor, value: Tensor, reach: int) -> Tensor:
 
 @pytest.mark.parametrize("groups", [A, 3, 1])
 @pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
-def test_every_backend_reads_the_window_as_the_loops_do(backend: str, groups: int) -> None:
+def test_every_backend_reads_the_window_as_the_formula_does(backend: str, groups: int) -> None:
     query, key, value = (tensor.detach() for tensor in heads(groups))
     for reach in (0, 1, 3, S - 2, S - 1):  # the last one sees all
         output = core(backend, window_size=(reach, 0))(query, key, value)
         torch.testing.assert_close(
-            output, by_loops(query, key, value, reach), rtol=1e-12, atol=1e-12
+            output, formula(query, key, value, reach), rtol=1e-12, atol=1e-12
         )
 
 
@@ -128,7 +108,7 @@ def test_a_shape_without_a_kernel_of_ours_goes_to_torch_with_the_mask(
     monkeypatch.setattr(core_attention, "has_kernel", lambda query: False)
     query, key, value = (tensor.detach() for tensor in heads(3))
     output = core(backend, window_size=(3, 0))(query, key, value)
-    torch.testing.assert_close(output, by_loops(query, key, value, 3), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output, formula(query, key, value, 3), rtol=1e-12, atol=1e-12)
 
 
 def test_autocast_takes_its_dtype_as_torchs_attention_does() -> None:
@@ -174,24 +154,3 @@ def test_bounds_that_are_none_of_documents_are_refused(bounds: list[int]) -> Non
     with pytest.raises(ValueError, match="rise from 0 to 18 and pass every multiple of 9") as told:
         CuSeqlens.of(bounds, batch=B, seq_length=S, device=torch.device("cpu"))
     assert f"(got {bounds})" in str(told.value)
-
-
-# --- what is kept ---
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["flash", "unfused"])
-def test_a_window_adds_nothing_to_what_attention_keeps(backend: str, dtype: torch.dtype) -> None:
-    s = 40  # whose mask has more bytes than any tensor that flash attention keeps: s > a d
-    found = []
-    for overrides in ({}, {"window_size": (3, 0)}):
-        inputs = heads(3, s=s, dtype=dtype)
-        with kept_for_backward() as meter:
-            output = core(backend, **overrides)(*inputs)
-        found.append(sorted(kept.num_bytes for kept in meter.storages().values()))
-        # the graph, and with it what is kept, lives as long as the output
-        assert output.requires_grad
-    assert found[0] == found[1] and len(found[0]) >= 4
-
-
-# --- the model ---

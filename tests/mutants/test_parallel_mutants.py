@@ -20,6 +20,7 @@ from megatron_lite.recompute import region_runner
 from megatron_lite.tensor_parallel import grouped_linear
 from megatron_lite.training.step import MicroBatchLoss
 from tests.model import test_experts as test_model_experts
+from tests.model import test_megatron_core_experts
 from tests.optim import test_host_link, test_layouts, test_stored, test_zero1
 from tests.parallel import test_equality, test_fsdp, test_weight_gradient
 from tests.parallel.test_weight_gradient import calls  # noqa: F401
@@ -334,8 +335,8 @@ MUTANTS = [
     ),
     Mutant(
         the_losses_of_a_router_are_scaled_twice,
-        test_model_experts.test_backward_adds_the_gradients_of_the_losses,
-        dict(kind="aux_loss"),
+        test_megatron_core_experts.test_four_steps_equal_those_of_megatron_core,
+        dict(case="aux_loss"),
     ),
 ]
 

@@ -88,7 +88,7 @@ UNITS = dict(
     attention_order=[2, 0, 1],
 )
 LEFT_ALONE = test_split.test_the_callers_tensor_is_left_alone
-SPLIT = test_split.test_whole_inputs_are_freed_and_gathered_once_a_unit_one_ahead_of_the_replay
+SPLIT = test_split.test_inputs_are_gathered_one_ahead_of_the_replay
 
 
 MUTANTS = [
@@ -110,7 +110,8 @@ MUTANTS = [
     # Units.
     Mutant(
         every_layer_of_a_unit_gets_the_units_input,
-        test_runner.test_in_a_replay_too_every_layer_of_a_unit_gets_what_the_one_before_returned,
+        test_runner.test_what_runs_between_forward_and_backward_changes_nothing,
+        dict(recompute=test_runner.UNITS_OF_TWO),
     ),
     # Split inputs.
     Mutant(the_callers_tensor_becomes_its_part, LEFT_ALONE, dict(grad=True), "size of tensor a"),

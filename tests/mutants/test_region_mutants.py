@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from megatron_lite.model import layer
 from megatron_lite.recompute import checkpoint
 from megatron_lite.recompute import layer_runner as runner
-from tests.recompute import test_discard, test_tail, test_tiles
+from tests.recompute import test_discard, test_runner, test_tiles
 from tests.support.mutants import Mutant, each_is_seen, replaces
 
 
@@ -43,13 +43,13 @@ def a_tile_begins_in_the_one_before(tiles_of, whole, number):
 
 
 SHARE_ONE = test_discard.test_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed
-TAIL = test_tail.test_exactly_the_tails_are_skipped_and_no_gradient_changes
-ONE_RANK = dict(tp_size=1, sequence_parallel=False)
+TAIL = test_runner.test_what_runs_between_forward_and_backward_changes_nothing
+UNITS = dict(recompute=test_runner.UNITS_OF_TWO)
 
 MUTANTS = [
     Mutant(nothing_is_discarded, SHARE_ONE, dict(names=("linear",))),
-    Mutant(a_skipped_tail_draws_no_mask, TAIL, ONE_RANK),
-    Mutant(the_tail_of_every_layer_is_skipped, TAIL, ONE_RANK),
+    Mutant(a_skipped_tail_draws_no_mask, TAIL, UNITS),
+    Mutant(the_tail_of_every_layer_is_skipped, TAIL, UNITS),
     Mutant(
         a_tile_begins_in_the_one_before,
         test_tiles.test_bits_bytes_and_collectives_of_tiles,

@@ -1,12 +1,10 @@
-"""Learning-rate schedules: values computed by hand, a plain transcription of Megatron's formulas,
-and Megatron itself."""
+"""Learning-rate schedules: those of megatron-core, stored and refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -29,42 +27,9 @@ def schedule(num_iterations=10, batch_size=4, **config):
     )
 
 
-@pytest.mark.parametrize(
-    "config, expected",
-    [  # consumed samples: learning rate; 40 samples in all
-        (
-            dict(lr_decay_style="constant", lr_warmup_iters=2),
-            {0: 0.0, 2: 0.25, 8: 1.0, 9: 1.0, 400: 1.0},
-        ),
-        (dict(lr_decay_style="linear", min_lr=0.2), {0: 1.0, 20: 0.6, 40: 0.2, 100: 0.2}),
-        (
-            dict(lr_decay_style="linear", lr_warmup_iters=2, lr_warmup_init=0.5),
-            {0: 0.5, 4: 0.75, 8: 1.0},
-        ),
-        (dict(lr_decay_style="linear", lr_warmup_fraction=0.25), {5: 0.5, 10: 1.0, 25: 0.5}),
-        (dict(lr_decay_style="cosine"), {10: 0.5 + math.sqrt(2) / 4, 30: 0.5 - math.sqrt(2) / 4}),
-        (
-            dict(lr_decay_style="inverse-square-root", lr_warmup_iters=1),
-            {2: 0.5, 4: 1.0, 16: 0.5, 36: 1 / 3, 41: 0.0},
-        ),
-        (dict(lr_decay_style="WSD", lr_wsd_decay_iters=5), {20: 1.0, 30: 2 * 2**-0.5 - 1, 40: 0.0}),
-        (
-            dict(
-                lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_wsd_decay_style="cosine", min_lr=0.2
-            ),
-            {20: 1.0, 30: 0.6, 40: 0.2},
-        ),
-        (
-            dict(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_wsd_decay_style="minus_sqrt"),
-            {25: 0.5, 40: 0.0},
-        ),
-    ],
-)
-def test_values_computed_by_hand(config, expected):
-    lr = schedule(**config)
-    assert {consumed: lr.at(consumed) for consumed in expected} == pytest.approx(
-        expected, abs=1e-15
-    )
+def test_a_warm_up_may_be_a_share_of_the_decay():
+    lr = schedule(lr_decay_style="linear", lr_warmup_fraction=0.25)
+    assert [lr.at(consumed) for consumed in (5, 10, 25)] == pytest.approx([0.5, 1.0, 0.5])
 
 
 STYLES = pytest.mark.parametrize(
@@ -151,8 +116,6 @@ def test_a_schedule_is_stored_as_json_and_read_again_without_rounding():
     ("changes", "message"),
     [
         ({"max_lr": -1.0}, "max_lr must be at least 0"),
-        ({"max_lr": None}, "schedule.max_lr: expected"),
-        ({"style": ["WSD"]}, "schedule.style: expected"),
         ({"style": "zigzag"}, "schedule.style must be one of constant, linear"),
         ({"max_lr": float("inf")}, "schedule.max_lr must be at least 0 and finite"),
         ({"more": 1}, "schedule: unknown field more"),

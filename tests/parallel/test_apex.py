@@ -60,14 +60,7 @@ def test_no_kernel_is_used_on_another_device(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "init",
-    [
-        "from pyramid_mailer.interfaces import IMailer",
-        "raise SystemExit(3)",
-        "raise KeyError('x')",
-        "import apex.lib.libapex",
-        "x = 1",
-    ],
+    "init", ["from pyramid_mailer.interfaces import IMailer", "raise SystemExit(3)", "x = 1"]
 )
 def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(
     packages: Packages, init: str
@@ -98,15 +91,6 @@ def test_an_apex_without_its_cuda_extensions_says_so(packages: Packages) -> None
         (
             "raise OSError('undefined symbol:\\n _ZN2at')",
             "fails (OSError: undefined symbol: _ZN2at)",
-        ),
-        ("raise SystemExit", "fails (SystemExit: no message)"),
-        (
-            "import a_module_that_nobody_has",
-            "fails (ModuleNotFoundError: No module named 'a_module_that_nobody_has')",
-        ),
-        (
-            "wgrad_gemm_accum_fp16 = print",
-            "has no wgrad_gemm_accum_fp32: it is of another release of apex",
         ),
         (
             "wgrad_gemm_accum_fp32 = None",

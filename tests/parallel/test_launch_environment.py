@@ -123,13 +123,9 @@ def test_every_task_of_a_step_agrees_on_the_meeting_place_and_other_steps_meet_e
     ("environ", "message"),
     [
         ({**TORCHRUN, "MASTER_PORT": "65536"}, r"MASTER_PORT must be in \[0, 65536\)"),
-        ({**TORCHRUN, "MASTER_PORT": "29501x"}, "MASTER_PORT must be an integer"),
         ({**TORCHRUN, "RANK": "4"}, r"rank 4 is not in \[0, 4\)"),
-        ({**TORCHRUN, "RANK": "two"}, "RANK must be an integer.*'two'"),
-        ({**TORCHRUN, "WORLD_SIZE": ""}, "WORLD_SIZE is not set"),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is not set.*torchrun or srun"),
         ({"RANK": "1"}, "of RANK and WORLD_SIZE only one is set"),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS must be an integer"),
         (
             {**SRUN, "SLURM_STEP_NODELIST": "[", "SLURM_JOB_NODELIST": "["},
             r"node list '\['.*set MASTER_ADDR",
@@ -166,7 +162,6 @@ def test_the_first_host_of_a_node_list(nodelist, host):
         (TORCHRUN, 0, "--local-rank 0 contradicts LOCAL_RANK 1 of the environment: leave the"),
         (SRUN, 1, "--local-rank 1 contradicts SLURM_LOCALID 0"),
         ({**SRUN, **TORCHRUN}, 0, "--local-rank 0 contradicts LOCAL_RANK 1"),
-        ({"LOCAL_RANK": "x"}, 0, "LOCAL_RANK must be an integer"),
         (TORCHRUN, -1, r"--local-rank must be at least 0 \(got -1\)"),
     ],
 )

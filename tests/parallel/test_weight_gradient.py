@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.apex import weight_gradient_kernel
@@ -25,7 +24,6 @@ from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.weight_gradient import accumulate_with_
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support import apex, cuda_addmm
 from tests.support.equality import difference, variant_config
 from tests.support.layouts import LAYOUTS
@@ -263,28 +261,3 @@ def test_addmm_gives_the_gradients_of_autograd(
         work(0, 1)
     else:
         run_ranks(work, tp_size)
-
-
-def test_addmm_holds_no_second_gradient() -> None:
-    """The peak of a backward is lower by the gradient of the largest weight at least."""
-    with tp_state(1) as parallel:
-        layer = ColumnParallelLinear(
-            64,
-            256,
-            bias=False,
-            init_std=0.02,
-            context=RankContext.of(parallel, sequence_parallel=False, params_dtype=torch.float32),
-        )
-        with torch.no_grad():
-            layer.weight.fill_(0.5)
-        buffer = GradBuffer({"weight": layer.weight}, parallel)
-        peaks = []
-        for fused in (False, True):
-            if fused:
-                accumulate_with_(None, [(layer.weight, buffer.grads["weight"])])
-            buffer.forget()
-            output = layer(torch.ones(2, 1, 64))
-            with LiveStorages() as storages:
-                output.sum().backward()
-            peaks.append(storages.peak_bytes)
-    assert peaks[0] - peaks[1] == layer.weight.nbytes

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.recompute import witness
 from megatron_lite.recompute.apply import apply_policy_
 from megatron_lite.recompute.replay import RecomputeMismatch
@@ -90,26 +89,6 @@ def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(
         apply_policy_(model, layers_fqn=fqn, policy=text)
     assert message in str(raised.value)
     assert not any("forward" in module.__dict__ for module in model.modules())
-
-
-def test_the_layers_of_a_sequential_have_a_policy() -> None:
-    def step(policy: str | None) -> tuple[int, list[Tensor]]:
-        torch.manual_seed(3)
-        layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 6)) for _ in range(3))
-        )
-        model = nn.ModuleDict({"body": layers})
-        if policy is not None:
-            apply_policy_(model, layers_fqn="body", policy=policy)
-        with kept_for_backward(exclude=model.parameters()) as meter:
-            loss = layers(torch.randn(90, 6)).square().mean()
-        num_bytes = meter.total_bytes()
-        loss.backward()
-        return num_bytes, [one.grad for one in model.parameters() if one.grad is not None]
-
-    (plain_bytes, plain), (num_bytes, grads) = step(None), step("every-2:full")
-    assert num_bytes < plain_bytes and len(grads) == 12
-    assert all(map(torch.equal, plain, grads))
 
 
 class Chain(nn.Module):

@@ -12,17 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.pool import ALIGNMENT, FLAG, Arena
-from tests.support.models import BATCH, SEQ_LENGTH, sample_tokens, tp_state
-from tests.support.pairs import only
+from tests.support.models import BATCH, SEQ_LENGTH, sample_tokens
 from tests.support.planned import planned
-from tests.support.ranks import run_ranks
-from tests.support.storages import addresses
 
 NUM_LAYERS = 5
 CPU = torch.device("cpu")
@@ -113,56 +108,6 @@ def test_there_is_one_allocation_for_each_kind_of_memory_of_the_planned_size(
             step(model, batches=tuple(range(micro_batches)))
     assert made == [size * micro_batches for size in sizes]
     assert len(model.decoder.stores.storages()) == len(sizes)
-
-
-def second_step(
-    rank: int, world_size: int, policy: str, contiguous: bool, size: int
-) -> tuple[int, int, int, int]:
-    """Of its forward: storages of that size that it leaves behind for backward; bytes in use in the
-    stores; bytes of other storages that it leaves behind. Of the whole step: bytes that it leaves
-    behind."""
-    with tp_state(world_size) as parallel:
-        model = build(policy, parallel, contiguous=contiguous)
-        step(model)
-        stores, parameters = model.decoder.stores, list(model.parameters())
-        with kept_for_backward(exclude=parameters) as meter, LiveStorages() as live:
-            loss = model.loss(*sample_tokens()).mean()
-            known = addresses([loss, *parameters])
-            beside = live.bytes_beside(known | meter.storages().keys() | stores.storages())
-            count, used = (
-                sum(storage.num_bytes == size for storage in meter.storages().values()),
-                in_use(model),
-            )
-            loss.backward()
-            del loss
-            return count, used, beside, live.bytes_beside(stores.storages())
-
-
-@pytest.mark.runs(daily=1, ci=4)
-@pytest.mark.parametrize(
-    ("world_size", "policy", "size"),
-    only(
-        [
-            (1, "*:full", INPUT),
-            (1, "*:full@host", INPUT),
-            (2, "*:full@split", INPUT // 2),
-            (2, "*:full@split+host", INPUT // 2),
-        ],
-        0,
-        1,
-        3,
-    ),
-)
-def test_a_forward_leaves_no_storage_behind_for_a_unit(
-    world_size: int, policy: str, size: int
-) -> None:
-    # the output of the last layer and its norm are as large as a unit's whole input
-    head = 2 if world_size == 1 else 0
-    kept_apart = 0 if "host" in policy else NUM_LAYERS  # without the flag
-    for found in run_ranks(second_step, world_size, policy, True, size):
-        assert found == (head, NUM_LAYERS * size, 0, 0)
-    for found in run_ranks(second_step, world_size, policy, False, size):
-        assert found == (head + kept_apart, (NUM_LAYERS - kept_apart) * size, 0, 0)
 
 
 def test_more_forwards_in_flight_than_slots_is_an_error_that_names_the_flag() -> None:

@@ -305,7 +305,7 @@ def test_gradients_of_layers_that_differ_are_unchanged_to_the_bit(
     check(tp_size, sequence_parallel, precision, dict.fromkeys(names, chosen), OTHER_MODELS)
 
 
-@pytest.mark.runs(daily=2, ci=3)
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel", "precision"),
     [

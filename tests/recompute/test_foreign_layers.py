@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_lite.recompute.apply import apply_policy_
-from tests.support.foreign import SITUATIONS, Foreign, differences, train
+from tests.support.foreign import Foreign, differences, train
 from tests.support.foreign_layers import LAYERS, Chain, Mlp, chain, chain_loss
 from tests.support.foreign_policies import faults, policy_on, unclear
 from tests.support.pairs import pairs
@@ -19,17 +19,6 @@ SHORT = ("*:full", "*:ops(matmul)", "*:full@host")
 @pytest.mark.parametrize(("name", "text"), pairs(LAYERS, [*SHORT, "*:none@host"]))
 def test_a_layer_of_any_kind_trains_as_without_a_policy_or_is_refused(name: str, text: str) -> None:
     assert faults(name, text) == []
-
-
-@pytest.mark.runs(daily=3, ci=9)
-@pytest.mark.parametrize(
-    "situation", [situation for situation in SITUATIONS if situation != "two micro-batches"]
-)
-def test_every_way_to_train_gives_the_gradients_of_the_plain_model(situation: str) -> None:
-    assert (
-        faults("a tensor", "*:full", situation) == []
-        and faults("named tuple", "*:ops(matmul)", situation) == []
-    )
 
 
 def test_two_lists_that_share_their_weights_add_up() -> None:

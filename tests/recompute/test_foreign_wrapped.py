@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 
 import pytest
 
-from tests.support.foreign import Outcome, Prepare, differences
+from tests.support.foreign import differences
 from tests.support.foreign_policies import MODELS, policy_on, unclear
 from tests.support.foreign_wrapped import (
     Wrap,
@@ -26,19 +25,13 @@ WITHOUT_UNUSED = ("GPT-2", "T5", "Mixtral, router loss")
 WITH_UNUSED = (*WITHOUT_UNUSED, "a tensor", "an output that nobody reads", "BatchNorm")
 
 
-def _unequal(
-    train: Callable[[Prepare | None], Outcome], name: str, text: str, found: Outcome
-) -> list[str]:
-    """As `unequal` of foreign_policies."""
-    return differences(train(None), found)
-
-
 def _ddp(rank: int, world_size: int, names: tuple[str, ...], options: dict[str, bool]) -> list[str]:
     found = []
     for name in names:
         train = partial(train_in_ddp, MODELS[name], **options)
+        expected = train(None)
         for text in TEXTS:
-            lines = _unequal(train, name, text, train(policy_on(MODELS[name], text)))
+            lines = differences(expected, train(policy_on(MODELS[name], text)))
             found += [f"{name}, {text}: {line}" for line in lines]
     return found
 
@@ -65,7 +58,7 @@ def _compiled(name: str, text: str, wrap: Wrap, backend: str, first: bool) -> li
         found = train(policy_on(MODELS[name], text))
     except (ValueError, RuntimeError) as error:
         return unclear(error)
-    return _unequal(train, name, text, found)
+    return differences(train(None), found)
 
 
 # By place: how the model is compiled, and whether the policy is put on first.

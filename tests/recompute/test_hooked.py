@@ -45,43 +45,6 @@ def second_order(model: nn.Module) -> list[Tensor]:
     return [loss, gradient, x.grad]
 
 
-def other_weights(model: nn.Module) -> list[Tensor]:
-    """functional_call puts other weights in the place of the model's, and is over before
-    backward."""
-    weights = {
-        name: (value.detach() * 1.5).requires_grad_() for name, value in model.named_parameters()
-    }
-    loss = torch.func.functional_call(model, weights, (batches()[0],))
-    loss.backward()
-    return [loss, *(weight.grad for weight in weights.values())]
-
-
-def default_device(model: nn.Module) -> list[Tensor]:
-    with torch.device("cpu"):
-        loss = model(batches()[0])
-    loss.backward()
-    return [loss]
-
-
-def within_torchs_checkpoint(model: nn.Module) -> list[Tensor]:
-    loss = torch.utils.checkpoint.checkpoint(model, batches()[0], use_reentrant=False)
-    loss.backward()
-    return [loss]
-
-
-@pytest.mark.runs(daily=7, ci=20)
-@pytest.mark.parametrize(
-    "run", [twice, second_order, other_weights, default_device, within_torchs_checkpoint]
-)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_kind_of_backward_gives_the_plain_gradients(
-    policy: str, run: Callable[[nn.Module], list[Tensor]]
-) -> None:
-    """Others: the situations of tests/support/foreign.py."""
-    found, plain = (outcome(lambda: Model(SetsAux), each, run) for each in (policy, None))
-    assert_equal(found, plain)
-
-
 class Outer(nn.Module):
     """A layer with layers of its own, which get a policy, too."""
 

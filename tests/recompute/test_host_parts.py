@@ -15,11 +15,6 @@ from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.storages import bytes_by_label
 
-POLICIES = {
-    "cpu": dict(cpu_offloading_num_layers=1),
-    "fine": dict(fine_grained_activation_offloading=True, offload_modules=("core_attn",)),
-}
-
 
 @pytest.mark.parametrize(
     ("flags", "policy"),

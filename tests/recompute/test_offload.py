@@ -3,20 +3,16 @@ device's haste."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.offload import CopyStreams
-from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.stores import Stores
@@ -26,7 +22,6 @@ from tests.support.offload import (
     CPU,
     POLICIES,
     Late,
-    Noting,
     build,
     config_of,
     draw_alike,
@@ -115,108 +110,3 @@ def test_a_tensor_that_is_written_to_on_its_way_is_an_error(rng: RngStreams) -> 
     for policy in ("*:none@host", "*:none"):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             grads_of(layer, policy, rng, Late())
-
-
-def test_parameters_tables_and_states_of_generators_stay(rng: RngStreams) -> None:
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.ones(4, 4))
-    table = torch.ones(6, 4)
-
-    def forward(hidden: Tensor, tables: tuple[Tensor, Tensor], regions: Regions) -> Tensor:
-        return regions.run(
-            "core_attn",
-            lambda x, skip_tail: x.tanh(),
-            hidden @ module.weight.t() * tables[0][:, :4],
-        )
-
-    module.forward = forward
-    copy_streams, stores = Noting(), Stores(CPU)
-    stores.copy_streams = copy_streams
-    leaf = torch.ones(6, 4, requires_grad=True)
-    plan = plan_stage(config_of("*:core_attn@host"), 1)
-    output = run_layers(
-        plan, [module], leaf * 1, (table, table), rng=rng, tp_group=None, stores=stores
-    )
-    # the layer's input and the region's
-    assert [size for _, size in copy_streams.events] == [6 * 4 * 4] * 2
-    output.sum().backward()
-
-
-def watched(
-    number: int,
-    alive: dict[int, weakref.ref[torch.UntypedStorage]],
-    events: list[Any],
-    hidden: Tensor,
-    _: Regions,
-) -> Tensor:
-    """Saves one tensor, of number + 1 rows."""
-    events.append(
-        (
-            "replay" if is_recomputing() else "forward",
-            number,
-            [one for one, memory in alive.items() if memory()],
-        )
-    )
-    kept = hidden.repeat(number + 1, 1)
-    alive[number] = weakref.ref(kept.untyped_storage())
-    return hidden + kept.square().sum(0)
-
-
-def test_originals_are_freed_one_segment_later_and_all_of_them_when_the_forward_ends(
-    rng: RngStreams,
-) -> None:
-    def alive_at(policy: str) -> list[list[int]]:
-        alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        events: list[Any] = []
-        stores = Stores(CPU)
-        stores.copy_streams = Late()
-        output = run_layers(
-            plan_stage(config_of(policy), 4),
-            [partial(watched, number, alive, events) for number in range(4)],
-            torch.ones(1, 4, requires_grad=True),
-            rng=rng,
-            tp_group=None,
-            stores=stores,
-        )
-        found = [
-            *(before for *_, before in events),
-            [number for number, memory in alive.items() if memory()],
-        ]
-        output.sum().backward()
-        return found
-
-    assert alive_at("*:none@host") == [[], [0], [1], [2], []]
-    # what the test would see otherwise
-    assert alive_at("*:none") == [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
-
-
-def test_the_unit_before_comes_back_while_a_unit_is_replayed_and_no_other(rng: RngStreams) -> None:
-    copy_streams, stores = Noting(), Stores(CPU)
-    stores.copy_streams = copy_streams
-    events: list[Any] = copy_streams.events
-
-    def layer(number: int, hidden: Tensor, _: Regions) -> Tensor:
-        if is_recomputing():
-            events.append(("replay", number))
-        return hidden.repeat(2, 1).tanh()  # the input of unit n has 2**n rows of 4 bytes
-
-    output = run_layers(
-        plan_stage(config_of("*:full@host"), 4),
-        [partial(layer, number) for number in range(4)],
-        torch.ones(1, 1, requires_grad=True) * 1,
-        rng=rng,
-        tp_group=None,
-        stores=stores,
-    )
-    events.clear()
-    output.sum().backward()
-    assert events == [
-        ("back", 32),
-        ("back", 16),
-        ("replay", 3),
-        ("back", 8),
-        ("replay", 2),
-        ("back", 4),
-        ("replay", 1),
-        ("replay", 0),
-    ]

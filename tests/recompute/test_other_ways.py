@@ -182,6 +182,13 @@ def with_other_threads_in_backward(model: nn.Module) -> list[Tensor]:
     return gradients_of_weights(model)
 
 
+def under_a_default_device(model: nn.Module) -> list[Tensor]:
+    with torch.device("cpu"):
+        result = summed(model.train(), batches()[0])
+    result.backward()
+    return gradients_of_weights(model)
+
+
 def without_values_first(model: nn.Module) -> list[Tensor]:
     """A call on fake tensors, or of a copy on the meta device, teaches nothing about the next."""
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -193,7 +200,7 @@ def without_values_first(model: nn.Module) -> list[Tensor]:
     return [*gradients_of_weights(model), *model.buffers()]
 
 
-@pytest.mark.runs(daily=3, ci=12)
+@pytest.mark.runs(daily=3, ci=14)
 @pytest.mark.filterwarnings("ignore:Under a transform of torch", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
@@ -204,6 +211,7 @@ def without_values_first(model: nn.Module) -> list[Tensor]:
         traced,
         inside_a_checkpoint,
         with_other_threads_in_backward,
+        under_a_default_device,
         without_values_first,
     ],
 )

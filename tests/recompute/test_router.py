@@ -90,6 +90,7 @@ def are_equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
     )
 
 
+@pytest.mark.runs(daily=5, ci=10)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_router_with_noise_trains_as_in_the_plain_model(

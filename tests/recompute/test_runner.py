@@ -4,7 +4,6 @@ are frozen, holding no tensors but those that torch knows to be kept."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -15,11 +14,8 @@ from megatron_lite.config.regions import REGIONS as ALL_REGIONS
 from megatron_lite.config.regions import RegionFacts
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
-from megatron_lite.recompute.region_runner import Regions
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.planned import planned
 
@@ -41,30 +37,6 @@ MLP_REGION = RecomputeConfig(recompute_granularity="selective", recompute_module
 @pytest.fixture
 def rng() -> RngStreams:
     return RngStreams(torch.device("cpu"), seed=3)
-
-
-def test_in_a_replay_too_every_layer_of_a_unit_gets_what_the_one_before_returned(
-    rng: RngStreams,
-) -> None:
-    # layer, whether in a replay, first number of its input
-    calls: list[tuple[int, bool, float]] = []
-
-    def layer(number: int, hidden_states: Tensor, _: Regions) -> Tensor:
-        calls.append((number, is_recomputing(), hidden_states[0].item()))
-        return hidden_states.square() + number
-
-    def run(plan: RecomputePlan) -> Tensor:
-        leaf = torch.tensor([1.5, 2.0], requires_grad=True)
-        run_layers(
-            plan, [partial(layer, number) for number in range(3)], leaf, rng=rng, tp_group=None
-        ).sum().backward()
-        return leaf.grad
-
-    kept = run(plan_stage(RecomputeConfig(), 3))
-    assert calls == [(0, False, 1.5), (1, False, 2.25), (2, False, 6.0625)]  # 1.5^2; 2.25^2 + 1
-    calls.clear()
-    assert torch.equal(run(plan_stage(UNITS_OF_TWO, 3)), kept)
-    assert calls[3:] == [(2, True, 6.0625), (0, True, 1.5), (1, True, 2.25)]
 
 
 def replayed_layers(model: GPTModel) -> list[int]:

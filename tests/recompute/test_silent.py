@@ -98,7 +98,7 @@ def test_a_verified_call_hashes_its_weights_twice(monkeypatch: pytest.MonkeyPatc
         loss.backward()
 
 
-@pytest.mark.runs(daily=43, ci=128)
+@pytest.mark.runs(daily=32, ci=96)
 @pytest.mark.parametrize(("name", "policy", "verify"), pairs(CASES, POLICIES, ["first", False]))
 def test_it_is_equal_or_refused(name: str, policy: str, verify: Any) -> None:
     foreign = CASES[name]

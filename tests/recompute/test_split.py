@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.state import ParallelState
@@ -18,20 +16,11 @@ from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.schedule import plan_stage
-from tests.support.collectives import Sent, recorded_collectives
-from tests.support.models import (
-    BATCH,
-    SEQ_LENGTH,
-    build_tiny_model,
-    sample_tokens,
-    tiny_config,
-    tp_state,
-)
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS, FIRST_LAYERS = 5, (0, 2, 4)  # units of 2, 2 and 1 layers
 CONFIG = tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1)
-ELEMENTS = SEQ_LENGTH * BATCH * CONFIG.hidden_size
 
 
 def units_of_two(*, split: bool) -> RecomputeConfig:
@@ -60,17 +49,6 @@ def test_the_callers_tensor_is_left_alone(grad: bool) -> None:
     assert run_ranks(_callers_tensor, 2, grad) == [(True, True)] * 2
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one rank saw of a step."""
-
-    freed: list[bool]  # between forward and backward, the whole input of each unit
-    sent: list[Sent]  # by both backwards
-    # of the first backward: "gather" where one starts, "layer N" where a unit's replay does
-    events: list[str]
-    grads: list[list[Tensor]]  # after each backward
-
-
 @contextmanager
 def noted_gathers(events: list[str]) -> Iterator[None]:
     start = engine.start_all_gather_first_dim
@@ -83,57 +61,36 @@ def noted_gathers(events: list[str]) -> Iterator[None]:
         yield
 
 
-def step_of(parallel: ParallelState, recompute: RecomputeConfig) -> Step:
-    """One forward and two backwards."""
+def step_of(parallel: ParallelState, recompute: RecomputeConfig) -> tuple[list[str], list[Tensor]]:
+    """What a backward did, "gather" where one starts and "layer N" where a unit's replay does, and
+    the gradients after another one."""
     model = build_tiny_model(
         CONFIG, parallel, dtype=torch.float32, plan=plan_stage(recompute, NUM_LAYERS)
     )
-    inputs, events, sent, grads = [], [], [], []
+    events: list[str] = []
 
     def before_layer(number: int):  # type: ignore[no-untyped-def]
-        def note(_: object, args: tuple[Tensor, ...]) -> None:
-            if is_recomputing():
-                events.append(f"layer {number}")
-            else:
-                inputs.append(StorageWeakRef(args[0].untyped_storage()))
-
-        return note
+        return lambda *_: events.append(f"layer {number}") if is_recomputing() else None
 
     for number in FIRST_LAYERS:
         model.decoder.layers[number].register_forward_pre_hook(before_layer(number))
     loss = model.loss(*sample_tokens()).mean()
-    freed = [memory.expired() for memory in inputs]
-    for again in (True, False):
-        with noted_gathers(events), recorded_collectives() as collectives:
-            loss.backward(retain_graph=again)
-        sent += collectives
-        grads.append([parameter.grad.clone() for parameter in model.parameters()])
-    return Step(freed, sent, events[: len(events) // 2], grads)
+    with noted_gathers(events):
+        loss.backward(retain_graph=True)
+    first = [*events]
+    loss.backward()
+    return first, [parameter.grad for parameter in model.parameters()]
 
 
-def _steps(rank: int, world_size: int) -> list[Step]:
+def _steps(rank: int, world_size: int) -> list[tuple[list[str], list[Tensor]]]:
     steps = []
-    for recompute in (RecomputeConfig(), units_of_two(split=False), units_of_two(split=True)):
+    for recompute in (RecomputeConfig(), units_of_two(split=True)):
         with tp_state(world_size) as parallel:  # its streams start anew
             steps.append(step_of(parallel, recompute))
     return steps
 
 
-def gathers(step: Step) -> int:
-    return sum(
-        one.name == "_allgather_base_" and torch.Size(one.shape).numel() == ELEMENTS
-        for one in step.sent
-    )
-
-
-def test_whole_inputs_are_freed_and_gathered_once_a_unit_one_ahead_of_the_replay() -> None:
-    for kept, whole, split in run_ranks(_steps, 2, detail=False):
-        assert (whole.freed, split.freed) == ([False] * 3, [True] * 3)
-        assert (gathers(kept), gathers(whole), gathers(split)) == (0, 0, 2 * len(FIRST_LAYERS))
-        assert len(split.sent) == len(whole.sent) + 2 * len(FIRST_LAYERS)
-        assert split.events == ["gather", "gather", "layer 4", "gather", "layer 2", "layer 0"]
-        # the second is added to the first
-        for expected, actual in zip(kept.grads, split.grads, strict=True):
-            assert all(
-                torch.equal(mine, other) for mine, other in zip(expected, actual, strict=True)
-            )
+def test_inputs_are_gathered_one_ahead_of_the_replay() -> None:
+    for (_, expected), (events, gradients) in run_ranks(_steps, 2, detail=False):
+        assert events == ["gather", "gather", "layer 4", "gather", "layer 2", "layer 0"]
+        assert all(map(torch.equal, expected, gradients))

@@ -109,6 +109,7 @@ def of_policies(
     return wrong
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("variant", "ranks", "tp_size", "sequence_parallel"),
     [

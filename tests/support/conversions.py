@@ -19,7 +19,7 @@ WORDS = ("<|endoftext|>", "to", "be", "or", "not")
 
 def saved_peer(name: str, folder: Path) -> Any:
     """Saves a randomly initialised model of transformers, and returns it."""
-    model = PEERS[name].build()
+    model = PEERS[name]()
     model.save_pretrained(folder)
     return model
 

@@ -64,10 +64,14 @@ def on_cpu(tp_size: int) -> Iterator[None]:
 
 
 def their_config(
-    config: ModelConfig, tp_size: int = 1, dtype: torch.dtype = torch.float64
+    config: ModelConfig,
+    tp_size: int = 1,
+    dtype: torch.dtype = torch.float64,
+    kind: type[TransformerConfig] = TransformerConfig,
+    **more: Any,
 ) -> TransformerConfig:
     """Returns megatron-core's config of ours."""
-    return TransformerConfig(
+    settings: dict[str, Any] = dict(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
@@ -94,6 +98,7 @@ def their_config(
         gradient_accumulation_fusion=False,
         **_expert_settings(config),
     )
+    return kind(**{**settings, **more})
 
 
 def their_model(

@@ -90,21 +90,6 @@ class Late(CopyStreams):
         return direction, self.count
 
 
-class Noting(CopyStreams):
-    """A CPU's copies, which are recorded in `events` in order."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, int]] = []
-
-    def out(self, host: Tensor, source: Tensor, *, after: Any) -> None:
-        self.events.append(("out", source.numel()))
-        super().out(host, source, after=after)
-
-    def back(self, target: Tensor, host: Tensor, *, after: Any) -> None:
-        self.events.append(("back", target.numel()))
-        super().back(target, host, after=after)
-
-
 def config_of(policy: str) -> RecomputeConfig:
     return RecomputeConfig(
         recompute_policy=policy.partition(",")[0], contiguous_saved_activations=policy == CONTIGUOUS

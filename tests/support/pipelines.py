@@ -61,24 +61,6 @@ class Layout:
             distributed_backend="gloo",
         )
 
-    def __str__(self) -> str:
-        parts = [
-            f"{name}{getattr(self, name)}"
-            for name in ("tp", "pp", "dp", "num_chunks")
-            if getattr(self, name) > 1
-        ]
-        return (
-            "-".join(
-                [
-                    *parts,
-                    *["sp"] * self.sequence_parallel,
-                    *[f"first{self.first}"] * (self.first is not None),
-                    *[f"{self.cut}"] * (self.cut is not None),
-                ]
-            )
-            or "alone"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:

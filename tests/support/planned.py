@@ -46,7 +46,3 @@ def planned(
 
 def loss_of(model: GPTModel, seed: int = 3) -> Tensor:
     return model.loss(*sample_tokens(seed)).mean()
-
-
-def gradients_of(model: GPTModel) -> list[Tensor]:
-    return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]

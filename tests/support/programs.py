@@ -189,8 +189,7 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     """Runs the program to its end. Returns the first status that is not 0, if any, and the output.
 
-    The ranks' outputs follow each other. commands.run_command does this with new processes, which
-    takes ten times as long.
+    The ranks' outputs follow each other.
     """
     with program(list(arguments), ranks=ranks, prepare=prepare, main=main) as run:
         status = next(filter(None, run.wait()), 0)

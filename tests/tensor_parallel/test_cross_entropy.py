@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.tensor_parallel.cross_entropy import (
@@ -388,27 +387,3 @@ def test_logits_are_overwritten_unless_the_backward_keeps_the_graph(how):
         assert torch.equal(logits.detach(), before) == bool(how or not overwrite)
         assert gradient.requires_grad == (how == "create_graph")
     assert torch.equal(*gradients)
-
-
-PEAK = dict(tokens=96, h=8, vocabulary=2048)  # V >> h
-ALL_LOGITS = 4 * 96 * 2048
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_all_logits_never_exist_neither_forward_nor_backward(training):
-    peaks = {}
-    for chunk_size in (None, 8):
-        case = wide(torch.float32, **PEAK)
-        weight, hidden = case.weight.requires_grad_(), case.hidden.requires_grad_()
-        with torch.set_grad_enabled(training), LiveStorages() as live:
-            losses = losses_of(hidden, weight, case.labels, chunk_size, Columns(None, 0, 2048))
-            if chunk_size is not None and training:
-                # columns, whether they are here, shares, losses: nothing of the vocabulary's size
-                assert live.total_bytes() == 96 * (8 + 1 + 4 + 4)
-            if training:
-                losses.backward(case.grad_losses)
-            assert losses.requires_grad == training
-        peaks[chunk_size] = live.peak_bytes
-    assert peaks[None] > ALL_LOGITS
-    chunk, grad_weight, of_tokens = ALL_LOGITS // 12, 4 * 2048 * 8, 96 * (8 + 16) * 4
-    assert peaks[8] < 2 * chunk + grad_weight * training + of_tokens  # logits and their softmax

@@ -12,7 +12,6 @@ from megatron_lite.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
@@ -46,11 +45,6 @@ def columns(rank, tensor):
 # By mapping: the shapes of input and output; the output of a rank from all inputs, and the input's
 # gradient from all gradients of outputs.
 EXPECTED = {
-    copy_to_tensor_parallel_region: (
-        ((S, B, H), (S, B, H)),
-        lambda rank, inputs: inputs[rank],
-        lambda rank, grads: sum(grads),
-    ),
     reduce_from_tensor_parallel_region: (
         ((S, B, H), (S, B, H)),
         lambda rank, inputs: sum(inputs),
@@ -81,11 +75,6 @@ def test_values_and_gradients_are_those_of_the_table(mapping):
     for rank in range(T):
         assert torch.equal(outputs[rank], forward(rank, inputs))
         assert torch.equal(grads[rank], backward(rank, grad_outputs))
-
-
-# Each mapping inside a function of a replicated tensor to a replicated tensor. All ranks perturb
-# the same element at once, so that gradcheck's numbers are true derivatives. `scale` differs per
-# rank, which makes partial results really partial.
 
 
 def test_inputs_may_be_views_and_are_never_written():

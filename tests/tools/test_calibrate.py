@@ -27,12 +27,6 @@ def test_exact_rates_give_the_curve_that_made_them(peak: float, half: float) -> 
     assert found == (pytest.approx(peak, rel=1e-3), pytest.approx(half, rel=1e-3, abs=1e-3))
 
 
-def test_rates_without_a_slope_have_no_half_dimension() -> None:
-    peak, half = calibrate.fit([(16, 3e9), (1024, 1e9)])
-    assert half == 0.0 and 1e9 < peak < 3e9
-    assert calibrate.fit([(64, 2e9), (64, 2e9)]) == (pytest.approx(2e9), 0.0)
-
-
 def test_a_measured_machine_is_one_that_the_model_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,23 +111,6 @@ def test_a_command_whose_output_nobody_reads_dies_of_sigpipe_in_silence(command:
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
-def test_a_file_that_cannot_be_opened_is_named_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    missing = tmp_path / "timeline.json"
-    assert exit_status(lambda: print(missing.read_text())) == 2
-    assert capsys.readouterr().err == f"error: {missing}: no such file or directory\n"
-
-
-def test_the_broken_pipe_of_another_file_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    def write_where_nobody_reads() -> None:
-        with closed_pipe() as pipe:
-            pipe.write(b"x")
-
-    assert exit_status(write_where_nobody_reads) == 2
-    assert capsys.readouterr().err == "error: [Errno 32] Broken pipe\n"
-
-
 @pytest.mark.parametrize(
     "module", ["", "pretrain_gpt.py", "megatron_lite", "megatron_lite.tools.convert"]
 )

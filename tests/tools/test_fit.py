@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_lite.__main__ import main
 from megatron_lite.api import fit_memory_
-from megatron_lite.config.checks import InputError
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.plan.hardware import load_hardware
@@ -125,7 +124,11 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(
         (["--micro-batch-size", "0"], LLAMA, "--micro-batch-size must be at least 1 (got 0)"),
         (["--gpus", "1", "--fsdp"], LLAMA, "--gpus must be at least 2 with --fsdp (got 1)"),
         (["--seq-length", "0"], LLAMA, "--seq-length must be at least 1 (got 0)"),
+        (["--memory-budget", "-1"], LLAMA, "--memory-budget '-1': give a number of bytes"),
         ([], {}, "model_type is missing"),
+        ([], {**LLAMA, "hidden_size": -64}, "transformers cannot build this model"),
+        ([], {**LLAMA, "hidden_size": "a"}, "transformers cannot build this model"),
+        ([], {**LLAMA, "num_attention_heads": 0}, "transformers cannot build this model"),
         ([], {**LLAMA, "model_type": "unheard"}, "transformers cannot build this model"),
         ([], {**LLAMA, "architectures": ["logging"]}, "'logging' is no model of transformers"),
     ],
@@ -143,20 +146,3 @@ def test_a_fault_ends_with_status_2_and_its_reason(
     assert main(given) == 2
     error = capsys.readouterr().err
     assert text in error and len(error.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "change", [{"hidden_size": -64}, {"hidden_size": "a"}, {"num_attention_heads": 0}]
-)
-def test_sizes_that_transformers_refuses_are_a_fault_of_the_input(change: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="transformers cannot build this model"):
-        fit_config({**LLAMA, **change}, load_hardware("h100"), None, seq_length=8)
-
-
-def test_a_budget_that_is_no_size_is_a_fault_of_the_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    words = ["fit", "--hf-config", str(tmp_path), "--gpu", "h100", "--memory-budget", "-1"]
-    assert main(words) == 2
-    assert "--memory-budget '-1': give a number of bytes" in capsys.readouterr().err

@@ -289,12 +289,8 @@ def test_faults_end_with_status_2_and_one_line(
     ("arguments", "message"),
     [
         ("--greedy --top-p 0.5", "leave out --top-p"),
-        ("--max-new-tokens 0", "--max-new-tokens must be at least 1"),
         ("--temperature 0", "--temperature must be above 0"),
-        ("--temperature nan", "--temperature must be"),
-        ("--top-p 0", "--top-p must be above 0"),
         ("--top-p 1.1", "--top-p must be above 0 and at most 1"),
-        ("--top-k -1", "--top-k must be at least 0"),
         ("--prompt - --prompt -", "read once"),
     ],
 )

@@ -70,30 +70,6 @@ def test_the_picture_names_policies_peaks_and_where_they_are(
     assert again.read_bytes() == output.read_bytes()
 
 
-def test_the_stacks_reach_the_peak_and_the_areas_are_the_categories() -> None:
-    axes = plot_memory.draw([timeline("a", 48 * MIB)]).axes[0]
-    tops = [
-        max(path.vertices[:, 1].max() for path in area.get_paths()) for area in axes.collections
-    ]
-    assert tops == [24, 36, 42, 48]  # activation, + rebuilt, + gradient, + temporary
-
-
-def test_a_png_has_more_panels_than_a_row(two: list[str], tmp_path: Path) -> None:
-    output = tmp_path / "memory.png"
-    assert plot_memory.main([*[two[0]] * 5, "--output", str(output)]) == 0
-    assert output.read_bytes().startswith(b"\x89PNG")
-
-
-def test_names_of_any_length_and_of_odd_characters_are_drawn(tmp_path: Path) -> None:
-    write_timeline(
-        timeline("a\n\x00$" * 500, 5000, module="m." * 500 + "<&>"), str(tmp_path / "odd.json")
-    )
-    assert (
-        plot_memory.main([str(tmp_path / "odd.json"), "--output", str(tmp_path / "odd.svg")]) == 0
-    )
-    assert max(map(len, texts(tmp_path / "odd.svg"))) < 60
-
-
 def test_a_long_timeline_is_thinned_and_keeps_its_peak() -> None:
     events = [Event(number, "forward", "", "aten.mm", (number, 0, 0, 0)) for number in range(9999)]
     kept = plot_memory.thinned(events)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -9,8 +8,7 @@ import pytest
 
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.tools import preprocess_data, train_tokenizer
-from tests.support.commands import ROOT, Ended, ended
-from tests.support.limits import HANG_S
+from tests.support.commands import Ended, ended
 
 ERROR = "python -m megatron_lite.tools.preprocess_data: error: "
 
@@ -173,16 +171,3 @@ def test_own_tokenizer_end_to_end(tmp_path: Path) -> None:
     read = sequences(tmp_path / "out_text_document")
     assert [tokenizer.detokenize(ids) for ids in read] == [text + "<|endoftext|>" for text in texts]
     assert all(ids.count(0) == 1 for ids in read)
-
-
-PARAGRAPHS = ["A first one,\nof two lines.", "A 'second' one: \"quoted\"."]
-
-
-def test_each_paragraph_of_a_plain_text_becomes_a_document(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "data.md").read_text()
-    before = page[: page.index("< my.txt")]
-    command = page[before.rindex("python -c") :].partition("\n```")[0]
-    (tmp_path / "my.txt").write_text("\n\n".join([PARAGRAPHS[0], "", PARAGRAPHS[1]]) + "\n\n")
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=HANG_S)
-    lines = (tmp_path / "my.jsonl").read_text().splitlines()
-    assert [json.loads(line)["text"] for line in lines] == PARAGRAPHS

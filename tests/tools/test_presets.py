@@ -262,17 +262,10 @@ def test_the_tensor_parallel_size_of_the_file_is_a_flag(
         assert translated(config, system).flags == flags == asked
 
 
-def test_a_file_of_nothing_but_keys_elsewhere_is_cut_short() -> None:
-    many = {f"offload_{number}": 1 for number in range(1000)}
-    notes = translated({"activation_checkpointing": {}, **many}, "deepspeed").notes
-    assert len(notes) == 21 and notes[-1] == "deepspeed: and 980 more keys are not translated"
-
-
 VARIANT = "ac_variant: full_activation_checkpointing"
 # The system, its config, the tensor-parallel size, and what the error says
 REFUSED: list[tuple[str, str, int | None, str]] = [
     ("torchtune", "ac_mode: selective, ac_option: 0", None, "(got 0)"),
-    ("torchtune", "ac_option: true", None, "ac_option must be int or str or null (got True)"),
     (
         "torchtune",
         "ac_mode: full, enable_activation_offloading: true",
@@ -283,23 +276,11 @@ REFUSED: list[tuple[str, str, int | None, str]] = [
     ("torchtune", "ac_mode: '${a.b}', a: {c: 1}", None, "does not resolve: write its value there"),
     ("torchtitan", "mode: memory_budget, memory_budget: .nan", None, "(got nan)"),
     ("torchtitan", f"selective_ac_option: '{'9' * 5000}'", None, "must be 'op', or it must be"),
-    ("torchtitan", "selective_ac_option: '٣'", None, "must be 'op', or it must be"),
-    ("modalities", "ac_variant: full", None, "must be full_activation_checkpointing or sel"),
-    ("modalities", LAYER + "{save_ops_keys: []}", None, "save_ops_keys does not belong to"),
     ("modalities", LAYER + "{freq: 2}", None, "unknown key 'freq' (known: ac_freq, save_ops_keys)"),
-    ("modalities", LAYER + "{}", None, "ac_freq must be from 1"),
     ("modalities", OP + "{save_ops_keys: [ops.aten.addmm.default]}", None, "ops.aten.addmm"),
     ("modalities", f"a: {{{VARIANT}}}, b: {{{LAYER}{{}}}}", None, "leave one of them out"),
-    ("modalities", f"{VARIANT}, {CLASSES}: [GPT2Block]", None, "leave one of them out"),
     ("deepspeed", "partition_activations: true", None, "(got 1): give --tp N"),
     ("oslo", "enable: true}, tensor_parallel_size: 4, a: {", 2, "size is 4 and 2: leave one"),
-    ("oslo", "enable: true}, tensor_parallel_size: -1, a: {", None, "at least 1 (got -1)"),
-    (
-        "oslo",
-        "enable: true}, tensor_parallel_size: 4, tensor_parallelism: {parallel_size: 2",
-        None,
-        "size is 4 and 2: leave one",
-    ),
 ]
 
 
@@ -319,26 +300,16 @@ PARTITION = '{"activation_checkpointing": {"partition_activations": true}, "step
 @in_one_test(
     "text, arguments, message",
     [
-        ("[]", "--from oslo", "expected an object"),
         ('{"activation_checkpointing": []}', "--from oslo", "must be dict (got [])"),
         ('{"activation_checkpointing": {"a": 1, "a": 2}}', "", "'a' is given twice"),
         ('{"activation_checkpointing": {"%s": 1}}' % ("y" * 9000), "--from oslo", "unknown key"),
         ('{"activation_checkpointing": {"profile": "%s"}}' % ("y" * 9000), "", "must be bool"),
-        ('{"gradient_checkpointing": "onload"}', "", "must be bool or offload or offload_disk"),
-        (
-            '{"gradient_checkpointing": true, "activation_checkpointing": "offload"}',
-            "",
-            "gradient_checkpointing is True and 'offload': leave one of them out",
-        ),
-        ('{"activation_checkpoint": {"mode": "memory_budget"}}', "", "compile with enable true"),
-        ('{"ac_mode": "full"}', "--tp 2", "--tp belongs to deepspeed and oslo"),
         (PARTITION, "--tp 0", "at least 1 (got 0)"),
         (" " * 2**19, "", "longer than 262144 bytes"),
         # a file that tells nothing or too much asks for the system
         ('{"activation_checkpointing": {}}', "", "keys fit deepspeed and oslo: give --from"),
         ("[]", "", "none of its keys tells: give --from"),
         ('{"ac_mode": "full", "zero_optimization": {}}', "", "keys fit torchtune and deepspeed"),
-        ('{"train_batch_size": 8}', "", "deepspeed: there is no section activation_checkpointing"),
         ("missing", "missing.json", "missing.json"),
     ],
 )

@@ -17,35 +17,13 @@ from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import build_trainer as build
 from megatron_lite.training import out_of_memory as capacity
-from megatron_lite.training.out_of_memory import check_fits, least_bytes, memory_bytes
+from megatron_lite.training.out_of_memory import memory_bytes
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.programs import program
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny_run
 
-RUN = tiny_run(learning_rate=0.001)
 CPU = torch.device("cpu")
-
-
-def test_ranks_of_one_host_are_counted_together_and_those_of_others_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with parallel_state(RUN.parallel, seed=1) as parallel:
-        needed = least_bytes(RUN, parallel)
-        monkeypatch.setattr(capacity, "memory_bytes", lambda device: 2 * needed)
-        for hosts, fits in (
-            (["a", "b", "b"], True),
-            (["a", "a", "b"], True),
-            (["a", "a", "a"], False),
-        ):
-            texts = [f"{host} {needed}" for host in hosts]
-            monkeypatch.setattr(capacity, "gather_texts", lambda text, parallel, texts=texts: texts)
-            monkeypatch.setattr(capacity.socket, "gethostname", lambda: "a")
-            if fits:
-                check_fits(RUN, parallel)
-            else:
-                with pytest.raises(InputError, match="does not fit"):
-                    check_fits(RUN, parallel)
 
 
 @pytest.mark.parametrize(

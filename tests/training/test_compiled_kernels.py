@@ -164,7 +164,7 @@ def test_the_kept_bytes_are_predicted(
         assert predicted[True] - predicted[False] == more
 
 
-@pytest.mark.runs(daily=0, ci=1)
+@pytest.mark.weekly
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("ranks", "flags"),

@@ -55,7 +55,7 @@ def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
     assert kept[0] > kept[1] > kept[2]
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path) -> None:
     run_to_end(
         tiny_run(

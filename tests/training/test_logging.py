@@ -28,7 +28,7 @@ from megatron_lite.training.iteration_line import (
     iteration_line,
     peak_rate,
 )
-from megatron_lite.training.summary import arguments_table, short_settings
+from megatron_lite.training.summary import short_settings
 from tests.support.changes import with_fields, with_settings
 from tests.support.gpus import show_gpus
 from tests.support.limits import HANG_S
@@ -182,23 +182,6 @@ def finished_run(folder: Path, **logging: Any) -> RunConfig:
     )
 
 
-def test_the_log_file_has_the_table_and_all_lines_and_the_terminal_the_short_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = finished_run(tmp_path)
-    run_to_end(config)
-    printed, filed = capsys.readouterr().out, (tmp_path / "saved" / "train.log").read_text()
-    assert arguments_table(config) in filed and "end of arguments" not in printed
-    assert "1 rank: tensor-parallel 1" in filed
-    assert "consumed samples:" not in printed and re.search(
-        "^ +4/4  +[0-9.]+ .* 16$", printed, re.MULTILINE
-    )
-    same = [line for line in filed.splitlines() if line in printed.splitlines()]
-    assert any(line.startswith("saving checkpoint at iteration") for line in same)
-    rows = [line for line in printed.splitlines() if re.match(r" *(\d+/4|iteration) ", line)]
-    assert len(rows) == 2 and max(map(len, rows)) <= 120
-
-
 def test_the_log_file_is_appended_to_and_has_the_error_that_ends_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,22 +197,6 @@ def test_the_log_file_is_appended_to_and_has_the_error_that_ends_a_run(
     assert text.count("started ") == text.count("end of arguments") == 2
     assert text.endswith("error: the sky falls\n")
     assert "the sky falls" not in capsys.readouterr().out
-
-
-def test_the_last_lines_say_what_the_run_did(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved = tmp_path / "saved"
-    run_to_end(finished_run(tmp_path, peak_tflops_per_gpu=1.0))
-    text = capsys.readouterr().out.partition("finished at iteration 4 of 4 after 0:")[2]
-    for said in (
-        r"16 samples, 256 tokens in 0:00:\d\d: [\d,]+ tokens/s, MFU \d+\.\d%",
-        r"best loss \S+ \(perplexity \S+\) at iteration [24]\n",
-        r"\S+ [KM]iB for backward by a micro-batch, as predicted",
-        rf"{saved}/iter_0000004\n.* {saved}/train.log\n",
-        rf"megatron_lite report {tmp_path}/m.jsonl {saved}/train.log\n$",
-    ):
-        assert re.search(said, text), said
 
 
 def test_slow_work_is_told_of_and_short_work_is_not() -> None:

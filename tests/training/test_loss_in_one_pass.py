@@ -213,20 +213,6 @@ def test_an_evaluation_between_steps_writes_no_gradient() -> None:
     assert all(torch.equal(one, expected[name]) for name, one in found.items())
 
 
-def test_without_a_backward_to_come_no_gradient_is_added() -> None:
-    """The model is given the gradient of its losses, as in training."""
-    config = single()
-    with parallel_state(config.parallel, seed=1) as parallel:
-        run = Run(config, parallel)
-        run.step(0)
-        before = run.state()
-        batch = run.batches(7)[0]
-        with torch.no_grad():
-            gradient = torch.full(batch.labels.shape, 0.5)
-            next(iter(run.model)).loss(batch.tokens, batch.labels, gradient=lambda: gradient)
-        assert all(torch.equal(one, before[name]) for name, one in run.state().items())
-
-
 def spoiled(*arguments: Any) -> RowStatistics:
     return RowStatistics(*(torch.full_like(one, math.nan) for one in row_statistics(*arguments)))
 

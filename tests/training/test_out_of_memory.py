@@ -12,7 +12,6 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import step_peak
-from megatron_lite.training.observe import PeakMemory
 from megatron_lite.training.out_of_memory import advice, is_out_of_memory, memory_limited
 from tests.support.changes import with_settings
 from tests.support.commands import run_command
@@ -82,11 +81,6 @@ def test_a_prediction_just_below_the_memory_is_not_blamed_on_something_else(
     text = message_of(large_run(memory_limit=f"{int(share * whole.num_bytes)}B"))
     assert ("within 2% of that" in text and "--recompute-policy" in text) == near
     assert ("something else takes memory" in text) == (not near)
-
-
-def test_the_peak_says_how_much_the_allocator_reserved() -> None:
-    assert "; 1.050 GiB reserved" in str(PeakMemory(2**30, 2**30, int(1.05 * 2**30)))
-    assert "reserved" not in str(PeakMemory(2**30, 2**30))
 
 
 def test_the_message_says_so_if_no_policy_fits() -> None:

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-
-import pytest
-import torch
 
 from megatron_lite.config.logging_settings import ProfilingConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.training import profiler
-from megatron_lite.training.profiler import Profiler
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
@@ -58,53 +51,3 @@ def test_a_trace_holds_the_named_iterations_of_the_named_rank(tmp_path: Path) ->
     matmuls = [event for event in events if event.get("name") == "aten::addmm"]
     assert matmuls and all("Input Dims" in event["args"] for event in matmuls)
     assert rows(tmp_path / "with") == rows(tmp_path / "without")
-
-
-class _Cuda:
-    """Notes what is called of torch.cuda."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        note = self.calls.append
-        cudart = SimpleNamespace(
-            cudaProfilerStart=lambda: note("start"), cudaProfilerStop=lambda: note("stop")
-        )
-        patch.setattr(torch.cuda, "cudart", lambda: cudart)
-        patch.setattr(torch.cuda.nvtx, "range_push", note)
-        patch.setattr(torch.cuda.nvtx, "range_pop", lambda: note("pop"))
-        patch.setattr(
-            torch.autograd.profiler,
-            "emit_nvtx",
-            lambda record_shapes: note(f"operators, shapes {record_shapes}") or nullcontext(),
-        )
-        patch.setattr(profiler, "record_memory_history", lambda max_entries: note("history"))
-        patch.setattr(profiler, "write_memory_history", lambda path: note(Path(path).name))
-
-
-@pytest.mark.parametrize("first", [1, 3])
-def test_iterations_are_marked_for_nsight_systems(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
-    """Also if the run begins between them."""
-    cuda = _Cuda(monkeypatch)
-    config = _config(
-        tmp_path, "m", profile=True, profile_step_start=1, profile_step_end=3, nvtx_ranges=True
-    )
-    profiler = Profiler(config, SimpleNamespace(rank=0, device=torch.device("cuda")))
-    for iteration in range(first, 6):
-        profiler.begin(iteration)
-        assert profiler.end(iteration) == []
-    marked = [word for n in range(max(first, 2), 4) for word in (f"iteration {n}", "pop")]
-    assert cuda.calls == ["start", "operators, shapes False", *marked, "stop"]
-
-
-def test_allocations_are_written_at_each_log_interval(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda = _Cuda(monkeypatch)
-    config = _config(tmp_path, "m", record_memory_history=True, memory_snapshot_path="a/s.pickle")
-    profiler = Profiler(config, SimpleNamespace(rank=3, device=torch.device("cuda")))
-    for iteration in range(1, 11):
-        profiler.begin(iteration)
-        profiler.end(iteration)
-    assert cuda.calls == ["history", "s_3.pickle", "s_3.pickle"]

@@ -17,7 +17,6 @@ import torch
 
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.recompute.pool import Arena
 from megatron_lite.training.batches import CyclicOrder, microbatch_indices
 from tests.support.changes import with_settings
 from tests.support.ranks import run_ranks
@@ -50,42 +49,6 @@ def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(
     assert re.findall(r"iteration +(\d+)/ +7 .*global batch size: +(\d+) \|", printed) == [
         (str(number + 1), str(size)) for number, size in enumerate(SIZES)
     ]
-
-
-def _with_slots(rank: int, world_size: int, folder: Path) -> list[int]:
-    """Trains over batches of 1, 1, 2 and 3 micro-batches, with and without slots. The slots of each
-    arena that was made."""
-    made: list[int] = []
-    real = Arena.__init__
-
-    def noting(self: Arena, *args: Any, **facts: Any) -> None:
-        real(self, *args, **facts)
-        made.append(self._num_slots)
-
-    for contiguous in (False, True):
-        config = tiny_run(
-            metrics=folder / str(contiguous),
-            global_batch_size=3,
-            rampup_batch_size=(1, 1, 3),
-            train_iters=4,
-            eval_iters=0,
-            recompute_policy="*:full",
-            contiguous_saved_activations=contiguous,
-            pipeline_model_parallel_size=2,
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Arena, "__init__", noting)
-            run_to_end(config)
-    return made
-
-
-def test_slots_for_saved_inputs_are_made_once_for_what_the_ramp_will_have_in_flight(
-    tmp_path: Path,
-) -> None:
-    # the last stage has one micro-batch in flight
-    assert run_ranks(_with_slots, 2, tmp_path, detail=False) == [[2], [1]]
-    assert [row["global_batch_size"] for row in rows(tmp_path / "True")] == [1, 1, 2, 3]
-    assert rows(tmp_path / "True") == rows(tmp_path / "False")
 
 
 def _interleaved(rank: int, world_size: int, folder: Path) -> tuple[str, int]:

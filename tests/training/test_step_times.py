@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 import torch
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.training import loop
-from megatron_lite.training.evaluate import Evaluations
 from megatron_lite.training.summary import RunSummary, summary_of
 from tests.support.changes import with_settings
 from tests.support.late_device import LateDevice
@@ -68,30 +65,6 @@ def test_figures_read_one_step_late_are_those_of_their_own_step_and_wait_for_no_
     assert [row["iteration_ms"] for row in _rows(tmp_path / "late")] == pytest.approx(
         list(range(1, 21))
     )
-
-
-def test_on_a_cpu_an_iteration_ends_with_its_own_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a clock that only steps, evaluations and saves move."""
-    now, number = [0.0], [0]
-
-    def taking(function: Any, seconds: Any) -> Any:
-        def run(*args: Any, **options: Any) -> Any:
-            now[0] += seconds()
-            return function(*args, **options)
-
-        return run
-
-    def of_a_step() -> float:
-        number[0] += 1
-        return number[0] / 1000.0
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(loop, "train_step", taking(loop.train_step, of_a_step))
-    monkeypatch.setattr(Evaluations, "loss", taking(Evaluations.loss, lambda: 1.0))
-    run_to_end(_config(tmp_path))
-    assert [row["iteration_ms"] for row in _rows(tmp_path)] == pytest.approx(list(range(1, 21)))
 
 
 @pytest.mark.parametrize(("as_graph", "is_said"), [(20.0, True), (58.0, False), (None, False)])
