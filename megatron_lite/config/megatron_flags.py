@@ -322,6 +322,9 @@ def _other_values(given: Given) -> Iterator[str]:
     if (iters := given.get("eval_iters", 0)) < 0:
         given["eval_iters"] = 0
         yield f"--eval-iters {iters} is read as 0: nothing is evaluated"
+    is_sigmoid = given.get("moe_router_score_function") == "sigmoid"
+    if is_sigmoid and given.pop("moe_router_pre_softmax", False):
+        yield "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid"
     if given.get("loss_scale") == 0:
         del given["loss_scale"]
         yield "--loss-scale 0 is read as a dynamic scale"

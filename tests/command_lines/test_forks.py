@@ -72,6 +72,12 @@ ULYSSES = "--context-parallel-algo ulysses_cp_algo"
         ("--num-key-value-heads 1", "--group-query-attention --num-query-groups 1"),
         ("--attention-head-type multiquery", "--group-query-attention --num-query-groups 1"),
         ("--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec", ""),
+        (
+            f"{MOE} --moe-router-score-function sigmoid --moe-router-pre-softmax",
+            f"{MOE} --moe-router-score-function sigmoid",
+        ),
+        ("--combined-1f1b --combined-1f1b-recipe ep_a2a --use-wandb --wandb-group g", ""),
+        ("--attn-logit-softcapping 50 --output-logit-softcapping 30",) * 2,
         (f"{MOE} --first-k-dense-replace 1", f"{MOE} --moe-layer-freq [0]*1+[1]*1"),
         (
             "--recompute-granularity full --recompute-method block --recompute-num-layers 0",
@@ -100,6 +106,11 @@ def test_a_flag_of_a_fork_is_the_same_run_as_flags_of_megatron(theirs: str, ours
         ("--scale-depth -1", "--scale-depth must be above 0"),
         ("--optimizer-selection fused_ema_adamw", "--optimizer-selection fused_ema_adamw is not"),
         ("--embed-layernorm", "MindSpeed's --embed-layernorm is not supported here: this variant"),
+        ("--use-quantize-comm", "HYGON's --use-quantize-comm is not supported here: what ranks"),
+        (
+            "--eps-clip 0.2 --sglang-ep-size 8 --rollout-batch-size 4",
+            "slime's --eps-clip, --sglang-ep-size, --rollout-batch-size are not supported here",
+        ),
         ("--world-size 8", "A launcher's --world-size is not supported here: the launcher's"),
         ("--global-batch-size 4 --train-tokens 0", "--train-tokens must be at least 1 (got 0)"),
         (
