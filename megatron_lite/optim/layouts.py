@@ -55,6 +55,7 @@ from megatron_lite.parallel.weights import READER, gathered_dtype, local_part
 if TYPE_CHECKING:
     from megatron_lite.optim.host_link import HostLink
 
+SUMS_ACROSS = "set_requires_all_reduce"  # a method of FSDP2's units
 # The weights that --decoupled-lr is for, by the ends of their names.
 ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -372,6 +373,9 @@ class FullySharded(Replicated):
     rows' gradients in float32. Before the reduction gradients have the dtype of the gathered
     weights. The gradient of a tied weight is therefore the sum of two rounded ones.
 
+    Instances add up their rows after the last micro-batch, or after each one if sums of rows are
+    sent in bfloat16, in which FSDP2 would sum the micro-batches too.
+
     In a step the layout issues only the sums over the TP ranks and over the pipeline's first and
     last stage, because torch's functions know one mesh only. FSDP2 issues the others.
     """
@@ -381,6 +385,11 @@ class FullySharded(Replicated):
 
     def _new_pieces(self, model: nn.Module) -> list[Piece]:
         self.gradients, self.shard_group = self, self._parallel.shard_group
+        sums_once = self._parallel.num_instances > 1 and not self._config.grad_reduce_in_bf16
+        self._units: list[Any] = [
+            unit for unit in model.modules() if sums_once and hasattr(unit, SUMS_ACROSS)
+        ]
+        self._waiting: set[Any] = set()  # the units that sum over instances in a later backward
         pieces = []
         for name, parameter in self._parameters.items():
             rows = local_part(parameter)
@@ -407,9 +416,18 @@ class FullySharded(Replicated):
         the optimizer."""
         for holder in (*self._parameters.values(), *(piece.master for piece in self.pieces)):
             holder.grad = None
+        self._waiting.update(self._units)
+        for unit in self._units:
+            getattr(unit, SUMS_ACROSS)(False, recurse=False)
 
     def sync_next_backward(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Does nothing: FSDP2 reduces in every backward."""
+        """Implements GradBuffer.sync_next_backward for the sums over instances. FSDP2 reduces to
+        rows in every backward."""
+        chosen = None if parameters is None else {*parameters}
+        for unit in [*self._waiting]:
+            if chosen is None or chosen >= {*unit.parameters()}:
+                getattr(unit, SUMS_ACROSS)(True, recurse=False)
+                self._waiting.remove(unit)
 
     def reduce_(self) -> None:
         """Implements GradBuffer.reduce_. Issues one all-reduce over TP for all partial gradients
@@ -417,6 +435,7 @@ class FullySharded(Replicated):
 
         A tied weight's gradient needs another all-reduce, over the first and last stage.
         """
+        assert not self._waiting, "sync_next_backward comes before the last backward"
         for piece in self.pieces:
             parameter, master = self._parameters[piece.name], piece.master
             # The master must be the rows that FSDP2 gathers. torch 2.8 and 2.9 copy the rows of an

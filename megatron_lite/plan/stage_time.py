@@ -274,7 +274,8 @@ def _host_copies(run: TimedRun, plan: RecomputePlan, sizes: Sizes) -> tuple[floa
 
 
 def _fsdp(run: TimedRun, parameters: int, units: int) -> tuple[float, float]:
-    """Returns the seconds of one gather of all weights, and of one reduction of all gradients."""
+    """Returns the seconds of one gather of all weights, and of one reduction of all gradients,
+    with its share of what a step adds up across instances."""
     options, element = run.config.data_parallel, run.clock.element_bytes
     shares, replicas = run.shares(run.data_parallel)
     if not options.use_torch_fsdp2 or shares.size == 1:
@@ -290,4 +291,7 @@ def _fsdp(run: TimedRun, parameters: int, units: int) -> tuple[float, float]:
     sent = element if options.grad_reduce_in_bf16 else FLOAT32
     share = Collective(ALL_REDUCE, sent * parameters // units // shares.size)
     across = units * run.clock.hardware.collective_seconds(share, replicas)
+    if not options.grad_reduce_in_bf16:  # once in a step
+        dp_size = run.data_parallel.size // run.config.parallel.context_parallel_size
+        across /= run.config.training.num_microbatches(dp_size)
     return seconds(ALL_GATHER, element), seconds(REDUCE_SCATTER, sent) + across

@@ -78,3 +78,17 @@ def test_instances_sum_gradients_within_and_then_their_shares_across() -> None:
             ("allreduce_", number // 2),
             ("_allgather_base_", number),
         ]
+
+
+def test_rows_of_fsdp2_are_summed_across_instances_in_the_last_micro_batch_alone() -> None:
+    def work(rank: int, world_size: int) -> list[str]:
+        with tp_state(1, num_distributed_optimizer_instances=2) as parallel:
+            model, optimizer = build("gpt2", parallel, LAYOUTS["fsdp2"], dtype=torch.float32)
+            with recorded_collectives() as sent:
+                backward(model, optimizer, parallel, 0, micro_batches=3)
+            return [one.name for one in sent if one.shape]
+
+    for names in run_ranks(work, 4):
+        units = names.count("_reduce_scatter_base_") // 3
+        last = [one for one in names if "gather" not in one][2 * units :]
+        assert units > 1 and last == ["_reduce_scatter_base_", "allreduce_"] * units
