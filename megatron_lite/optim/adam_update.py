@@ -56,15 +56,15 @@ class AdamW:
 
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def __init__(
-        self, pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams | None = None
-    ) -> None:
+    def __init__(self, pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams) -> None:
         pieces, self._config, self._groups = list(pieces), config, []
-        self.keys = {}
-        if config.stochastic_rounding and rng is not None:
-            for one in pieces:
-                place = rng.tp_rank if one.spec.tp_dim is not None else 0
-                self.keys[one.name] = derive_seed("rounding", rng.seed, one.name, place)
+        self.keys = {
+            one.name: derive_seed("rounding", rng.seed, one.name, rng.tp_rank)
+            if one.spec.tp_dim is not None
+            else derive_seed("rounding", rng.seed, one.name)
+            for one in pieces
+            if config.stochastic_rounding
+        }
         self.states = {
             piece.name: {key: self._new_state(piece, key) for key in self.names} for piece in pieces
         }
@@ -173,9 +173,7 @@ class Sgd(AdamW):
     """SGD by torch's fused kernel, as Megatron has it: the momentum buffer sums up gradients, to
     which the weight decay is added. Without momentum it has no state."""
 
-    def __init__(
-        self, pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams | None = None
-    ) -> None:
+    def __init__(self, pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams) -> None:
         self.names = ("momentum_buffer",) if config.sgd_momentum else ()
         super().__init__(pieces, config, rng)
 

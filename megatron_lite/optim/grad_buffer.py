@@ -299,12 +299,11 @@ class GradBuffer:
 
     def _give(self, name: str) -> None:
         """Gives a gradient to the host, unless `_sum_over_model` changes it yet."""
-        bucket, parallel = self.bucket_of[name], self._parallel
-        partial = bucket.places[name].start < bucket.layout.num_partial
-        follows = partial and parallel.tp_group is not None
-        if bucket.tied:
-            follows = follows or parallel.embedding_group is not None
-        if self.host is not None and not follows:
+        bucket = self.bucket_of[name]
+        is_partial = bucket.places[name].start < bucket.layout.num_partial
+        group = self._parallel.embedding_group if bucket.tied else None
+        group = self._parallel.tp_group if is_partial and group is None else group
+        if self.host is not None and group is None:
             self.host.take(name)
             self._given.add(name)
 

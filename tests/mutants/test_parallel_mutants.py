@@ -271,21 +271,12 @@ MUTANTS = [
     *(
         Mutant(
             fault,
-            test_stored.test_no_copy_is_read_before_it_has_arrived,
-            dict(settings={}, fraction=1.0, overlaps=overlaps),
-        )
-        for fault, overlaps in (
-            (the_host_reads_a_stale_gradient, False),
-            (a_buffer_is_overwritten_under_its_copy, True),
-        )
-    ),
-    *(
-        Mutant(
-            fault,
             test_host_link.test_overlap_changes_no_bit,
             dict(name="fp16, some on the host, skipped steps"),
         )
         for fault in (
+            the_host_reads_a_stale_gradient,
+            a_buffer_is_overwritten_under_its_copy,
             the_host_gets_the_gradient_of_the_first_micro_batch,
             a_forward_reads_a_weight_before_it_has_come_back,
         )

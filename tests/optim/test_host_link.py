@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
+from megatron_lite.config import optimizer_settings
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim import host_link
 from megatron_lite.optim.host_link import HostLink
@@ -57,7 +58,7 @@ class Late(NamedTuple):
             target.copy_(source)
 
 
-HOST, FOLDERS = dict(optimizer_cpu_offload=True), ("plain", "early", "late")
+HOST, FOLDERS = dict(optimizer_cpu_offload=True), ("plain", "late, plain", "early", "late")
 # by name: the ranks, and the settings of tiny_run
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fp16, some on the host, skipped steps": (
@@ -77,11 +78,12 @@ def test_overlap_changes_no_bit(name: str, tmp_path: Path, monkeypatch: pytest.M
     """Weights, states and the log of clipped steps of several micro-batches, if copies take place
     as late and as early as they can."""
     ranks, settings = CASES[name]
+    monkeypatch.setattr(optimizer_settings, "PART", 1000)  # elements, of up to 4096
 
     def work(rank: int, world_size: int) -> None:
         for folder in FOLDERS:
-            monkeypatch.setattr(host_link, "HostLink", LateLink if folder == "late" else HostLink)
-            place = dict(HOST, overlap_cpu_optimizer_d2h_h2d=folder != "plain")
+            monkeypatch.setattr(host_link, "HostLink", LateLink if "late" in folder else HostLink)
+            place = dict(HOST, overlap_cpu_optimizer_d2h_h2d="plain" not in folder)
             run_to_end(
                 tiny_run(
                     **{**settings, **place},
@@ -96,12 +98,12 @@ def test_overlap_changes_no_bit(name: str, tmp_path: Path, monkeypatch: pytest.M
 
     run_ranks(work, ranks, detail=False) if ranks > 1 else work(0, 1)
     plain, *others = (rows(tmp_path / f"{one}.jsonl") for one in FOLDERS)
-    assert others == [plain] * 2 and all(
+    assert others == [plain] * 3 and all(
         row["grad_norm"] > 0.1 for row in plain if not row["skipped"]
     )
     assert any(row["skipped"] for row in plain) == ("skipped" in name)
     expected, *found = (step_bytes(tmp_path / one, 4) for one in FOLDERS)
-    assert found == [expected] * 2 and expected
+    assert found == [expected] * 3 and expected
 
 
 def taken_early(rank: int, world_size: int, tp_size: int, layout: str) -> tuple[Any, Any]:

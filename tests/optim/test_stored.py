@@ -12,18 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config import optimizer_settings
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.optim import adam_update, host_link
+from megatron_lite.optim import adam_update
 from megatron_lite.optim.layouts import Piece
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.optim.stored import new_state, noise, whole, write_, write_whole_
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.rng import RngStreams
-from tests.optim.test_host_link import LateLink
 from tests.optim.test_muon import step
-from tests.optim.test_optimizer import CONFIG, SGD, Plain, float32_sum_of_gradients, torchs
+from tests.optim.test_optimizer import CONFIG, Plain, float32_sum_of_gradients, torchs
 from tests.support.models import tp_state
 
 RATES = (0.01, 0.02, 0.0, 0.015, 0.01)
@@ -98,46 +96,6 @@ def test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once(
                     assert torch.equal(held[key], state[key]), (name, key)
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
-@pytest.mark.parametrize(
-    ("settings", "fraction"),
-    [({}, 1.0), ({}, 0.4), (dict(clip_grad=0.05, **BF16), 1.0), (SGD, 1.0)],
-)
-def test_no_copy_is_read_before_it_has_arrived(
-    settings: dict[str, Any], fraction: float, overlaps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In parts of 16 elements, which torch's kernel may round as other ones: one rounding of
-    float32, or of bfloat16 where moments have it."""
-    monkeypatch.setattr(host_link, "HostLink", LateLink)
-    results = []
-    for part, place in (
-        (2**24, {}),
-        (
-            16,
-            dict(HOST, optimizer_offload_fraction=fraction, overlap_cpu_optimizer_d2h_h2d=overlaps),
-        ),
-    ):
-        monkeypatch.setattr(optimizer_settings, "PART", part)
-        model = Plain()
-        with tp_state(1) as parallel:
-            optimizer = optimizer_of(model, parallel, **settings, **place)
-            for number, rate in enumerate(RATES):
-                step(model, optimizer, number, rate)
-                optimizer.finish()  # no module has the weights and waits for them
-                if number == 2:  # a step that is skipped changes nothing, and does not count
-                    optimizer.zero_grad()
-                    model.loss(9).backward()
-                    optimizer.buffer.grads["linear_bias"][1] = math.nan
-                    assert optimizer.step(rate).skipped.item() == 1.0
-            moved = 1 if fraction < 0.5 else 4  # of four parameters, the largest first
-            states = moved * (2 if settings is SGD else 3)  # and the buffers
-            states += 2 + (moved if overlaps else 1)
-            assert len(optimizer.host_tensors()) == states * bool(place)
-            results.append((model.state_dict(), optimizer.params_norm()))
-    tolerance = 2e-2 if "exp_avg_dtype" in settings else 1e-5
-    torch.testing.assert_close(*results, rtol=tolerance, atol=1e-6)
-
-
 @pytest.mark.parametrize("writer", [{}, BF16, FP16, dict(BF16, **HOST)])
 @pytest.mark.parametrize("reader", [{}, BF16, FP16, dict(FP16, **HOST), HOST])
 def test_states_load_across_formats_and_places(
@@ -195,13 +153,6 @@ def test_a_random_rounding_is_to_a_neighbour_and_the_value_itself_in_the_mean() 
     assert (off.double().mean(1).abs() <= 6 * distance / 2 / 2**8).all()
 
 
-def piece_of(weight: Tensor, master: Tensor, grad: Tensor, **facts: Any) -> Any:
-    return Piece(
-        name="w", spec=ParameterSpec(global_shape=(1,)), start=0, stop=weight.numel(),
-        weight=weight, master=master, decays=True, gradient=grad, apart=True, **facts,
-    )  # fmt: skip
-
-
 def in_fp16(weight: Tensor, grad: Tensor, **settings: Any) -> tuple[Tensor, adam_update.AdamW]:
     """Its main weight, and the rule that updates it."""
     config = OptimizerConfig(
@@ -209,8 +160,11 @@ def in_fp16(weight: Tensor, grad: Tensor, **settings: Any) -> tuple[Tensor, adam
     )
     master = new_state(weight, "fp16", weight.device)
     write_whole_(master, weight)
-    rng = RngStreams(weight.device, seed=3)
-    return master, adam_update.AdamW([piece_of(weight, master, grad)], config, rng)
+    piece = Piece(
+        name="w", spec=ParameterSpec(global_shape=(1,)), start=0, stop=weight.numel(),
+        weight=weight, master=master, decays=True, gradient=grad, apart=True,
+    )  # fmt: skip
+    return master, adam_update.AdamW([piece], config, RngStreams(weight.device, seed=3))
 
 
 def test_small_updates_add_up_if_rounding_is_random() -> None:
