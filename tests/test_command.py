@@ -118,7 +118,7 @@ def test_help_the_planner_and_explanations_import_no_torch() -> None:
         assert line.endswith("-m pip install torch`")
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_wheel_is_complete_and_its_command_runs_elsewhere(tmp_path: Path) -> None:
     """Its dependencies are those of the environment of the tests."""
     source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"

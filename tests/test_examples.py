@@ -137,10 +137,8 @@ def test_quickstart_takes_each_option_as_a_flag_or_from_the_environment(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--corpus", "bible"], "auto, shakespeare or stdlib (got bible)"),
         (["--steps", "0"], "positive number (got 0)"),
         (["--tp", "3"], "divides the model's 8 heads (got 3)"),
-        (["--tp"], "--tp needs a value"),
         (["--tpu", "2"], "unknown option --tpu"),
     ],
 )

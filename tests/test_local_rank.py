@@ -33,9 +33,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     ("variable", "words", "local_rank"),
     [
         (None, ["--local_rank=3"], 3),
-        (None, ["--local-rank", "0"], 0),
         (None, [], 1),
-        ("2", ["--local_rank", "2"], 2),
         ("2", [], 2),
         ("", ["--local-rank=1"], 1),  # no launcher
     ],

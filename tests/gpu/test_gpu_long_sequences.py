@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lite.context_parallel.attention_kernels import Readable
 from megatron_lite.context_parallel.documents import CuSeqlens
 from megatron_lite.model.attention import masked_attention
-from megatron_lite.parallel.generators import Generators
-from megatron_lite.recompute.checkpoint import run_in_tiles
 
 S, B, HEADS, D, SCALE = 96, 2, 4, 64, 0.125
 BOUNDS = (0, 1, 40, 96, 160, 192)
@@ -62,22 +58,3 @@ def test_documents_are_attended_alone(device: torch.device) -> None:
             ):
                 error = (ours.cpu().double() - exact).norm() / exact.norm()
                 assert error < tolerance, (name, groups, reach, dtype, error)
-
-
-def test_tiles_have_the_gradients_of_the_whole(device: torch.device) -> None:
-    mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
-    rows = draw(S, B, 64, seed=1).to(device, torch.float32).requires_grad_()
-    grad = draw(S, B, 64, seed=2).to(device, torch.float32)
-    nothing: Any = SimpleNamespace(states={}, current="")
-    rng: Generators = SimpleNamespace(  # type: ignore[assignment]
-        device=torch.device("cpu"), snapshot=lambda: nothing, restore=lambda snapshot: None
-    )
-    tiled = run_in_tiles([mlp] * 5, None, [mlp], rng, rows, skips=False)
-    of = (rows, *mlp.parameters())
-    for ours, exact in zip(
-        (tiled, *torch.autograd.grad(tiled, of, grad)),
-        (mlp(rows), *torch.autograd.grad(mlp(rows), of, grad)),
-        strict=True,
-    ):
-        error = (ours - exact).norm() / exact.norm()
-        assert error < 1e-5, error

@@ -14,13 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.policy import IN_GROUPS
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
-from megatron_lite.memory.predict.kept_tensors import replayed_calls
-from megatron_lite.recompute.recompute_plan import Segment
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, tp_state
@@ -116,19 +113,3 @@ def test_a_layers_operators_and_result_bytes_are_those_torch_dispatches(
     tp_size: int, sequence_parallel: bool
 ) -> None:
     assert run_ranks(wrong_lists, tp_size, sequence_parallel, detail=False) == [{}] * tp_size
-
-
-def test_an_attention_kernel_that_draws_dropout_is_repeated_under_every_policy() -> None:
-    model = ModelConfig(
-        num_layers=1,
-        hidden_size=64,
-        num_attention_heads=8,
-        max_position_embeddings=32,
-        attention_dropout=0.1,
-    )
-    here = Sizes(micro_batch_size=3, seq_length=32, padded_vocab_size=128, device="cuda")
-    segment = Segment(first_layer=0, ops=("attention", "matmul"))
-    again = replayed_calls((describe_layer(model, here),), segment, skip_tail=True)
-    assert [[matmul.name for matmul in call.matmuls] for _, _, call in again] == [
-        ["scores", "context"]
-    ]

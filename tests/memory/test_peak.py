@@ -224,10 +224,3 @@ def test_every_moment_of_every_policy_is_the_measured_one(variant: str, dropout:
 def test_so_it_is_on_a_rank_of_two(variant: str, sequence_parallel: bool) -> None:
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
     assert run_ranks(differences, 2, config, sequence_parallel, detail=False) == [{}, {}]
-
-
-def test_a_replay_names_the_layers_that_are_rebuilt() -> None:
-    config, alone = variant_config("gpt2", num_layers=NUM_LAYERS), sizes(1, sequence_parallel=False)
-    for policy, layers in (("*:full/2", [(2, 2), (0, 1)]), ("*:none", [])):
-        plan = policies(can_split=False)[policy]
-        assert [one[:2] for one in replays_of(config, plan, alone)] == layers

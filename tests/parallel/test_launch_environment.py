@@ -162,7 +162,6 @@ def test_the_first_host_of_a_node_list(nodelist, host):
         (TORCHRUN, 0, "--local-rank 0 contradicts LOCAL_RANK 1 of the environment: leave the"),
         (SRUN, 1, "--local-rank 1 contradicts SLURM_LOCALID 0"),
         ({**SRUN, **TORCHRUN}, 0, "--local-rank 0 contradicts LOCAL_RANK 1"),
-        (TORCHRUN, -1, r"--local-rank must be at least 0 \(got -1\)"),
     ],
 )
 def test_a_local_rank_that_contradicts_the_environment_is_an_error(environ, local_rank, message):

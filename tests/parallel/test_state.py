@@ -15,21 +15,6 @@ from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
 
-def test_tensor_parallel_ranks_are_neighbours_in_the_mesh():
-    def work(rank, world_size):
-        with tp_state(2) as parallel:
-            groups = (parallel.tp_group, parallel.dp_group)
-            places = (parallel.tp_rank, parallel.dp_rank, parallel.rank)
-            return *map(dist.get_process_group_ranks, groups), *places
-
-    assert run_ranks(work, 4) == [
-        ([0, 1], [0, 2], 0, 0, 0),
-        ([0, 1], [1, 3], 1, 0, 1),
-        ([2, 3], [0, 2], 0, 1, 2),
-        ([2, 3], [1, 3], 1, 1, 3),
-    ]
-
-
 @pytest.mark.long
 def test_instances_are_megatrons_and_their_replicas_hold_the_same_share() -> None:
     from megatron.core.parallel_state import RankGenerator

@@ -167,24 +167,6 @@ def test_the_embedding_equals_the_dense_one(tp_size, sequence_parallel):
         assert not grad_padding.any()
 
 
-def test_a_frozen_input_still_trains_the_weights_and_a_frozen_weight_still_passes_the_gradient():
-    def work(rank, world_size):
-        with tp_context(2, sequence_parallel=False) as (_, context):
-            column = ColumnParallelLinear(INPUT, OUTPUT, bias=True, init_std=0.0, context=context)
-            row = RowParallelLinear(OUTPUT, INPUT, bias=True, init_std=0.0, context=context)
-            for parameter in [*column.parameters(), *row.parameters()]:
-                torch.nn.init.ones_(parameter)
-            x = draw(S, B, INPUT, seed=1)
-            row(column(x)).sum().backward()
-            assert column.weight.grad.any() and row.bias.grad.any()
-            column.requires_grad_(False)
-            column.weight.grad = None
-            row(column(x.requires_grad_())).sum().backward()
-            assert column.weight.grad is None and x.grad.any()
-
-    run_ranks(work, 2)
-
-
 ROWS, WIDTH = 11, 6
 BATCHES = (torch.tensor([[3, 0, 3], [10, 3, 1]]), torch.tensor([[0, 0, 9], [2, 3, 2]]))
 

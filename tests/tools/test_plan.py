@@ -19,7 +19,6 @@ from tests.config.test_hf_config import LLAMA_3_8B
 from tests.docs.marks import ROOT
 from tests.plan.runs import small_run
 from tests.support.commands import ended, fault_of
-from tests.support.parsed_page import ParsedPage
 
 SMALL = ("--model", "gpt2", "--gpu", "h100", "--global-batch-size", "64")
 LLAMA = ("--model", "llama3-8b", "--gpu", "h100-80gb", "--seq-length", "8192")
@@ -52,19 +51,6 @@ def test_the_printed_command_is_parsed_to_the_plan() -> None:
     command = text[text.index("torchrun") :].partition("\n(")[0]
     assert shlex.split(command.replace("\\\n", " ")) == best["command"]
     assert config.parallel.pipeline_model_parallel_size == 2
-
-
-@pytest.mark.long
-def test_json_and_a_page_go_to_files_beside_the_text(tmp_path: Path) -> None:
-    data, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    arguments = [*SMALL, "--gpus", "1,2", "--json", str(data), "--html", str(page)]
-    assert printed(arguments).count("To run plan 1") == 2
-    found, parsed = json.loads(data.read_text()), ParsedPage(page.read_text())
-    assert found["machine"] == "h100-80gb" and parsed.faults == []
-    for verdict in found["verdicts"]:
-        for term in verdict["plans"][0]["peak_terms"]:
-            size = f"{term['bytes'] / 2**30:,.2f}"
-            assert ["0", term["name"], size, term["tag"]] in parsed.rows
 
 
 @pytest.mark.long

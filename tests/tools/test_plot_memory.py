@@ -44,32 +44,6 @@ def texts(svg: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
 
 
-def test_the_picture_names_policies_peaks_and_where_they_are(
-    two: list[str], tmp_path: Path
-) -> None:
-    output = tmp_path / "memory.svg"
-    assert plot_memory.main([*two, "--output", str(output)]) == 0
-    shown = texts(output)
-    for text in (
-        "none",
-        "full $x_1$ uniform",
-        "live bytes [MiB]",
-        "operators run",
-        "peak 50.00 MiB in backward",
-        "peak 20.00 MiB (-60%) in backward",
-        "aten.gelu_backward decoder.layers.1.mlp",
-        "activations kept from forward",
-        "activations rebuilt by a replay",
-        "parameter gradients",
-        "temporary",
-        "a replay runs",
-    ):
-        assert text in shown
-    again = tmp_path / "again.svg"
-    plot_memory.plot_memory(two, str(again))
-    assert again.read_bytes() == output.read_bytes()
-
-
 def test_a_long_timeline_is_thinned_and_keeps_its_peak() -> None:
     events = [Event(number, "forward", "", "aten.mm", (number, 0, 0, 0)) for number in range(9999)]
     kept = plot_memory.thinned(events)

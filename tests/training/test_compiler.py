@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +11,7 @@ from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.torch_internals import compiler_settings
 from megatron_lite.training.build_trainer import compile_layers_
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
-from tests.support.runs import run_to_end, tiny_run
 from tests.support.uncompiled import uncompiled_kernels
-
-ONE_LAYER = dict(num_layers=1, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -53,23 +48,3 @@ def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
         for mine, other in zip(grads, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
     assert kept[0] > kept[1] > kept[2]
-
-
-@pytest.mark.weekly
-def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path) -> None:
-    run_to_end(
-        tiny_run(
-            metrics=tmp_path / "m",
-            **ONE_LAYER,
-            train_iters=3,
-            torch_compile=True,
-            activation_memory_budget=0.5,
-        )
-    )
-    compiled = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
-    run_to_end(tiny_run(metrics=tmp_path / "eager", **ONE_LAYER, train_iters=3))
-    eager = [json.loads(line) for line in (tmp_path / "eager").read_text().splitlines()]
-    assert [row["lm_loss"] for row in compiled] == pytest.approx(
-        [row["lm_loss"] for row in eager], rel=1e-5
-    )
-    assert {row["activation_bytes_predicted"] for row in compiled} == {None}

@@ -116,15 +116,3 @@ def test_flash_is_the_newest_flash_attention_that_runs(
     ):
         deterministic.use_asked_attention_(layers, config, rank)
     assert active == []
-
-
-def test_what_is_tried_is_the_models_attention_at_the_runs_shape() -> None:
-    config = tiny_run(group_query_attention=True, num_query_groups=2)
-    rank = SimpleNamespace(device=torch.device("cpu"), tp_size=2)
-    stages: Any = [SimpleNamespace(context=SimpleNamespace(params_dtype=torch.float32))]
-    values = deterministic._values(stages, config, rank)  # type: ignore[arg-type]
-    assert [tuple(one.shape) for one in values] == [(16, 1, heads, 8) for heads in (2, 1, 1, 2)]
-    layer = CoreAttention(config.model, ON_CPU, layer=0)
-    output, *gradients = deterministic._attention(layer, values)
-    assert layer.training
-    assert len(gradients) == 3 and torch.equal(output, layer.eval()(*values[:3]))

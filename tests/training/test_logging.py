@@ -1,13 +1,12 @@
 """Figures of the iteration line that are computed from the run's facts.
 
-What a run looks like: short lines, settings, the summary, the log file, and slow work.
+What a run looks like: short lines, settings, the summary and the log file.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from arguments import parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel.messages import told_if_slow
 from megatron_lite.plan.hardware import MACHINES
 from megatron_lite.training.iteration_line import (
     Interval,
@@ -31,7 +29,6 @@ from megatron_lite.training.iteration_line import (
 from megatron_lite.training.summary import short_settings
 from tests.support.changes import with_fields, with_settings
 from tests.support.gpus import show_gpus
-from tests.support.limits import HANG_S
 from tests.support.rank_faults import first_step_fails
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
@@ -197,22 +194,3 @@ def test_the_log_file_is_appended_to_and_has_the_error_that_ends_a_run(
     assert text.count("started ") == text.count("end of arguments") == 2
     assert text.endswith("error: the sky falls\n")
     assert "the sky falls" not in capsys.readouterr().out
-
-
-def test_slow_work_is_told_of_and_short_work_is_not() -> None:
-    said: list[str] = []
-    with told_if_slow("short work", said.append, first_after_s=HANG_S):
-        pass
-    assert said == []
-    twice = threading.Event()
-
-    def say(line: str) -> None:
-        said.append(line)
-        if len(said) == 2:
-            twice.set()
-
-    with told_if_slow("slow work", say, first_after_s=0.00101):
-        assert twice.wait(HANG_S)
-    assert all(re.fullmatch(r"slow work: \d+ s so far", line) for line in said[:-1])
-    assert re.fullmatch(r"slow work: done after \d+\.\d s", said[-1]) and len(said) >= 3
-    assert not [one for one in threading.enumerate() if one.name == "slow work"]
