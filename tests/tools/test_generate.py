@@ -34,6 +34,7 @@ from megatron_lite.tools.generation import (
     tokenizer_with_files,
 )
 from tests.support.commands import Ended, ended, fault_of
+from tests.support.equality import LATENT
 from tests.support.pairs import in_one_test
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
@@ -217,9 +218,20 @@ def test_tp_2_prints_what_tp_1_prints(checkpoint: str, sampling: str) -> None:
     assert (first, second) == (alone, Ended(0, "", ""))
 
 
-def test_greedy_text_is_the_argmax_of_the_models_logits(checkpoint: str, tmp_path: Path) -> None:
-    """Of learned positions, and of windows and layers without rotary embedding. An empty prompt is
-    the start of a document."""
+# Windows and layers without rotary embedding; latents and experts; Gemma 2's caps.
+MODELS = {
+    "windows": dict(window_size=(2, 0), window_attn_skip_freq=2, no_rope_freq=2),
+    "latents": dict(LATENT, num_experts=4, moe_router_topk=2, add_bias_linear=False),
+    "caps": dict(attn_logit_softcapping=0.7, final_logit_softcapping=1.5),
+}
+
+
+@pytest.mark.runs(daily=2, ci=3)
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_is_the_argmax_of_the_models_logits(
+    name: str, checkpoint: str, tmp_path: Path
+) -> None:
+    """Of learned positions, and of the models above. An empty prompt starts a document."""
     run_to_end(
         tiny_run(
             train_iters=3,
@@ -227,9 +239,7 @@ def test_greedy_text_is_the_argmax_of_the_models_logits(checkpoint: str, tmp_pat
             save=str(tmp_path),
             init_method_std=0.2,
             position_embedding_type="rope",
-            window_size=(2, 0),
-            window_attn_skip_freq=2,
-            no_rope_freq=2,
+            **MODELS[name],
         )
     )
     for folder in (checkpoint, str(tmp_path)):
