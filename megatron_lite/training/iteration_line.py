@@ -84,6 +84,7 @@ class IterationRecord:
         on logged iterations under --reset-attention-mask.
     load_balancing_loss, z_loss, expert_imbalance, expert_rank_imbalance: only on logged iterations
         of a model with experts (model/router.py).
+    activation_bytes_balanced: the kept bytes if its routers chose every expert equally often.
     """
 
     iteration: int
@@ -109,6 +110,7 @@ class IterationRecord:
     z_loss: float | None = None
     expert_imbalance: float | None = None
     expert_rank_imbalance: float | None = None
+    activation_bytes_balanced: int | None = None
 
 
 class Evaluation(NamedTuple):

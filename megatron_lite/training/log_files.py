@@ -130,6 +130,7 @@ SKIPPED_BATCHES = "skipped_batches.jsonl"
 OPTIONAL = (
     *("decoupled_learning_rate", "params_norm", "num_zeros", "attended"),
     *("load_balancing_loss", "z_loss", "expert_imbalance", "expert_rank_imbalance"),
+    "activation_bytes_balanced",
 )
 
 

@@ -446,6 +446,7 @@ class Trainer:
         self._kept = dict(
             activation_bytes_predicted=kept.predicted,
             activation_bytes_measured=kept.measured,
+            activation_bytes_balanced=kept.balanced,
             activation_host_bytes_predicted=kept.host_predicted,
             activation_host_bytes_measured=kept.host_measured,
         )

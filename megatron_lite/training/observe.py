@@ -52,6 +52,8 @@ class ActivationBytes:
 
     predicted, measured: the bytes in device memory. The prediction knows how many rows the routers
         have sent to this rank's experts.
+    balanced: the prediction for routers that send equally many rows to each expert. None without
+        experts.
     off: measured minus predicted bytes, on the rank where they differ most.
     unaccounted: bytes alive after the forward but not saved for backward. None if not measured.
     host_predicted, host_measured: the bytes in host memory. None if no policy moves tensors there.
@@ -60,6 +62,7 @@ class ActivationBytes:
 
     predicted: int
     measured: int
+    balanced: int | None = None
     off: int = 0
     unaccounted: int | None = None
     host_predicted: int | None = None
@@ -134,24 +137,30 @@ class ActivationMeter:
 
         Issues one all-reduce over all ranks, and a gather of texts if the bytes differ.
         """
-        predicted = host_predicted = 0
+        predicted = balanced = host_predicted = 0
         for chunk, plan, _, rows in self._seen:
             sizes = _sizes(config, parallel, chunk, rows)
             predicted += activation_bytes(config.model, plan, sizes)
             host_predicted += host_bytes(config.model, plan, sizes)
+            if config.model.num_experts is not None:
+                sizes = _sizes(config, parallel, chunk, ())
+                balanced += activation_bytes(config.model, plan, sizes)
         own_off = self._measured - predicted
         # One MAX finds both the largest surplus and the largest shortfall of any rank.
         figures = [
             *(predicted, self._measured, own_off, -own_off, self._unaccounted),
-            *(host_predicted, self._host_measured),
+            *(host_predicted, self._host_measured, balanced),
         ]
-        predicted, measured, above, below, unaccounted, host_predicted, host_measured = all_reduce_(
+        most = all_reduce_(
             torch.tensor(figures, device=parallel.device), parallel.world_group, dist.ReduceOp.MAX
-        ).tolist()
+        )
+        predicted, measured, above, below, unaccounted, *others = most.tolist()
+        host_predicted, host_measured, balanced = others
         off = above if above >= below else -below
         return ActivationBytes(
             predicted=predicted,
             measured=measured,
+            balanced=balanced or None,
             off=off,
             unaccounted=unaccounted if self._thorough else None,
             host_predicted=host_predicted or None,

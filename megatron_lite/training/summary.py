@@ -266,6 +266,9 @@ def training_lines(
         told = "as predicted to the byte"
         if predicted != measured:
             told = f"{size(predicted or 0)} were predicted"
+        balanced = last[-1].activation_bytes_balanced
+        if balanced is not None:
+            told += f"; {size(balanced)} if routers chose every expert equally often"
         yield "kept", f"{size(measured)} for backward by a micro-batch, {told}"
     compared = summary.compared()
     if "peak" not in compared and not config.compiles_layers:
