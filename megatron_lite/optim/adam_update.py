@@ -59,9 +59,9 @@ class AdamW:
     def __init__(self, pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams) -> None:
         pieces, self._config, self._groups = list(pieces), config, []
         self.keys = {
-            one.name: derive_seed("rounding", rng.seed, one.name, rng.tp_rank)
-            if one.spec.tp_dim is not None
-            else derive_seed("rounding", rng.seed, one.name)
+            one.name: derive_seed(
+                "rounding", rng.seed, one.name, rng.tp_rank * (one.spec.tp_dim is not None)
+            )
             for one in pieces
             if config.stochastic_rounding
         }

@@ -18,7 +18,7 @@ the host is page-locked. On a CPU the same calls copy at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,13 +64,12 @@ class HostLink:
 
     def aside(self) -> AbstractContextManager[object]:
         """Makes what is issued in the block run on the stream of the gradients' copies."""
-        return nullcontext() if self._sides[0] is None else torch.cuda.stream(self._sides[0])
+        return torch.cuda.stream(self._sides[0])  # None: the current stream
 
     def take(self, name: str) -> None:
         """Begins to copy the gradient of a parameter. It is complete on the current stream."""
         if (piece := self._pieces.get(name)) is not None:
-            own = self._grads[name]
-            self._taken[name] = self._copy(self._sides[0], own, piece.grad.view(-1))
+            self._taken[name] = self._copy(self._sides[0], self._grads[name], piece.grad.view(-1))
 
     def join(self) -> None:
         """Makes all computation issued from here on run after the copies of gradients."""

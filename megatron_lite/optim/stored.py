@@ -67,7 +67,7 @@ def noise(key: int, update: Tensor, first: int, like: Tensor) -> Tensor:
     parameter. update: the number of those before, 0-d."""
     number = torch.arange(first, first + like.numel(), device=like.device)
     mixed = _mixed(number + _mixed(update.long() + key))
-    return (mixed & (2**FRACTION - 1)).float().mul_(2.0**-FRACTION)
+    return (mixed & (2**FRACTION - 1)).float() / 2**FRACTION
 
 
 def _mixed(number: Tensor) -> Tensor:

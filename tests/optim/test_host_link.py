@@ -25,13 +25,9 @@ from tests.training.test_resume import MUON, ROUNDED, SCALE, SEQUENCE
 class LateLink(HostLink):
     """Copies that another one may wait for take place at the last moment, in their order."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.queues: tuple[list[Any], list[Any]] = ([], [])  # to the host, and back
-
     def _copy(self, side: Any, target: Tensor, source: Tensor) -> Any:
         returns = any(source.data_ptr() == one.data_ptr() for one in self._weights)
-        queue = self.queues[returns]
+        queue = vars(self).setdefault(f"queue {returns}", [])
         queue.append(late := Late(queue, target, source))
         if returns and not self.overlaps:  # in the order of the current stream
             late.synchronize()
@@ -87,7 +83,7 @@ def test_overlap_changes_no_bit(name: str, tmp_path: Path, monkeypatch: pytest.M
             run_to_end(
                 tiny_run(
                     **{**settings, **place},
-                    clip_grad=0.1,
+                    clip_grad=1e-3,
                     learning_rate=0.01,
                     train_iters=4,
                     eval_iters=0,
@@ -98,9 +94,7 @@ def test_overlap_changes_no_bit(name: str, tmp_path: Path, monkeypatch: pytest.M
 
     run_ranks(work, ranks, detail=False) if ranks > 1 else work(0, 1)
     plain, *others = (rows(tmp_path / f"{one}.jsonl") for one in FOLDERS)
-    assert others == [plain] * 3 and all(
-        row["grad_norm"] > 0.1 for row in plain if not row["skipped"]
-    )
+    assert others == [plain] * 3
     assert any(row["skipped"] for row in plain) == ("skipped" in name)
     expected, *found = (step_bytes(tmp_path / one, 4) for one in FOLDERS)
     assert found == [expected] * 3 and expected
@@ -125,14 +119,11 @@ def taken_early(rank: int, world_size: int, tp_size: int, layout: str) -> tuple[
         return sorted(names), sorted(final)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "tp_size", "layout"),
-    [(1, 1, "replicated"), (2, 2, "replicated"), (2, 1, "zero1, overlap")],
-)
-def test_every_final_gradient_leaves_during_backward(ranks: int, tp_size: int, layout: str) -> None:
+def test_every_final_gradient_leaves_during_backward() -> None:
     """All but those that a sum over TP ranks changes afterwards, and those of the last bucket."""
-    for found, expected in run_ranks(taken_early, ranks, tp_size, layout, detail=False):
-        assert found == expected != []
+    for case in ((1, 1, "replicated"), (2, 2, "replicated"), (2, 1, "zero1, overlap")):
+        for found, expected in run_ranks(taken_early, *case, detail=False):
+            assert found == expected != []
 
 
 @pytest.mark.long

@@ -61,34 +61,28 @@ def test_every_weight_is_waited_for_before_it_is_used(
 
 
 def test_instances_sum_gradients_within_and_then_their_shares_across() -> None:
-    """Of n elements an instance of 2 ranks sends n, and each rank half of them to the other one."""
+    """Of n elements an instance of 2 ranks sends n, and each rank half of them to the other one.
+    FSDP2 sends rows across in the last micro-batch alone, after each unit's reduction."""
 
-    def work(rank: int, world_size: int) -> tuple[int, list[tuple[str, int]]]:
+    def work(rank: int, world_size: int) -> tuple[int, list[tuple[str, int]], list[str]]:
         with tp_state(1, num_distributed_optimizer_instances=2) as parallel:
             model, optimizer = build("gpt2", parallel, LAYOUTS["zero1"], dtype=torch.float32)
             number = sum(one.flat.numel() for one in optimizer.buffer.buckets)
             backward(model, optimizer, parallel, 0, micro_batches=3)
             with recorded_collectives() as sent:
                 optimizer.step(0.0)
-            return number, [(one.name, one.shape[0]) for one in sent if one.shape[:1] > (1,)]
+            model, optimizer = build("gpt2", parallel, LAYOUTS["fsdp2"], dtype=torch.float32)
+            with recorded_collectives() as rows:
+                backward(model, optimizer, parallel, 0, micro_batches=3)
+            shared = [(one.name, one.shape[0]) for one in sent if one.shape[:1] > (1,)]
+            return number, shared, [one.name for one in rows if one.shape]
 
-    for number, sent in run_ranks(work, 4):
+    for number, sent, rows in run_ranks(work, 4):
         assert sent == [
             ("_reduce_scatter_base_", number),
             ("allreduce_", number // 2),
             ("_allgather_base_", number),
         ]
-
-
-def test_rows_of_fsdp2_are_summed_across_instances_in_the_last_micro_batch_alone() -> None:
-    def work(rank: int, world_size: int) -> list[str]:
-        with tp_state(1, num_distributed_optimizer_instances=2) as parallel:
-            model, optimizer = build("gpt2", parallel, LAYOUTS["fsdp2"], dtype=torch.float32)
-            with recorded_collectives() as sent:
-                backward(model, optimizer, parallel, 0, micro_batches=3)
-            return [one.name for one in sent if one.shape]
-
-    for names in run_ranks(work, 4):
-        units = names.count("_reduce_scatter_base_") // 3
-        last = [one for one in names if "gather" not in one][2 * units :]
+        units = rows.count("_reduce_scatter_base_") // 3
+        last = [one for one in rows if "gather" not in one][2 * units :]
         assert units > 1 and last == ["_reduce_scatter_base_", "allreduce_"] * units

@@ -257,7 +257,6 @@ def test_an_optimizer_on_the_host_takes_its_arithmetic_and_the_copies_that_nothi
     assert taken(overlaps=True) == pytest.approx(hidden, rel=0.2)
     slow = replace(machine, host_bandwidth=1e9)
     assert taken(overlaps=True) < taken(slow, overlaps=True) < taken(slow)
-    assert taken(replace(machine, host_memory_bandwidth=1e9), overlaps=True) > number * 38e-9
 
 
 def test_a_graph_takes_no_time_of_the_host_and_lets_no_tensor_go_there() -> None:
