@@ -105,7 +105,7 @@ def wrong_lists(
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"), only([(1, False), (2, False), (2, True)], 0, 2)
 )

@@ -110,7 +110,7 @@ def check(case: Case) -> None:
         assert abs(row.ratio - 1.0) < BOUND, row
 
 
-@pytest.mark.runs(daily=2, ci=12)
+@pytest.mark.runs(daily=2, ci=8)
 @pytest.mark.parametrize(
     "case",
     [
@@ -141,7 +141,7 @@ def random_case(seed: int) -> Case:
     return Case(f"random {seed}", " ".join(flags), ranks, 4)
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(number, marks=pytest.mark.long) for number in range(4, 16))]
 )

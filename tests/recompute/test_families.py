@@ -78,7 +78,7 @@ def in_every_situation() -> list[tuple[str, str, str]]:
     return covered(itertools.product(EVERY_MODEL, POLICIES, SITUATIONS))
 
 
-@pytest.mark.runs(daily=0, ci=8)
+@pytest.mark.runs(daily=0, ci=6)
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_every_policy_holds_in_every_situation(name: str) -> None:
     found = {

@@ -58,7 +58,7 @@ class Outer(nn.Module):
         return hidden.sin()
 
 
-@pytest.mark.runs(daily=3, ci=12)
+@pytest.mark.runs(daily=3, ci=8)
 @pytest.mark.parametrize(
     ("policy", "inner", "run"),
     pairs(POLICIES, ["*:full", "*:ops(matmul)", "0:full@host"], [step, twice, second_order]),

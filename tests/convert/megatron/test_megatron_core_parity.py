@@ -186,6 +186,7 @@ def load(
         return megatron_core.their_results(model, tokens, labels), states, steps
 
 
+@pytest.mark.runs(daily=2, ci=5)
 @pytest.mark.parametrize(
     ("name", "tp_size"),
     [pytest.param("llama", 1, marks=pytest.mark.long), ("gpt2", 2), ("experts", 1), ("mixtral", 1)],
