@@ -110,6 +110,8 @@ def _of_run(config: RunConfig) -> Iterator[str]:
             "GELU has its tanh form; Megatron computes the exact one if the linear layers have no "
             "bias: --no-bias-gelu-fusion"
         )
+    if model.attn_logit_softcapping is not None and model.attention_backend != "unfused":
+        yield "--attn-logit-softcapping: attention builds its scores, as no flash kernel caps them"
     gathers = parallel.context_parallel_size > 1 and model.attention_backend == "unfused"
     if gathers and parallel.cp_comm_type == "p2p":
         yield (
