@@ -57,6 +57,7 @@ def train(
             for grad in optimizer.buffer.grads.values():
                 grad.copy_(torch.randn(grad.shape, generator=generator))
             optimizer.step(0.01)
+        optimizer.finish()
         held = {name: parameter.detach() for name, parameter in model.named_parameters()}
         for name in [*held]:
             for key, state in optimizer.whole_states(name).items():
