@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None, program: str = "megatron-lite fit") 
 
 def _text(args: argparse.Namespace) -> str:
     path = Path(args.hf_config)
-    config = read_json(path / "config.json" if path.is_dir() else path)
+    with input_faults(f"{path}: "):
+        config = read_json(path / "config.json" if path.is_dir() else path)
     if not isinstance(config, dict) or "model_type" not in config:
         raise InputError(f"{path}: no configuration of transformers: model_type is missing")
     if args.micro_batch_size < 1:

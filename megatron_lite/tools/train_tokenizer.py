@@ -57,6 +57,8 @@ def train(args: argparse.Namespace) -> None:
         for line in lines_of(args.input, args.max_line_bytes)
         for text in parse_line(line.content, args.json_keys, f"{args.input}:{line.number}")
     ]
+    if not any(texts):
+        raise InputError(f"--input {args.input}: no text in it")
     with told_on_terminal(f"merging tokens of {len(texts)} texts, up to {args.vocab_size}"):
         tokenizer.train_from_iterator(
             texts, args.vocab_size, 0, show_progress=False, special_tokens=[END_OF_DOCUMENT]

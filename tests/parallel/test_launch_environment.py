@@ -125,6 +125,7 @@ def test_every_task_of_a_step_agrees_on_the_meeting_place_and_other_steps_meet_e
         ({**TORCHRUN, "MASTER_PORT": "65536"}, r"MASTER_PORT must be in \[0, 65536\)"),
         ({**TORCHRUN, "RANK": "4"}, r"rank 4 is not in \[0, 4\)"),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is not set.*torchrun or srun"),
+        ({"LOCAL_RANK": "1"}, "RANK and WORLD_SIZE are not set"),
         ({"RANK": "1"}, "of RANK and WORLD_SIZE only one is set"),
         (
             {**SRUN, "SLURM_STEP_NODELIST": "[", "SLURM_JOB_NODELIST": "["},

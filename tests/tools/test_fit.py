@@ -146,3 +146,12 @@ def test_a_fault_ends_with_status_2_and_its_reason(
     assert main(given) == 2
     error = capsys.readouterr().err
     assert text in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[" * 10**5, '{"a": NaN}', '{"a": 1, "a": 1}', "1" * 5000])
+def test_a_config_that_is_no_json_is_named(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert main(["fit", "--hf-config", str(tmp_path), "--gpu", "h100"]) == 2
+    assert f"error: {tmp_path}: " in capsys.readouterr().err

@@ -149,6 +149,16 @@ def test_an_input_of_empty_texts_is_an_error_and_leaves_no_files(
     assert "in.jsonl: no tokens in it, every text under 'text' is empty\n" in error
 
 
+@pytest.mark.parametrize("content", ["", '{"text": ""}\n'])
+def test_no_tokenizer_is_made_of_nothing(tmp_path: Path, content: str) -> None:
+    pytest.importorskip("tokenizers")
+    source = tmp_path / "in.jsonl"
+    source.write_text(content)
+    found = ended(train_tokenizer.main, f"--input {source} --vocab-size 270 --output {tmp_path}")
+    assert found.status == 2 and f"--input {source}: no text in it" in found.err
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
 def test_own_tokenizer_end_to_end(tmp_path: Path) -> None:
     """Train it, tokenize with it, and read the texts back from the .bin."""
     pytest.importorskip("tokenizers")
