@@ -90,7 +90,7 @@ def read_launch(
             "for one process"
         )
     names = _with_set_names(TORCHRUN, env) if "RANK" in env else _variables(env)
-    if names is None and (own := _integer(env, TORCHRUN.local_rank, 0)):
+    if names is None and (own := _integer(env, TORCHRUN.local_rank, 0)) > 0:
         raise InputError(
             f"LOCAL_RANK is {own}, so several processes were started, but RANK and WORLD_SIZE are "
             "not set: start with torchrun or srun, or unset it for one process"

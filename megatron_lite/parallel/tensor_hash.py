@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch.nn import Parameter
 from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.parallel.torch_internals import is_fake, sparse_indices, sparse_values
 
-Hashes = dict[Any, Tensor]  # by the key of `hash_once`
+Hashes = dict[tuple[int, int], Tensor]  # by address and number of bytes
 GOLDEN, FIRST, SECOND = (
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -45,13 +44,11 @@ def quick_hash(tensor: Tensor) -> Tensor:
 
 def hash_once(tensor: Tensor, known: Hashes) -> Tensor:
     """Returns `quick_hash(tensor)`. known: of tensors that are alive, by place; it adds to them."""
-    is_usual = type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided
-    if not is_usual or tensor.is_nested:
+    is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided
+    is_plain = is_plain and not tensor.is_nested and tensor.is_contiguous()
+    if not is_plain or tensor.is_conj() or tensor.is_neg():
         return quick_hash(tensor)
-    is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    # Views of contiguous memory have the same bytes in the same order, whatever their shapes are.
-    rest = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    key = tensor.data_ptr(), tensor.nbytes, *(() if is_plain else rest)
+    key = tensor.data_ptr(), tensor.nbytes  # views of other shapes have the same bytes
     if key not in known:
         known[key] = quick_hash(tensor)
     return known[key]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.tensor_hash import Hashes, hash_once, quick_hash, read
+from megatron_lite.parallel.tensor_hash import Hashes, hash_once, read
 from megatron_lite.parallel.torch_internals import (
     disable_current_modes,
     tree_leaves,
@@ -206,22 +206,23 @@ class Contents:
             self._room -= bool(owner)
             self.add(f"{name}.{key if type(key) is str else number}", each, owner)
 
-    def hash_values(self, known: Hashes | None = None) -> None:
+    def hash_values(self, known: Hashes) -> None:
         """Hashes all tensors, so that a write which torch does not count is found as well.
 
-        known: hashes by the id of a tensor.
+        known: as in `hash_once`.
         """
         with unobserved():
             for part in self.parts.values():
-                part.bits = _bits(part.value, known) if isinstance(part.value, Tensor) else None
+                is_tensor = isinstance(part.value, Tensor)
+                part.bits = hash_once(part.value, known) if is_tensor else None
 
-    def written(self, known: Hashes | None = None) -> list[Part]:
-        """Returns the tensors and arrays that were written to since. known: their hashes now."""
+    def written(self, known: Hashes) -> list[Part]:
+        """Returns the tensors and arrays that were written to since. known: as in `hash_once`."""
         before = {part.name: part.bits for part in self.parts.values() if part.bits is not None}
         others = set()
         if before:
             with unobserved():
-                now = [_bits(self.parts[name].value, known) for name in before]
+                now = [hash_once(self.parts[name].value, known) for name in before]
                 values = read([*before.values(), *now])
             pairs = zip(before, values, values[len(before) :], strict=False)
             others = {name for name, one, other in pairs if one != other}
@@ -293,11 +294,6 @@ def is_sharded(layer: nn.Module) -> bool:
     return fsdp is not None and any(
         isinstance(module, fsdp.FSDPModule) for module in layer.modules()
     )
-
-
-def _bits(tensor: Tensor, known: Hashes | None) -> Tensor:
-    bits = (known or {}).get(id(tensor))
-    return quick_hash(tensor) if bits is None else bits
 
 
 def _items(value: Any) -> list[Any]:

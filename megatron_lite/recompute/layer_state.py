@@ -92,7 +92,7 @@ class LayerState:
         # BatchNorm's kernels do not count their writes to the running statistics, nor does
         # `weight.data.copy_`. So the first forward compares the values.
         if self.is_first:
-            self._contents.hash_values()
+            self._contents.hash_values({})
 
     def settle(self) -> tuple[bool, dict[str, Tensor]]:
         """Drops the copies of what the forward did not change. Call it after the forward.
@@ -104,7 +104,7 @@ class LayerState:
         """
         # The states are large, and few layers draw from the global generators.
         self._global = [each for each in self._global if each.is_changed()]
-        written = {part.name: part for part in self._contents.written()}
+        written = {part.name: part for part in self._contents.written({})}
         # A batch of zeros leaves BatchNorm's mean as it was. It counts its batches all the same.
         names = {name.replace(COUNT, each) for name in written for each in STATISTICS}
         written |= {name: self._parts[name] for name in names & self.copies.keys()}

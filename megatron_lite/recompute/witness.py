@@ -99,11 +99,12 @@ class Witness:
     def save(self, tensor: Tensor) -> None:
         """Takes note of a tensor that is saved for backward."""
         # FSDP2 frees gathered weights before the layer returns, so their views are hashed now.
-        hashed = None
+        weight = hashed = None
         if self._is_sharded:
             with unobserved():
                 hashed = quick_hash(tensor)
-        weight = None if self._is_sharded else parameter_of(tensor)
+        else:
+            weight = parameter_of(tensor)
         self._saved.append((tensor.detach(), version_of(tensor), hashed, weight))
         self._producers.append(_operator(tensor.grad_fn))
 
@@ -136,7 +137,7 @@ class Witness:
                 place = f"{SAVED} {number}:"
                 if weight is not None:  # all its parts have one hash
                     place += f" at {tensor.storage_offset()} by {tensor.stride()} of a parameter"
-                    hashed = run.weights[id(weight)] = hash_once(weight, self.known)
+                    hashed = hash_once(weight, run.weights)
                 run.see(place, tensor, hash_once(tensor, self.known) if hashed is None else hashed)
             for place, tensor in seen.items():
                 run.see(place, tensor, hash_once(tensor, self.known))
@@ -166,7 +167,7 @@ class Witness:
     def look(self) -> None:
         """Takes note of what the layer holds before a replay."""
         self._before = Contents.of_layer(self._layer)
-        self._before.hash_values(self._forward.weights)
+        self._before.hash_values({**self._forward.weights})
 
     def chosen(self, kept: tuple[int, Tensor]) -> Tensor:
         """Returns a tensor that the replay saved, or in its place the forward's bits."""
@@ -184,7 +185,7 @@ class Witness:
             self._refuse(other)
         others = []
         for part in self._before.written(self._replay.weights):
-            if id(part.value) in self._forward.weights:
+            if isinstance(part.value, nn.Parameter):
                 self._refuse(f"{part.name} is not what it was after the forward")
             others.append(part.name)
         for name in [*others, *(name for name, _ in self._before.changed())]:
@@ -299,7 +300,7 @@ class _LayerRun(Execution):
 
     given, attributes: the arguments, and the tensors of the layer that are inputs of the graph.
     inputs: the names of the graph's inputs. outputs: the tensors among the results.
-    weights: the hashes of parameters of which parts were saved, by the ids of the parameters.
+    weights: the hashes of parameters of which parts were saved.
     """
 
     def __init__(self, given: dict[str, Tensor], attributes: dict[str, Tensor]) -> None:
@@ -312,7 +313,7 @@ class _LayerRun(Execution):
             if each.requires_grad and each.layout == torch.strided  # torch has no edge of others
         ]
         self.outputs: list[Tensor] = []
-        self.weights: dict[int, Tensor] = {}
+        self.weights: Hashes = {}
 
     def gradients(self, results: list[Tensor], layer: nn.Module) -> list[Tensor]:
         """Returns the gradients of the results, weighted at random, of all inputs."""
