@@ -1,0 +1,83 @@
+"""SmolLM2-135M with its real weights: the same logits and tokens as transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron_lite.checkpointing.metadata import read_config
+from megatron_lite.checkpointing.start import find_step
+from megatron_lite.parallel.state import parallel_state
+from megatron_lite.tools import generation
+from tests.support.commands import run_command
+from tests.support.conversions import converted
+from tests.support.ranks import run_ranks
+from tests.support.runs import rows
+from tests.support.smollm2 import save_smollm2
+
+pytestmark = pytest.mark.long
+PROMPT = "The capital of France is"
+
+
+class Model(NamedTuple):
+    """theirs: transformers' model. folder: the checkpoints `theirs` and `ours`."""
+
+    theirs: Any
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    folder = tmp_path_factory.mktemp("smollm2")
+    (folder / "theirs").mkdir()
+    model = save_smollm2(folder / "theirs")
+    assert converted(folder / "theirs", folder / "ours", "hf megatron-lite") == 0
+    yield Model(model, folder)
+
+
+def ids_of(folder: Path, text: str) -> list[int]:
+    from tokenizers import Tokenizer
+
+    return list(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
+
+
+def logits(folder: Path, tokens: list[int], ranks: int) -> torch.Tensor:
+    """Returns our logits [s, V] of a text, on one rank of `ranks`."""
+    step = find_step(str(folder)).step
+    config = generation.config_for_ranks(read_config(step), ranks, "gloo")
+    with parallel_state(config.parallel, seed=1) as parallel, torch.no_grad():
+        model = generation.load_model(step, config, parallel)
+        return model(torch.tensor([tokens]))[0].clone()
+
+
+def test_logits_are_those_of_transformers(smollm2: Model) -> None:
+    """float32 against float32: 1e-4 of the largest logit."""
+    tokens = ids_of(smollm2.folder / "theirs", PROMPT)
+    with torch.no_grad():
+        expected = smollm2.theirs(torch.tensor([tokens])).logits[0]
+    folder = smollm2.folder / "ours"
+    found = run_ranks(lambda rank, size: logits(folder, tokens, size), 3)
+    for one in found:
+        assert (one - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.weekly
+def test_training_goes_on_alike_under_every_policy(smollm2: Model, tmp_path: Path) -> None:
+    theirs, lines = smollm2.folder / "theirs", []
+    for number, policy in enumerate(("*:none", "*:full", "*:ops(matmul,attention)")):
+        metrics = tmp_path / f"{number}.jsonl"
+        done = run_command(
+            *("--hf-config", str(theirs / "config.json"), "--load", str(smollm2.folder / "ours")),
+            *("--tokenizer-type", "HuggingFaceTokenizer"),
+            *("--tokenizer-model", str(theirs / "tokenizer.json"), "--mock-data"),
+            *("--micro-batch-size", "1", "--global-batch-size", "1", "--seq-length", "64"),
+            *("--train-iters", "2", "--lr", "1e-4", "--eval-iters", "0"),
+            *("--recompute-policy", policy, "--metrics-jsonl", str(metrics)),
+        )
+        assert done.returncode == 0, done.stderr
+        lines.append([(row["lm_loss"], row["grad_norm"]) for row in rows(metrics)])
+    assert lines[0] == lines[1] == lines[2] and len(lines[0]) == 2
