@@ -11,22 +11,32 @@ all other actions than `full` run verified, so that replays prove themselves.
 
 from __future__ import annotations
 
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
-from operator import sub
+from functools import partial
+from itertools import chain
+from operator import le, sub
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.fit.gauges import Gauge
 from megatron_lite.fit.layers import LayerList, kind_of
-from megatron_lite.fit.plans import NEVER, Option, Plan, Problem, Shared, policy_text
-from megatron_lite.fit.step import AFTER, BACKWARD, FORWARD, OUTSIDE, Span, Step, bytes_of
+from megatron_lite.fit.plans import (
+    BACKWARD,
+    FORWARD,
+    Moment,
+    Option,
+    Plan,
+    Problem,
+    Shared,
+    policy_text,
+)
+from megatron_lite.fit.ranks import Ranks
+from megatron_lite.fit.step import Span, Step, bytes_of
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.recompute.replay import RecomputeMismatch
 
 FULL = "full"
 CANDIDATES = ("none", "ops(matmul,attention)", "ops(matmul/2,attention)", "ops(attention)")
@@ -52,25 +62,21 @@ class Measurement:
         device: torch.device,
         gauge: Callable[[torch.device, int], Gauge],
         *,
+        ranks: Ranks | None = None,
         buckets: int = 0,
         has_values: bool = True,
     ) -> None:
         """optimizer: see fit/update.py. gauge: makes what reads the device (gauges.py).
 
+        ranks: those that are fitted together.
         buckets: the bytes that data parallelism holds beside weights and gradients.
         has_values: whether tensors are real. Fake ones neither need a first run nor prove replays.
         Raises ValueError if the step runs no backward through the layers.
         """
         self._model, self._lists, self._has_values = model, lists, has_values
-        self._device, self._gauge = device, gauge
-        self._has_ranks = (
-            has_values
-            and dist.is_available()
-            and dist.is_initialized()
-            and dist.get_world_size() > 1
-        )
+        self._device, self._gauge, self._ranks = device, gauge, ranks or Ranks()
         self._layers = [layer for one in lists for layer in one.layers]
-        self._step = Step(model, self._layers, step)
+        self._step = Step(model, self._layers, partial(self._ranks.agreed, step))
         states = tensors_of(list(getattr(optimizer, "state", {}).values()))
         weights = [*model.parameters(), *model.buffers()]
         self._held = buckets + bytes_of(
@@ -116,7 +122,7 @@ class Measurement:
         """Returns the peak of a step with the policy that is on the model, on the fullest rank."""
         spans = self._read()
         peak = max(span.peak for span in spans) + self._missing
-        return self._of_all_ranks([max(peak, spans[-1].end + self._update)])[0]
+        return max(self._ranks.told(max(peak, spans[-1].end + self._update)))
 
     def name_of(self, place: int) -> str:
         """Returns the name of a layer of the problem."""
@@ -158,9 +164,8 @@ class Measurement:
             # Without a backward, what is kept is soon freed.
             others = self._notes.forms[number], lists[number], number in used
             kinds.setdefault((kind_of(self._layers[number]), *others), []).append(number)
-        self._shared = self._notes.shared(self._order)
-        if self._has_ranks:
-            self._shared = _of_all_ranks(list(kinds.values()), self._shared)
+        told = self._ranks.told((list(kinds.values()), self._notes.shared(self._order)))
+        self._shared = _of_all_ranks(*zip(*told, strict=True))
         waiting = [(numbers, list(candidates)) for numbers in kinds.values()]
         found: dict[tuple[int, str], Option] = {}
         while any(actions for _, actions in waiting):
@@ -203,37 +208,39 @@ class Measurement:
         differ = {
             key for each in options.values() for one in each for key in one.keeps ^ each[-1].keeps
         }
-        counts = Counter[int]()
-        tops = {name: [NEVER] * (len(places) + 1) for name in (OUTSIDE, AFTER, FORWARD, BACKWARD)}
-        for span in spans:
-            counts |= span.alive
-            alive = max((places[layer] + 1 for layer in span.alive), default=0)
-            place = places.get(span.layer, -1)
-            # Later layers may have kept something already, in another forward of the same step.
-            if place < 0 or alive > place + 1:
-                outside = OUTSIDE if span.name in (OUTSIDE, FORWARD) else AFTER
-                tops[outside][alive] = max(tops[outside][alive], span.peak)
-            else:
-                tops[span.name][place] = max(tops[span.name][place], span.peak)
-        tops = {
-            name: self._of_all_ranks([peak + self._missing for peak in peaks])
-            for name, peaks in tops.items()
-        }
-        end, time = self._of_all_ranks([spans[-1].end, sum(span.nanoseconds for span in spans)])
+        moments = self._moments(spans)
+        told = self._ranks.told((spans[-1].end, sum(span.nanoseconds for span in spans)))
+        end, time = map(max, zip(*told, strict=True))
         return Problem(
             options=[
                 [one._replace(keeps=one.keeps & differ) for one in options[number]]
                 for number in self._order
             ],
-            counts=[counts[number] or 1 for number in self._order],
-            forward=tops[FORWARD],
-            backward=tops[BACKWARD],
-            outside=tops[OUTSIDE],
-            after=tops[AFTER],
+            begin=max(one.peak for one in moments[-1]),
+            moments=[moments[place] for place in range(len(self._order))],
             update=end + self._update,
             nanoseconds=time,
             shared={key: self._shared[key] for key in differ},
         )
+
+    def _moments(self, spans: list[Span]) -> dict[int, list[Moment]]:
+        """Returns the peaks by the place of their layer, or at -1 those where no layer waits."""
+        found = []
+        for span in spans:
+            alive = [span.alive[number] for number in self._order]
+            # Outside of layers it is the last one of those that wait the most.
+            place = max(range(len(alive)), key=lambda n: (alive[n], n)) if any(alive) else -1
+            if span.layer >= 0:
+                place = self._order.index(span.layer)
+            behind = place + (span.name != FORWARD)
+            waiting = max(alive[:behind], default=0), max(alive[behind:], default=0)
+            found.append((place, Moment(span.name, span.peak + self._missing, *waiting)))
+        moments: dict[int, list[Moment]] = {}
+        for place, one in sorted(chain(*self._ranks.told(found)), key=lambda each: -each[1].peak):
+            here = moments.setdefault(place, [])
+            if not any(one.name == more.name and all(map(le, one, more)) for more in here):
+                here.append(one)
+        return moments
 
     def _shared_at(self, number: int, places: Iterable[int]) -> frozenset[int]:
         """Returns the shared tensors at places among the arguments and results of a layer."""
@@ -262,7 +269,7 @@ class Measurement:
         try:
             actions = [tried[n][1] if n in tried else FULL for n in range(len(self._layers))]
             spans = self._measured(actions)
-        except (RuntimeError, RecomputeMismatch) as error:
+        except RuntimeError as error:
             if len(tried) == 1:  # the device has too little memory, or the layer cannot follow
                 (key,) = tried.values()
                 self.notes.append(f"note: {key[1]} is left out: {str(error).splitlines()[0]}")
@@ -283,51 +290,44 @@ class Measurement:
     def _agreed(self, options: list[Option]) -> list[Option]:
         """Returns the options of a kind that all ranks can follow, each as dear as on any rank."""
         # A layer that keeps everything does the least, also where clocks are not exact.
-        quickest = min(0, *(option.nanoseconds for option in options))
+        quickest = min(-1, *(option.nanoseconds for option in options))
         options[0] = options[0]._replace(nanoseconds=quickest)
-        columns = [self._of_all_ranks(column) for column in list(zip(*options, strict=True))[1:-2]]
+        fields = Option._fields[1:-2]
         agreed = [
-            option._replace(**dict(zip(Option._fields[1:-2], row, strict=True)))
-            for option, row in zip(options, zip(*columns, strict=True), strict=True)
+            same[0]._replace(**{name: max(getattr(one, name) for one in same) for name in fields})
+            for same in zip(*self._ranks.told(options), strict=True)
         ]
         return [option for option in agreed if option.kept < IMPOSSIBLE]
-
-    def _of_all_ranks(self, figures: Sequence[int]) -> list[int]:
-        """Returns the highest of each figure over all ranks."""
-        if not self._has_ranks:
-            return list(figures)
-        highest = torch.tensor(figures, device=self._device)
-        dist.all_reduce(highest, dist.ReduceOp.MAX)
-        return list(highest.tolist())
 
 
 def _figures(spans: list[Span], layer: int) -> list[int]:
     """Returns the figures of an Option for a layer, which are not compared with anything yet."""
     own = [span for span in spans if span.layer == layer]
-    forward = [span for span in own if span.name == FORWARD]
-    backward = [span for span in own if span.name == BACKWARD]
+    forward = [span for span in own if span.name == FORWARD and span.is_largest]
+    backward = [span for span in own if span.name == BACKWARD and span.is_largest]
     return [
         # Without a backward nothing holds it for long.
-        max((span.end - span.start for span in forward), default=0) if backward else 0,
-        sum(span.start - span.end for span in backward) // max(len(forward), 1),
+        sum(span.end - span.start for span in forward) if backward else 0,
+        sum(span.start - span.end for span in backward),
         max((span.peak - span.start for span in forward), default=0),
         max((span.peak - span.start for span in backward), default=0),
         sum(span.nanoseconds for span in own),
     ]
 
 
-def _of_all_ranks(kinds: list[list[int]], shared: dict[int, Shared]) -> dict[int, Shared]:
+def _of_all_ranks(
+    kinds: Sequence[list[list[int]]], shared: Sequence[dict[int, Shared]]
+) -> dict[int, Shared]:
     """Returns the shared tensors with the fewest bytes of any rank, or none if they differ.
 
-    Raises ValueError unless all ranks call the same kinds of layers in the same order.
+    kinds, shared: of each rank. Raises ValueError unless all ranks call the same kinds of layers in
+    the same order.
     """
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (kinds, shared))
-    if any(one != kinds for one, _ in told):
+    if any(one != kinds[0] for one in kinds):
         raise ValueError(
             "the ranks call other layers, or in another order, so no policy serves all of "
             "them: fit the model before it is split into stages"
         )
-    if any(other.keys() != shared.keys() for _, other in told):
+    if any(one.keys() != shared[0].keys() for one in shared):
         return {}
-    return {key: min(other[key] for _, other in told) for key in shared}
+    return {key: min(one[key] for one in shared) for key in shared[0]}

@@ -19,6 +19,7 @@ from megatron_lite.fit.gauges import CpuGauge, CudaGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.plans import ENDLESS, Plan, fastest, neighbours, smallest
+from megatron_lite.fit.ranks import all_ranks
 from megatron_lite.parallel.torch_internals import compiled_call_of
 from megatron_lite.recompute.apply import remove_policy_
 
@@ -119,12 +120,14 @@ def fit_memory_(
     lists = layer_lists(model, layers_fqn)
     gauge = CudaGauge if device.type == "cuda" else CpuGauge
 
-    def measured(run: Callable[[], Any]) -> Measurement:
-        return Measurement(model, lists, run, optimizer, device, gauge)
+    with all_ranks() as ranks:
 
-    if maximize is None or limit is None:
-        return fitted(model, measured(step), limit)
-    return _largest_batch(model, lambda batch: measured(lambda: step(batch)), limit)
+        def measured(run: Callable[[], Any]) -> Measurement:
+            return Measurement(model, lists, run, optimizer, device, gauge, ranks=ranks)
+
+        if maximize is None or limit is None:
+            return fitted(model, measured(step), limit)
+        return _largest_batch(model, lambda batch: measured(lambda: step(batch)), limit)
 
 
 def check_model(model: nn.Module) -> torch.device:
@@ -182,7 +185,7 @@ def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:
             measured.notes.append(
                 f"note: a plan of {size(plan.peak)} took {size(peak)}, so a smaller one was tried"
             )
-        limit = plan.peak - (peak - (limit if budget is None else budget))
+        limit = plan.peak - (peak - (budget or limit))
     if best is None:
         remove_policy_(model)
         raise _unreachable(measured, budget or 0, plan, peak)

@@ -10,6 +10,10 @@ A tensor that several layers read, such as a mask, is there once, however many o
 such tensors are no part of what an action keeps: they count as long as a layer that keeps them
 waits for its backward. States that keep other ones of them are not compared with each other, nor
 are those in which other bytes are on their way to the host.
+
+Several forwards may wait for their backwards at once, or a backward may retain its graph. In a part
+of such a step layers wait that the search has not reached yet. Its peak is carried along, and grows
+with what these layers keep.
 """
 
 from __future__ import annotations
@@ -18,15 +22,18 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-MOST_STATES = 4000  # of one layer; of more, those with nearly the same bytes are joined
-NEVER = -(1 << 62)  # a peak that does not happen
+MOST_STATES = 4000  # of one bin; of more, those with nearly the same bytes are joined
 ENDLESS = 1 << 62
+CALL = 1000  # the weight of a layer's largest call, to which other calls are compared
+BINS = 128  # of peaks of parts in which later layers wait; states of one bin are compared
+FORWARD, BACKWARD, OUTSIDE, AFTER = range(4)
+PLACES = ("the forward of", "the backward of", *["what comes after"] * 2)
 
 
 class Option(NamedTuple):
-    """An action of a layer, compared with a full recompute.
+    """An action of a layer, compared with a full recompute, in the largest call of the layer.
 
     kept: how many bytes more stay after its forward.
     held: how many of these are still there when its backward begins. The rest is a cache of keys
@@ -69,6 +76,23 @@ class Shared(NamedTuple):
     num_bytes: int
 
 
+class Moment(NamedTuple):
+    """Parts of a step with every layer rebuilt in full, in which as much waits for its backward.
+
+    name: FORWARD or BACKWARD of a layer, or after it OUTSIDE of layers; AFTER is outside too, once
+        the forward of the model has ended.
+    peak: the bytes.
+    before: how many calls of each layer wait, up to this one, in thousandths of a largest call. In
+        a forward this layer is not among them.
+    behind: how many of each later layer.
+    """
+
+    name: int
+    peak: int
+    before: int = CALL
+    behind: int = 0
+
+
 class Plan(NamedTuple):
     """An option for each layer, with the peak and the time of a step."""
 
@@ -86,7 +110,10 @@ class _State(NamedTuple):
     keeps: the numbers of those that some layer keeps.
     moving: the bytes that the last layer with copies has moved, if another one follows.
     is_last: whether no other one follows.
-    peaks: inside the forward and the backward of the last of these layers, and after it.
+    peak: the most bytes in parts of the step at the last of these layers, the name of the part, and
+        the layer's number.
+    waiting: the same for parts so far in which later layers wait, by `Moment.behind`. After the
+        last layer of all they count for `peak`.
     before: the state without this layer, which has the option.
     """
 
@@ -97,7 +124,8 @@ class _State(NamedTuple):
     keeps: frozenset[int] = frozenset()
     moving: int = 0
     is_last: bool = False
-    peaks: tuple[int, ...] = ()
+    peak: tuple[int, int, int] = (0, 0, 0)
+    waiting: tuple[tuple[int, tuple[int, int, int]], ...] = ()
     before: _State | None = None
     option: Option = Option("")
 
@@ -107,21 +135,16 @@ class Problem:
     """The measured bytes of a step in which every layer is rebuilt in full.
 
     options: the options of each layer, in the order of the layers' forwards.
-    counts: how many calls of a layer wait for their backward at once.
-    forward, backward: the peak inside each layer.
-    outside: the peak outside of layers, by how many layers have kept something. after: the same,
-        once the forward of the model has ended.
+    begin: the peak where no layer has kept anything.
+    moments: the others, at each layer.
     update: the peak of the optimizer's update.
     nanoseconds: the time of the step.
     shared: the tensors that layers share, except those that every option keeps.
     """
 
     options: Sequence[Sequence[Option]]
-    counts: Sequence[int]
-    forward: Sequence[int]
-    backward: Sequence[int]
-    outside: Sequence[int]
-    after: Sequence[int]
+    begin: int
+    moments: Sequence[Sequence[Moment]]
     update: int
     nanoseconds: int
     shared: Mapping[int, Shared]
@@ -133,10 +156,9 @@ class Problem:
 
         is_last: whether it is the last one that copies to the host.
         """
-        count, moving = self.counts[number], state.moving
-        kept = state.kept + count * option.kept
+        kept = state.kept + option.kept
         held = max(state.held, state.kept) if option.rebuilds else state.held
-        held += count * option.held
+        held += option.held
         keeps, extra = state.keeps | option.keeps, 0
         for key, one in self.shared.items():
             if one.made <= number <= one.last:
@@ -145,29 +167,43 @@ class Problem:
                     kept, held, keeps = kept + more, held + more, keeps - {key}
                 else:
                     extra += more
-        inside = (
-            self.forward[number] + state.kept + option.forward + moving,
-            self.backward[number] + held + extra + option.backward + moving,
+        moving = state.moving if not option.moved else 0 if is_last else option.moved
+        there = state.kept, held + extra, kept, held + extra
+        inside = option.forward + state.moving, option.backward + state.moving, moving, moving
+        peaks = {
+            behind: (peak + option.held * behind // CALL, name, place)
+            for behind, (peak, name, place) in state.waiting
+        }
+        for name, peak, before, behind in self.moments[number]:
+            own = option.held * behind // CALL * (name == FORWARD)
+            peak += there[name] * before // CALL + inside[name] + own
+            peaks[behind] = max((peak, name, number), peaks.get(behind, (0, 0, 0)))
+        highest = peaks.pop(0, (0, 0, number))
+        if number + 1 == len(self.options):
+            highest = max([highest, *peaks.values()])
+        return _State(
+            kept,
+            held,
+            state.nanoseconds + option.nanoseconds,
+            extra,
+            keeps,
+            moving,
+            state.is_last or is_last,
+            highest,
+            tuple(peaks.items()),
+            state,
+            option,
         )
-        if option.moved:
-            moving = 0 if is_last else option.moved
-        after = max(self.outside[number + 1] + kept, self.after[number + 1] + held + extra)
-        time, is_last = state.nanoseconds + option.nanoseconds, state.is_last or is_last
-        peaks = (*inside, after + moving)
-        return _State(kept, held, time, extra, keeps, moving, is_last, peaks, state, option)
 
     def peaks(self, choice: Sequence[Option]) -> Iterator[tuple[int, str, int]]:
         """Yields the peaks of a step: the bytes, where they are, and the number of the layer."""
         yield self.update, "the optimizer's update", 0
-        yield max(self.outside[0], self.after[0]), "what is before the layers", 0
+        yield self.begin, "what is before the layers", 0
         state = _State()
         last = max((number for number, one in enumerate(choice) if one.moved), default=-1)
         for number, option in enumerate(choice):
             state = self.with_layer(state, number, option, is_last=number == last)
-            places = ("the forward of", "the backward of", "what comes after")
-            yield from (
-                (peak, place, number) for peak, place in zip(state.peaks, places, strict=True)
-            )
+            yield state.peak[0], PLACES[state.peak[1]], state.peak[2]
 
     def plan(self, choice: Sequence[Option]) -> Plan:
         """Returns a choice with its peak and its time."""
@@ -178,18 +214,20 @@ class Problem:
 
 def fastest(problem: Problem, budget: int) -> Plan | None:
     """Returns the fastest plan whose peak is at most the budget, or None."""
-    if max(problem.update, problem.outside[0], problem.after[0]) > budget:
+    if max(problem.update, problem.begin) > budget:
         return None
     states = [_State()]
     for number, options in enumerate(problem.options):
-        after: dict[tuple[frozenset[int], int, bool], list[_State]] = {}
+        after: dict[Any, list[_State]] = {}
         for state, option in product(states, options):
             if option.moved and state.is_last:
                 continue
             for is_last in {False, option.moved > 0}:
                 one = problem.with_layer(state, number, option, is_last=is_last)
-                if max(one.peaks) <= budget:
-                    after.setdefault((one.keeps, one.moving, one.is_last), []).append(one)
+                if one.peak[0] <= budget:
+                    bins = (each[0] * BINS // max(budget, BINS) for _, each in one.waiting)
+                    group = one.keeps, one.moving, one.is_last, *bins
+                    after.setdefault(group, []).append(one)
         states = [one for group in after.values() for one in _unbeaten(group)]
     if not states:
         return None

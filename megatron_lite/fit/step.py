@@ -20,36 +20,41 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_lite.fit.gauges import Gauge, Reading
+from megatron_lite.fit.plans import AFTER, BACKWARD, CALL, FORWARD, OUTSIDE
 from megatron_lite.fit.sharing import Sharing
 from megatron_lite.parallel.torch_internals import address_of, write_count_of
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
 
-FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, OUTSIDE = "f", "fe", "b", "be", ""
-MODEL_END, AFTER = "me", "a"
+FORWARD_END, BACKWARD_END, MODEL_END = range(4, 7)
 
 
 class Event(NamedTuple):
     """A mark in a step: the begin or end of the forward or backward of one call of a layer, or the
-    end of the model's forward."""
+    end of the model's forward.
 
-    name: str = OUTSIDE
+    size: the elements of the call's first tensor.
+    """
+
+    name: int = OUTSIDE
     layer: int = -1
+    size: int = 0
     call: int = -1
 
 
 class Span(NamedTuple):
     """A part of a step.
 
-    name, layer: FORWARD or BACKWARD of a layer, or OUTSIDE of layers; AFTER is outside too, once
-        the forward of the model has ended.
-    alive: how many calls of each layer wait for their backward, or are in it.
+    name, layer: see `Moment`. is_largest: whether this call of the layer has the largest argument.
+    alive: how many calls of each layer wait for their backward, or are in it, in thousandths of the
+        largest call.
     start, end: the bytes at its begin and end. peak: the most bytes in it.
     """
 
-    name: str
+    name: int
     layer: int
+    is_largest: bool
     alive: Counter[int]
     start: int
     end: int
@@ -76,7 +81,7 @@ class Step:
     @property
     def varies(self) -> bool:
         """Whether the first two runs had inputs of different shapes."""
-        return any(shapes != self._shapes[0] for shapes in self._shapes[:2])
+        return any(one != self._shapes[0][: len(one)] for one in self._shapes[:2])
 
     def run(self, gauge: Gauge | None = None, *, takes_notes: bool = True) -> list[Span]:
         """Runs the step once. Returns its parts, if a gauge reads them.
@@ -119,23 +124,24 @@ class Step:
         gauge.mark()
 
     def _mark_layers(self, gauge: Gauge) -> Iterator[Any]:
-        calls = Counter[int]()
+        calls, sizes = Counter[int](), dict[int, int]()
 
-        def mark(layer: int, name: str, tensors: Any, gradient: str) -> None:
+        def mark(layer: int, name: int, tensors: Any, gradient: int) -> None:
             if not torch.is_grad_enabled():  # no policy changes what such a forward takes
                 return
             calls[layer] += name == FORWARD
-            # In its forward FSDP2 has gathered the weights, so other ranks hold parts of them.
-            if name == FORWARD and dist.is_available() and dist.is_initialized():
-                from megatron_lite.recompute.split_inputs import tensor_parallel_group
+            if name == FORWARD:
+                # FSDP2 has gathered the weights, so other ranks hold parts of them.
+                if dist.is_available() and dist.is_initialized():
+                    from megatron_lite.recompute.split_inputs import tensor_parallel_group
 
-                group = tensor_parallel_group(self._layers[layer])
-                self.is_divided = self.is_divided or group is not None
-            self._mark(gauge, Event(name, layer, calls[layer]))
+                    self.is_divided |= tensor_parallel_group(self._layers[layer]) is not None
+                sizes[layer] = next((each.numel() for each in tensors_of(tensors)), 0) or 1
+            call = layer, sizes[layer], calls[layer]
+            self._mark(gauge, Event(name, *call))
             for tensor in tensors_of(tensors):
                 if tensor.requires_grad:
-                    event = Event(gradient, layer, calls[layer])
-                    tensor.register_hook(partial(self._mark, gauge, event))
+                    tensor.register_hook(partial(self._mark, gauge, Event(gradient, *call)))
                     return  # other tensors, such as masks, may be those of all layers
 
         for number, layer in enumerate(self._layers):
@@ -206,21 +212,35 @@ def _refuse_update(optimizer: Optimizer, *_: Any) -> None:
 def _spans(events: list[Event], readings: list[Reading]) -> list[Span]:
     """Returns the parts of a step between the marks."""
     spans, alive, present, outside = [], Counter[int](), Event(), Event()
-    used = {event.layer for event in events if event.name == BACKWARD}
-    for event, now, after in zip(events, readings, readings[1:], strict=False):
+    # A graph that is retained has several backwards.
+    last = {event[1:]: number for number, event in enumerate(events) if event.name == BACKWARD}
+    largest: dict[int, list[int]] = {}  # of a layer's calls
+    for layer, *call in last:
+        largest[layer] = max(call, largest.get(layer, call))
+
+    def weight(event: Event) -> Counter[int]:
+        return Counter({event.layer: -(-CALL * event.size // largest[event.layer][0])})
+
+    for number, (event, now, after) in enumerate(zip(events, readings, readings[1:], strict=False)):
         # Between two layers, the gradient begins one backward before it ends the other.
         if event.name != BACKWARD_END or event[1:] == present[1:]:
-            if present.name == BACKWARD:
-                alive -= Counter([present.layer])
+            if present.name == BACKWARD and last[present[1:]] < number:
+                alive -= weight(present)
             if event.name in (FORWARD, BACKWARD, MODEL_END):
                 outside = Event() if event.name == FORWARD else Event(AFTER)
             present = event if event.name in (FORWARD, BACKWARD) else outside
-        if event.name == FORWARD_END and event.layer in used:
-            alive += Counter([event.layer])
-        nanoseconds = after.nanoseconds - now.nanoseconds
+        if event.name == FORWARD_END and event.layer in largest:
+            alive += weight(event)
+        is_largest = largest.get(present.layer) == [*present[2:]]
         spans.append(
             Span(
-                *present[:2], alive.copy(), now.num_bytes, after.num_bytes, after.peak, nanoseconds
+                *present[:2],
+                is_largest,
+                alive.copy(),
+                now.num_bytes,
+                after.num_bytes,
+                after.peak,
+                after.nanoseconds - now.nanoseconds,
             )
         )
     return spans

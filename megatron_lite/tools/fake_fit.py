@@ -8,10 +8,9 @@ the weights that are gathered at the peak.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -36,11 +35,9 @@ from megatron_lite.plan.hardware import Hardware
 from megatron_lite.recompute.contents import tensors_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MAKE_INTEGERS = (
-    *(torch.ops.aten.arange.default, torch.ops.aten.arange.start),
-    *(torch.ops.aten.arange.start_step, torch.ops.aten.full.default),
-    *(torch.ops.aten.zeros.default, torch.ops.aten.ones.default),
-)
+ATEN = torch.ops.aten
+RANGES = ATEN.arange.default, ATEN.arange.start, ATEN.arange.start_step
+MAKE_INTEGERS = (*RANGES, ATEN.full.default, ATEN.zeros.default, ATEN.ones.default)
 MOST_KNOWN = 1 << 16  # numbers of a tensor
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 
@@ -66,13 +63,7 @@ class FakeGauge(StepMeter):
         self.readings.append(Reading(now, peak, int(self._seconds * 1e9)))
         self.peak_bytes = self._total
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if not func.is_view:
             moved = sum(each.nbytes for each in tensors_of((args, kwargs, result)))
@@ -92,13 +83,12 @@ class SimulatedValues(SimulatedTensors):
         """Tells torch's mode whether a result keeps its value."""
         return super().may_turn_const(t) or (_is_known(t) and type(t) is Tensor)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] = MappingProxyType({}),
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is ATEN._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # Torch knows the shapes of bf16 alone.
+            halves = [one.bfloat16() for one in args[:2]]
+            return func(*halves, *args[2:], **kwargs).to(args[0].dtype)
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if func in MAKE_INTEGERS and _is_known(result):
             value = func(*args, **kwargs)  # no mode is active here

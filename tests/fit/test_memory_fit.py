@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from megatron_lite.fit.gauges import CpuGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import fitted
-from megatron_lite.fit.plans import smallest
+from megatron_lite.fit.plans import Problem
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from tests.support.foreign_families import FAMILIES, newer
 from tests.support.ranks import run_ranks
@@ -211,22 +213,59 @@ def test_forwards_without_gradients_cost_nothing_that_a_policy_could_save(is_fir
     assert check(model, step, (0.3,)) < 0.01
 
 
-def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan() -> None:
-    model = Model([64] * 6)
+def two_forwards(model: nn.Module) -> None:
+    (model(ids(2, 40)) * model(ids(2, 60))).backward()
 
-    def step() -> None:  # each layer waits for two backwards, of which the first needs the most
-        (model(ids(4, 60)) * model(ids(4, 90))).backward()
+
+def two_backwards(model: nn.Module) -> None:
+    loss = model(ids())
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def unequal_batches(model: nn.Module) -> None:
+    for length in (20, 60, 40):
+        model(ids(2, length)).backward()
+
+
+@pytest.mark.parametrize("step", [two_forwards, two_backwards, unequal_batches])
+def test_several_forwards_or_backwards_of_a_step_are_foreseen(step: Any) -> None:
+    model = Model([64] * 4)
+    assert check(model, lambda: step(model), (0.3,)) < 0.01
+
+
+def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan() -> None:
+    model = Model([64] * 4)
+
+    def step() -> None:
+        model(ids(4, 60)).backward()
 
     plain = fit_memory_(model, None, step=step)
     plain.remove()
-    assert plain.plan.peak > 1.05 * plain.measured
-    full = Measurement(model, layer_lists(model, None), step, None, torch.device("cpu"), CpuGauge)
-    budget = (9 * plain.measured + smallest(full.problem).peak) // 10
-    found = fit_memory_(model, f"{budget}B", step=step)
+
+    class High(Measurement):
+        """Its predictions are 10 % too high."""
+
+        @property
+        def problem(self) -> Problem:
+            return self._problem_found
+
+        @problem.setter
+        def problem(self, one: Problem) -> None:
+            moments = [
+                [m._replace(peak=m.peak + plain.measured // 10) for m in n] for n in one.moments
+            ]
+            self._problem_found = replace(one, moments=moments)
+
+    def measured(kind: type[Measurement]) -> Measurement:
+        return kind(model, layer_lists(model, None), step, None, torch.device("cpu"), CpuGauge)
+
+    budget = plain.measured + 1000
+    found = fitted(model, measured(High), budget)
     assert found.measured <= budget < found.plan.peak
     found.remove()
 
-    class Scarce(Measurement):
+    class Scarce(High):
         calls = 0
 
         def peak(self) -> int:
@@ -235,7 +274,7 @@ def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan() -> None:
                 raise torch.OutOfMemoryError("the faster plan")
             return super().peak()
 
-    scarce = Scarce(model, layer_lists(model, None), step, None, torch.device("cpu"), CpuGauge)
+    scarce: Any = measured(Scarce)
     kept = fitted(model, scarce, budget)
     assert scarce.calls == 3 and kept.measured <= budget
     assert kept.plan.nanoseconds > plain.plan.nanoseconds
@@ -411,6 +450,35 @@ def fit_on_rank(rank: int, world_size: int, wrapper: str) -> tuple[list[str], in
 def test_ranks_get_the_policy_of_the_fullest_one(wrapper: str) -> None:
     first, second = run_ranks(fit_on_rank, 2, wrapper)
     assert first == second and first[0] != ["*:none"]
+
+
+def fail_on_rank(rank: int, world_size: int, kind: type[Exception], call: int) -> str:
+    """Fits a model whose step raises on rank 1 alone. Returns the error, or the policy."""
+    model, calls = Model([64] * 3), itertools.count(1)
+
+    def step() -> None:
+        model(ids()).backward()
+        if next(calls) == call and rank == 1:
+            raise kind("too much")
+
+    try:
+        return str(fit_memory_(model, "1GiB", step=step).policies)
+    except (ValueError, RuntimeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "text"),
+    [
+        (torch.OutOfMemoryError, 1, "OutOfMemoryError: {}too much"),
+        (KeyError, 2, "{}too much"),
+        (RuntimeError, 3, "{{'part0': '"),  # an action is left out
+    ],
+)
+def test_ranks_agree_on_an_error_of_one(kind: type[Exception], call: int, text: str) -> None:
+    first, second = run_ranks(fail_on_rank, 2, kind, call)
+    assert text.format("rank 1: ") in first.replace("'too much'", "too much")
+    assert text.format("") in second.replace("'too much'", "too much")
 
 
 def split_on_rank(rank: int, world_size: int) -> list[int]:

@@ -23,13 +23,17 @@ LLAMA: dict[str, Any] = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=200, num_hidden_layers=5,
     hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
 )  # fmt: skip
+MIXTRAL: dict[str, Any] = dict(
+    LLAMA, model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=4,
+    num_hidden_layers=2,
+)  # fmt: skip
 T5: dict[str, Any] = dict(
     model_type="t5", architectures=["T5ForConditionalGeneration"], vocab_size=200, num_layers=4,
     d_model=64, d_kv=16, d_ff=128, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "rank"), [(LLAMA, 0), (LLAMA, 4), (T5, 0)])
+@pytest.mark.parametrize(("config", "rank"), [(LLAMA, 0), (LLAMA, 4), (T5, 0), (MIXTRAL, 0)])
 def test_fake_tensors_give_the_peak_of_the_real_step(config: dict[str, Any], rank: int) -> None:
     machine = load_hardware("h100")
     parsed = transformers.AutoConfig.for_model(**config)
