@@ -113,7 +113,7 @@ class Part:
 
 
 class _Container(NamedTuple):
-    """A container with its items; those of a dictionary are pairs. name, owner: as in Part."""
+    """A container with its items at one moment, as `_items` gives them. name, owner: as in Part."""
 
     name: str
     owner: str
@@ -127,6 +127,7 @@ class Contents:
     enters: tells by its name whether an object of Python is looked into, a function, or a module
         that is not inside the layer.
     constant: further kinds that are never looked into.
+    has_graphs: whether a tensor may have the graph of an earlier result.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Contents:
         self._enters, self._known, self._room = enters, set[int](), MAX_PARTS
         self._constant = CONSTANT + constant
         self._modules = set[nn.Module]()
+        self.has_graphs = False
         self.containers: list[_Container] = []
         self.parts: dict[str, Part] = {}
         self.generators: list[tuple[str, GeneratorState]] = []  # each with its owner
@@ -181,6 +183,7 @@ class Contents:
         self._known.add(id(value))
         if isinstance(value, (Tensor, *ARRAYS)):
             self.parts[name] = Part(name, owner, value)
+            self.has_graphs |= isinstance(value, Tensor) and not value.is_leaf
         elif is_generator(value):
             self.generators.append((owner, GeneratorState.of(value)))
         elif isinstance(value, (*CONTAINERS, nn.Module)) or not _is_of_library(value):
@@ -236,44 +239,48 @@ class Contents:
         """Yields the name and the owner of everything else that is another now, except generators
         that modules hold: these may draw."""
         for name, owner, value, items in self.containers:
-            now = _items(value)
-            if not _is_same(tuple(items), tuple(now)):
-                before = dict(items) if isinstance(value, dict) else {}
+            if not _has(value, items):
+                before = _dictionary(items) if isinstance(value, dict) else {}
                 keys = [key for key in before if not _is_same(before[key], value.get(key, self))]
                 yield ".".join(filter(None, [name, *map(str, keys[:1])])), owner
         for owner, state in self.generators:
             if owner and state.is_changed():
                 yield f"a generator of {owner}", owner
 
-    def settle(self, owners: Collection[str]) -> None:
+    def settle(self, owners: Collection[str], *, written: bool) -> None:
         """Drops what objects hold that are not among `owners`, and graphs of earlier results.
         Writes count from here on.
 
         Otherwise each forward of a layer that assigns `self.aux = ...` would hold the graph of the
         forward before it.
+        written: whether a tensor was written to, which may have given it a graph.
         """
+        self.has_graphs |= written
         self.containers = [each for each in self.containers if each.owner in owners]
         self.generators = [each for each in self.generators if each[0] in owners]
         self.parts = {name: each for name, each in self.parts.items() if each.owner in owners}
-        for each in self.containers:
+        for each in self.containers if self.has_graphs else ():
             each.items[:] = _without_old_graphs(each.items, _items(each.value))
         for part in self.parts.values():
             part.version, part.bits = part.version_now(), None
 
     @contextmanager
-    def restored(self, exchange: Callable[[Any], Any] = lambda each: each) -> Iterator[None]:
+    def restored(self, exchange: Callable[[Any], Any] | None = None) -> Iterator[None]:
         """Gives the containers their items inside the block; then their present ones.
 
-        exchange: returns what takes the place of a value.
+        exchange: returns what takes the place of a value. None: each value keeps its place.
         """
         pairs = [
-            (each.value, each.items, _items(each.value))
+            (each.value, each.items, each.items if _has(*each[2:]) else _items(each.value))
             for each in self.containers
             if type(each.value) in RESTORED or not isinstance(each.value, CONTAINERS)
         ]
         try:
-            for value, items, _ in pairs:
-                _refill(value, [mapped(item, exchange) for item in items])
+            for value, items, now in pairs:
+                if exchange is not None:
+                    items = [mapped(item, exchange) for item in items]
+                if items is not now:
+                    _refill(value, items)
             yield
         finally:
             for value, _, now in pairs:
@@ -297,12 +304,18 @@ def is_sharded(layer: nn.Module) -> bool:
 
 
 def _items(value: Any) -> list[Any]:
-    """Returns the items of a container; pairs for a dictionary, and for the slots of an object."""
+    """Returns the items of a container: the keys and then the values of a dictionary, which takes
+    the least time; names with their values for the slots of an object."""
     if isinstance(value, dict):
-        return [*value.items()]
+        return [*value, *value.values()]
     if isinstance(value, CONTAINERS):
         return [*value]
     return [(name, _slot(value, name)) for name in _slots_of(type(value))]
+
+
+def _dictionary(items: list[Any]) -> dict[Any, Any]:
+    half = len(items) // 2
+    return dict(zip(items[:half], items[half:], strict=True))
 
 
 def _slot(value: Any, name: str) -> Any:
@@ -350,20 +363,24 @@ def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and type(one) in PLAIN and bool(one == other)
 
 
+def _has(value: Any, items: list[Any]) -> bool:
+    """Tells whether a container has these items."""
+    now = _items(value)  # compared by identity first, without a loop in Python
+    return len(now) == len(items) and (all(map(is_, now, items)) or all(map(_is_same, now, items)))
+
+
 def _refill(value: Any, items: list[Any]) -> None:
-    if _is_same(tuple(_items(value)), tuple(items)):
+    if _has(value, items):
         return  # somebody may iterate over it
-    if type(value) not in RESTORED:  # the slots of an object
+    if isinstance(value, dict):
+        value.clear()
+        value.update(_dictionary(items))
+    elif type(value) not in RESTORED:  # the slots of an object
         for (name, item), (_, now) in zip(items, _items(value), strict=True):
             if item is UNSET and now is not UNSET:
                 object.__delattr__(value, name)
             elif not _is_same(item, now):
                 object.__setattr__(value, name, item)
-        return
-    value.clear()
-    if isinstance(value, dict):
-        value.update(dict(items))
-    elif isinstance(value, set):
-        value.update(items)
     else:
-        value.extend(items)
+        value.clear()
+        (value.update if isinstance(value, set) else value.extend)(items)

@@ -36,16 +36,19 @@ class Signature(NamedTuple):
         """Returns the signature of a call of the layer. settings: those of torch."""
         given = tree_leaves((args, kwargs))
         tensors = [each for each in given if isinstance(each, Tensor)]
-        modules, parameters = list(layer.modules()), list(layer.parameters())
-        hooks = [getattr(module, name) for module in modules for name in HOOKS]
-        hooks += [getattr(each, name) or {} for each in parameters for name in PARAMETER_HOOKS]
+        modules = list(layer.modules())
+        # tied ones as often as they are held, which is faster than `parameters()`
+        found = [each for module in modules for each in module._parameters.values()]
+        parameters = [each for each in found if each is not None]
+        held = [hooks for module in modules for hooks in map(vars(module).get, HOOKS) if hooks]
+        held += [getattr(each, name) or {} for each in parameters for name in PARAMETER_HOOKS]
         kinds = (
             *(getattr(module, "training", None) for module in modules),  # a frozen script has none
             *(type(each) for each in given),
             *((each.dtype, each.requires_grad, each.layout) for each in tensors),
             *kwargs,
-            *(kind_of(hook) for found in hooks for hook in found.values()),
-            *(kind_of(vars(module).get("forward")) for module in modules),
+            *(kind_of(hook) for hooks in held for hook in hooks.values()),
+            *(kind_of(vars(module)["forward"]) for module in modules if "forward" in vars(module)),
             *(parameter.requires_grad for parameter in parameters),
             *settings,
         )

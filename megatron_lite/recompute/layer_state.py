@@ -120,7 +120,7 @@ class LayerState:
             )
         if self.is_first:  # later forwards take what changed once to change every time
             self.copies = {name: self.copies[name] for name in written.keys() - lost}
-        self._contents.settle(self._written.names | {""})
+        self._contents.settle(self._written.names | {""}, written=bool(written))
         self._parts = self._contents.parts
         self._is_settled = True
         for name in self._arguments:
@@ -152,7 +152,8 @@ class LayerState:
 
         with ExitStack() as around:
             around.enter_context(_trainable_as(self._trainable))
-            around.enter_context(self._contents.restored(exchanged))
+            exchanges = again or self._contents.has_graphs
+            around.enter_context(self._contents.restored(exchanged if exchanges else None))
             for module in () if self._layer is None else self._layer.modules():
                 if isinstance(module, torch.jit.ScriptModule):  # its registries are of another kind
                     for name, buffer in module._buffers.items():

@@ -105,7 +105,9 @@ class Surroundings(NamedTuple):
         return (
             str(self.flags),
             (*map(type, self.modes), *map(type, dispatch_modes())),
-            tuple(kind_of(hook) for found in self.hooks.containers for _, hook in found.items),
+            tuple(
+                kind_of(hook) for found in self.hooks.containers for hook in found.value.values()
+            ),
             kind_of((hooks_in_force() or (None,))[0]),  # of the caller, which may round
         )
 
