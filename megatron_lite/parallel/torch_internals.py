@@ -90,6 +90,7 @@ disable_current_modes = private("torch.utils._python_dispatch._disable_current_m
 
 # The product of groups of rows with a matrix each, (rows, matrices, offs=ends).
 grouped_product = private("torch._grouped_mm")
+grouped_operator = private("torch.ops.aten._grouped_mm.default")
 
 
 class KeepsResults(TorchDispatchMode):  # type: ignore[valid-type, misc]

@@ -37,9 +37,7 @@ class Signature(NamedTuple):
         given = tree_leaves((args, kwargs))
         tensors = [each for each in given if isinstance(each, Tensor)]
         modules = list(layer.modules())
-        # tied ones as often as they are held, which is faster than `parameters()`
-        found = [each for module in modules for each in module._parameters.values()]
-        parameters = [each for each in found if each is not None]
+        parameters = list(layer.parameters())
         held = [hooks for module in modules for hooks in map(vars(module).get, HOOKS) if hooks]
         held += [getattr(each, name) or {} for each in parameters for name in PARAMETER_HOOKS]
         kinds = (

@@ -30,7 +30,7 @@ from megatron_lite.fit.memory_fit import Fit, fitted
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.step_meter import StepMeter
 from megatron_lite.parallel.simulated import SimulatedTensors
-from megatron_lite.parallel.torch_internals import NeedsValues, fake_store
+from megatron_lite.parallel.torch_internals import NeedsValues, fake_store, grouped_operator
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.recompute.contents import tensors_of
 
@@ -85,7 +85,7 @@ class SimulatedValues(SimulatedTensors):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is ATEN._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        if func is grouped_operator and args[0].dtype != torch.bfloat16:
             # Torch knows the shapes of bf16 alone.
             halves = [one.bfloat16() for one in args[:2]]
             return func(*halves, *args[2:], **kwargs).to(args[0].dtype)

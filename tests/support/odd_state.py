@@ -207,6 +207,13 @@ class Differentiates(Block):
         return self.body(hidden) + force.sin()
 
 
+class WritesArgument(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden.mul_(2).add_(1)
+        product = self.body(hidden.clone())
+        return product + hidden.mul_(0.5)
+
+
 class WritesProduct(Block):
     """Writes to its argument, which is a product of the layer before."""
 
@@ -797,6 +804,9 @@ UNLISTED: dict[str, Foreign] = {
     "objects with slots": case(CountsInSlots),
     "arrays of Python": case(Arrays),
     "scripted functions and frozen traces": case(Scripted),
+    "dropout alone": case(Block),
+    "BatchNorm": case(Norms),
+    "an argument, which it writes": case(WritesArgument),
     "a product, which the next layer writes to": case(WritesProduct),
     "a backward into its own parameters": case(AccumulatesInside, may_refuse=True),
     "the older spectral norm": case(OldSpectral),
