@@ -233,7 +233,7 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
             model.tie_weights()  # a part of the initialization
             return model.train()
     except Exception as error:  # the library checks few values before it computes with them
-        reason = f"{type(error).__name__}: {shown(str(error))}"
+        reason = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
         raise InputError(f"transformers cannot build this model: {reason}") from error
     raise InputError(f"architectures: {shown(repr(name))} is no model of transformers: name one")
 
