@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import read_up_to
+from megatron_lite.config.input_file import read_up_to
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.tools.command import exit_status

@@ -31,8 +31,8 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 306_600,
-    "files of the library": 271,
+    "tokens of the library": 306_700,
+    "files of the library": 273,
     "tokens of tests": 326_500,
     "tokens of benchmarks": 20_900,
     "own files in one plain step": 32,

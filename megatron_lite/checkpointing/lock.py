@@ -27,7 +27,7 @@ from pathlib import Path
 from megatron_lite.checkpointing.metadata import MOST_STARTS, Manifest
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import read_input
+from megatron_lite.config.input_file import read_input
 from megatron_lite.data.durable_files import sync
 
 LOCK = "lock.json"

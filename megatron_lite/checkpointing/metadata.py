@@ -39,7 +39,7 @@ from megatron_lite.checkpointing.step_files import (
 )
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError, input_faults
-from megatron_lite.config.plain import input_size, read_input
+from megatron_lite.config.input_file import input_size, read_input
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import checksum_of
 from megatron_lite.memory.predict.states import parameter_count

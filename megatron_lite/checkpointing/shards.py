@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_lite.checkpointing.step_files import shard_file
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import open_input, regular_path
+from megatron_lite.config.input_file import open_input, regular_path
 from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
 
 MOST_DIMS = 8

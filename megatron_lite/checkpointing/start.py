@@ -42,8 +42,9 @@ from megatron_lite.checkpointing.step_files import (
 )
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.invocation import SCRIPT, subcommand
-from megatron_lite.config.plain import parse_json, regular_path
+from megatron_lite.config.plain import parse_json
 from megatron_lite.parallel.state import ParallelState, gather_texts
 
 MOST_REPORTED = 5

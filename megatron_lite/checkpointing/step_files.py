@@ -38,7 +38,7 @@ from pathlib import Path
 
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import read_input
+from megatron_lite.config.input_file import read_input
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG, METADATA = "config.json", "metadata.json"

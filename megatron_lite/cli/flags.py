@@ -18,11 +18,12 @@ from typing import Any
 from megatron_lite.config import megatron_flags
 from megatron_lite.config.checks import ContradictionError, InputError, flag
 from megatron_lite.config.dry_run_settings import DryRunConfig, take_dry_run
+from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.megatron_flags import translate_values
 from megatron_lite.config.notices import notices as notices_of
-from megatron_lite.config.plain import LARGEST_TEXT, read_input_text
+from megatron_lite.config.plain import LARGEST_TEXT
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import (
     Parser,

@@ -12,9 +12,10 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
+from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.invocation import as_typed
 from megatron_lite.config.megatron_flags import advice, fate_of, listed
-from megatron_lite.config.plain import LARGEST_TEXT, read_input_text, shown
+from megatron_lite.config.plain import LARGEST_TEXT, shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
 from megatron_lite.config.run_flags import Parser, help_columns, paragraph
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_lite.config.checks import InputError, flag, input_faults, quoted
-from megatron_lite.config.plain import as_object, read_json, shown
+from megatron_lite.config.input_file import read_json
+from megatron_lite.config.plain import as_object, shown
 
 Given = dict[str, Any]
 

@@ -47,8 +47,9 @@ from megatron_lite.config.hf_rules import (
     Unrotated,
     Windows,
 )
+from megatron_lite.config.input_file import read_json
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
-from megatron_lite.config.plain import as_whole, parse_json, read_json, shown
+from megatron_lite.config.plain import as_whole, parse_json, shown
 
 DATA = parse_json(Path(__file__).with_name("families.json").read_text())
 

@@ -39,8 +39,8 @@ from torch import Tensor
 from megatron_lite.checkpointing.shards import FLOATS, naming, open_tensors
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.hf_config import CONFIG, FAMILIES, exact_fields, read_hf_file, to_hf
+from megatron_lite.config.input_file import crafted, read_json
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import crafted, read_json
 from megatron_lite.convert.target import (
     Tensors,
     complete_folder,

@@ -37,9 +37,9 @@ from megatron_lite.checkpointing.step_files import (
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.hf_config import token_ids_of
+from megatron_lite.config.input_file import read_json
 from megatron_lite.config.invocation import shell_lines, subcommand, training_command
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.plain import read_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.convert.target import (

@@ -22,7 +22,8 @@ import numpy as np
 
 from megatron_lite.config.checks import InputError, flag, input_faults
 from megatron_lite.config.data_settings import PER_SPLIT_PATHS, DataConfig
-from megatron_lite.config.plain import parse_json, read_input_text, shown
+from megatron_lite.config.input_file import read_input_text
+from megatron_lite.config.plain import parse_json, shown
 
 LARGEST_FILE = 1 << 24  # bytes of a file with the words of --data-path
 SPLITS = ("train", "valid", "test")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import open_input, retried
+from megatron_lite.config.input_file import open_input, retried
 
 BUFFER_BYTES = 2**20
 

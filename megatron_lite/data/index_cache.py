@@ -28,7 +28,7 @@ import numpy as np
 
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import read_input
+from megatron_lite.config.input_file import read_input
 from megatron_lite.data.durable_files import checksum_of, sync, write_synced
 
 Arrays = dict[str, np.ndarray]

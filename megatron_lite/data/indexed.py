@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import open_input, regular_path
+from megatron_lite.config.input_file import open_input, regular_path
 from megatron_lite.data.data_paths import prefix_advice
 from megatron_lite.data.durable_files import sync
 

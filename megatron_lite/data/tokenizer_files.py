@@ -16,7 +16,8 @@ from typing import Any
 from megatron_lite.config import plain
 from megatron_lite.config.checks import input_faults
 from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
-from megatron_lite.config.plain import parse_json, read_input
+from megatron_lite.config.input_file import read_input
+from megatron_lite.config.plain import parse_json
 
 # The files that each type reads: the field of TokenizerConfig with the path, and the stored name.
 READ_FILES: dict[str, dict[str, str]] = {

@@ -182,7 +182,7 @@ class Operation(NamedTuple):
     parameters: the parameters of its module.
     moved: the bytes that its kernels move besides matmuls and collectives. The sum of a residual's
         two gradients counts in the norm where the residual branches.
-    temporary: the bytes of its largest temporary (shape.py).
+    temporary: the bytes of its largest temporary (sizes.py).
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The transformer layers of a stage: the layer, and the stack with the norm after it.
+"""The transformer layers of a stage: the MLP, the layer, and the stack with the norm after it.
 
 A layer has dropout before each addition:
 

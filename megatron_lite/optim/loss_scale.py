@@ -6,6 +6,8 @@
 
 Everything is a 0-d tensor on the device and nothing waits for it. Every rank decides alike, from
 the same global gradient norm.
+
+Updates are also skipped where the loss is a spike (`SpikeGuard`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The rule (adam_update.py or muon_update.py) works on pieces of parameters. Maste
 if the model is bf16 or fp16. A step whose gradient norm or loss is not finite changes nothing.
 Every rank decides that alike from the same global norm, on the device, without waiting for it. Such
 a step lowers the loss scale, if the run has one. A step whose loss is a spike changes nothing
-either, if the run looks for spikes (spike.py). The layout decides what a piece is and which
+either, if the run looks for spikes (loss_scale.py). The layout decides what a piece is and which
 collectives run: see layouts.py.
 """
 

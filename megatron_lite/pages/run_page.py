@@ -16,7 +16,7 @@ from typing import Any
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import input_size, open_input, read_input
+from megatron_lite.config.input_file import input_size, open_input, read_input
 from megatron_lite.pages.document import GIB, document, number, picture
 
 # Reads what the page of a run shows, from the metrics file and the logs of the run.

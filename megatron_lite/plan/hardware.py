@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, chosen, input_faults
-from megatron_lite.config.plain import LARGEST_TEXT, from_plain, parse_json, read_input_text, shown
+from megatron_lite.config.input_file import read_input_text
+from megatron_lite.config.plain import LARGEST_TEXT, from_plain, parse_json, shown
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.description.operations import (
     ALL_GATHER,

@@ -9,8 +9,8 @@ of all that were tried, by the time model.
     1  the same with one of these ways: it stands for every number of virtual stages
     2  the same with one of these: it stands for every cut of the layers into stages
     3  no recomputation, and the shortest way through the pipeline
-    4  the fewest replays if only states and activations took memory. Where a policy replays, the
-       layout joins at station 3 with loss chunks, and with further units of FSDP2
+    4  the fewest replays if only states and activations took memory. If they fit, the layout joins
+       at station 3 with loss chunks, and with further units of FSDP2
     5  the fastest policy by the full prediction of the peak, and the simulated pipeline: a plan
 
 The rows behind the first plan are the fastest of MORE_FITTED further layouts that are planned.
@@ -190,8 +190,7 @@ class Search:
                     too_large.append(config)
                 else:
                     push(seconds, 4, config, time)
-                    if seconds > time.seconds:  # it needs memory
-                        push_new(savers(self.problem, config), 3)
+                    push_new(savers(self.problem, config), 3)
             else:
                 fitted += bool(plans)
                 chosen = self.fit(config, num_ranks, budget_bytes)
@@ -202,9 +201,6 @@ class Search:
                     push(plan.time.seconds, 5, config, time, plan)
                     known = fastest.get(_shape(config), math.inf)
                     fastest[_shape(config)] = min(known, plan.time.seconds)
-                needs = plan is None or plan.config.recompute.policy.rules
-                if needs and bound == time.seconds * _handicap(config):  # not known at station 3
-                    push_new(savers(self.problem, config), 3)
         return list(plans.values()), too_large
 
     def _balanced(

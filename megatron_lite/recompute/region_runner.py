@@ -184,7 +184,7 @@ class Regions:
         forward = _with_last(function, skip_tail)
         replay = _with_last(function, True) if self.skip_region_tails else None
         if name == MLP_REGION and self.tiles > 1:
-            from megatron_lite.recompute.checkpoint import run_in_tiles
+            from megatron_lite.recompute.tiles import run_in_tiles
 
             calls = [
                 self._verified(f"{name}, tile {tile}", forward, self.rng)

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import parse_json, read_input_text
+from megatron_lite.config.input_file import read_input_text
+from megatron_lite.config.plain import parse_json
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import crafted
+from megatron_lite.config.input_file import crafted
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.parallel.signals import postponed
 from megatron_lite.tools.command import exit_status

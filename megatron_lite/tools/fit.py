@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lite.config.checks import InputError, input_faults
-from megatron_lite.config.plain import read_json, shown
+from megatron_lite.config.input_file import read_json
+from megatron_lite.config.plain import shown
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.config.units import parse_bytes
 from megatron_lite.plan.auto_policy import default_reserve

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.hf_config import read_hf_file
+from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.megatron_flags import (
     add_flags_without_effect,
@@ -27,7 +28,7 @@ from megatron_lite.config.megatron_flags import (
     take_ignored,
     translate_values,
 )
-from megatron_lite.config.plain import LARGEST_TEXT, parse_whole_number, read_input_text, shown
+from megatron_lite.config.plain import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.recompute import AUTO
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import Parser, add_run_flags, flag_of, paragraph

@@ -29,7 +29,8 @@ import numpy as np
 
 from megatron_lite.config.checks import InputError, input_faults, require_at_least
 from megatron_lite.config.data_settings import TokenizerConfig
-from megatron_lite.config.plain import open_input, parse_json
+from megatron_lite.config.input_file import open_input
+from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run_flags import Parser, add_flag, fields_of
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer, check_encodes

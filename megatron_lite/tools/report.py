@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import crafted
+from megatron_lite.config.input_file import crafted
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.run_page import RunRecord, read_run, run_page

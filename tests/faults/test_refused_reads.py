@@ -14,7 +14,7 @@ import pytest
 
 from megatron_lite.checkpointing import saver
 from megatron_lite.checkpointing.step_files import LATEST
-from megatron_lite.config import plain
+from megatron_lite.config import input_file
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.tools import generate
@@ -50,7 +50,7 @@ def refusing(patch: Patch, name: str, number: int, *, times: int) -> Callable[[]
         return real(path, *arguments, **named)
 
     patch.setattr(os, "open", refused)
-    patch.setattr(plain, "PAUSES_S", (0.0, 0.0))
+    patch.setattr(input_file, "PAUSES_S", (0.0, 0.0))
     return lambda: calls
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 from megatron_lite.model import layer
-from megatron_lite.recompute import checkpoint
 from megatron_lite.recompute import layer_runner as runner
+from megatron_lite.recompute import tiles
 from tests.recompute import test_discard, test_runner, test_tiles
 from tests.support.mutants import Mutant, each_is_seen, replaces
 
@@ -37,7 +37,7 @@ def the_tail_of_every_layer_is_skipped(chain, plan, segment, part, *others, **fa
     return run
 
 
-@replaces("tiles_of", checkpoint)
+@replaces("tiles_of", tiles)
 def a_tile_begins_in_the_one_before(tiles_of, whole, number):
     return [slice(max(0, tile.start - 1), tile.stop) for tile in tiles_of(whole, number)]
 

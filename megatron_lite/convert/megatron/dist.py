@@ -29,8 +29,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from megatron_lite.checkpointing.shards import MOST_DIMS, MOST_ELEMENTS
 from megatron_lite.checkpointing.start import DIST_METADATA
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import crafted, input_size, read_input
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import crafted, input_size, read_input
 from megatron_lite.convert.megatron import args as megatron_args
 from megatron_lite.convert.megatron.source import (
     EXPERTS,

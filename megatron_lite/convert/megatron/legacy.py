@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError, input_faults
+from megatron_lite.config.input_file import crafted
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.plain import crafted
 from megatron_lite.config.stages import Stage, stages
 from megatron_lite.convert.megatron import args as megatron_args
 from megatron_lite.convert.megatron.source import (

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatron_lite.checkpointing.shards import MOST_DIMS
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import crafted, open_input
+from megatron_lite.config.input_file import crafted, open_input
 
 MOST_BYTES = 2**28  # of one pickle; tensors are stored outside of it
 MOST_OPERATIONS = 2 * 10**7  # each makes one small object at most

@@ -29,7 +29,8 @@ from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import input_faults
-from megatron_lite.config.plain import as_list, as_object, parse_json, read_input
+from megatron_lite.config.input_file import read_input
+from megatron_lite.config.plain import as_list, as_object, parse_json
 from megatron_lite.data.durable_files import written_beside
 from megatron_lite.memory.predict.stage_course import KeptPoint
 

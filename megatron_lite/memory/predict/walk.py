@@ -1,6 +1,6 @@
 """Adds up what a micro-batch holds on a stage, and finds the fullest moment. Standard library only.
 
-Under FSDP2 the walk also holds gathered weights and reduced gradients (gathered_weights.py).
+Under FSDP2 the walk also holds gathered weights and reduced gradients (below).
 """
 
 from __future__ import annotations
