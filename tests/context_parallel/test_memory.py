@@ -24,8 +24,8 @@ from tests.support.models import (
     BATCH,
     SEQ_LENGTH,
     build_tiny_model,
-    padded_vocab_size,
     sample_tokens,
+    tiny_sizes,
     tp_state,
 )
 from tests.support.pairs import sampled
@@ -42,11 +42,8 @@ class Layout(NamedTuple):
     cp_comm_type: str | tuple[str, ...] = "p2p"
 
     def sizes(self, dtype: torch.dtype = torch.float32) -> Sizes:
-        return Sizes(
-            micro_batch_size=BATCH,
-            seq_length=SEQ_LENGTH,
-            padded_vocab_size=padded_vocab_size(self.tp_size),
-            tp_size=self.tp_size,
+        return tiny_sizes(
+            self.tp_size,
             sequence_parallel=self.sequence_parallel,
             cp_size=self.cp_size,
             cp_comm_type=self.cp_comm_type,

@@ -34,15 +34,8 @@ from megatron_lite.memory.measure.meter import kept_for_backward, running_module
 from megatron_lite.parallel.state import ParallelState
 from tests.memory.test_replay_flops import FORMULAS
 from tests.support import pairs
-from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import (
-    BATCH,
-    SEQ_LENGTH,
-    build_tiny_model,
-    padded_vocab_size,
-    sample_tokens,
-    tp_state,
-)
+from tests.support.equality import GATHERED, SENT, VARIANTS, variant_config
+from tests.support.models import build_tiny_model, sample_tokens, tiny_sizes, tp_state
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 2
@@ -59,16 +52,9 @@ KINDS = {
 }
 # Fields of ParallelConfig of layouts in which two ranks hold different experts.
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
-    "ep2": dict(expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"),
-    "ep2, all tokens gathered": dict(
-        expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"
-    ),
-    "ep2, tp2 shares no expert": dict(
-        tp_size=2,
-        expert_model_parallel_size=2,
-        moe_token_dispatcher_type="alltoall",
-        expert_tensor_parallel_size=1,
-    ),
+    "ep2": SENT,
+    "ep2, all tokens gathered": GATHERED,
+    "ep2, tp2 shares no expert": dict(SENT, tp_size=2, expert_tensor_parallel_size=1),
     "tp2 shares no expert": dict(tp_size=2, expert_tensor_parallel_size=1),
 }
 
@@ -216,13 +202,8 @@ def wrong(
                 **(dict(moe_expert_capacity_factor=0.9) if layout and variant == "mixtral" else {}),
                 **differing,
             )
-            sizes = Sizes(
-                micro_batch_size=BATCH,
-                seq_length=SEQ_LENGTH,
-                padded_vocab_size=padded_vocab_size(parallel.tp_size),
-                tp_size=parallel.tp_size,
-                sequence_parallel=sequence_parallel,
-                element_bytes=dtype.itemsize,
+            sizes = tiny_sizes(
+                parallel.tp_size, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize
             )
             real, rows = measured(
                 config, parallel, sequence_parallel=sequence_parallel, dtype=dtype

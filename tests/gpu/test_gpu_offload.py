@@ -24,14 +24,7 @@ from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.recompute.schedule import plan_stage
-from tests.support.models import (
-    BATCH,
-    SEQ_LENGTH,
-    build_tiny_model,
-    padded_vocab_size,
-    sample_tokens,
-    tiny_config,
-)
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tiny_sizes
 
 NUM_LAYERS = 5
 POLICIES = (
@@ -179,13 +172,7 @@ def predicted_bytes(model: GPTModel, sizes: Sizes) -> tuple[int, int]:
 def test_as_many_bytes_as_predicted_are_on_the_host_and_as_many_fewer_on_the_device(
     device: torch.device,
 ) -> None:
-    sizes = Sizes(
-        micro_batch_size=BATCH,
-        seq_length=SEQ_LENGTH,
-        padded_vocab_size=padded_vocab_size(1),
-        element_bytes=2,
-        device=device.type,
-    )
+    sizes = tiny_sizes(element_bytes=2, device=device.type)
     plain = build("*:none", device, dtype=torch.bfloat16)
     all_found, all_predicted = kept_bytes(plain, device), predicted_bytes(plain, sizes)
     assert all_found[1] == all_predicted[1] == 0

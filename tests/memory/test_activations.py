@@ -16,21 +16,13 @@ import torch._dynamo
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import (
-    BATCH,
-    SEQ_LENGTH,
-    build_tiny_model,
-    padded_vocab_size,
-    sample_tokens,
-    tp_state,
-)
+from tests.support.models import build_tiny_model, sample_tokens, tiny_sizes, tp_state
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 from tests.support.storages import addresses
@@ -121,11 +113,8 @@ def figures(
         if live is None
         else live.bytes_beside(known | meter.storages().keys() | stores.storages())
     )
-    sizes = Sizes(
-        micro_batch_size=BATCH,
-        seq_length=SEQ_LENGTH,
-        padded_vocab_size=padded_vocab_size(parallel.tp_size),
-        tp_size=parallel.tp_size,
+    sizes = tiny_sizes(
+        parallel.tp_size,
         sequence_parallel=sequence_parallel,
         cp_size=parallel.cp_size,
         cp_comm_type=cp_comm_type,

@@ -19,7 +19,6 @@ from megatron_lite.description.operations import (
     SHIFT,
     Collective,
 )
-from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import Traffic
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
@@ -29,9 +28,9 @@ from tests.support.models import (
     BATCH,
     SEQ_LENGTH,
     build_tiny_model,
-    padded_vocab_size,
     sample_tokens,
     tiny_config,
+    tiny_sizes,
     tp_state,
 )
 from tests.support.pairs import only, sampled
@@ -121,14 +120,7 @@ def predicted(
     return plan_collectives(
         MODEL,
         plan,
-        Sizes(
-            micro_batch_size=BATCH,
-            seq_length=SEQ_LENGTH,
-            padded_vocab_size=padded_vocab_size(tp_size),
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            element_bytes=element_bytes,
-        ),
+        tiny_sizes(tp_size, sequence_parallel=sequence_parallel, element_bytes=element_bytes),
     )
 
 
@@ -178,13 +170,7 @@ def test_a_replay_of_experts_repeats_the_collectives_that_its_policy_says(dispat
                 )
         return found
 
-    sizes = Sizes(
-        micro_batch_size=BATCH,
-        seq_length=SEQ_LENGTH,
-        padded_vocab_size=padded_vocab_size(1),
-        ep_size=2,
-        gathers_tokens=dispatcher == "allgather",
-    )
+    sizes = tiny_sizes(ep_size=2, gathers_tokens=dispatcher == "allgather")
     expected = {}
     for name, plan in plans.items():
         exchange = plan_collectives(config, plan, sizes)

@@ -11,13 +11,12 @@ from arguments import parse_args
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import stages
-from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.recompute.schedule import plan_stage
 from tests.memory import test_activations, test_peak
 from tests.recompute.test_equality import DIFFERING_MODELS as MODELS
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, tp_state
+from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, tiny_sizes, tp_state
 from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 
@@ -97,14 +96,7 @@ def test_a_later_stage_begins_with_its_own_layers() -> None:
                 output = model.decoder(hidden, model.rotary_tables(SEQ_LENGTH))
                 measured = meter.total_bytes()
                 del output
-        sizes = Sizes(
-            micro_batch_size=BATCH,
-            seq_length=SEQ_LENGTH,
-            padded_vocab_size=padded_vocab_size(1),
-            has_embedding=False,
-            has_head=False,
-            first_layer=stage.first_layer,
-        )
+        sizes = tiny_sizes(has_embedding=False, has_head=False, first_layer=stage.first_layer)
         # the final norm's input and statistics
         norm = 4 * BATCH * SEQ_LENGTH * (32 + 1) if stage.is_last else 0
         assert measured - norm == activation_bytes(config, plan, sizes), stage

@@ -20,7 +20,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, tp_state
+from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, tiny_sizes, tp_state
 from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 
@@ -28,14 +28,7 @@ NUM_LAYERS = 2
 
 
 def sizes(tp_size: int, sequence_parallel: bool, dtype: torch.dtype = torch.float32) -> Sizes:
-    return Sizes(
-        micro_batch_size=BATCH,
-        seq_length=SEQ_LENGTH,
-        padded_vocab_size=padded_vocab_size(tp_size),
-        tp_size=tp_size,
-        sequence_parallel=sequence_parallel,
-        element_bytes=dtype.itemsize,
-    )
+    return tiny_sizes(tp_size, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize)
 
 
 class InGroups(TorchDispatchMode):

@@ -27,14 +27,7 @@ from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import (
-    BATCH,
-    SEQ_LENGTH,
-    build_tiny_model,
-    padded_vocab_size,
-    sample_tokens,
-    tp_state,
-)
+from tests.support.models import build_tiny_model, sample_tokens, tiny_sizes, tp_state
 from tests.support.mutants import replaces
 from tests.support.pairs import only, sampled
 from tests.support.ranks import run_ranks
@@ -161,13 +154,7 @@ def measured(
 
 
 def sizes(tp_size: int, *, sequence_parallel: bool) -> Sizes:
-    return Sizes(
-        micro_batch_size=BATCH,
-        seq_length=SEQ_LENGTH,
-        padded_vocab_size=padded_vocab_size(tp_size),
-        tp_size=tp_size,
-        sequence_parallel=sequence_parallel,
-    )
+    return tiny_sizes(tp_size, sequence_parallel=sequence_parallel)
 
 
 def predicted(

@@ -18,7 +18,7 @@ from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute import layer_runner as runner
 from megatron_lite.recompute import randomness
 from megatron_lite.recompute.phase import is_recomputing
-from tests.recompute import test_checkpoint, test_randomness, test_runner, test_split
+from tests.recompute import test_checkpoint, test_runner, test_split
 from tests.support.mutants import Mutant, each_is_seen, replaces
 
 Patch, Function, Randomness = pytest.MonkeyPatch, engine._Checkpoint, randomness.Randomness
@@ -81,12 +81,8 @@ def the_callers_tensor_becomes_its_part(patch: Patch) -> None:
 
 
 SAME_NUMBERS = test_checkpoint.test_every_backward_sees_the_numbers_of_the_forward
-MASKS = test_randomness.test_a_replay_draws_the_masks_of_its_forward_on_the_right_stream
-UNITS = dict(
-    recompute=test_randomness.UNITS_OF_TWO,
-    residual_order=[5, 6, 1, 2, 3, 4],
-    attention_order=[2, 0, 1],
-)
+BETWEEN = test_runner.test_what_runs_between_forward_and_backward_changes_nothing
+UNITS = dict(recompute=test_runner.UNITS_OF_TWO)
 LEFT_ALONE = test_split.test_the_callers_tensor_is_left_alone
 SPLIT = test_split.test_inputs_are_gathered_one_ahead_of_the_replay
 
@@ -100,23 +96,12 @@ MUTANTS = [
         test_checkpoint.test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device,
         dict(times=1),
     ),
-    # Residual masks are the TP ranks' own under sequence parallelism and shared without it,
-    # attention masks always their own.
-    Mutant(
-        residual_masks_of_a_replay_come_from_the_other_stream,
-        MASKS,
-        dict(UNITS, sequence_parallel=False),
-    ),
-    # Units.
-    Mutant(
-        every_layer_of_a_unit_gets_the_units_input,
-        test_runner.test_what_runs_between_forward_and_backward_changes_nothing,
-        dict(recompute=test_runner.UNITS_OF_TWO),
-    ),
+    # Units, and the stream of their masks.
+    Mutant(residual_masks_of_a_replay_come_from_the_other_stream, BETWEEN, UNITS),
+    Mutant(every_layer_of_a_unit_gets_the_units_input, BETWEEN, UNITS),
     # Split inputs.
     Mutant(the_callers_tensor_becomes_its_part, LEFT_ALONE, dict(grad=True), "size of tensor a"),
     Mutant(parts_are_gathered_in_the_wrong_order, SPLIT),
-    # In and out of the Function.
 ]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lite.parallel import weight_gradient
-from megatron_lite.tensor_parallel.layers import parallel_linear
+from megatron_lite.tensor_parallel.layers import parallel_linear, token_rows
 from tests.support import cuda_addmm
+from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 
 def close(value: Tensor, left: Tensor, right: Tensor, start: Tensor | float = 0.0) -> bool:
@@ -87,3 +88,33 @@ def test_a_backward_that_is_recorded_has_a_derivative() -> None:
     (expected,) = torch.autograd.grad(first.sum(), weight)
     # the rounding of sums of at most 30 terms of order 10
     torch.testing.assert_close(second, expected, rtol=1e-4, atol=1e-4)
+
+
+ROWS, WIDTH = 11, 6
+BATCHES = (torch.tensor([[3, 0, 3], [10, 3, 1]]), torch.tensor([[0, 0, 9], [2, 3, 2]]))
+
+
+def table(dtype: torch.dtype) -> nn.Parameter:
+    weight = nn.Parameter(torch.randn(ROWS, WIDTH).to(dtype))
+    if dtype != torch.float32:
+        weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    return weight
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE)]
+)
+def test_gradients_of_lookups_are_added_to_the_sum_of_a_step(dtype: torch.dtype) -> None:
+    weight = table(dtype)
+    total = torch.full((ROWS, WIDTH), torch.nan)  # what an earlier step left
+    weight_gradient.accumulate_lookups_([(weight, total)])
+    grads = [torch.randn(*tokens.shape, WIDTH).to(dtype) for tokens in BATCHES]
+    expected = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+    for tokens, grad in zip(BATCHES, grads, strict=True):
+        output = token_rows(tokens, weight)
+        assert torch.equal(output, weight[tokens])
+        output.backward(grad)
+        expected.index_put_((tokens,), grad.double(), accumulate=True)
+    assert weight.grad is total
+    # sums of at most seven float32 numbers near 1
+    assert torch.allclose(total.double(), expected, rtol=0, atol=1e-6)

@@ -19,7 +19,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.schedule import plan_stage
-from tests.support.equality import LLAMA, variant_config
+from tests.support.equality import GATHERED, LLAMA, SENT, variant_config
 from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tiny_config, tp_state
 from tests.support.pairs import FULL_GRIDS, covered
 from tests.support.ranks import run_ranks
@@ -330,35 +330,12 @@ def test_gradients_of_experts_are_unchanged_to_the_bit(
     )
 
 
+BOTH = dict(SENT, tp_size=2, sequence_parallel=True)
 EXPERT_LAYOUTS: dict[str, tuple[int, bool, dict[str, Any]]] = {
-    "ep2": (
-        2,
-        False,
-        dict(tp_size=1, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"),
-    ),
-    "ep2, all tokens gathered": (
-        *(2, False),
-        dict(tp_size=1, expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"),
-    ),
-    "ep2, tp2 shares no expert": (
-        *(2, True),
-        dict(
-            tp_size=2,
-            sequence_parallel=True,
-            expert_model_parallel_size=2,
-            moe_token_dispatcher_type="alltoall",
-            expert_tensor_parallel_size=1,
-        ),
-    ),
-    "ep2 x tp2": (
-        *(4, True),
-        dict(
-            tp_size=2,
-            sequence_parallel=True,
-            expert_model_parallel_size=2,
-            moe_token_dispatcher_type="alltoall",
-        ),
-    ),
+    "ep2": (2, False, dict(SENT, tp_size=1)),
+    "ep2, all tokens gathered": (2, False, dict(GATHERED, tp_size=1)),
+    "ep2, tp2 shares no expert": (2, True, dict(BOTH, expert_tensor_parallel_size=1)),
+    "ep2 x tp2": (4, True, BOTH),
 }
 
 

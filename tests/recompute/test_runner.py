@@ -13,7 +13,6 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import REGIONS as ALL_REGIONS
 from megatron_lite.config.regions import RegionFacts
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
@@ -32,11 +31,6 @@ REGIONS = RecomputeConfig(
     recompute_granularity="selective", recompute_modules=("core_attn", "pointwise")
 )
 MLP_REGION = RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",))
-
-
-@pytest.fixture
-def rng() -> RngStreams:
-    return RngStreams(torch.device("cpu"), seed=3)
 
 
 def replayed_layers(model: GPTModel) -> list[int]:
@@ -112,6 +106,18 @@ def test_what_runs_between_forward_and_backward_changes_nothing(recompute: Recom
 
     for first in (0, 1):
         assert all(map(torch.equal, outcome(recompute, first), outcome(RecomputeConfig(), first)))
+
+
+@pytest.mark.parametrize("recompute", [UNITS_OF_TWO, REGIONS], ids=["units of two", "regions"])
+def test_backward_leaves_the_streams_as_it_found_them(recompute: RecomputeConfig) -> None:
+    model = planned(recompute, hidden_dropout=0.5, attention_dropout=0.5)
+    loss = model.loss(*sample_tokens()).mean()
+    model.loss(*sample_tokens(5))  # what is drawn again ends elsewhere
+    before = model.context.rng.snapshot()
+    loss.backward()
+    after = model.context.rng.snapshot()
+    assert after.current == before.current
+    assert all(torch.equal(after.states[name], state) for name, state in before.states.items())
 
 
 def test_a_region_that_no_layer_calls_is_an_error_that_names_what_is_missing(

@@ -14,7 +14,6 @@ import torch._dynamo
 
 from arguments import parse_args
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.parallel.rng import RngStreams
@@ -24,12 +23,10 @@ from tests.memory.test_collectives import by_kind_and_bytes
 from tests.support.collectives import recorded_collectives
 from tests.support.equality import differences, variant_config
 from tests.support.models import (
-    BATCH,
-    SEQ_LENGTH,
     build_tiny_model,
     loss_and_grads,
-    padded_vocab_size,
     sample_tokens,
+    tiny_sizes,
     tp_state,
 )
 from tests.support.ranks import run_ranks
@@ -78,11 +75,8 @@ def of_policies(
                 )
                 if not equal or worst > 1e-12:
                     wrong.append(f"{case}: bits equal {equal}, {worst} from untiled")
-                sizes = Sizes(
-                    micro_batch_size=BATCH,
-                    seq_length=SEQ_LENGTH,
-                    padded_vocab_size=padded_vocab_size(tp_size),
-                    tp_size=tp_size,
+                sizes = tiny_sizes(
+                    tp_size,
                     cp_size=parallel.cp_size,
                     sequence_parallel=sequence_parallel,
                     element_bytes=8,

@@ -16,6 +16,10 @@ LATENT = dict(
 # 4 groups: one per rank at TP 4
 GQA = dict(num_attention_heads=8, group_query_attention=True, num_query_groups=4)
 
+# Two ranks have different experts: each row goes to the rank of its expert, or all ranks have all.
+SENT = dict(expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall")
+GATHERED = dict(SENT, moe_token_dispatcher_type="allgather")
+
 # Each name is the published model that the variant resembles. Sizes: hidden 32, ffn 40, heads of 6
 # channels, 61 token ids.
 VARIANTS: dict[str, dict[str, object]] = {

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import Stage
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
@@ -70,6 +71,17 @@ def padded_vocab_size(tp_size: int) -> int:
     It is 72 at TP 1 and 2, and 96 at TP 4, whose last rank holds only padding.
     """
     return -(-VOCAB_SIZE // (12 * tp_size)) * 12 * tp_size
+
+
+def tiny_sizes(tp_size: int = 1, **others: Any) -> Sizes:
+    """Returns the sizes of a step of a tiny model. others: further fields."""
+    return Sizes(
+        micro_batch_size=BATCH,
+        seq_length=SEQ_LENGTH,
+        padded_vocab_size=padded_vocab_size(tp_size),
+        tp_size=tp_size,
+        **others,
+    )
 
 
 def build_tiny_model(

@@ -15,6 +15,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.recompute.schedule import plan_stage
+from tests.support.equality import GATHERED, SENT
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
@@ -35,52 +36,28 @@ MODEL: dict[str, Any] = dict(
     moe_aux_loss_coeff=0.1,
     moe_z_loss_coeff=0.1,
 )
-LAYOUTS = {
-    "tp2": dict(tensor_model_parallel_size=2),
-    "tp2-sp": dict(tensor_model_parallel_size=2, sequence_parallel=True),
+TP2 = dict(tensor_model_parallel_size=2)
+SP2 = dict(TP2, sequence_parallel=True)
+WHOLE = dict(SP2, expert_tensor_parallel_size=1)  # ranks of TP share no expert
+INSTANCES_OF_STATES = dict(num_distributed_optimizer_instances=2)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": TP2,
+    "tp2-sp": SP2,
     "pp2": dict(pipeline_model_parallel_size=2),
     "cp2": dict(context_parallel_size=2),
     "zero1": {},
     "fsdp2": {},
-    "ep2": dict(expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"),
-    "ep2-allgather": dict(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"),
-    "ep2-zero1-whole": dict(expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"),
-    "ep2-cp2": dict(
-        expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall", context_parallel_size=2
-    ),
-    "tp2-etp1": dict(
-        tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1
-    ),
-    "ep2-tp2": dict(
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-        expert_model_parallel_size=2,
-        moe_token_dispatcher_type="alltoall",
-    ),
-    "ep2-pp2": dict(
-        pipeline_model_parallel_size=2,
-        expert_model_parallel_size=2,
-        moe_token_dispatcher_type="alltoall",
-    ),
-    "ep2-zero1": dict(expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"),
-    "ep2-zero1-instances": dict(
-        expert_model_parallel_size=2,
-        moe_token_dispatcher_type="alltoall",
-        num_distributed_optimizer_instances=2,
-    ),
-    "tp2-etp1-zero1-instances": dict(
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-        expert_tensor_parallel_size=1,
-        num_distributed_optimizer_instances=2,
-    ),
-    "ep4-tp2-etp1": dict(
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-        expert_model_parallel_size=4,
-        moe_token_dispatcher_type="alltoall",
-        expert_tensor_parallel_size=1,
-    ),
+    "ep2": SENT,
+    "ep2-allgather": GATHERED,
+    "ep2-zero1-whole": SENT,
+    "ep2-cp2": dict(SENT, context_parallel_size=2),
+    "tp2-etp1": WHOLE,
+    "ep2-tp2": SP2 | SENT,
+    "ep2-pp2": dict(SENT, pipeline_model_parallel_size=2),
+    "ep2-zero1": SENT,
+    "ep2-zero1-instances": SENT | INSTANCES_OF_STATES,
+    "tp2-etp1-zero1-instances": WHOLE | INSTANCES_OF_STATES,
+    "ep4-tp2-etp1": dict(SENT | WHOLE, expert_model_parallel_size=4),
 }
 # Experts with biases, and with a capacity. Its share is that of one router, as in one process.
 BIASED: dict[str, Any] = dict(
