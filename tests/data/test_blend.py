@@ -9,7 +9,7 @@ import pytest
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data import blend
-from megatron_lite.data.blend import BlendedDataset, BlendIndex, build_blend_index, kept_blend_index
+from megatron_lite.data.blend import BlendIndex, build_blend_index, kept_blend_index
 from megatron_lite.data.data_paths import normalized, parse_data_path
 from megatron_lite.data.datasets import Datasets, MockDataset, build_datasets
 from tests.support.corpora import written
@@ -29,12 +29,6 @@ def build(
         seed=3,
         num_samples=num_samples,
     )
-
-
-def test_items_come_from_the_chosen_dataset() -> None:
-    first, second = ([np.array([base + number]) for number in range(9)] for base in (0, 100))
-    items = BlendedDataset([first, second], [0.25, 0.75], 8)
-    assert [items[number].item() for number in range(8)] == [100, 0, 101, 102, 1, 103, 104, 105]
 
 
 def test_data_path_takes_one_prefix_or_weights_or_prefixes() -> None:
@@ -75,16 +69,6 @@ def test_without_weights_one_epoch_of_each_is_read_in_the_shares_of_the_sizes(
     longer = build(first, second, num_samples=(156, 0, 0)).train
     assert len(longer) == 156
     assert sum(int(longer[number][0]) >= 500 for number in range(156)) == 104
-
-
-def test_each_split_reads_its_own_documents(tmp_path: Path) -> None:
-    datasets = build(write(tmp_path / "a", first_id=0))
-    seen = [
-        {int(token) // 11 for number in range(len(data)) for token in data[number]}
-        for data in (datasets.train, datasets.valid, datasets.test)
-        if data is not None
-    ]
-    assert seen == [set(range(12)), set(range(12, 18)), set(range(18, 20))]
 
 
 def test_a_blend_with_a_part_that_lacks_the_split_names_it(tmp_path: Path) -> None:

@@ -36,16 +36,6 @@ def samples(datasets: Datasets) -> list[list[list[int]] | None]:
     ]
 
 
-def test_each_split_reads_the_whole_of_its_own_data(tmp_path: Path) -> None:
-    first, second = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500)
-    train, valid, test = samples(built(train_data_path=[first], valid_data_path=[second]))
-    assert train is not None and valid is not None and test is None
-    assert {token // 500 for row in train for token in row} == {0}
-    assert {token // 500 for row in valid for token in row} == {1}
-    # one epoch of all 220 tokens, and not of a share of them
-    assert len({token for row in valid for token in row}) > 200
-
-
 @pytest.mark.parametrize("spelled", [list, lambda words: " ".join(map(str, words))])
 def test_the_json_file_is_the_same_as_the_three_flags(tmp_path: Path, spelled: Any) -> None:
     first, second = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500)
