@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -21,13 +20,13 @@ from megatron_lite.description.operations import (
 )
 from megatron_lite.memory.predict.kept_tensors import Traffic
 from megatron_lite.recompute.recompute_plan import RecomputePlan
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import Sent, recorded_collectives
 from tests.support.equality import variant_config
 from tests.support.models import (
     BATCH,
     SEQ_LENGTH,
     build_tiny_model,
+    plan_of,
     sample_tokens,
     tiny_config,
     tiny_sizes,
@@ -68,8 +67,7 @@ SPLIT = ("*:full@split", "*:full/2@split", "*:full/3@split", "0:mlp;1:none;2:ful
 def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
     """Every policy, with and without its tail; NUM_LAYERS is not divisible by 2."""
     plans = {
-        policy: plan_stage(RecomputeConfig(recompute_policy=policy), NUM_LAYERS)
-        for policy in (*POLICIES, *(SPLIT if can_split else ()))
+        policy: plan_of(policy, NUM_LAYERS) for policy in (*POLICIES, *(SPLIT if can_split else ()))
     }
     return plans | {
         f"{name}, whole tail": replace(plan, skip_tail=False) for name, plan in plans.items()
@@ -147,10 +145,7 @@ EXPERT_POLICIES = ("*:none", "*:moe", "*:moe_act", "*:full")
 def test_a_replay_of_experts_repeats_the_collectives_that_its_policy_says(dispatcher: str) -> None:
     """The counts of rows are exchanged in the forward alone; `moe_act` sends no row again."""
     config = variant_config("mixtral", num_layers=NUM_LAYERS)
-    plans = {
-        policy: plan_stage(RecomputeConfig(recompute_policy=policy), NUM_LAYERS)
-        for policy in EXPERT_POLICIES
-    }
+    plans = {policy: plan_of(policy, NUM_LAYERS) for policy in EXPERT_POLICIES}
 
     def kinds(collectives: Iterable[Collective]) -> Counter[str]:
         return Counter(one.kind for one in collectives)

@@ -15,12 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.config.policy import IN_GROUPS
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, tiny_sizes, tp_state
+from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, plan_of, tiny_sizes, tp_state
 from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 
@@ -63,9 +61,7 @@ def wrong_lists(
                     config = variant_config(
                         variant, num_layers=1, attention_backend=backend, attention_dropout=dropout
                     )
-                    plan = plan_stage(
-                        RecomputeConfig(recompute_policy="*:ops(max)", recompute_tail_skip=False), 1
-                    )
+                    plan = plan_of("*:ops(max)", 1, recompute_tail_skip=False)
                     model = build_tiny_model(
                         config,
                         parallel,

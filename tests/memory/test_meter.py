@@ -11,25 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.storages import addresses, bytes_by_label
 
-PLANS = {
-    "none": dict(),
-    "uniform 2": dict(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
-    ),
-    "regions": dict(
-        recompute_granularity="selective",
-        recompute_modules=("core_attn", "layernorm", "activation"),
-    ),
-    "mlp": dict(recompute_granularity="selective", recompute_modules=("mlp",)),
-}
+PLANS = ("*:none", "*:full/2", "*:core_attn+layernorm+activation", "*:mlp")
 ROW = 4 * 7  # bytes of a float32 row of 7
 
 
@@ -94,9 +82,7 @@ def test_gradients_are_the_same_bits_with_and_without_the_meter(plan: str) -> No
     config = variant_config("qwen", hidden_dropout=0.1, attention_dropout=0.1)
     tokens, labels = sample_tokens()
     with tp_state(1) as parallel:
-        model = build_tiny_model(
-            config, parallel, plan=plan_stage(RecomputeConfig(**PLANS[plan]), config.num_layers)
-        )
+        model = build_tiny_model(config, parallel, plan=plan)
         start = parallel.rng.snapshot()
         model.loss(tokens, labels).mean().backward()
         plain = parameter_grads(model)

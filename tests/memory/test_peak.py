@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.recompute import MODULES, RecomputeConfig
+from megatron_lite.config.recompute import MODULES
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.meter import KeptForBackward, kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
@@ -25,9 +25,8 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute import checkpoint, offload
 from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute.recompute_plan import RecomputePlan
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import build_tiny_model, sample_tokens, tiny_sizes, tp_state
+from tests.support.models import build_tiny_model, plan_of, sample_tokens, tiny_sizes, tp_state
 from tests.support.mutants import replaces
 from tests.support.pairs import only, sampled
 from tests.support.ranks import run_ranks
@@ -74,8 +73,7 @@ DENSE = [name for name in VARIANTS if "num_experts" not in VARIANTS[name]]
 
 def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
     return {
-        policy: plan_stage(RecomputeConfig(recompute_policy=policy), NUM_LAYERS)
-        for policy in (*POLICIES, *(SPLIT if can_split else ()))
+        policy: plan_of(policy, NUM_LAYERS) for policy in (*POLICIES, *(SPLIT if can_split else ()))
     }
 
 

@@ -7,50 +7,43 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.measure.recorder import record_timeline
 from megatron_lite.memory.measure.timeline import Timeline
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 
 TOKENS, LABELS = sample_tokens()
-UNIFORM_2 = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
-CORE_ATTENTION = dict(recompute_granularity="selective", recompute_modules=("core_attn",))
+UNIFORM_2 = "*:full/2"
 
 
-def tiny_model(
-    parallel: ParallelState, flags: dict[str, object], *, dropout: float = 0.1
-) -> GPTModel:
+def tiny_model(parallel: ParallelState, policy: str, *, dropout: float = 0.1) -> GPTModel:
     config = tiny_config(hidden_dropout=dropout, attention_dropout=dropout)  # 3 layers
-    return build_tiny_model(
-        config, parallel, dtype=torch.float32, plan=plan_stage(RecomputeConfig(**flags), 3)
-    )
+    return build_tiny_model(config, parallel, dtype=torch.float32, plan=policy)
 
 
 def mean_loss(model: GPTModel) -> Tensor:
     return model.loss(TOKENS, LABELS).mean()
 
 
-def recorded(flags: dict[str, object]) -> Timeline:
+def recorded(policy: str) -> Timeline:
     with tp_state(1) as parallel:
-        model = tiny_model(parallel, flags)
+        model = tiny_model(parallel, policy)
         return record_timeline(model, lambda: mean_loss(model), name="x")
 
 
-@pytest.mark.parametrize("flags", [{}, UNIFORM_2, CORE_ATTENTION])
-def test_activations_at_the_end_of_forward_are_those_of_the_meter(flags: dict[str, object]) -> None:
+@pytest.mark.parametrize("policy", ["*:none", UNIFORM_2, "*:core_attn"])
+def test_activations_at_the_end_of_forward_are_those_of_the_meter(policy: str) -> None:
     with tp_state(1) as parallel:
-        model = tiny_model(parallel, flags)
+        model = tiny_model(parallel, policy)
         with kept_for_backward(exclude=model.parameters()) as meter:
             loss = mean_loss(model)
         # the embedding keeps the tokens, which existed before
         expected = meter.total_bytes() - TOKENS.nbytes
         assert loss.requires_grad
-    forward = [event for event in recorded(flags).events if event.phase == "forward"]
+    forward = [event for event in recorded(policy).events if event.phase == "forward"]
     # the float32 loss of each label, and the mean
     assert forward[-1].live_bytes == (expected, 0, 0, LABELS.numel() * 4 + 4)
 

@@ -3,7 +3,6 @@ figures worked out by hand."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import chain, combinations, product
 
 import pytest
@@ -11,52 +10,34 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.recompute import MODULES, RecomputeConfig
+from megatron_lite.config.recompute import MODULES
 from megatron_lite.config.regions import LAYERNORM, MLP_REGION
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.flops import hardware_flops
 from megatron_lite.recompute.recompute_plan import RecomputePlan
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.flash_flops import FORMULAS
-from tests.support.models import build_tiny_model, padded_vocab_size, sample_tokens, tp_state
+from tests.support.models import (
+    build_tiny_model,
+    padded_vocab_size,
+    plan_of,
+    sample_tokens,
+    tp_state,
+)
 from tests.support.pairs import only
 
 BATCH, SEQ_LENGTH = 3, 8
 
 
-def full(method: str, count: int, *, num_layers: int) -> RecomputePlan:
-    return plan_stage(
-        RecomputeConfig(
-            recompute_granularity="full", recompute_method=method, recompute_num_layers=count
-        ),
-        num_layers,
-    )
-
-
-def selective(*modules: str, num_layers: int) -> RecomputePlan:
-    return plan_stage(
-        RecomputeConfig(recompute_granularity="selective", recompute_modules=modules), num_layers
-    )
-
-
-def without_tail_skip(plan: RecomputePlan) -> RecomputePlan:
-    return replace(plan, skip_tail=False)
-
-
 def plans(num_layers: int) -> dict[str, RecomputePlan]:
     """Every policy, with every combination of regions, with and without tail skip."""
-    named = {"none": plan_stage(RecomputeConfig(), num_layers)}
-    for method, counts in (("uniform", (1, 2, 3)), ("block", (1, 3, num_layers + 4))):
-        named |= {
-            f"{method} {count}": full(method, count, num_layers=num_layers) for count in counts
-        }
-    for modules in chain.from_iterable(
+    regions = chain.from_iterable(
         combinations(MODULES, size) for size in range(1, len(MODULES) + 1)
-    ):
-        named["+".join(modules)] = selective(*modules, num_layers=num_layers)
-    for policy in (
+    )
+    policies = (
+        *("*:none", "*:full", "*:full/2", "*:full/3", "0:full; *:none", "0-2:full; *:none"),
+        *(f"*:{'+'.join(modules)}" for modules in regions),
         "*:ops(matmul)",
         "*:ops(attention)",
         "*:ops(matmul/2,attention)",
@@ -64,10 +45,11 @@ def plans(num_layers: int) -> dict[str, RecomputePlan]:
         "0:ops(max);1:full",
         "*:ops(aten.addmm.default)",
         "*:ops(aten.mm.default/2,aten.bmm.default)",
-    ):
-        named[policy] = plan_stage(RecomputeConfig(recompute_policy=policy), num_layers)
-    return named | {
-        f"{name}, tail not skipped": without_tail_skip(plan) for name, plan in named.items()
+    )
+    return {
+        f"{policy}, tail skipped: {skip}": plan_of(policy, num_layers, recompute_tail_skip=skip)
+        for skip in (True, False)
+        for policy in policies
     }
 
 
@@ -134,11 +116,6 @@ def test_the_figure_of_every_plan_is_the_one_that_torch_counts(variant: str, bac
     assert (
         wrong_figures(config, named, [[counted(config, plan, 1) for plan in named.values()]]) == {}
     )
-
-
-# Three layers of h = 2, one head, f = 8, s = 3, b = 1. Multiply-adds per token of a layer: qkv 12,
-# scores and context 6 + 6, projection 4, MLP 16 + 16: 60. FLOPs of a layer: 2 * 3 * 60 = 360, of
-# which scores and context 36 each, fc1 and fc2 96 each.
 
 
 def test_no_replay_leaves_out_a_matmul_whose_result_a_norm_reads() -> None:

@@ -317,7 +317,7 @@ MUTANTS = [
     Mutant(
         a_replay_chooses_experts_anew,
         test_model_experts.test_a_replay_sends_every_token_to_the_same_experts,
-        dict(policy="unit", variant="mixtral", after=False),
+        dict(policy="*:full/2", variant="mixtral", after=False),
     ),
     Mutant(
         every_rank_adds_the_bias,

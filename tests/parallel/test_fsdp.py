@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.fsdp import UnitGradients
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import recorded_collectives
 from tests.support.layouts import LAYOUTS, backward, build
 from tests.support.models import tp_state
@@ -49,19 +47,18 @@ def exchanged(name: str, layout: str, **model: Any) -> list[str]:
 def test_a_layer_is_gathered_for_forward_and_for_backward_and_not_again_for_its_replay(
     policy: str | None,
 ) -> None:
-    plan = None if policy is None else plan_stage(RecomputeConfig(recompute_policy=policy), 2)
     forward, middle = (
         ["gather rest", "gather layer", "gather layer"],
         ["gather layer", "gather layer"],
     )
-    assert exchanged("gpt2", "fsdp2", plan=plan) == [
+    assert exchanged("gpt2", "fsdp2", plan=policy) == [
         *forward,
         *middle,
         "reduce layer",
         "reduce layer",
         "reduce rest",
     ]
-    assert exchanged("gpt2", "fsdp2, no reshard", plan=plan) == [
+    assert exchanged("gpt2", "fsdp2, no reshard", plan=policy) == [
         *forward,
         "reduce layer",
         "reduce layer",

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.apex import weight_gradient_kernel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.weight_gradient import accumulate_with_
-from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.support import apex, cuda_addmm
 from tests.support.equality import difference, variant_config
@@ -84,13 +82,12 @@ def summed(
 ) -> dict[str, Tensor]:
     """This rank's gradients after some micro-batches, of a model with dropout."""
     config = variant_config(name, hidden_dropout=0.1)
-    plan = plan_stage(RecomputeConfig(recompute_policy=policy), config.num_layers)
     with tp_state(world_size if tp_size is None else tp_size) as parallel:
         parallel = replace(
             parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank)
         )
         model = build_tiny_model(
-            config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan
+            config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=policy
         )
         buffer = GradBuffer(dict(model.named_parameters()), parallel, layout)
         if fused:

@@ -127,21 +127,13 @@ def test_data_parallel_layouts_train_a_pipeline_alike(layout):
             )
 
 
-POLICIES = {
-    "uniform 2": dict(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
-    ),
-    "block 1": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
-    "core_attn and mlp": dict(
-        recompute_granularity="selective", recompute_modules=("core_attn", "mlp")
-    ),
-    "pointwise": dict(recompute_granularity="selective", recompute_modules=("pointwise",)),
-    "units split over the ranks": dict(
-        recompute_granularity="full", recompute_method="uniform", distribute_saved_activations=True
-    ),
-    "one buffer": dict(
-        recompute_granularity="full", recompute_method="uniform", contiguous_saved_activations=True
-    ),
+POLICIES: dict[str, dict[str, object]] = {
+    "uniform 2": dict(recompute_policy="*:full/2"),
+    "block 1": dict(recompute_policy="0:full; *:none"),
+    "core_attn and mlp": dict(recompute_policy="*:core_attn+mlp"),
+    "pointwise": dict(recompute_policy="*:pointwise"),
+    "units split over the ranks": dict(recompute_policy="*:full@split"),
+    "one buffer": dict(recompute_policy="*:full", contiguous_saved_activations=True),
     "by stage": dict(
         recompute_policy="stage0/*:full; stage1/0:mlp; stage1/*:ops(matmul); *:full/2@host"
     ),

@@ -10,9 +10,8 @@ import torch
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import PARTS
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import build_tiny_model, sample_tokens, tp_state
+from tests.support.models import build_tiny_model, plan_of, sample_tokens, tp_state
 from tests.support.storages import bytes_by_label
 
 
@@ -57,7 +56,7 @@ def test_a_part_moves_what_its_module_saves_first_and_nothing_else(
         tokens, labels = sample_tokens(0)
         kept = {}
         for policy in ("*:none", f"*:none@host({'+'.join(parts)})"):
-            model.decoder.plan = plan_stage(RecomputeConfig(recompute_policy=policy), 2)
+            model.decoder.plan = plan_of(policy, 2)
             with kept_for_backward(exclude=model.parameters(), model=model) as meter:
                 loss = model.loss(tokens, labels).mean()
             kept[policy] = (bytes_by_label(meter), model.decoder.stores.host_bytes)

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import GROUPS, IN_GROUPS
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel import collectives
@@ -32,9 +31,8 @@ from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.replay import RecomputeMismatch
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import recorded_collectives
-from tests.support.models import sample_tokens, tp_state
+from tests.support.models import plan_of, sample_tokens, tp_state
 from tests.support.odd_layers import Block, Model, assert_equal, outcome, step
 from tests.support.planned import NUM_LAYERS, planned
 from tests.support.ranks import RankFailure, run_ranks
@@ -354,7 +352,7 @@ def test_a_run_that_verifies_finds_what_is_rebuilt_otherwise_beside_kept_results
         product = regions.run("mlp", lambda one, _: torch.mm(one, one), x)
         return regions.run("core_attn", lambda one, _: (one + len(calls) - 1).sin(), product)
 
-    plan = plan_stage(RecomputeConfig(recompute_policy="*:ops(matmul)", recompute_verify=True), 1)
+    plan = plan_of("*:ops(matmul)", 1, recompute_verify=True)
     output = run_layers(plan, [layer], torch.eye(3).requires_grad_(), rng=rng, tp_group=None)
     with pytest.raises(RecomputeMismatch, match="layer 0, core_attn: tensor 0"):
         output.sum().backward()

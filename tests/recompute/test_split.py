@@ -10,26 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS, FIRST_LAYERS = 5, (0, 2, 4)  # units of 2, 2 and 1 layers
 CONFIG = tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1)
-
-
-def units_of_two(*, split: bool) -> RecomputeConfig:
-    return RecomputeConfig(
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=2,
-        distribute_saved_activations=split,
-    )
 
 
 def _callers_tensor(rank: int, world_size: int, grad: bool) -> tuple[bool, bool]:
@@ -61,12 +50,10 @@ def noted_gathers(events: list[str]) -> Iterator[None]:
         yield
 
 
-def step_of(parallel: ParallelState, recompute: RecomputeConfig) -> tuple[list[str], list[Tensor]]:
+def step_of(parallel: ParallelState, policy: str) -> tuple[list[str], list[Tensor]]:
     """What a backward did, "gather" where one starts and "layer N" where a unit's replay does, and
     the gradients after another one."""
-    model = build_tiny_model(
-        CONFIG, parallel, dtype=torch.float32, plan=plan_stage(recompute, NUM_LAYERS)
-    )
+    model = build_tiny_model(CONFIG, parallel, dtype=torch.float32, plan=policy)
     events: list[str] = []
 
     def before_layer(number: int):  # type: ignore[no-untyped-def]
@@ -84,9 +71,9 @@ def step_of(parallel: ParallelState, recompute: RecomputeConfig) -> tuple[list[s
 
 def _steps(rank: int, world_size: int) -> list[tuple[list[str], list[Tensor]]]:
     steps = []
-    for recompute in (RecomputeConfig(), units_of_two(split=True)):
+    for policy in ("*:none", "*:full/2@split"):
         with tp_state(world_size) as parallel:  # its streams start anew
-            steps.append(step_of(parallel, recompute))
+            steps.append(step_of(parallel, policy))
     return steps
 
 

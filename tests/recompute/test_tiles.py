@@ -25,6 +25,7 @@ from tests.support.equality import differences, variant_config
 from tests.support.models import (
     build_tiny_model,
     loss_and_grads,
+    plan_of,
     sample_tokens,
     tiny_sizes,
     tp_state,
@@ -126,7 +127,7 @@ def test_bits_bytes_and_collectives_of_tiles(
 def test_the_hooks_of_a_parameter_run_once_with_the_whole_gradient() -> None:
     """--overlap-grad-reduce sends a gradient from such a hook."""
     with tp_state(1) as parallel:
-        plan = plan_stage(RecomputeConfig(recompute_policy="*:mlp/3"), 2)
+        plan = plan_of("*:mlp/3", 2)
         model = build_tiny_model(variant_config("gpt2"), parallel, plan=plan)
         seen = {}
 

@@ -23,14 +23,7 @@ from tests.support.models import build_tiny_model, tiny_config, tp_state
 from tests.support.planned import NUM_LAYERS, loss_of, planned
 from tests.support.ranks import run_ranks
 
-UNITS_OF_TWO = dict(
-    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
-)
-MODULES = ("core_attn", "layernorm", "activation", "dropout")
-
-
-def selective(*modules: str) -> dict[str, object]:
-    return dict(recompute_granularity="selective", recompute_modules=modules)
+UNITS_OF_TWO = "*:full/2"
 
 
 @pytest.fixture
@@ -38,9 +31,9 @@ def rng() -> RngStreams:
     return RngStreams(torch.device("cpu"), seed=3)
 
 
-def gpt(flags: dict[str, object], *, check: bool = True) -> GPTModel:
+def gpt(policy: str, *, check: bool = True) -> GPTModel:
     """Returns a GPT of three layers with dropout; its plan verified, or not."""
-    recompute = RecomputeConfig(**flags, recompute_verify=check)  # type: ignore[arg-type]
+    recompute = RecomputeConfig(recompute_policy=policy, recompute_verify=check)
     return planned(recompute, hidden_dropout=0.1, attention_dropout=0.1)
 
 
@@ -62,15 +55,15 @@ HIDDEN, HEADS = [12, 3, 32], [12, 3, 24]
 
 
 @pytest.mark.parametrize(
-    ("flags", "weight", "message"),
+    ("policy", "weight", "message"),
     [
         (
-            selective("layernorm"),
+            "*:layernorm",
             "decoder.layers.1.input_layernorm.weight",
             f"layer 1, layernorm, output: tensor 0 {HIDDEN} differs",
         ),
         (
-            selective("mlp"),
+            "*:mlp",
             "decoder.layers.0.mlp.linear_fc1.bias",
             f"layer 0, mlp, output: tensor 0 {HIDDEN} differs",
         ),
@@ -87,16 +80,16 @@ HIDDEN, HEADS = [12, 3, 32], [12, 3, 24]
     ],
 )
 def test_a_weight_changed_after_forward_is_found_at_the_first_region_that_reads_it(
-    flags: dict[str, object], weight: str, message: str
+    policy: str, weight: str, message: str
 ) -> None:
-    model = gpt(flags)
+    model = gpt(policy)
     parameter = dict(model.named_parameters())[weight]
     assert mismatch(model, lambda: scale_(parameter)).startswith(REBUILT + message)
 
 
 def test_a_mask_redrawn_from_other_numbers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RngStreams, "drawn_from", lambda self, state: nullcontext())
-    model = gpt(selective("dropout"))
+    model = gpt("*:dropout")
     assert mismatch(model).startswith(
         f"{REBUILT}layer 2, dropout, output: tensor 0 {HIDDEN} of torch.bool differs"
     )
@@ -151,9 +144,9 @@ class _Averaging(nn.Module):
         return self.activate(hidden) - self.mean
 
 
-@pytest.mark.parametrize("flags", [selective("activation"), selective("mlp"), UNITS_OF_TWO])
-def test_a_buffer_that_a_region_changes_is_found(flags: dict[str, object]) -> None:
-    model = gpt(flags)
+@pytest.mark.parametrize("policy", ["*:activation", "*:mlp", UNITS_OF_TWO])
+def test_a_buffer_that_a_region_changes_is_found(policy: str) -> None:
+    model = gpt(policy)
     mlp = model.decoder.layers[1].mlp
     vars(mlp)["_activate"] = _Averaging(mlp._activate)
     assert mismatch(model).startswith(REBUILT + "layer 1, ")
@@ -188,8 +181,8 @@ def test_another_shape_or_path_is_found(rng: RngStreams) -> None:
 
 def _wrong_gather(rank: int, world_size: int) -> str:
     start = engine.start_all_gather_first_dim
-    flags = dict(UNITS_OF_TWO, distribute_saved_activations=True)
-    plan = plan_stage(RecomputeConfig(**flags, recompute_verify=True), NUM_LAYERS)  # type: ignore[arg-type]
+    recompute = RecomputeConfig(recompute_policy="*:full/2@split", recompute_verify=True)
+    plan = plan_stage(recompute, NUM_LAYERS)
     with tp_state(world_size) as parallel, pytest.MonkeyPatch.context() as patch:
         model = build_tiny_model(
             tiny_config(num_layers=NUM_LAYERS), parallel, dtype=torch.float32, plan=plan
@@ -211,22 +204,18 @@ def test_a_wrong_gather_is_found_at_the_units_input_on_every_rank() -> None:
 
 @pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
-    "flags",
-    [UNITS_OF_TWO, selective(*MODULES), selective("layernorm", "mlp")],
-    ids=["units of two", "regions", "layernorm+mlp"],
+    "policy", [UNITS_OF_TWO, "*:core_attn+layernorm+activation+dropout", "*:layernorm+mlp"]
 )
-def test_where_all_is_well_nothing_is_raised_and_no_gradient_changes(
-    flags: dict[str, object],
-) -> None:
-    def grads(flags: dict[str, object], check: bool) -> list[Tensor]:
-        model = gpt(flags, check=check)
+def test_where_all_is_well_nothing_is_raised_and_no_gradient_changes(policy: str) -> None:
+    def grads(policy: str, check: bool) -> list[Tensor]:
+        model = gpt(policy, check=check)
         loss = loss_of(model)
         loss.backward(retain_graph=True)
         loss.backward()
         loss_of(model).backward()  # another micro-batch
         return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
 
-    assert all(map(torch.equal, grads(flags, True), grads({}, False)))
+    assert all(map(torch.equal, grads(policy, True), grads("*:none", False)))
 
 
 def _only_in_a_replay(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -272,22 +261,16 @@ def _of_first(change: Callable[[Tensor], Tensor], outputs: object) -> object:
 @pytest.mark.parametrize(
     "what", ["a norm's output", "the activation", "the residual", "a linear layer"]
 )
-@pytest.mark.parametrize(
-    "flags",
-    [UNITS_OF_TWO, selective("mlp", "layernorm"), dict(recompute_policy="*:ops(matmul)")],
-    ids=["u2", "mlp", "ops"],
-)
-def test_an_edge_that_only_the_replay_lost_is_found(
-    flags: dict[str, object], what: str, change: str
-) -> None:
+@pytest.mark.parametrize("policy", [UNITS_OF_TWO, "*:mlp+layernorm", "*:ops(matmul)"])
+def test_an_edge_that_only_the_replay_lost_is_found(policy: str, what: str, change: str) -> None:
     """The values agree to the bit, and a gradient would be lost in silence."""
-    model = gpt(flags)
+    model = gpt(policy)
     _lose(model, what, LOST[change])
-    if "recompute_modules" in flags and what == "the residual":
+    if "mlp" in policy and what == "the residual":
         loss_of(model).backward()  # it is outside of both regions, so no replay runs it
         return
     text = mismatch(model)
-    if "recompute_policy" in flags:
+    if "ops" in policy:
         assert text.startswith((f"{REBUILT}layer 1, ", "layer 1: "))
         return
     assert ", its graph is not the forward's: " in text

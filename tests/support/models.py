@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.model.gpt import GPTModel
@@ -22,6 +23,8 @@ from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.recompute.recompute_plan import RecomputePlan
+from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
@@ -73,6 +76,11 @@ def padded_vocab_size(tp_size: int) -> int:
     return -(-VOCAB_SIZE // (12 * tp_size)) * 12 * tp_size
 
 
+def plan_of(policy: str, num_layers: int, **others: Any) -> RecomputePlan:
+    """Returns the plan of a policy for the first stage. others: further fields of the config."""
+    return plan_stage(RecomputeConfig(recompute_policy=policy, **others), num_layers)
+
+
 def tiny_sizes(tp_size: int = 1, **others: Any) -> Sizes:
     """Returns the sizes of a step of a tiny model. others: further fields."""
     return Sizes(
@@ -91,14 +99,17 @@ def build_tiny_model(
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float64,
     seed: int = 7,
-    plan=None,
+    plan: RecomputePlan | str | None = None,
     loss_chunk_size: int | None = None,
     stage: Stage | None = None,
     cp_comm_type: str | tuple[str, ...] = "p2p",
     vocab_size: int = VOCAB_SIZE,
     kernels: CompiledKernels | None = None,
 ) -> GPTModel:
-    """Returns this rank's shard of a model or stage. Elements of a bias or norm weight differ."""
+    """Returns this rank's shard of a model or stage. Elements of a bias or norm weight differ.
+
+    plan: or the text of a policy.
+    """
     context = RankContext.of(
         parallel,
         sequence_parallel=sequence_parallel,
@@ -112,7 +123,7 @@ def build_tiny_model(
         context,
         vocab_size=vocab_size,
         padded_vocab_size=padded,
-        plan=plan,
+        plan=plan_of(plan, config.num_layers) if isinstance(plan, str) else plan,
         loss_chunk_size=loss_chunk_size,
         stage=stage,
     )

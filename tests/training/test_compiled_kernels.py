@@ -18,13 +18,11 @@ import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.activations import squared_relu
 from megatron_lite.parallel import compiled
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.build_trainer import with_known_compiler
 from tests.memory import peak_cases as peaks
 from tests.support.equality import differences, variant_config
@@ -72,7 +70,7 @@ def outcome(
             fresh,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
-            plan=plan_stage(RecomputeConfig(recompute_policy=policy), config.num_layers),
+            plan=policy,
             kernels=kernels,
         )
         return loss_and_grads(model, fresh, seq_length=16)
