@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.schedule import plan_stage
 from tests.recompute.test_equality import MODELS, changed, policies
-from tests.support.models import build_tiny_model, loss_and_grads, tp_state
+from tests.support.models import build_tiny_model, loss_and_grads, tp_state, with_new_streams
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
@@ -45,12 +44,7 @@ def faults(
         ]
         named = sampled(named, every=3, at_most=2)
         for policy, recompute in [("none", RecomputeConfig()), *named]:
-            fresh = replace(
-                parallel,
-                rng=RngStreams(
-                    parallel.device, seed=7, tp_rank=parallel.tp_rank, dp_rank=parallel.dp_cp_rank
-                ),
-            )
+            fresh = with_new_streams(parallel)
             model = build_tiny_model(
                 config,
                 fresh,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from megatron_lite.tensor_parallel.grouped_linear import grouped_linear
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.equality import variant_config
-from tests.support.models import build_tiny_model, sample_tokens, tp_state
+from tests.support.models import build_tiny_model, sample_tokens, tp_state, with_new_streams
 
 S, B, H = 5, 3, 16
 DEEPSEEK = dict(
@@ -191,7 +190,7 @@ def test_a_replay_sends_every_token_to_the_same_experts(
         for text in ("*:none", policy):
             recompute = RecomputeConfig(recompute_policy=text, recompute_verify=bool(verified))
             noise.manual_seed(5)
-            fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=0))
+            fresh = with_new_streams(parallel)
             plan = plan_stage(recompute, 2, 0)
             model = build_tiny_model(config, fresh, plan=plan, dtype=torch.float32)
             tokens, labels = sample_tokens()

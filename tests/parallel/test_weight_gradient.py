@@ -7,7 +7,6 @@ import contextlib
 import io
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,13 +18,12 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.apex import weight_gradient_kernel
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.weight_gradient import accumulate_with_
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.support import apex, cuda_addmm
 from tests.support.equality import difference, variant_config
 from tests.support.layouts import LAYOUTS
-from tests.support.models import build_tiny_model, sample_tokens, tp_state
+from tests.support.models import build_tiny_model, sample_tokens, tp_state, with_new_streams
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
@@ -83,9 +81,7 @@ def summed(
     """This rank's gradients after some micro-batches, of a model with dropout."""
     config = variant_config(name, hidden_dropout=0.1)
     with tp_state(world_size if tp_size is None else tp_size) as parallel:
-        parallel = replace(
-            parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank)
-        )
+        parallel = with_new_streams(parallel)
         model = build_tiny_model(
             config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=policy
         )

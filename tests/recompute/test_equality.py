@@ -16,11 +16,17 @@ import torch._dynamo
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import GATHERED, LLAMA, SENT, variant_config
-from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tiny_config, tp_state
+from tests.support.models import (
+    Outcome,
+    build_tiny_model,
+    loss_and_grads,
+    tiny_config,
+    tp_state,
+    with_new_streams,
+)
 from tests.support.pairs import FULL_GRIDS, covered
 from tests.support.ranks import run_ranks
 
@@ -208,7 +214,7 @@ def faults(
                 "none": RecomputeConfig(),
                 **{name: named[name] for name in of_model},
             }.items():
-                fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=rank))
+                fresh = with_new_streams(parallel)
                 model = build_tiny_model(
                     config,
                     fresh,

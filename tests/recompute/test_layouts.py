@@ -3,8 +3,6 @@ replay must find gathered, and however early a gradient is sent."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -19,12 +17,11 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import shard_model_
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
 from tests.recompute.test_equality import MODELS, NUM_LAYERS, OPS, policies
 from tests.support.layouts import LAYOUTS, backward
-from tests.support.models import build_tiny_model, tp_state
+from tests.support.models import build_tiny_model, tp_state, with_new_streams
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
@@ -50,10 +47,7 @@ def gradients(
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """This rank's pieces after one step of two micro-batches with dropout, and the loss."""
-    fresh = replace(
-        parallel,
-        rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank, dp_rank=parallel.dp_rank),
-    )
+    fresh = with_new_streams(parallel)
     model = build_tiny_model(
         config,
         fresh,

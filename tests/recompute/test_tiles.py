@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from arguments import parse_args
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.schedule import plan_stage
 from tests.memory.peak_cases import CHUNKS, SIZES, Case, policy, rows
 from tests.memory.test_collectives import by_kind_and_bytes
@@ -29,6 +27,7 @@ from tests.support.models import (
     sample_tokens,
     tiny_sizes,
     tp_state,
+    with_new_streams,
 )
 from tests.support.ranks import run_ranks
 from tests.support.traffic import plan_collectives
@@ -60,8 +59,7 @@ def of_policies(
                 case = f"{text} {others}"
                 recompute = RecomputeConfig(recompute_policy=text, **others)
                 plan = plan_stage(recompute, NUM_LAYERS)
-                rng = RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank)
-                parallel = replace(parallel, rng=rng)
+                parallel = with_new_streams(parallel)
                 model = build_tiny_model(
                     config, parallel, sequence_parallel=sequence_parallel, plan=plan
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,10 +13,15 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.model.gpt import GPTModel, shard_model_
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from tests.support.equality import variant_config
-from tests.support.models import build_tiny_model, sample_tokens, specs_of, whole_tensors
+from tests.support.models import (
+    build_tiny_model,
+    sample_tokens,
+    specs_of,
+    whole_tensors,
+    with_new_streams,
+)
 
 SMALL = dict(overlap_grad_reduce=True, ddp_bucket_size=3000)  # of about 20,000 parameters
 LAYOUTS = {
@@ -68,12 +73,7 @@ def build(
     The first weights and the random numbers are the same every time.
     settings: the optimizer's config, instead of clip_grad.
     """
-    fresh = replace(
-        parallel,
-        rng=RngStreams(
-            parallel.device, seed=7, tp_rank=parallel.tp_rank, dp_rank=parallel.dp_cp_rank
-        ),
-    )
+    fresh = with_new_streams(parallel)
     built = build_tiny_model(variant_config(name), fresh, **model)
     shard_model_(built, fresh, config)
     settings = settings or OptimizerConfig(clip_grad=clip_grad)

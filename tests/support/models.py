@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
+from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.recompute.recompute_plan import RecomputePlan
@@ -66,6 +67,12 @@ def tp_state(
     )
     with parallel_state(config, seed=seed) as parallel:
         yield parallel
+
+
+def with_new_streams(parallel: ParallelState) -> ParallelState:
+    """Returns the state with random numbers that are the same every time."""
+    place = dict(tp_rank=parallel.tp_rank, dp_rank=parallel.dp_cp_rank)
+    return replace(parallel, rng=RngStreams(parallel.device, seed=7, **place))
 
 
 def padded_vocab_size(tp_size: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,16 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.model.activations import squared_relu
 from megatron_lite.parallel import compiled
 from megatron_lite.parallel.compiled import CompiledKernels
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.training.build_trainer import with_known_compiler
 from tests.memory import peak_cases as peaks
 from tests.support.equality import differences, variant_config
-from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tp_state
+from tests.support.models import (
+    Outcome,
+    build_tiny_model,
+    loss_and_grads,
+    tp_state,
+    with_new_streams,
+)
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
@@ -63,7 +67,7 @@ def outcome(
 ) -> Outcome:
     tp_size, cp_size, sequence_parallel = layout
     with tp_state(tp_size, cp_size=cp_size) as parallel:
-        fresh = replace(parallel, rng=RngStreams(CPU, seed=7, tp_rank=rank))
+        fresh = with_new_streams(parallel)
         config = variant_config(variant, **overrides)
         model = build_tiny_model(
             config,
