@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from megatron_lite.config.checks import flag, resolve
 from megatron_lite.config.setting import check_settings, condition, required, setting, switch
@@ -34,6 +35,10 @@ OF_BPE, OF_TIKTOKEN = "tokenizer_type=GPT2BPETokenizer", "tokenizer_type=TikToke
 ONE_BY_ONE = "the splits are given one by one"
 
 
+def _fim(help: str, default: Any = None, **facts: Any) -> Any:
+    return setting(help, default, without="fim_data", **facts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The data of a run: dataset prefixes with optional weights, split and sequence length.
@@ -44,6 +49,7 @@ class DataConfig:
     Prefixes are given for all splits together (data_path, or a file with its words), or for each
     split by itself (train_data_path and the like, or a JSON file).
     data_sharding: with dataloader_type cyclic, each data-parallel rank shuffles a range of its own.
+    fim_*: how data/fim.py rearranges documents with fim_data.
     """
 
     seq_length: int = required("tokens of a sample", least=1, upto="max_position_embeddings")
@@ -101,6 +107,24 @@ class DataConfig:
         name="--no-data-sharding",
         needs=("dataloader_type=cyclic",),
     )
+    fim_data: bool = switch(
+        "rearrange documents for filling in the middle",
+        needs=("tokenizer_type=HuggingFaceTokenizer/GPT2BPETokenizer",),
+        excludes=("mock_data",),
+        why="documents are cut as texts",
+    )
+    fim_rate: float = _fim("share of documents rearranged", 0.5, least=0, most=1)
+    fim_spm_rate: float = _fim("share of these with the suffix first", 0.5, least=0, most=1)
+    fim_split_sample: str | None = _fim(
+        "token between parts of a document, each rearranged by itself", needs=("fim_fragment_rate",)
+    )
+    fim_fragment_rate: float | None = _fim("share of parts rearranged", above=0, most=1)
+    fim_no_prefix: str | None = _fim("text that begins no rearranged document")
+    fim_prefix_token: str = _fim("token before the prefix", "<fim_prefix>")
+    fim_middle_token: str = _fim("token before the middle", "<fim_middle>")
+    fim_suffix_token: str = _fim("token before the suffix", "<fim_suffix>")
+    fim_pad_token: str = _fim("token that fills up a sample", "<fim_pad>")
+    fim_eod_token: str = _fim("token that ends a document", "<|endoftext|>")
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -302,6 +302,11 @@ def _of_forks(given: Given) -> list[str]:
 
 def _other_values(given: Given) -> Iterator[str]:
     """Replaces values of Megatron and of its forks, which write the names of norms in any case."""
+    if given.get("tokenizer_type") == "TokenizerFromFileWithFIM" and given.get("fim_rate"):
+        names = ("prefix", "middle", "suffix", "pad")
+        tokens = {f"fim_{name}_token": f"<fim-{name}>" for name in names}
+        given.update({"fim_data": True, **tokens, **given})
+        yield "--tokenizer-type TokenizerFromFileWithFIM with --fim-rate is read as --fim-data"
     norms = {known.lower(): known for known in NORM_VECTORS}
     of_megatron = {
         field: settings_of(topic)[field].megatron

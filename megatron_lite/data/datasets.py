@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_lite.config.data_settings import DataConfig
+from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 
 if TYPE_CHECKING:
     from megatron_lite.data.blend import Dataset
@@ -44,11 +44,13 @@ def build_datasets(
     seed: int,
     num_samples: tuple[int, int, int],
     shared: Callable[[Callable[[], Any]], Any] = lambda make: make(),
+    tokenizer: TokenizerConfig | None = None,
 ) -> Datasets:
     """Returns datasets of at least `num_samples` samples each, for train, valid and test.
 
     shared: returns what a function returns (values of JSON) on one rank, so that one rank alone
     hashes the .idx files.
+    tokenizer: that of the files, for --fim-data.
     Raises InputError if the config names no data, or if its files are faulty.
     """
     if data.mock_data:
@@ -63,7 +65,19 @@ def build_datasets(
     # Imported late: mock data need no reader of files.
     from megatron_lite.data.token_datasets import token_datasets
 
-    return token_datasets(data, vocab_size, seed, num_samples, shared)
+    datasets = token_datasets(data, vocab_size, seed, num_samples, shared)
+    if not data.fim_data or tokenizer is None:
+        return datasets
+    from megatron_lite.data.fim import FimDataset
+    from megatron_lite.data.tokenizers import build_tokenizer
+
+    backend = build_tokenizer(tokenizer).backend
+    splits = (
+        split and FimDataset(split, data, backend, seed, place)
+        for place, split in enumerate((datasets.train, datasets.valid, datasets.test))
+    )
+    fields: Any = (*splits, datasets.identity)
+    return Datasets(*fields)
 
 
 NUM_IDS, STEP, JUMP_PROBABILITY = 64, 7, 0.1

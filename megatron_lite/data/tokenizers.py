@@ -49,12 +49,14 @@ class Tokenizer:
     vocab_size: 1 + the largest id.
     end: the id that ends a document, or why there is none.
     encode, decode: those of a library.
+    backend: the tokenizer of the library `tokenizers`; None for those of other libraries.
     """
 
     vocab_size: int
     end: int | str
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[list[int]], str]
+    backend: Any = None
 
     @property
     def eod(self) -> int:
@@ -191,6 +193,7 @@ def _of_library(source: str, tokenizer: Any, ends: Sequence[str]) -> Tokenizer:
         next((int(ids[token]) for token in ends if token in ids), none),
         lambda text: tokenizer.encode(text).ids,
         lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        tokenizer,
     )
 
 

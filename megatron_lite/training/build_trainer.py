@@ -323,6 +323,7 @@ def _build_datasets(config: RunConfig, parallel: ParallelState, course: _Course)
         seed=config.training.seed,
         num_samples=(course.num_samples, evaluation_samples, evaluation_samples),
         shared=shared,
+        tokenizer=config.tokenizer,
     )
 
 
