@@ -43,7 +43,7 @@ from megatron_lite.checkpointing.step_files import (
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import regular_path
-from megatron_lite.config.invocation import SCRIPT, subcommand
+from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.plain import parse_json
 from megatron_lite.parallel.state import ParallelState, gather_texts
 
@@ -87,25 +87,24 @@ class FoundStep(NamedTuple):
     notices: tuple[str, ...]
 
 
-def find_start(options: CheckpointConfig, parallel: ParallelState, program: str = SCRIPT) -> Start:
+def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
     """Returns the point that --load asks for. Every rank must call this.
 
-    program: the name of the program that the user started, for advice.
     Each rank reads a part of the files of every step that is tried, and compares their checksums.
     Raises InputError on every rank in three cases: the directory holds no step and
     --allow-fresh-start is not given; no step is good; the first step is damaged and
     --no-load-fallback is given.
     """
     if options.load is None:
-        return _pretrained(options, parallel, program) or Start()
+        return _pretrained(options, parallel) or Start()
     root = Path(options.load)
     listed = parallel.together(
-        "--load", lambda: json.dumps(candidates(root, program)) if parallel.rank == 0 else ""
+        "--load", lambda: json.dumps(candidates(root)) if parallel.rank == 0 else ""
     )
     there = Candidates(*parse_json(gather_texts(listed, parallel)[0], longest=None))
     if not there.steps:
-        pretrained = None if there.fault else _pretrained(options, parallel, program)
-        return pretrained or Start(notices=(_nothing_there(options, there, program),))
+        pretrained = None if there.fault else _pretrained(options, parallel)
+        return pretrained or Start(notices=(_nothing_there(options, there),))
 
     def fault_of(step: Path) -> str | None:
         # A rank may be refused a read, which is no fault of the step: all ranks stop.
@@ -126,7 +125,7 @@ def find_start(options: CheckpointConfig, parallel: ParallelState, program: str 
     )
 
 
-def _pretrained(options: CheckpointConfig, parallel: ParallelState, program: str) -> Start | None:
+def _pretrained(options: CheckpointConfig, parallel: ParallelState) -> Start | None:
     """Returns the start from the weights of --pretrained-checkpoint, if it is given."""
     if options.pretrained_checkpoint is None:
         return None
@@ -137,7 +136,7 @@ def _pretrained(options: CheckpointConfig, parallel: ParallelState, program: str
         finetune=True,
         allow_fresh_start=False,
     )
-    start = find_start(there, parallel, program)
+    start = find_start(there, parallel)
     if start.step is None:
         raise InputError(
             f"--pretrained-checkpoint {options.pretrained_checkpoint}: no checkpoint there: give "
@@ -146,10 +145,9 @@ def _pretrained(options: CheckpointConfig, parallel: ParallelState, program: str
     return start
 
 
-def find_step(load: str, iteration: int | None = None, program: str = SCRIPT) -> FoundStep:
+def find_step(load: str, iteration: int | None = None) -> FoundStep:
     """Returns the checkpoint that a tool reads: the newest good one, or the one of `iteration`.
 
-    program: the name of the program that the user started, for advice.
     Its checksums are verified. Raises InputError if no checkpoint exists, or if the one of
     `iteration` does not exist or is damaged.
     """
@@ -157,11 +155,11 @@ def find_step(load: str, iteration: int | None = None, program: str = SCRIPT) ->
     if os.path.lexists(root / LATEST):
         regular_path(root / LATEST)  # a run would do without it, and warn
     if iteration is None:
-        there = candidates(root, program)
+        there = candidates(root)
         if not there.steps:
             raise InputError(
                 f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): "
-                f"{load_advice(load, program)}"
+                f"{load_advice(load)}"
             )
         return newest_good_step(root, there, step_fault, fallback=True)
     saved = saved_steps(root)
@@ -176,12 +174,12 @@ def find_step(load: str, iteration: int | None = None, program: str = SCRIPT) ->
     return FoundStep(step, ())
 
 
-def candidates(root: Path, program: str = SCRIPT) -> Candidates:
+def candidates(root: Path) -> Candidates:
     """Returns the steps under `root`, in the order in which a run tries them.
 
     Raises InputError if the checkpoint there is one of Megatron-LM.
     """
-    check_ours(root, program)
+    check_ours(root)
     try:  # before the steps are listed, so that a step that a run saves meanwhile is among them
         newest, fault = int(pointed_step(root).stem.removeprefix("iter_")), None
     except InputError as error:
@@ -295,7 +293,7 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
     return None
 
 
-def _nothing_there(options: CheckpointConfig, there: Candidates, program: str) -> str:
+def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
     if there.fault is not None:
         raise InputError(
             f"--load {options.load}: {there.fault}, and there is no checkpoint to use instead. "
@@ -305,7 +303,7 @@ def _nothing_there(options: CheckpointConfig, there: Candidates, program: str) -
         return f"--load {options.load}: no checkpoint there, starting from scratch"
     raise InputError(
         f"--load {options.load}: no checkpoint there (no {LATEST}): "
-        f"{load_advice(options.load or '', program)}. To begin without a checkpoint add "
+        f"{load_advice(options.load or '')}. To begin without a checkpoint add "
         "--allow-fresh-start"
     )
 
@@ -317,18 +315,15 @@ DIST_METADATA = ".metadata"
 NAMED = 3  # folders that a message lists
 
 
-def check_ours(root: Path, program: str) -> None:
-    """Raises InputError with the command that converts it if `root` is one of Megatron-LM.
-
-    program: the name of the program that the user started.
-    """
+def check_ours(root: Path) -> None:
+    """Raises InputError with the command that converts it if `root` is one of Megatron-LM."""
     found = megatron_format(root)
     if found is None:
         return
     load, save = shlex.quote(str(root)), shlex.quote(f"{str(root).rstrip('/')}-converted")
     raise InputError(
         f"--load {root}: is a checkpoint of Megatron-LM, which needs a conversion first. Run\n"
-        f"  {shlex.join(subcommand(program, 'convert'))} --from {found} --to megatron-lite "
+        f"  {shlex.join(subcommand('convert'))} --from {found} --to megatron-lite "
         f"--load {load} --save {save}\n"
         f"and then --load {save}"
     )
@@ -351,11 +346,8 @@ def megatron_format(root: Path) -> str | None:
     return found
 
 
-def load_advice(load: str, program: str) -> str:
-    """Returns what to do about a folder without a checkpoint, as the end of a message.
-
-    program: the name of the program that the user started.
-    """
+def load_advice(load: str) -> str:
+    """Returns what to do about a folder without a checkpoint, as the end of a message."""
     root = Path(load)
     if not root.exists():
         return "no such folder: give the folder that --save of the run named"
@@ -372,6 +364,6 @@ def load_advice(load: str, program: str) -> str:
         words = ("--from", "hf", "--to", "megatron-lite", "--load", load, "--save", "NEW_FOLDER")
         return (
             "it looks like a model of Hugging Face, which this command converts: "
-            f"{shlex.join([*subcommand(program, 'convert'), *words])}"
+            f"{shlex.join([*subcommand('convert'), *words])}"
         )
     return "give the folder that --save of the run named"

@@ -20,7 +20,7 @@ from functools import partial
 from megatron_lite.cli import pretrain
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.dry_run_settings import DryRunConfig
-from megatron_lite.config.invocation import SCRIPT, subcommand
+from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.notices import notices as notices_of
 from megatron_lite.config.run import RunConfig
@@ -39,16 +39,9 @@ USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
 
 
 def print_dry_run(
-    config: RunConfig,
-    notices: Sequence[str],
-    launch: Launch,
-    program: str = SCRIPT,
-    *,
-    explain_recompute: bool,
+    config: RunConfig, notices: Sequence[str], launch: Launch, *, explain_recompute: bool
 ) -> None:
     """Prints the explanation, on rank 0 only, or else the configuration as JSON on every rank.
-
-    program: the name of the program that the user started.
 
     The notices are a part of the explanation. Beside JSON they go to stderr, on rank 0 only.
     """
@@ -57,20 +50,16 @@ def print_dry_run(
             print(*notices, sep="\n", file=sys.stderr)
         print(config.to_json())
     elif launch.rank == 0:
-        print(*explanation(config, notices, launch.world_size, program), sep="\n")
+        print(*explanation(config, notices, launch.world_size), sep="\n")
 
 
-def explanation(
-    config: RunConfig, notices: Sequence[str], world_size: int = 1, program: str = SCRIPT
-) -> list[str]:
+def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) -> list[str]:
     """Returns the lines that `--explain-recompute` prints.
 
     The configuration needs only the fields that decide sizes, not those that training needs.
 
     world_size: the number of ranks that the launcher started. 1: the explanation is for one
         data-parallel rank, since no launcher started more.
-    program: the name of the program that the user started. The last lines name the
-        planner beside it.
 
     Raises InputError for a fault in the tokenizer's files, and for a batch or a number of ranks
     that the run would refuse.
@@ -88,7 +77,7 @@ def explanation(
         report = explain(config, device, dp_size=dp_size)
         times = [_step_time(config, one.config, hardware, num_ranks) for one in report.policies]
     end = (
-        f"{' '.join(subcommand(program, 'plan'))} --config-json RUN.json --gpus {num_ranks} --gpu "
+        f"{' '.join(subcommand('plan'))} --config-json RUN.json --gpus {num_ranks} --gpu "
         "NAME finds the fastest layout, micro-batch and policy of this run that fit into memory; "
         "--dump-config prints RUN.json."
     )
@@ -204,7 +193,7 @@ def main(argv: Sequence[str], program: str = "megatron-lite explain") -> int:
         text = HELP.format(
             program=program,
             names=textwrap.fill(", ".join(PRESETS), 80),
-            train=" ".join(subcommand(program, "train")),
+            train=" ".join(subcommand("train")),
             machines=", ".join(machine_names()),
         )
         with dies_without_reader():

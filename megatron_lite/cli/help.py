@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from megatron_lite.config.input_file import read_input_text
-from megatron_lite.config.invocation import as_typed
+from megatron_lite.config.invocation import training_command
 from megatron_lite.config.megatron_flags import advice, fate_of, listed
 from megatron_lite.config.plain import LARGEST_TEXT, shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
@@ -146,7 +146,7 @@ def _overview(parser: Parser, program: str) -> str:
     return (
         f"usage: {program} FLAGS\n\n"
         "Trains a GPT. Flags have Megatron-LM's names, defaults and meaning.\n\n"
-        f"  {as_typed(program)} {EXAMPLE}\n\n"
+        f"  {' '.join(training_command())} {EXAMPLE}\n\n"
         "Add --explain-recompute to see the memory of the run instead of training.\n\n"
         f"{_flags('the flags used most', used)}\n"
         f"--help TOPIC has the flags of a topic (their number):\n{topics}\n{lists}\n\n"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.invocation import SCRIPT, Invocation
+from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, read_launch, use_expandable_segments
 from megatron_lite.parallel.messages import await_turn, print_fault, silent_unless
@@ -69,7 +69,6 @@ def run(argv: Sequence[str], launch: Launch, program: str = SCRIPT) -> int:
             arguments.config,
             arguments.notices,
             launch,
-            program,
             explain_recompute=arguments.explain_recompute,
         )
         return 0
@@ -102,7 +101,7 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: st
         supervised(config, parallel, launch, program) as supervision,
         memory_limited(config, parallel.device),
     ):
-        invocation = Invocation(program, supervision.start(notices))
-        trainer = build_trainer(config, parallel, pulse=supervision.pulse, invocation=invocation)
+        printed = supervision.start(notices)
+        trainer = build_trainer(config, parallel, pulse=supervision.pulse, printed=printed)
         trainer.run(supervision.exits)
     return supervision.status

@@ -192,13 +192,11 @@ NUM_ITERATIONS = 1000
 LEARNING_RATE = "1e-5"  # low: the weights are trained, and no warm-up is proposed
 
 
-def next_lines(save: Path, program: str) -> Iterator[str]:
+def next_lines(save: Path) -> Iterator[str]:
     """Yields the commands that train and generate with a checkpoint that was just written.
 
     The shape of the model, its precision and its tokenizer come from the checkpoint, so that the
     commands run as printed once `preprocess` has made the data.
-
-    program: the name of the program that wrote it, as the user typed it.
     """
     step = find_step(str(save)).step
     config, metadata = read_config(step), Metadata.read(step)
@@ -206,7 +204,7 @@ def next_lines(save: Path, program: str) -> Iterator[str]:
     # Without optimizer states a run begins at iteration 0.
     done = 0 if "optimizer" in metadata.missing else metadata.progress.iteration
     train = (
-        *training_command(program, config.parallel.model_ranks),
+        *training_command(config.parallel.model_ranks),
         *("--config-json", str(step / CONFIG), "--load", str(save)),
         # The file has it too. Who writes a command of his own must not miss it.
         *(["--bf16"] * config.training.bf16 + ["--fp16"] * config.training.fp16),
@@ -216,7 +214,7 @@ def next_lines(save: Path, program: str) -> Iterator[str]:
         *("--save", f"{save}-trained"),
     )
     prompt = "1 2 3" if reads_ids else "Once upon a time"
-    generate = (*subcommand(program, "generate"), "--load", str(save), "--prompt", prompt)
+    generate = (*subcommand("generate"), "--load", str(save), "--prompt", prompt)
     yield ""
     if reads_ids:
         yield "The source has no tokenizer. A text is token ids in the commands below."

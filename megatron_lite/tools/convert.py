@@ -30,10 +30,9 @@ FORMAT_HELP = {
 }
 
 
-def convert(args: argparse.Namespace, program: str = PROGRAM) -> None:
+def convert(args: argparse.Namespace) -> None:
     """Converts, and prints what to run next.
 
-    program: the name of the program that the user started.
     Raises InputError for a fault in the flags, in the source or in the target. A signal ends it
     after the tensor that is being converted.
     """
@@ -77,7 +76,7 @@ def convert(args: argparse.Namespace, program: str = PROGRAM) -> None:
         check()
     print(f"{save}: converted from {load} ({args.source} -> {args.target})", flush=True)
     if args.target == "megatron-lite":
-        print(*next_lines(save, program), sep="\n", flush=True)
+        print(*next_lines(save), sep="\n", flush=True)
 
 
 def parser(program: str = PROGRAM) -> Parser:
@@ -114,7 +113,7 @@ def parser(program: str = PROGRAM) -> Parser:
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
     args = parser(program).parse_args(argv)
-    return exit_status(lambda: convert(args, program), program)
+    return exit_status(lambda: convert(args), program)
 
 
 if __name__ == "__main__":

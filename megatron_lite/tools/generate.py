@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     # Imported late: the module imports torch, which --help does not need.
     from megatron_lite.tools.generation import run
 
-    return exit_status(lambda: run(args, program), program)
+    return exit_status(lambda: run(args), program)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,12 +80,9 @@ def load_model(step: Path, config: RunConfig, parallel: ParallelState) -> GPTMod
 # --- the texts ---
 
 
-def run(args: argparse.Namespace, program: str) -> None:
-    """Continues every prompt of a parsed command line. Rank 0 prints.
-
-    program: the name of the program that the user started, for advice.
-    """
-    step, notices = find_step(args.load, args.iteration, program)
+def run(args: argparse.Namespace) -> None:
+    """Continues every prompt of a parsed command line. Rank 0 prints."""
+    step, notices = find_step(args.load, args.iteration)
     num_ranks = dist.get_world_size() if dist.is_initialized() else read_launch().world_size
     backend = getattr(args, "distributed_backend", "auto")
     config = config_for_ranks(read_config(step), num_ranks, backend)

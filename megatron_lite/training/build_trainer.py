@@ -13,7 +13,6 @@ import torch
 from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError, input_faults
-from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.notices import notices
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
@@ -152,14 +151,14 @@ def build_trainer(
     parallel: ParallelState,
     *,
     pulse: Pulse | None = None,
-    invocation: Invocation = BY_SCRIPT,
+    printed: tuple[str, ...] = (),
 ) -> Trainer:
     """Returns a trainer with the model, optimizer, schedule and data of a run at iteration 0.
 
     This function chooses the checkpoint to start from, and `Trainer.run` loads it. It also takes
     the lock of the `--save` directory, which `Trainer.run` releases.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
-    invocation: how a command line started the run. The log file gets the notices that were printed.
+    printed: the notices that the terminal has already. The log file gets them.
     Raises InputError for missing data, a missing length or learning rate, a batch that does not
     divide, and faults in the data files, the checkpoint or the directories.
     """
@@ -170,7 +169,7 @@ def build_trainer(
 
         claim = claim_directory(config.checkpoint, parallel)
     try:
-        return _build(config, parallel, claim, pulse or Pulse(), invocation)
+        return _build(config, parallel, claim, pulse or Pulse(), printed)
     except BaseException:
         if claim is not None:
             claim.release()
@@ -198,13 +197,13 @@ class _Course(NamedTuple):
     notices: tuple[str, ...] = ()
 
 
-def _course(config: RunConfig, parallel: ParallelState, program: str) -> _Course:
+def _course(config: RunConfig, parallel: ParallelState) -> _Course:
     """Returns the course of a run. Every rank must call this."""
     training, start, done = config.training, None, Progress()
     if config.checkpoint.load or config.checkpoint.pretrained_checkpoint:
         from megatron_lite.checkpointing.start import find_start
 
-        start = find_start(config.checkpoint, parallel, program)
+        start = find_start(config.checkpoint, parallel)
         done = start.progress
     with input_faults():
         batches = config.batch_schedule(parallel.dp_size)
@@ -234,7 +233,7 @@ def _build(
     parallel: ParallelState,
     claim: Claim | None,
     pulse: Pulse,
-    invocation: Invocation,
+    printed: tuple[str, ...],
 ) -> Trainer:
     training, saver = config.training, None
     attention: list[str] = []
@@ -243,7 +242,7 @@ def _build(
 
         use_deterministic_algorithms()
     config, kernels = with_known_compiler(config, parallel)
-    course = _course(config, parallel, invocation.program)
+    course = _course(config, parallel)
     config, batches, most = course.config, course.batches, course.most
     if not (training.allow_predicted_out_of_memory or config.compiles_layers):
         check_fits(config, parallel, most)
@@ -300,7 +299,7 @@ def _build(
             ),
             *course.notices,
         ),
-        invocation=invocation,
+        printed=printed,
         tokenizer=_tokenizer_contents(config, parallel),
         pulse=pulse,
     )

@@ -20,7 +20,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import datetime
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.invocation import Invocation
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import ByteUnit, plural
@@ -77,7 +76,7 @@ class RunLog:
     """The log of one run, whose first line is about MFU.
 
     start: the progress at the start. Rows and points that an earlier run wrote past it are dropped.
-    invocation: how a command line started the run. The log file gets the notices that were printed.
+    printed: the notices that the terminal has already. The log file gets them.
     Raises InputError on rank 0 if a file of the log cannot be opened.
     """
 
@@ -89,12 +88,12 @@ class RunLog:
         start: Progress,
         *,
         num_iterations: int,
-        invocation: Invocation,
+        printed: Sequence[str] = (),
     ) -> None:
         peak = peak_rate(config.logging, parallel.device, bf16=config.training.precision != "fp32")
         facts = run_facts(config, parallel, batches, start, num_iterations, peak.flops)
         self._run, self._config, self._facts = config, config.logging, facts
-        self._start, self._program = start, invocation.program
+        self._start = start
         self._shows_peak = measures_peak(config, parallel.device)
         self._began, self._num_rows, self._milliseconds = time.monotonic(), 0, 0.0
         self._memory = "-"
@@ -109,7 +108,7 @@ class RunLog:
             self._terminal = Terminal(total=facts.num_iterations, done=start.iteration)
             self._open(config.logging, start)
         started = f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()}"
-        for text in (started, arguments_table(config), ranks_line(parallel), *invocation.printed):
+        for text in (started, arguments_table(config), ranks_line(parallel), *printed):
             self.to_file(text)
         self.line(peak.line())
 
@@ -287,7 +286,7 @@ class RunLog:
                 seconds=self._milliseconds / 1000.0,
             )
             details.append(("skipped", skipped_text(run, skipped)))
-        for label, text in (*details, *file_lines(run, progress, self._program)):
+        for label, text in (*details, *file_lines(run, progress)):
             self.line(f"  {label:13}{text}")
         if self._files.get("metrics") is not None and summary.compared():
             path = f"{self._config.metrics_jsonl}.summary.json"

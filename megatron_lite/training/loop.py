@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.datasets import Datasets
 from megatron_lite.model.gpt import ModelStages
@@ -88,7 +87,7 @@ class Trainer:
     saver, start: saves under --save, and the checkpoint that `run` loads; None without the flag.
     rules: what the ends of documents mean; None: nothing.
     notices: lines for the log, about kernels and about checks that compare nothing.
-    invocation: how a command line started the run.
+    printed: the notices that the terminal has already.
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
     timers, profiler, slow_ranks, replicas, graphs: None unless a flag asks for them.
@@ -113,7 +112,7 @@ class Trainer:
     start: Start | None = None
     rules: DocumentRules | None = None
     notices: tuple[str, ...] = ()
-    invocation: Invocation = BY_SCRIPT
+    printed: tuple[str, ...] = ()
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     pulse: Pulse = field(default_factory=Pulse)
     timers: Timers | None = None
@@ -173,7 +172,7 @@ class Trainer:
                 self.batches,
                 self.progress,
                 num_iterations=self.num_iterations,
-                invocation=self.invocation,
+                printed=self.printed,
             )
             with self.parallel.together("the log", open_log) as log:
                 for notice in (*notices, *self.notices):

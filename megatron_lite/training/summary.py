@@ -277,15 +277,15 @@ def training_lines(
     yield from compared.items()
 
 
-def file_lines(config: RunConfig, progress: Progress, program: str) -> Iterator[tuple[str, str]]:
-    """Yields the names and the paths of the files of a run. program: what the user started."""
+def file_lines(config: RunConfig, progress: Progress) -> Iterator[tuple[str, str]]:
+    """Yields the names and the paths of the files of a run."""
     save, metrics, log = config.checkpoint.save, config.logging.metrics_jsonl, log_file_path(config)
     if save is not None and progress.iteration:
         yield "checkpoint", str(step_directory(Path(save), progress.iteration))
     if log is not None:
         yield "log", log
     if metrics is not None:
-        words = [*subcommand(program, "report"), metrics, *filter(None, [log])]
+        words = [*subcommand("report"), metrics, *filter(None, [log])]
         yield "report", shlex.join(words)
 
 
