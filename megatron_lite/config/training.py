@@ -185,8 +185,7 @@ class TrainingConfig:
         if WHOLE_STEP in self.cuda_graph_modules:
             object.__setattr__(self, "cuda_graph_impl", WHOLE_STEP)
         check_settings(self)
-        if self.memory_limit is not None:
-            parse_bytes("--memory-limit", self.memory_limit, least=1)
+        _ = self.memory_limit_bytes
         if self.step_batch_size_schedule is not None:
             self._check_steps(self.step_batch_size_schedule)
         if self.rampup_batch_size:
@@ -229,6 +228,12 @@ class TrainingConfig:
         if self.bf16:
             return "bf16"
         return "fp16" if self.fp16 else "fp32"
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The bytes of --memory-limit."""
+        limit = self.memory_limit
+        return None if limit is None else parse_bytes("--memory-limit", limit, least=1)
 
     def batch_size(self, data_parallel_size: int) -> int:
         """Returns the number of samples per iteration over all ranks.

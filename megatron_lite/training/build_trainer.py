@@ -176,7 +176,7 @@ def build_trainer(
         raise
 
 
-class _Course(NamedTuple):
+class Course(NamedTuple):
     """The course of a run, from where it starts to its end.
 
     config: that of the run, with the weight decay of the checkpoint if the run follows it.
@@ -197,7 +197,7 @@ class _Course(NamedTuple):
     notices: tuple[str, ...] = ()
 
 
-def _course(config: RunConfig, parallel: ParallelState) -> _Course:
+def _course(config: RunConfig, parallel: ParallelState) -> Course:
     """Returns the course of a run. Every rank must call this."""
     training, start, done = config.training, None, Progress()
     if config.checkpoint.load or config.checkpoint.pretrained_checkpoint:
@@ -219,13 +219,12 @@ def _course(config: RunConfig, parallel: ParallelState) -> _Course:
             config.lr_schedule, train_samples=training.train_samples or num_samples, batches=batches
         )
         most = batches.num_microbatches(batches.largest)
-        course = _Course(config, start, done, batches, num_iterations, num_samples, schedule, most)
-        if start is None or start.step is None:
+        course = Course(config, start, done, batches, num_iterations, num_samples, schedule, most)
+        if start is None:
             return course
-        from megatron_lite.training.saved_schedule import followed_schedule
+        from megatron_lite.training.saved_schedule import follow_schedule
 
-        followed = followed_schedule(config, schedule, start, parallel)
-        return course._replace(**followed._asdict())
+        return follow_schedule(course, parallel)
 
 
 def _build(
@@ -262,7 +261,7 @@ def _build(
             from megatron_lite.training.deterministic import use_asked_attention_
 
             attention = use_asked_attention_(model, config, parallel)
-        if training.deterministic_mode:
+        if training.deterministic_mode and parallel.device.type == "cuda":
             from megatron_lite.training.deterministic import cost_of_determinism
 
             attention += cost_of_determinism(model, config, parallel)
@@ -307,7 +306,7 @@ def _build(
     return trainer
 
 
-def _build_datasets(config: RunConfig, parallel: ParallelState, course: _Course) -> Datasets:
+def _build_datasets(config: RunConfig, parallel: ParallelState, course: Course) -> Datasets:
     batch_size = config.training.eval_global_batch_size or course.batches.full
     evaluation_samples = config.training.eval_iters * batch_size
 

@@ -112,8 +112,6 @@ def cost_of_determinism(
 
     They name the operations that determinism forces, and what it costs in attention at this shape.
     """
-    if parallel.device.type != "cuda" or not config.training.deterministic_mode:
-        return []
     run = partial(_attention, _layer(model), _values(model, config, parallel))
     forced = _milliseconds(run)
     with as_without_determinism():

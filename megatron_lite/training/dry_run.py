@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,11 +40,10 @@ from megatron_lite.memory.measure.step_meter import (
 )
 from megatron_lite.memory.predict.pipeline_memory import enough_microbatches, step_microbatches
 from megatron_lite.memory.predict.states import RankStates, rank_states
-from megatron_lite.memory.predict.step_peak import step_peak
+from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
 from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.collectives import Timed
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weights import local_part
@@ -77,22 +76,19 @@ class DryRank:
         from some number on more of them do not change the peak.
     is_derived: whether the figures come from smaller steps (dry_run_smaller.py).
     states: the closed form of the bytes between two steps.
-    predicted_peak: the closed form of the peak. Besides tensors it counts the memory that torch
+    predicted: the closed form of the peak. Besides tensors it counts the memory that torch
         allocates inside its operators.
-    beside_tensors: what a GPU holds beside tensors, in closed form.
     seconds: how long the dry run took.
     """
 
     rank: int
     world_size: int
-    pp_rank: int
-    dp_cp_rank: int
+    place: RankPlace
     num_microbatches: int
     measured: MeasuredStep
     is_derived: bool
     states: RankStates
-    predicted_peak: int
-    beside_tensors: int
+    predicted: StepPeak
     seconds: float
 
     @property
@@ -103,7 +99,7 @@ class DryRank:
     @property
     def peak_difference(self) -> int:
         """The measured peak minus the closed form."""
-        return self.measured.peak.num_bytes - self.predicted_peak
+        return self.measured.peak.num_bytes - self.predicted.num_bytes
 
 
 def dry_run(
@@ -172,14 +168,12 @@ def dry_run(
     return DryRank(
         rank=rank,
         world_size=world_size,
-        pp_rank=place.pp_rank,
-        dp_cp_rank=place.dp_cp_rank,
+        place=place,
         num_microbatches=step_microbatches(replica),
         measured=measured or measure(whole),
         is_derived=is_derived,
         states=rank_states(config, place.pp_rank, **group),
-        predicted_peak=predicted.num_bytes,
-        beside_tensors=predicted.beside_tensors,
+        predicted=predicted,
         seconds=time.perf_counter() - began,
     )
 
@@ -260,7 +254,7 @@ def measure_step(
         optimizer = build_optimizer(config, parallel, model)
         fuse_weight_gradients_(config.training, parallel, model, optimizer)
         runner = StageRunner.of(config, model, ordered)
-        runner.timed = _parts_told_to(meter)
+        runner.timed = meter.part
         _assign(meter, model, optimizer)
         with meter.step(model):
             masked = None
@@ -276,17 +270,6 @@ def measure_step(
             host_bytes=meter.host_peak_bytes,
             num_microbatches=len(batches),
         )
-
-
-def _parts_told_to(meter: StepMeter) -> Timed:
-    """Returns what train_step calls with the name of each of its parts."""
-
-    def part(name: str) -> AbstractContextManager[object]:
-        if name == "optimizer":
-            meter.begins_update()
-        return nullcontext()
-
-    return part
 
 
 def _assign(meter: StepMeter, model: ModelStages, optimizer: Optimizer) -> None:
@@ -363,7 +346,7 @@ def _column(rank: DryRank, unit: ByteUnit) -> Iterator[tuple[str, str]]:
     """Yields the names and the figures of one rank."""
     measured, peak, states = rank.measured, rank.measured.peak, rank.states.total
     yield f"in {unit.name}", f"rank {rank.rank}"
-    yield "pipeline rank", str(rank.pp_rank)
+    yield "pipeline rank", str(rank.place.pp_rank)
     yield "held between steps", ""
     for kind in HELD:
         yield f"  {LABELS.get(kind, kind)}", unit.number(measured.held[kind])
@@ -375,9 +358,9 @@ def _column(rank: DryRank, unit: ByteUnit) -> Iterator[tuple[str, str]]:
         yield f"  {LABELS.get(kind, kind)}", unit.number(peak.by_category.get(kind, 0))
     yield "  peak", unit.number(peak.num_bytes)
     yield "  peak, bytes", f"{peak.num_bytes:,}"
-    yield "  closed form, bytes", f"{rank.predicted_peak:,}"
+    yield "  closed form, bytes", f"{rank.predicted.num_bytes:,}"
     yield "  difference", f"{rank.peak_difference / peak.num_bytes:+.2%}"
-    yield "  rounding and cuBLAS", unit.number(rank.beside_tensors)
+    yield "  rounding and cuBLAS", unit.number(rank.predicted.beside_tensors)
     yield "host memory, at most", unit.number(measured.host_bytes)
 
 

@@ -36,7 +36,6 @@ from megatron_lite.training.observe import (
     Timeline,
     measures_peak,
     own_step_peak,
-    peak_of_all_ranks,
     record_step,
 )
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
@@ -355,8 +354,8 @@ class Trainer:
         )
         figures = {
             "lm_loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "skipped": result.skipped,
+            "grad_norm": result.update.grad_norm,
+            "skipped": result.update.skipped,
             "loss_scale": result.loss_scale,
         }
         if logged and logging.log_params_norm:
@@ -458,11 +457,9 @@ class Trainer:
 
     def _compare_peak(self, meter: PeakMeter, log: RunLog) -> None:
         """Logs the peak of the step that measured it. Issues one all-reduce over all ranks."""
-        assert meter.peak_bytes is not None
         most = self.batches.num_microbatches(self.batches.largest)
         predicted = own_step_peak(self.config, self.parallel, most)
-        own = PeakMemory(predicted.num_bytes, meter.peak_bytes, meter.reserved_bytes)
-        self.peak = peak_of_all_ranks(own, self.parallel)
+        self.peak = meter.result(predicted, self.parallel)
         log.measured(self.peak.predicted, self.peak.measured, is_peak=True)
         log.line(f"peak of a step, highest of all ranks: {self.peak}")
 

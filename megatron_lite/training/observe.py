@@ -267,13 +267,11 @@ def measures_peak(config: RunConfig, device: torch.device) -> bool:
 
 
 class PeakMeter:
-    """Measures the peak of one step of this rank. peak_bytes: None before it has measured.
-    reserved_bytes: as in PeakMemory."""
+    """Measures the peak of one step of this rank."""
 
     def __init__(self, model: ModelStages, optimizer: Optimizer, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
-        self.peak_bytes: int | None = None
-        self.reserved_bytes = 0
+        self._peak_bytes = self._reserved_bytes = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -281,8 +279,8 @@ class PeakMeter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             yield
-            self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
-            self.reserved_bytes = torch.cuda.max_memory_reserved(self._device)
+            self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
+            self._reserved_bytes = torch.cuda.max_memory_reserved(self._device)
             return
         # The profiler does not see what was allocated before, such as the buffers of @host and the
         # slots of --contiguous-saved-activations, which the first step made.
@@ -296,16 +294,16 @@ class PeakMeter:
         with gloo_has_freed(), allocator_peak() as found:
             yield
             self._optimizer.finish()  # gathers of weights; a profiler must not end beside them
-        self.peak_bytes = held + found.peak_bytes
+        self._peak_bytes = held + found.peak_bytes
 
+    def result(self, predicted: StepPeak, parallel: ParallelState) -> PeakMemory:
+        """Returns the largest figures of any rank, once the step is over. predicted: this rank's.
 
-def peak_of_all_ranks(own: PeakMemory, parallel: ParallelState) -> PeakMemory:
-    """Returns the largest figures of any rank.
-
-    Every rank must call it: it issues one all-reduce over all ranks. Waits for the device.
-    """
-    figures = torch.tensor(own, device=parallel.device)
-    return PeakMemory(*all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX).tolist())
+        Every rank must call it: it issues one all-reduce over all ranks. Waits for the device.
+        """
+        own = (predicted.num_bytes, self._peak_bytes, self._reserved_bytes)
+        figures = torch.tensor(own, device=parallel.device)
+        return PeakMemory(*all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX).tolist())
 
 
 def _held_tensors(model: ModelStages, optimizer: Optimizer) -> Iterator[Tensor]:

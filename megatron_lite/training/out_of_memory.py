@@ -24,7 +24,7 @@ import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import parse_bytes, size
+from megatron_lite.config.units import size
 from megatron_lite.memory.predict.states import RankStates, rank_parameter_count, rank_states
 from megatron_lite.memory.predict.step_peak import PeakTerm, StepPeak
 from megatron_lite.parallel.state import ParallelState, gather_texts
@@ -149,8 +149,7 @@ def memory_bytes(device: torch.device) -> int | None:
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = []
     with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
-        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-        limits.append(sum(int(lines[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal")))
+        limits.append(sum(_figures(MEMINFO, "MemTotal", "SwapTotal")))
     for path in CGROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
             limits.append(int(path.read_text()))
@@ -158,6 +157,12 @@ def memory_bytes(device: torch.device) -> int | None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return min(limits, default=None)
+
+
+def _figures(path: Path, *names: str) -> list[int]:
+    """Returns the bytes of figures that a file of /proc has in KiB."""
+    lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    return [int(lines[name].split()[0]) << 10 for name in names]
 
 
 @contextlib.contextmanager
@@ -169,19 +174,16 @@ def memory_limited(config: RunConfig, device: torch.device) -> Iterator[None]:
     torch's allocator keeps the limit.
     Raises InputError if this system cannot limit a process.
     """
-    if config.training.memory_limit is None:
+    limit, total = config.training.memory_limit_bytes, memory_bytes(device)
+    if limit is None:
         yield
         return
-    limit = parse_bytes("--memory-limit", config.training.memory_limit)
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cuda" and total is not None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
         yield
         return
     try:
-        lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-        # VmData counts the memory that RLIMIT_DATA limits, in KiB.
-        now = int(lines["VmData"].split()[0]) << 10
+        (now,) = _figures(STATUS, "VmData")  # the memory that RLIMIT_DATA limits
         before = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (now + limit + LIBRARIES, before[1]))
     except (OSError, KeyError, ValueError) as error:
@@ -197,13 +199,13 @@ def memory_limited(config: RunConfig, device: torch.device) -> Iterator[None]:
 
 def above_limit(config: RunConfig, peak_bytes: int, device: torch.device) -> tuple[str, ...]:
     """Returns a line if the predicted peak of a step is above --memory-limit, else nothing."""
-    limit = config.training.memory_limit
-    if limit is None or peak_bytes <= parse_bytes("--memory-limit", limit):
+    limit = config.training.memory_limit_bytes
+    if limit is None or peak_bytes <= limit:
         return ()
     more = f"; on a CPU it leaves {size(LIBRARIES)} on top for libraries"
     return (
-        f"--memory-limit {limit} is less than the predicted peak, so an allocation may fail"
-        + (more if device.type == "cpu" else ""),
+        f"--memory-limit {config.training.memory_limit} is less than the predicted peak, so an "
+        "allocation may fail" + (more if device.type == "cpu" else ""),
     )
 
 
@@ -237,10 +239,11 @@ def advice(config: RunConfig, peak: StepPeak, parallel: ParallelState, *, when: 
 
     peak: the predicted peak of this rank. when: the time, such as "in iteration 3".
     """
-    limit, allowed = config.training.memory_limit, memory_bytes(parallel.device)
-    by_flag = ""
-    if limit is not None:
-        allowed, by_flag = parse_bytes("--memory-limit", limit), f" by --memory-limit {limit}"
+    allowed, by_flag = config.training.memory_limit_bytes, ""
+    if allowed is None:
+        allowed = memory_bytes(parallel.device)
+    else:
+        by_flag = f" by --memory-limit {config.training.memory_limit}"
     may = "an unknown amount" if allowed is None else f"{size(allowed)}{by_flag}"
     if allowed is None:
         end = "docs/memory.md lists what needs less"

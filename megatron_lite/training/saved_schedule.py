@@ -8,46 +8,40 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron_lite.checkpointing.metadata import Metadata, read_config
-from megatron_lite.checkpointing.start import Start
 from megatron_lite.config.checks import input_faults
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.parallel.state import ParallelState
 
-
-class Followed(NamedTuple):
-    """The schedule that a run follows, the configuration with its weight decay, and log lines."""
-
-    schedule: LrSchedule
-    config: RunConfig
-    notices: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from megatron_lite.training.build_trainer import Course
 
 
-def followed_schedule(
-    config: RunConfig, schedule: LrSchedule, start: Start, parallel: ParallelState
-) -> Followed:
-    """Returns the schedule to follow. Every rank must call this.
+def follow_schedule(course: Course, parallel: ParallelState) -> Course:
+    """Returns the course with the schedule that the run follows. Every rank must call this.
 
-    schedule: that of the flags.
+    course: with the schedule of the flags.
     ValueError: the checkpoint's schedule cannot be read, or contradicts the flags.
     """
+    config, schedule, start = course.config, course.schedule, course.start
+    if start is None or start.step is None or start.metadata is None or start.weights_only:
+        return course
     step, metadata, options = start.step, start.metadata, config.checkpoint
-    if step is None or metadata is None or start.weights_only:
-        return Followed(schedule, config)
     # A converted checkpoint without the optimizer's states has no schedule. As in Megatron, a
     # schedule that is not loaded begins anew, while the iterations and the data go on.
     if options.no_load_optim or "optimizer" in metadata.missing:
         before = start.progress.consumed_samples
-        return Followed(replace(schedule, skipped_samples=before), config)
+        return course._replace(schedule=replace(schedule, skipped_samples=before))
     if metadata.schedule is not None:
         schedule = replace(schedule, skipped_samples=metadata.schedule.skipped_samples)
     settings = config.lr_schedule
     if not settings.use_checkpoint_opt_param_scheduler:
-        notices = () if metadata.schedule is None else _differences(schedule, metadata.schedule)
-        return Followed(schedule, config, () if settings.override_opt_param_scheduler else notices)
+        if metadata.schedule is not None and not settings.override_opt_param_scheduler:
+            course = course._replace(notices=_differences(schedule, metadata.schedule))
+        return course._replace(schedule=schedule)
     saved = parallel.together("--load", lambda: read_config(step))
     taken = schedule.taken_from(metadata.schedule or _schedule_of(saved, metadata, step))
     weight_decay = saved.optimizer.weight_decay
@@ -56,10 +50,10 @@ def followed_schedule(
         changed.append(f"weight_decay {config.optimizer.weight_decay} -> {weight_decay}")
         optimizer = replace(config.optimizer, weight_decay=weight_decay)
         config = replace(config, optimizer=optimizer)
-    return Followed(
-        taken,
-        config,
-        (
+    return course._replace(
+        schedule=taken,
+        config=config,
+        notices=(
             "--use-checkpoint-opt_param-scheduler: the learning rate and the weight decay follow "
             "the checkpoint"
             + (f" (flags -> checkpoint: {', '.join(changed)})" if changed else ", as the flags do"),

@@ -25,7 +25,7 @@ from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.batches import SampleOrder
 from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.log_files import SKIPPED_BATCHES
-from megatron_lite.training.step import StepResult, Traces, TrainingError
+from megatron_lite.training.step import StepResult, TrainingError
 
 if TYPE_CHECKING:
     from megatron_lite.data.blend import Dataset
@@ -111,9 +111,7 @@ class SkippedUpdates:
         Gathers a text from every rank, unless it is a spike. Only rank 0's row has documents.
         """
         finite = math.isfinite(record.grad_norm)  # a loss that is not finite makes the norm so too
-        origins = (
-            [] if finite else gather_texts(_not_finite(result.traces, self._pieces), self._parallel)
-        )
+        origins = [] if finite else gather_texts(_not_finite(result, self._pieces), self._parallel)
         if LOSS in origins:  # gradients of other ranks are its consequence
             origins = [text if text == LOSS else "" for text in origins]
         overflow = (
@@ -175,17 +173,17 @@ class SkippedUpdates:
         )
 
 
-def _not_finite(traces: Traces, pieces: Sequence[Piece]) -> str:
+def _not_finite(result: StepResult, pieces: Sequence[Piece]) -> str:
     """Returns the first thing on this rank that is not finite, or "". Reads the device.
 
     The order is: its loss, its own gradient (if measured, else the summed gradient of its pieces).
     """
-    if not math.isfinite(traces.own_loss.item()):
+    if not math.isfinite(result.own_loss.item()):
         return LOSS
-    own = traces.own_grad_norm
+    own = result.update.own_grad_norm
     if own is not None and math.isfinite(own.item()):
         return ""
-    finite = traces.piece_norms.isfinite().tolist()
+    finite = result.update.piece_norms.isfinite().tolist()
     names = [piece.name for piece, one in zip(pieces, finite, strict=False) if not one]
     first = f" of {names[0]}" if names else ""
     if own is not None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.embedding import residual_dtype
 from megatron_lite.model.gpt import LossGradient, ModelStages
-from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.optim.optimizer import Optimizer, OptimizerStep
 from megatron_lite.parallel.collectives import Timed, all_reduce_, not_timed
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
@@ -30,8 +30,6 @@ from megatron_lite.training.observe import ActivationMeter, Timeline
 if TYPE_CHECKING:
     from megatron_lite.pipeline.executor import Forward, Links
 
-Runner = TypeVar("Runner", bound="StageRunner")
-
 
 class TrainingError(RuntimeError):
     """A run that cannot go on, through no fault of its input.
@@ -40,38 +38,22 @@ class TrainingError(RuntimeError):
     """
 
 
-class Traces(NamedTuple):
-    """This rank's own part of the loss and of the gradient norm.
-
-    own_loss: this rank's part of the loss.
-    own_grad_norm: the norm of its gradients before the sum over `dp_cp_group`, if it is measured.
-    piece_norms: the norms of the gradients of its pieces after that sum.
-    """
-
-    own_loss: Tensor
-    own_grad_norm: Tensor | None
-    piece_norms: Tensor
-
-
 class StepResult(NamedTuple):
     """The figures of one step, as tensors on the device that the log reads later.
 
-    The first four are 0-d and the same on every rank.
-    loss: the mean over the global batch.
-    grad_norm: the global 2-norm before clipping.
-    skipped: 1.0 if no weight was changed, else 0.0.
-    loss_scale: the scale that was used; 1.0 if the loss is not scaled.
+    loss: 0-d, the mean over the global batch.
+    update: the figures of the update. With own_loss they show where a NaN came from.
+    loss_scale: 0-d, the scale that was used; 1.0 if the loss is not scaled.
     mean_loss: the running mean of the loss, against which spikes are judged. None if the run looks
         for no spikes.
-    traces: this rank's own part of the loss and the norm, which shows where a NaN came from.
+    own_loss: this rank's part of the loss, 0-d. The others that are 0-d are equal on all ranks.
     """
 
     loss: Tensor
-    grad_norm: Tensor
-    skipped: Tensor
+    update: OptimizerStep
     loss_scale: Tensor
     mean_loss: Tensor | None
-    traces: Traces
+    own_loss: Tensor
 
 
 class StepEnd:
@@ -164,11 +146,10 @@ def train_step(
         router.update_bias(parallel.dp_cp_group)
     return StepResult(
         loss,
-        update.grad_norm,
-        update.skipped,
+        update,
         torch.ones_like(loss) if scale is None else scale,
         None if optimizer.spikes is None else optimizer.spikes.mean.clone(),
-        Traces(own_loss, update.own_grad_norm, update.piece_norms),
+        own_loss,
     )
 
 
@@ -278,9 +259,7 @@ class StageRunner:
             self._reserve(most_microbatches)
 
     @classmethod
-    def of(
-        cls: type[Runner], config: RunConfig, model: ModelStages, parallel: ParallelState
-    ) -> Runner:
+    def of(cls, config: RunConfig, model: ModelStages, parallel: ParallelState) -> StageRunner:
         """Returns the runner of a run.
 
         Raises ValueError for a batch that does not divide over ranks and micro-batches.

@@ -88,7 +88,7 @@ def test_a_peak_has_the_storages_that_were_alive_by_their_categories_and_its_mom
                 host = torch.empty(500, dtype=torch.uint8)
             output = nn.Sequential(model)(torch.ones(5, 10, requires_grad=True)).square()
             output.sum().backward()
-            meter.begins_update()
+            meter.part("optimizer")
             update = torch.empty(400)
             del update, output
     peak = meter.peak

@@ -141,7 +141,10 @@ def differing(config: RunConfig) -> list[str]:
     names += [
         f"step {number}"
         for number, (one, other) in enumerate(pairs_of)
-        if not (torch.equal(one.loss, other.loss) and torch.equal(one.grad_norm, other.grad_norm))
+        if not (
+            torch.equal(one.loss, other.loss)
+            and torch.equal(one.update.grad_norm, other.update.grad_norm)
+        )
     ]
     return names
 

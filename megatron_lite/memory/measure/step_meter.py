@@ -5,7 +5,7 @@
         meter.assign(WEIGHTS, model.parameters())
         with meter.step(stages):
             ...                                   forwards, backwards and the update
-            meter.begins_update()
+            meter.part("optimizer")               behind the backwards
     meter.peak
 
 Every storage has a category. A storage that exists before the step has the category that `assign`
@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -148,9 +148,10 @@ class StepMeter(LiveStorages):
             finally:
                 self._in_step = self._in_update = False
 
-    def begins_update(self) -> None:
-        """Declares that the backwards of the step are done."""
-        self._in_update = True
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Declares that a part of the step begins. Behind the backwards comes "optimizer"."""
+        self._in_update = name == "optimizer"
+        return nullcontext()
 
     def category(self) -> str:
         """Returns HOST, the phase of the step, or before the step OTHER."""
