@@ -154,13 +154,11 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
     again. A fault that names one of them may follow from that, and is not told.
     """
     parser = build_parser(program)
-    if not {"-h", "--help"}.isdisjoint(argv):
-        from megatron_lite.cli.help import print_help
+    checks = any(word.partition("=")[0] == "--check-line" for word in argv)
+    if checks or not {"-h", "--help"}.isdisjoint(argv):
+        from megatron_lite.cli.help import print_fates, print_help
 
         print_help(parser, argv, program)
-    if any(word.partition("=")[0] == "--check-line" for word in argv):
-        from megatron_lite.cli.help import print_fates
-
         print_fates(parser, argv)
     fields = {name: action.dest for name, action in parser._option_string_actions.items()}
     words, notices = megatron_flags.renamed_words(argv, fields)
@@ -174,7 +172,11 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
         try:
             namespace, unread = parser.parse_known_args(_without(words, lost, fields))
             if unknown is None:
-                unknown = megatron_flags.unread_faults(unread, supported_flags(parser))
+                unknown = []
+                if unread:
+                    from megatron_lite.cli.help import unread_faults
+
+                    unknown = unread_faults(unread, supported_flags(parser))
                 faults += unknown
                 lost |= {fields[name] for name in re.findall(r"mean (\S+)\?", " ".join(unknown))}
                 continue

@@ -1,4 +1,5 @@
-"""The texts of --help: the topics, the flags of one topic, and single flags.
+"""The texts of --help: the topics, the flags of one topic, and single flags; and what becomes of
+flags that set no field here.
 
 With more than 200 flags, one text of all would hide what a reader looks for. `--help` alone is
 short; `--help TOPIC` has the flags of a topic; `--help all` has them all.
@@ -14,7 +15,16 @@ from collections.abc import Iterable, Sequence
 
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.invocation import training_command
-from megatron_lite.config.megatron_flags import advice, fate_of, listed
+from megatron_lite.config.megatron_flags import (
+    BY_VALUE,
+    DATA,
+    NO_EFFECT,
+    ONLY_VALUE,
+    REFUSED,
+    RENAMED,
+    WHOSE,
+    closest_flag,
+)
 from megatron_lite.config.plain import LARGEST_TEXT, shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
 from megatron_lite.config.run_flags import Parser, help_columns, paragraph
@@ -167,3 +177,68 @@ def _flags(title: str, actions: Iterable[argparse.Action]) -> str:
     formatter.add_arguments(_shown(actions))
     formatter.end_section()
     return formatter.format_help()
+
+
+def unread_faults(unread: Sequence[str], supported: Sequence[str]) -> list[str]:
+    """Returns the faults of the words that no flag of the parser takes.
+
+    Refused flags with one reason share a fault. The values of an unknown flag are no faults.
+    """
+    names = {word.partition("=")[0]: word for word in unread if word.startswith("--")}
+    refused: dict[tuple[str, str], list[str]] = {}
+    faults = []
+    for name, word in names.items():
+        if name in REFUSED:
+            owner = WHOSE.get(name, "Megatron")
+            refused.setdefault((owner, REFUSED[name]), []).append(name)
+        elif name in BY_VALUE:
+            faults.append(
+                f"{word.replace('=', ' ', 1)} is not supported here, only "
+                + " or ".join(BY_VALUE[name])
+            )
+        else:
+            faults.append(f"unknown flag {name}: {advice(name, supported)}")
+    for (owner, reason), flags in refused.items():
+        are = "is" if len(flags) == 1 else "are"
+        faults.append(f"{owner}'s {', '.join(flags)} {are} not supported here: {reason}")
+    if unread and not names:
+        faults = [f"{unread[0]!r} follows no flag that takes it"]
+    return faults
+
+
+def advice(name: str, supported: Iterable[str]) -> str:
+    """Returns what to do about an unknown flag."""
+    closest = closest_flag(name, supported, NO_EFFECT)
+    return f"did you mean {closest}?" if closest else "--help lists the flags"
+
+
+def listed(kind: str) -> list[tuple[str, list[str]]]:
+    """Returns the reasons of the flags that are "refused" or "ignored", each with its flags."""
+    key, said = ("no effect", "no effect ") if kind == "ignored" else (kind, "")
+    found = [
+        (said + row["reason"], [name.partition("=")[0] for name in row["flags"]])
+        for row in DATA[key]
+    ]
+    only = [f"{flag} {value}" for flag, value in ONLY_VALUE.items()]
+    return found + [("accepted with this value:", only)] * (kind == "refused")
+
+
+def fate_of(word: str, value: str = "") -> str | None:
+    """Returns one line on a flag of Megatron that this program renames, refuses or ignores.
+
+    word: the flag in lower case, with or without its two dashes. value: its value, if it is known.
+    Returns None for any other word, and for a flag whose one legal value this is.
+    """
+    flag = word if word.startswith("--") else f"--{word}"
+    if flag in RENAMED:
+        return f"{flag} is an old spelling of {RENAMED[flag]}"
+    if flag in BY_VALUE:
+        known = ", ".join(f"{value}: {read or 'as here'}" for value, read in BY_VALUE[flag].items())
+        if value and value not in BY_VALUE[flag]:
+            return f"{flag} {value} is refused: it is read by its value ({known})"
+        return f"{flag} is read by its value ({known})"
+    if value and ONLY_VALUE.get(flag) == value:
+        return None
+    if flag in NO_EFFECT:
+        return f"{flag} is accepted and has no effect {NO_EFFECT[flag]}"
+    return f"{flag} is refused: {REFUSED[flag]}" if flag in REFUSED else None

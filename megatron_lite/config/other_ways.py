@@ -1,0 +1,337 @@
+"""Settings of Megatron-LM and its forks that stand for other fields here, by a rule, by arithmetic
+or from a file.
+
+`megatron_flags.OTHER_WAYS` has most of their flags. `translate_values` loads this module if one of
+them is given, or a choice about context parallelism. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_lite.config.checks import InputError, flag, input_faults, quoted
+from megatron_lite.config.input_file import read_json
+from megatron_lite.config.megatron_flags import (
+    ACCOUNTED,
+    SHARDING_STRATEGIES,
+    STRATEGY,
+    TOKENS,
+    Given,
+)
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
+from megatron_lite.config.plain import as_object, shown
+from megatron_lite.config.setting import settings_of
+
+# What a configuration of DeepSpeed says, by section, as fields here, and the type of each.
+DEEPSPEED: dict[tuple[str, ...], tuple[str, type]] = {
+    ("train_batch_size",): ("global_batch_size", int),
+    ("train_micro_batch_size_per_gpu",): ("micro_batch_size", int),
+    ("gradient_clipping",): ("clip_grad", float),
+    ("bf16", "enabled"): ("bf16", bool),
+    ("fp16", "enabled"): ("fp16", bool),
+    ("fp16", "loss_scale"): ("loss_scale", float),
+    ("fp16", "loss_scale_window"): ("loss_scale_window", int),
+    ("fp16", "hysteresis"): ("hysteresis", int),
+    ("fp16", "min_loss_scale"): ("min_loss_scale", float),
+}
+STAGE = ("zero_optimization", "stage")
+STAGES = {1: "use_distributed_optimizer", 2: "use_distributed_optimizer", 3: "use_torch_fsdp2"}
+AUTO = "auto"
+NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def translate_others(given: Given, *, has_file: bool) -> Iterator[str]:
+    """Replaces these settings in `given`. Yields notices about them.
+
+    has_file: whether a file supplies the values of flags that are not given.
+    Raises InputError for flags that contradict each other.
+    """
+    if given.pop("no_bf16", False) and given.setdefault("bf16", False):
+        raise InputError("--no-bf16 contradicts --bf16: leave one out")
+    for step in (_tokens, _deepspeed, _dense_layers, _scales, _layer_list):
+        yield from step(given)
+    yield from _cp_comm_type(given, has_file=has_file)
+    yield from _position_embedding(given)
+    yield from _megatron_fsdp(given)
+    yield from _accounted_layers(given, has_file=has_file)
+    if not has_file:
+        yield from _context_parallel_attention(given)
+
+
+def _deepspeed(given: Given) -> Iterator[str]:
+    """Takes the fields of a DeepSpeed configuration. Raises InputError where a flag contradicts."""
+    if (path := given.pop("deepspeed_config", None)) is None:
+        return
+    said = f"--deepspeed-config {path}"
+    if not os.path.exists(path):
+        yield f"{shown(said)}: there is no such file, so the flags alone hold"
+        return
+    with input_faults(f"{said}: "):
+        try:
+            found = as_object(read_json(path), "the file")
+        except OSError as error:
+            raise ValueError(f"cannot be read ({error.strerror})") from error
+        stage = _taken(found, STAGE, int)
+        if stage not in (None, 0, *STAGES):
+            raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3 (got {stage})")
+        if stage in STAGES:
+            given[STAGES[stage]] = True
+        for keys, (field, kind) in DEEPSPEED.items():
+            value = _taken(found, keys, kind)
+            if value is None or value is False or (field == "loss_scale" and value == 0):
+                continue  # a scale of 0 is dynamic
+            if given.get(field, value) != value:
+                raise ValueError(
+                    f"{'.'.join(keys)} {value} contradicts {flag(field)} {given[field]}: make "
+                    "them equal"
+                )
+            given[field] = value
+    if unread := [name for name, value in found.items() if value not in ({}, None)]:
+        yield f"{said}: not read: {', '.join(map(shown, unread))}"
+
+
+def _taken(found: Given, keys: tuple[str, ...], kind: type) -> Any:
+    """Removes a value of nested objects, and returns it; None if it is not there, or "auto".
+
+    Raises ValueError if it is of another type.
+    """
+    for key in keys[:-1]:
+        found = as_object(found.get(key, {}), key)
+    value = found.pop(keys[-1], None)
+    if value is None or value == AUTO:
+        return None
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{'.'.join(keys)} must be {NAMES[kind]} (got {quoted(value)})")
+    return value
+
+
+def _tokens(given: Given) -> Iterator[str]:
+    """Replaces lengths in tokens by samples, or by iterations where the run has those."""
+    for name in TOKENS:
+        if (tokens := given.pop(name, None)) is None:
+            continue
+        in_iterations = "train_iters" in given
+        sizes = ["seq_length", "global_batch_size"][: 1 + in_iterations]
+        if missing := [flag(size) for size in sizes if given.get(size, 0) < 1]:
+            raise InputError(
+                f"{flag(name)} {tokens} needs {' and '.join(missing)}: give it, at least 1"
+            )
+        if tokens < 0 or (tokens == 0 and name == "train_tokens"):
+            raise InputError(f"{flag(name)} must be at least 1 (got {tokens}): give the tokens")
+        if in_iterations and given.get("rampup_batch_size"):
+            raise InputError(
+                f"{flag(name)} {tokens} with --rampup-batch-size needs --train-samples in place of "
+                "--train-iters: the batches differ"
+            )
+        length = -(-tokens // math.prod(given[size] for size in sizes))
+        topic = name.removesuffix("tokens")
+        field = topic + ("iters" if in_iterations else "samples")
+        for other in (f"{topic}iters", f"{topic}samples") if topic != "train_" else ():
+            given.pop(other, None)  # which tokens override
+        given[field] = min(length, given.get(field, length))
+        yield f"{flag(name)} {tokens} is read as {flag(field)} {given[field]}"
+
+
+def _dense_layers(given: Given) -> Iterator[str]:
+    """Replaces MindSpeed's number of dense first layers by the list of --moe-layer-freq."""
+    dense = given.pop("first_k_dense_replace", None)
+    layers, every = given.get("num_layers"), given.get("moe_layer_freq", 1)
+    if dense is None:
+        return
+    if layers is None:
+        raise InputError(
+            f"--first-k-dense-replace {dense} needs --num-layers: give it, or --moe-layer-freq "
+            f"[0]*{dense}+[1]*N"
+        )
+    if not isinstance(every, int):
+        raise InputError(f"--first-k-dense-replace {dense} excludes a list of --moe-layer-freq")
+    given["moe_layer_freq"] = tuple(
+        int(number >= dense and number % (every or 1) == 0) for number in range(layers)
+    )
+    yield f"--first-k-dense-replace {dense}: the first {dense} of {layers} layers have no experts"
+
+
+def _scales(given: Given) -> Iterator[str]:
+    """Replaces numbers of MindSpeed's models by the multipliers that they stand for."""
+    hidden, layers = given.get("hidden_size", 0), given.get("num_layers", 0)
+    for name, field, size, scale in (
+        ("input_embeds_norm", "embedding_multiplier", hidden, lambda _: math.sqrt(hidden)),
+        ("query_pre_attn_scalar", "softmax_scale", 1, lambda number: 1 / math.sqrt(number)),
+        ("scale_depth", "residual_multiplier", layers, lambda depth: depth / math.sqrt(layers)),
+        ("dim_model_base", "logits_scaling", hidden, lambda base: hidden / base),
+    ):
+        value = given.pop(name, None)
+        if value is None or value is False:
+            continue
+        if value <= 0:
+            raise InputError(f"{flag(name)} must be above 0 (got {value})")
+        if size < 1:
+            raise InputError(f"{flag(name)} needs --hidden-size and --num-layers: give them")
+        given[field] = scale(value)
+        yield f"{flag(name)} is read as {flag(field)} {given[field]}"
+
+
+def _layer_list(given: Given) -> Iterator[str]:
+    """Replaces MindSpeed's list of the stages' layers by the numbers of the first and the last."""
+    if (text := given.pop("num_layer_list", None)) is None:
+        return
+    said = f"--num-layer-list {shown(text)}"
+    stages, layers = given.get("pipeline_model_parallel_size", 1), given.get("num_layers")
+    numbers = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
+    if len(numbers) != stages or sum(numbers) != layers or not all(numbers):
+        raise InputError(
+            f"{said} must have --pipeline-model-parallel-size {stages} numbers of at least 1 with "
+            f"the sum --num-layers {layers}"
+        )
+    if len({*numbers[1:-1]}) > 1:
+        raise InputError(
+            f"{said}: all stages but the first and the last have equal numbers of layers here"
+        )
+    if len({*numbers}) > 1:
+        given["decoder_first_pipeline_num_layers"] = numbers[0]
+        given["decoder_last_pipeline_num_layers"] = numbers[-1]
+    yield f"{said}: the first stage has {numbers[0]} layers, the last {numbers[-1]}"
+
+
+def _cp_comm_type(given: Given, *, has_file: bool) -> Iterator[str]:
+    kinds = given.pop("cp_comm_type", [])
+    others = settings_of(ParallelConfig)["cp_comm_type"].megatron
+    alone = given.get("context_parallel_size", 1 + has_file) == 1  # no ranks exchange anything
+    parts = given.get("tensor_model_parallel_size", 1) * given.get("context_parallel_size", 1)
+    groups = given.get("num_query_groups") or given.get("num_attention_heads", 0)
+    # MindSpeed repeats keys and values where there are too few for the ranks
+    others = {**others, "ulysses": "p2p" if parts and groups % parts else "a2a"}
+    read = [others.get(kind, kind) for kind in kinds]
+    if alone:
+        read = ["p2p" if kind == "a2a" else kind for kind in read]
+    if kinds:
+        given["cp_comm_type"] = read[0] if len({*read}) == 1 else tuple(read)
+    for kind, read_as in sorted({*zip(kinds, read, strict=True)}):
+        if ("a2a" in kind or kind == "ulysses") and read_as == "p2p":
+            yield (
+                f"--cp-comm-type {kind} is read as {read_as}: each rank keeps its heads here, "
+                "which changes the result by rounding at most"
+            )
+
+
+def _position_embedding(given: Given) -> Iterator[str]:
+    """Replaces the two switches for a position embedding by the field.
+
+    Raises ValueError if they contradict --position-embedding-type.
+    """
+    for switch, kinds in (
+        ("use_rotary_position_embeddings", ("rope",)),
+        ("no_position_embedding", ("none", "rope")),
+    ):
+        if given.pop(switch, False):
+            kind = given.setdefault("position_embedding_type", kinds[0])
+            if kind not in kinds:
+                raise InputError(
+                    f"{flag(switch)} contradicts --position-embedding-type {kind}: leave one out"
+                )
+            if switch == "no_position_embedding":
+                yield f"{flag(switch)} is an old flag, read as --position-embedding-type {kind}"
+
+
+def _megatron_fsdp(given: Given) -> Iterator[str]:
+    """Replaces Megatron's own FSDP by the switch that shares out the same here."""
+    is_used = given.pop("use_megatron_fsdp", False)
+    strategy = given.pop("data_parallel_sharding_strategy", None)
+    if not is_used:
+        if strategy is not None:
+            yield "--data-parallel-sharding-strategy has no effect without --use-megatron-fsdp"
+        return
+    strategy = strategy or "no_shard"
+    said = f"--use-megatron-fsdp with {strategy}"
+    fault = STRATEGY.fault(flag("data_parallel_sharding_strategy"), strategy)
+    if fault is not None:
+        raise InputError(fault)
+    field = SHARDING_STRATEGIES[strategy]
+    if field is None:
+        yield f"{said} has no effect: it shares out nothing"
+        return
+    if field == "use_torch_fsdp2":
+        given.pop("use_distributed_optimizer", None)
+        given.pop("overlap_param_gather", None)
+    given[field] = True
+    yield f"{said} is read as {flag(field)}, which gives the same results"
+
+
+def _accounted_layers(given: Given, *, has_file: bool) -> Iterator[str]:
+    """Replaces the switches that count the embedding or the loss as a layer of the pipeline.
+
+    The first, or the last, pipeline rank then has one layer less than the others. The command line
+    must have both numbers that this needs: a file is read later.
+    """
+    counted = [name for name in ACCOUNTED if given.pop(name, False)]
+    size, layers = given.get("pipeline_model_parallel_size", 1), given.get("num_layers")
+    said = " and ".join(map(flag, counted))
+    if counted and has_file and not {"num_layers", "pipeline_model_parallel_size"} <= given.keys():
+        raise InputError(
+            f"{said} needs --num-layers and --pipeline-model-parallel-size on the command line, "
+            "not in a file: give both, or --decoder-first-pipeline-num-layers and "
+            "--decoder-last-pipeline-num-layers instead"
+        )
+    if not counted or layers is None:
+        return  # a missing --num-layers is an error of its own
+    if size == 1:
+        yield f"{said}: no effect at --pipeline-model-parallel-size 1"
+        return
+    if (layers + len(counted)) % size:
+        raise InputError(
+            f"{said}: --num-layers {layers} and {len(counted)} more are not divisible by "
+            f"--pipeline-model-parallel-size {size}"
+        )
+    virtual = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    if any((given.get(name) or 1) > 1 for name in virtual):
+        per_stage, per_rank = (given.pop(name, None) for name in virtual)
+        layout = _accounted_layout(counted, layers, size, per_stage, per_rank)
+        given["pipeline_model_parallel_layout"] = layout
+        yield f"{said}: --pipeline-model-parallel-layout '{layout}'"
+        return
+    number = (layers + len(counted)) // size - 1
+    for name in counted:
+        field = ACCOUNTED[name]
+        given[field] = number
+        yield f"{flag(name)}: {flag(field)} {number}"
+
+
+def _accounted_layout(
+    counted: list[str], layers: int, size: int, per_stage: int | None, per_rank: int | None
+) -> str:
+    """Returns the layout of virtual stages, the first or last of which has one layer less."""
+    whole = layers + len(counted)
+    number = per_stage or whole // (size * (per_rank or 1))
+    if number < 1 or whole % (number * size) or (per_rank and whole != number * size * per_rank):
+        raise InputError(
+            f"{' and '.join(map(flag, counted))}: --num-layers {layers} and {len(counted)} more do "
+            f"not divide into equal virtual stages on {size} ranks: give other numbers"
+        )
+    stages = ["t" * number] * (whole // number)
+    first, last = (name in counted for name in ACCOUNTED)
+    stages[0] = f"E{stages[0][first:]}"
+    stages[-1] = f"{stages[-1][last:]}L"
+    return "|".join(stages)
+
+
+def _context_parallel_attention(given: Given) -> list[str]:
+    """Chooses unfused attention where context parallelism has no other for the run."""
+    reason = no_flash_across_ranks(
+        given.get("attention_dropout", ModelConfig.attention_dropout),
+        bool(given.get("reset_attention_mask")),
+    )
+    is_free = given.get("attention_backend", "auto") == "auto"
+    size, is_a2a = given.get("context_parallel_size", 1), given.get("cp_comm_type") == "a2a"
+    if size == 1 or is_a2a or not is_free or reason is None:
+        return []
+    given["attention_backend"] = "unfused"
+    return [
+        f"--attention-backend auto is unfused: context-parallel ranks have no flash attention with "
+        f"{reason}, and unfused attention builds the scores"
+    ]
