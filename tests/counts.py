@@ -31,13 +31,13 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 307_800,
+    "tokens of the library": 307_450,
     "files of the library": 274,
     "tokens of tests": 328_400,
     "tokens of benchmarks": 20_900,
     "own files in one plain step": 32,
-    "own functions in one plain step": 138,
-    "tokens that a training process has loaded": 127_500,
+    "own functions in one plain step": 135,
+    "tokens that a training process has loaded": 124_500,
     "own calls in one forward of a column-parallel linear layer": 4,
     "functions named *notices*": 1,
     "places that read JSON": 1,

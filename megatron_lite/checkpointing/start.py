@@ -36,13 +36,12 @@ from megatron_lite.checkpointing.step_files import (
     LATEST,
     METADATA,
     STEP_NAME,
-    pointed_step,
     saved_step,
     saved_steps,
 )
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.input_file import regular_path
+from megatron_lite.config.input_file import read_input, regular_path
 from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.plain import parse_json
 from megatron_lite.parallel.state import ParallelState, gather_texts
@@ -211,6 +210,23 @@ def candidates(root: Path) -> Candidates:
             f"{root}: these do not lead to iteration {newest}, and are not used: {', '.join(left)}"
         )
     return Candidates(None, course, notices)
+
+
+def pointed_step(root: Path, *others: str) -> Path:
+    """Returns the folder that the pointer names: that of an iteration, or one of the `others`.
+
+    Raises InputError if the pointer is missing or names no folder.
+    """
+    pointer = root / LATEST
+    text = read_input(pointer, 32).decode(errors="replace").strip()
+    if text not in others and not re.fullmatch(r"\d{1,9}", text):
+        raise InputError(
+            f"{pointer}: expected {' or '.join(('an iteration number', *others))}, found {text!r}"
+        )
+    step = root / text if text in others else saved_step(root, int(text))
+    if not step.is_dir():
+        raise InputError(f"{pointer}: names {text}, but {step.name} does not exist")
+    return step
 
 
 def _course_of(newest: int, manifests: Mapping[int, Manifest]) -> list[int]:

@@ -37,8 +37,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.config import plain
-from megatron_lite.config.checks import InputError
-from megatron_lite.config.input_file import read_input
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG, METADATA = "config.json", "metadata.json"
@@ -115,20 +113,3 @@ def saved_step(root: Path, iteration: int) -> Path:
     step = step_directory(root, iteration)
     replaced = step.with_suffix(".old")
     return replaced if replaced.is_dir() and not step.exists() else step
-
-
-def pointed_step(root: Path, *others: str) -> Path:
-    """Returns the folder that the pointer names: that of an iteration, or one of the `others`.
-
-    Raises InputError if the pointer is missing or names no folder.
-    """
-    pointer = root / LATEST
-    text = read_input(pointer, 32).decode(errors="replace").strip()
-    if text not in others and not re.fullmatch(r"\d{1,9}", text):
-        raise InputError(
-            f"{pointer}: expected {' or '.join(('an iteration number', *others))}, found {text!r}"
-        )
-    step = root / text if text in others else saved_step(root, int(text))
-    if not step.is_dir():
-        raise InputError(f"{pointer}: names {text}, but {step.name} does not exist")
-    return step

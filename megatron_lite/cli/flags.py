@@ -8,7 +8,6 @@ of Hugging Face, or a known model. The module does not import torch.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import megatron_flags
-from megatron_lite.config.checks import ContradictionError, InputError, flag
+from megatron_lite.config.checks import ContradictionError, flag
 from megatron_lite.config.dry_run_settings import DryRunConfig, take_dry_run
-from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.invocation import SCRIPT
-from megatron_lite.config.known_models import PRESETS, preset
+from megatron_lite.config.known_models import PRESETS, Preset, Values, model_of, stored_values
 from megatron_lite.config.megatron_flags import translate_values
 from megatron_lite.config.notices import notices as notices_of
-from megatron_lite.config.plain import LARGEST_TEXT
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import (
     Parser,
@@ -35,11 +32,6 @@ from megatron_lite.config.run_flags import (
     topics,
 )
 
-Values = dict[str, dict[str, Any]]  # by topic and field
-
-# A file of --dump-config holds these derived values. A flag may change the values from which they
-# are derived, and they must be derived again.
-DERIVED_FIELDS = ("kv_channels", "ffn_hidden_size", "rope_type")
 SOURCES = ("config_json", "hf_config", "model")
 REQUIRED = {name for name, field in run_fields().items() if field.is_required} | {"vocab_size"}
 CONTRADICTIONS = {
@@ -289,53 +281,28 @@ def _values_of(name: str, source: str, given: Mapping[str, Any], notices: list[s
     Adds a notice for each value that is not read, and for each flag that says otherwise.
     """
     if name == "--config-json":
-        values = _values_of_file(source)
+        values = stored_values(source)
         chosen = given.get("tokenizer_type", given.get("vocab_file") and "GPT2BPETokenizer")
         if chosen not in (None, values["tokenizer"]["tokenizer_type"]):
             values["tokenizer"] = {}  # another tokenizer has another vocabulary
         return values
-    said = f"{name} {source}"
-    if name == "--model":
-        fields, vocab_size = preset(source)
-    else:
-        from megatron_lite.config import hf_config
+    said, (values, model) = f"{name} {source}", model_of(name, source)
+    if not isinstance(model, Preset):
+        from megatron_lite.config.hf_config import exact_fields
 
-        mapped = hf_config.read_hf_file(Path(source))
-        fields, vocab_size = hf_config.exact_fields(mapped, Path(source)), mapped.vocab_size
-        notices += [f"{said}: {note}" for note in mapped.notes]
+        exact_fields(model, Path(source))
+        notices += [f"{said}: {note}" for note in model.notes]
     # The vocabulary is the model's, whichever tokenizer is chosen: a tokenizer may use fewer rows
-    # of the embedding. NullTokenizer adds one id to its size.
+    # of the embedding.
     files = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"}
-    adds_one = given.get("tokenizer_type") == "NullTokenizer" or not given.keys() & files
-    tokenizer = {"vocab_size": vocab_size - adds_one}
+    if given.get("tokenizer_type") != "NullTokenizer" and given.keys() & files:
+        values["tokenizer"]["vocab_size"] = model.vocab_size
     notices += [
         f"{flag(field)} {given[field]} replaces {value} of {said}"
-        for field, value in {**fields, **tokenizer}.items()
+        for field, value in {**values["model"], **values["tokenizer"]}.items()
         if field in given and given[field] != value
     ]
-    values = {"model": dict(fields), "tokenizer": tokenizer}
     if name == "--model" and not {"bf16", "fp16"} & given.keys():
         values["training"] = {"bf16": True}
         notices.append("--bf16 is assumed for this model (--no-bf16 trains in float32)")
-    return values
-
-
-def _values_of_file(path: str) -> Values:
-    """Returns the values of a --dump-config file.
-
-    A derived value becomes None if it equals the value that would be derived anyway.
-    """
-    try:
-        config = RunConfig.from_json(read_input_text(path, LARGEST_TEXT))
-    except InputError as error:  # which names the file
-        raise ValueError(f"--config-json {error}") from error
-    except OSError as error:
-        raise ValueError(f"--config-json {path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ValueError(f"--config-json {path}: {error}") from error
-    values = dataclasses.asdict(config)
-    for field in DERIVED_FIELDS:
-        derived: Any = {field: None}
-        if dataclasses.replace(config.model, **derived) == config.model:
-            values["model"][field] = None
     return values

@@ -1,4 +1,4 @@
-"""Well-known models by name, as the fields of ModelConfig and the size of the vocabulary.
+"""Models and runs that a flag names, as values by topic and field; and well-known models by name.
 
 known_models.json has the sizes of the papers and of the models' published configurations: Llama
 (arXiv 2407.21783, 2307.09288), Qwen3 (2505.09388), Mixtral (2401.04088), and 22b to 1t (2205.05198,
@@ -7,14 +7,20 @@ table 3). Every preset has its published number of parameters (tests/config/test
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import parse_json, shown
+from megatron_lite.config.checks import InputError, input_faults
+from megatron_lite.config.plain import LARGEST_TEXT, parse_json, shown
+
+if TYPE_CHECKING:
+    from megatron_lite.config.hf_config import HfModel
+
+Values = dict[str, dict[str, Any]]  # by topic and field
 
 
 class Preset(NamedTuple):
@@ -47,6 +53,49 @@ def preset(name: str) -> Preset:
             "model give --hf-config FILE, or the flags of its sizes"
         )
     return PRESETS[name]
+
+
+def model_of(name: str, source: str) -> tuple[Values, Preset | HfModel]:
+    """Returns the values of the model that `--model SOURCE` or `--hf-config SOURCE` names, and it.
+
+    They have the vocabulary of NullTokenizer, which adds one id to its size.
+    """
+    model: Preset | HfModel
+    if name == "--model":
+        model = preset(source)
+    else:
+        from megatron_lite.config.hf_config import read_hf_file
+
+        model = read_hf_file(Path(source))
+    return {"model": {**model.fields}, "tokenizer": {"vocab_size": model.vocab_size - 1}}, model
+
+
+# A file of --dump-config holds these derived values. A flag may change the values from which they
+# are derived, and they must be derived again.
+DERIVED_FIELDS = ("kv_channels", "ffn_hidden_size", "rope_type")
+
+
+def stored_values(path: str) -> Values:
+    """Returns the values of a --dump-config file.
+
+    A derived value becomes None if it equals the value that would be derived anyway.
+    Raises InputError if it is no such file.
+    """
+    from megatron_lite.config.input_file import read_input_text
+    from megatron_lite.config.run import RunConfig
+
+    try:
+        text = read_input_text(path, LARGEST_TEXT)
+    except (InputError, OSError) as error:  # which name the file
+        raise InputError(f"--config-json {error}") from error
+    with input_faults(f"--config-json {path}: "):
+        config = RunConfig.from_json(text)
+    values = dataclasses.asdict(config)
+    for field in DERIVED_FIELDS:
+        derived: Any = {field: None}
+        if dataclasses.replace(config.model, **derived) == config.model:
+            values["model"][field] = None
+    return values
 
 
 def nearest_presets(name: str) -> list[str]:

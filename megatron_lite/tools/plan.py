@@ -10,17 +10,13 @@ output. The exit status is 0 if a plan fits, and 1 if one fits only in a part of
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from megatron_lite.config.checks import InputError, input_faults
-from megatron_lite.config.hf_config import read_hf_file
-from megatron_lite.config.input_file import read_input_text
-from megatron_lite.config.known_models import PRESETS, preset
+from megatron_lite.config.checks import InputError, flag, input_faults
+from megatron_lite.config.known_models import PRESETS, Preset, model_of, stored_values
 from megatron_lite.config.megatron_flags import (
     add_flags_without_effect,
     check_only_values,
@@ -28,9 +24,8 @@ from megatron_lite.config.megatron_flags import (
     take_ignored,
     translate_values,
 )
-from megatron_lite.config.plain import LARGEST_TEXT, parse_whole_number, shown
+from megatron_lite.config.plain import parse_whole_number, shown
 from megatron_lite.config.recompute import AUTO
-from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import Parser, add_run_flags, flag_of, paragraph
 from megatron_lite.config.units import parse_bytes
 from megatron_lite.data.durable_files import write_text
@@ -264,21 +259,14 @@ def _model_values(own: Mapping[str, Any]) -> tuple[Values, list[str]]:
     sources = ("model", "hf_config", "config_json")
     if sum(own[name] is not None for name in sources) > 1:
         raise InputError("--model, --hf-config and --config-json each describe the run: give one")
-    if (path := own["config_json"]) is not None:
-        with input_faults(f"--config-json {path}: "):
-            return dataclasses.asdict(RunConfig.from_json(read_input_text(path, LARGEST_TEXT))), []
-    notes: list[str] = []
-    if own["hf_config"] is not None:
-        model = read_hf_file(Path(own["hf_config"]))
-        notes = [f"{own['hf_config']}: {note}" for note in model.notes]
-        fields, vocab_size = dict(model.fields), model.vocab_size
-    elif own["model"] is not None:
-        known = preset(own["model"])
-        fields, vocab_size = dict(known.fields), known.vocab_size
-    else:
-        return {}, []
-    # NullTokenizer adds one id to --vocab-size.
-    return {"model": fields, "tokenizer": {"vocab_size": vocab_size - 1}}, notes
+    if own["config_json"] is not None:
+        return stored_values(own["config_json"]), []
+    for name in sources[:2]:
+        if own[name] is not None:
+            values, model = model_of(flag(name), own[name])
+            notes = () if isinstance(model, Preset) else model.notes
+            return values, [f"{own[name]}: {note}" for note in notes]
+    return {}, []
 
 
 if __name__ == "__main__":

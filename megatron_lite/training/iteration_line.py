@@ -27,6 +27,7 @@ from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.units import plural
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
 from megatron_lite.parallel.state import ParallelState
@@ -212,11 +213,19 @@ def iteration_line(interval: Interval, facts: RunFacts, *, throughput: bool) -> 
 
 
 def short_row(
-    interval: Interval, facts: RunFacts, memory: str, *, columns: int, heading: str
-) -> tuple[str, str]:
-    """Returns the heading and the row of these iterations, of at most `columns` columns.
+    interval: Interval,
+    facts: RunFacts,
+    memory: str,
+    *,
+    columns: int,
+    heading: str,
+    is_first: bool = False,
+) -> str:
+    """Returns the row of these iterations, of at most `columns` columns.
 
+    A line after it counts skipped updates, if there were any.
     memory, heading: the text of the column of memory, and its heading.
+    is_first: whether the heading of all columns comes before the row.
     """
     last, share = interval.last, interval.utilization.get("MFU")
     names = row = ""
@@ -241,7 +250,14 @@ def short_row(
             break
         if width:
             names, row = names + f"{name:>{width}}", row + f"{value:>{width}}"
-    return names, row
+    if is_first:
+        row = f"{names}\n{row}"
+    if interval.skipped or interval.nan:
+        row += (
+            f"\n  {plural(interval.skipped, 'skipped update')}, "
+            f"{plural(interval.nan, 'loss', 'losses')} not finite since the last row"
+        )
+    return row
 
 
 def peak_gib(device: torch.device) -> float:

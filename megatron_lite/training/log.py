@@ -31,7 +31,7 @@ from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import ByteUnit, plural
+from megatron_lite.config.units import ByteUnit
 from megatron_lite.parallel.messages import told_if_slow
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.iteration_line import (
@@ -239,26 +239,16 @@ class RunLog:
             if config.log_style == "megatron" or "log" in self._files:
                 self.detail(iteration_line(interval, facts, throughput=config.log_throughput))
             if config.log_style != "megatron":
-                self._terminal.line(self._short(interval, self._terminal.columns))
-
-    def _short(self, interval: Interval, columns: int) -> str:
-        """Returns the row of the terminal, below a heading from time to time.
-
-        A line after the row counts skipped updates, if there were any.
-        """
-        memory = f"{'peak' if self._shows_peak else 'kept'} pred./measured"
-        heading, text = short_row(
-            interval, self._facts, self._memory, columns=columns, heading=memory
-        )
-        if self._num_rows % HEADING_EVERY == 0:
-            text = f"{heading}\n{text}"
-        self._num_rows += 1
-        if interval.skipped or interval.nan:
-            text += (
-                f"\n  {plural(interval.skipped, 'skipped update')}, "
-                f"{plural(interval.nan, 'loss', 'losses')} not finite since the last row"
-            )
-        return text
+                row = short_row(
+                    interval,
+                    facts,
+                    self._memory,
+                    columns=self._terminal.columns,
+                    heading=f"{'peak' if self._shows_peak else 'kept'} pred./measured",
+                    is_first=self._num_rows % HEADING_EVERY == 0,
+                )
+                self._num_rows += 1
+                self._terminal.line(row)
 
     def summary(self, summary: RunSummary, progress: Progress, *, finished: bool) -> None:
         """Prints the lines at the end of the run. Writes the predictions beside the metrics.

@@ -31,12 +31,9 @@ from megatron_lite.training.log import RunLog
 from megatron_lite.training.observe import (
     ActivationBytes,
     ActivationMeter,
-    PeakMemory,
-    PeakMeter,
     Timeline,
     measures_peak,
     own_step_peak,
-    record_step,
 )
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from megatron_lite.training.step import StageRunner, StepEnd, StepResult, TrainingError, train_step
@@ -49,7 +46,7 @@ if TYPE_CHECKING:
     from megatron_lite.supervision.slow_rank import SlowRanks
     from megatron_lite.training.evaluate import Evaluations
     from megatron_lite.training.graphs import Recorder
-    from megatron_lite.training.profiler import Profiler
+    from megatron_lite.training.profiler import PeakMemory, PeakMeter, Profiler
     from megatron_lite.training.skipped import SkippedUpdates
     from megatron_lite.training.timers import Timers
 
@@ -301,7 +298,7 @@ class Trainer:
         wait for the device anyway, and their report is that of the steps so far.
         """
         waits = self.optimizer.loss_scale is not None or self.timers is not None
-        return 0 if waits or not StepEnd.is_late(self.parallel.device) else 1
+        return 0 if waits or self.parallel.device.type in StepEnd.ON_TIME else 1
 
     def _start_step(self, log: RunLog) -> StartedStep:
         """Runs a step, without reading its figures."""
@@ -387,18 +384,22 @@ class Trainer:
             return Looks(None if config.compiles_layers else ActivationMeter(thorough=verifies))
         path, peak, timeline = config.logging.memory_timeline, None, None
         if path is not None and self.parallel.rank == 0:
+            from megatron_lite.training.profiler import record_step
+
             timeline = partial(record_step, path, config)
         if measures_peak(config, device):
+            from megatron_lite.training.profiler import PeakMeter
+
             peak = PeakMeter(self.model, self.optimizer, device)
         return Looks(timeline=timeline, peak=peak)
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures, counts them and logs them. Waits for the end of that step."""
-        figures: dict[str, Any] = step.end.figures()
+        read, seconds = step.end.read(self._last_end)
+        figures: dict[str, Any] = {**read}
         figures["skipped"] = int(figures["skipped"])
         if "num_zeros" in figures:
             figures["num_zeros"] = int(figures["num_zeros"])
-        seconds = step.end.seconds_after(self._last_end)
         self._last_end = step.end
         self._seconds.append(seconds)
         iteration, batch_size = step.row["iteration"], step.row["global_batch_size"]

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import size
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import (
@@ -30,15 +29,12 @@ from megatron_lite.memory.predict.kept_tensors import (
     activation_terms,
     host_bytes,
 )
-from megatron_lite.memory.predict.stage_course import kept_course
 from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
-from megatron_lite.model.gpt import GPTModel, ModelStages
-from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_, gloo_has_freed
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import address_of
-from megatron_lite.parallel.weights import local_part, weights_in_use
+from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 # Runs a micro-batch of a whole model, and records its memory: (model, forward) -> loss.
@@ -201,50 +197,6 @@ def _sizes(
     return replace(sizes, expert_rows=rows) if any(rows) else sizes
 
 
-def record_step(path: str, config: RunConfig, model: GPTModel, run: Callable[[], Tensor]) -> Tensor:
-    """Writes the memory timeline of a micro-batch of a whole model, and the predicted bytes.
-
-    Runs the forward `run` and its backward. Returns the loss, detached.
-    """
-    # Imported here because the import takes seconds.
-    from megatron_lite.memory.measure.recorder import record_timeline
-    from megatron_lite.memory.measure.timeline import write_timeline
-
-    losses = []
-
-    def noted() -> Tensor:
-        loss = run()
-        losses.append(loss.detach())
-        return loss
-
-    plan = model.decoder.plan
-    name = str(config.recompute.policy)
-    timeline = record_timeline(model, noted, name=name)
-    sizes = Sizes.of(config, device=losses[0].device.type, stage=model.stage)
-    predicted = tuple(kept_course(config.model, plan, sizes))
-    write_timeline(replace(timeline, predicted=predicted), path)
-    return losses[0]
-
-
-class PeakMemory(NamedTuple):
-    """The peak of a step on the rank that holds most.
-
-    predicted, measured: bytes.
-    reserved: on CUDA, the most that the allocator held of the device, with its free pieces; else 0.
-    """
-
-    predicted: int
-    measured: int
-    reserved: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"{size(self.measured)} measured, {size(self.predicted)} predicted "
-            f"({self.predicted / max(1, self.measured):.1%} of it)"
-            + (f"; {size(self.reserved)} reserved" if self.reserved else "")
-        )
-
-
 def own_step_peak(config: RunConfig, parallel: ParallelState, num_microbatches: int) -> StepPeak:
     """Returns the predicted peak of this rank."""
     return step_peak(
@@ -264,65 +216,3 @@ def measures_peak(config: RunConfig, device: torch.device) -> bool:
     """
     asked = device.type == "cuda" or config.logging.log_peak_memory
     return asked and not config.compiles_layers
-
-
-class PeakMeter:
-    """Measures the peak of one step of this rank."""
-
-    def __init__(self, model: ModelStages, optimizer: Optimizer, device: torch.device) -> None:
-        self._model, self._optimizer, self._device = model, optimizer, device
-        self._peak_bytes = self._reserved_bytes = 0
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Measures the block, which is one step."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            yield
-            self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
-            self._reserved_bytes = torch.cuda.max_memory_reserved(self._device)
-            return
-        # The profiler does not see what was allocated before, such as the buffers of @host and the
-        # slots of --contiguous-saved-activations, which the first step made.
-        held = _bytes_of(_held_tensors(self._model, self._optimizer)) + sum(
-            chunk.decoder.stores.allocated_bytes
-            for chunk in self._model
-            if chunk.decoder.plan.uses_stores
-        )
-        from megatron_lite.memory.measure.allocator_peak import allocator_peak
-
-        with gloo_has_freed(), allocator_peak() as found:
-            yield
-            self._optimizer.finish()  # gathers of weights; a profiler must not end beside them
-        self._peak_bytes = held + found.peak_bytes
-
-    def result(self, predicted: StepPeak, parallel: ParallelState) -> PeakMemory:
-        """Returns the largest figures of any rank, once the step is over. predicted: this rank's.
-
-        Every rank must call it: it issues one all-reduce over all ranks. Waits for the device.
-        """
-        own = (predicted.num_bytes, self._peak_bytes, self._reserved_bytes)
-        figures = torch.tensor(own, device=parallel.device)
-        return PeakMemory(*all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX).tolist())
-
-
-def _held_tensors(model: ModelStages, optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yields the tensors that this rank holds from step to step."""
-    for chunk in model:
-        yield from chunk.parameters()
-        yield from chunk.constants()
-    # Without a buffer (FSDP2) a step begins with new gradients.
-    if isinstance(optimizer.layout.gradients, GradBuffer):
-        yield from optimizer.layout.gradients.grads.values()
-    for piece in optimizer.layout.pieces:
-        yield piece.master
-    yield from optimizer.host_tensors()
-    for states in optimizer.states.values():
-        yield from states.values()
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of the storages of the tensors, each once."""
-    local = [local_part(one) for one in tensors]
-    storages = {address_of(one.untyped_storage()): one.untyped_storage() for one in local}
-    return sum(storage.nbytes() for storage in storages.values())

@@ -65,13 +65,15 @@ class StepEnd:
     figures: 0-d tensors on the device, by their names in IterationRecord.
     """
 
+    ON_TIME = ("cpu",)  # the devices that do their work when the host launches it
+
     def __init__(self, device: torch.device, figures: Mapping[str, Tensor] | None = None) -> None:
         self._event: torch.cuda.Event | None = None
         self._names, self._values = tuple(figures or ()), torch.empty(0)
         if figures:
             # float64 holds every figure exactly, counts included.
             self._values = torch.stack(list(map(Tensor.double, figures.values())))
-        if self.is_late(device):
+        if device.type not in self.ON_TIME:
             if figures:
                 on_host = torch.empty(len(figures), dtype=torch.float64, pin_memory=True)
                 self._values = on_host.copy_(self._values, non_blocking=True)
@@ -79,22 +81,17 @@ class StepEnd:
             self._event.record()
         self._seconds = time.perf_counter()
 
-    @staticmethod
-    def is_late(device: torch.device) -> bool:
-        """Tells whether the device does its work later than the host launches it."""
-        return device.type != "cpu"
+    def read(self, earlier: StepEnd) -> tuple[dict[str, float], float]:
+        """Returns the figures, and the seconds from an earlier end, which has been read.
 
-    def figures(self) -> dict[str, float]:
-        """Returns the figures. On a GPU it waits until the work has come to this point."""
+        On a GPU it waits until the work has come to this point.
+        """
+        seconds = self._seconds - earlier._seconds
         if self._event is not None:
             self._event.synchronize()
-        return dict(zip(self._names, self._values.tolist(), strict=True))
-
-    def seconds_after(self, earlier: StepEnd) -> float:
-        """Returns the time from an earlier end to this one, whose figures have been read."""
-        if self._event is None or earlier._event is None:
-            return self._seconds - earlier._seconds
-        return earlier._event.elapsed_time(self._event) / 1000.0
+            if earlier._event is not None:
+                seconds = earlier._event.elapsed_time(self._event) / 1000.0
+        return dict(zip(self._names, self._values.tolist(), strict=True)), seconds
 
 
 def train_step(

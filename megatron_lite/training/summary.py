@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,7 +34,9 @@ from megatron_lite.training.iteration_line import (
     clock,
 )
 from megatron_lite.training.log_files import log_file_path, skipped_batches_path
-from megatron_lite.training.observe import PeakMemory
+
+if TYPE_CHECKING:
+    from megatron_lite.training.profiler import PeakMemory
 
 # The texts at the start of a run: its settings, what computes it, and what notices ask torch.
 #
@@ -173,6 +176,8 @@ class RunSummary:
         """Returns by name the text of each figure that was both predicted and measured."""
         found = {}
         if self.peak_bytes_predicted is not None and self.peak_bytes_measured is not None:
+            from megatron_lite.training.profiler import PeakMemory  # which measured it
+
             reserved = self.peak_bytes_reserved or 0
             found["peak"] = str(
                 PeakMemory(self.peak_bytes_predicted, self.peak_bytes_measured, reserved)

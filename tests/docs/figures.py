@@ -261,14 +261,13 @@ def terminal_row() -> str:
         skipped=0,
         nan=0,
     )
-    return "\n".join(
-        short_row(
-            Interval([record], facts),
-            facts,
-            "14.332/14.332 MiB",
-            columns=100,
-            heading="kept pred./measured",
-        )
+    return short_row(
+        Interval([record], facts),
+        facts,
+        "14.332/14.332 MiB",
+        columns=100,
+        heading="kept pred./measured",
+        is_first=True,
     )
 
 

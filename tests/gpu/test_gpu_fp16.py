@@ -45,7 +45,7 @@ def test_a_scaled_step_never_waits_for_the_gpu_whether_or_not_it_overflows(
         after = one_step(model, optimizer, parallel, batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [step.skipped.item() for step in (fine, overflowed, after)] == [0.0, 1.0, 0.0]
+    assert [step.update.skipped.item() for step in (fine, overflowed, after)] == [0.0, 1.0, 0.0]
     assert (fine.loss_scale.item(), after.loss_scale.item()) == (1024.0, 512.0)
 
 

@@ -229,7 +229,7 @@ def test_a_skipped_step_leaves_no_trace() -> None:
         with patch.object(cross_entropy, "row_statistics", spoiled):
             skipped = run.step(5)
         grad = run.optimizer.buffer.grads["output_layer.weight"]
-        assert skipped.skipped == 1.0 and grad.isnan().any()
+        assert skipped.update.skipped == 1.0 and grad.isnan().any()
         run.step(1)
         found = run.state()
     expected = trained(config)[1]

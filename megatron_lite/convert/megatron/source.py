@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.start import ITERATION, megatron_format
-from megatron_lite.checkpointing.step_files import LATEST, pointed_step
+from megatron_lite.checkpointing.start import ITERATION, megatron_format, pointed_step
+from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.megatron.args import progress_of, vocabulary_of
