@@ -39,6 +39,13 @@ REFUSED: Mapping[str, str] = {
 NO_EFFECT: Mapping[str, str] = {
     name.partition("=")[0]: row["reason"] for row in DATA["no effect"] for name in row["flags"]
 }
+# The fields beside which a flag without effect would have one.
+UNLESS: Mapping[str, Sequence[str]] = {
+    name.partition("=")[0]: row["unless"]
+    for row in DATA["no effect"]
+    if "unless" in row
+    for name in row["flags"]
+}
 # Flags that allow only this value, which is what the program does anyway. Any other is refused.
 ONLY_VALUE: Mapping[str, str] = DATA["only value"]
 RENAMED: Mapping[str, str] = DATA["renamed"]
@@ -115,14 +122,20 @@ def check_only_values(given: dict[str, Any]) -> None:
 
 def take_ignored(given: dict[str, Any]) -> list[str]:
     """Removes the flags without effect, and returns notices about them: a line for each, or one
-    line for many."""
-    found = [flag for flag in NO_EFFECT if given.pop(flag, None)]
+    line for many. Raises InputError for a flag beside one with which it would have an effect."""
+    found = [name for name in NO_EFFECT if given.pop(name, None)]
+    for name in found:
+        for field in {*UNLESS.get(name, ())} & given.keys():
+            raise InputError(
+                f"{name} with {flag(field)} is not supported here: it has no effect "
+                f"{NO_EFFECT[name]}"
+            )
     if len(found) > MOST_REASONS:
         return [
             f"{len(found)} flags have no effect here (--help ignored has the reasons): "
             + ", ".join(found)
         ]
-    return [f"{flag} has no effect {NO_EFFECT[flag]}" for flag in found]
+    return [f"{name} has no effect {NO_EFFECT[name]}" for name in found]
 
 
 def closest_flag(name: str, supported: Iterable[str], others: Iterable[str] = ()) -> str | None:

@@ -72,6 +72,8 @@ ULYSSES = "--context-parallel-algo ulysses_cp_algo"
         ("--num-key-value-heads 1", "--group-query-attention --num-query-groups 1"),
         ("--attention-head-type multiquery", "--group-query-attention --num-query-groups 1"),
         ("--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec", ""),
+        ("--tokenizer-kwargs eos_token <|endoftext|> pad_token <|extra_0|>", ""),
+        ("--attention-mask-type general --use-qk-norm", "--qk-layernorm"),
         (
             f"{MOE} --moe-router-score-function sigmoid --moe-router-pre-softmax",
             f"{MOE} --moe-router-score-function sigmoid",
@@ -96,6 +98,10 @@ def test_a_flag_of_a_fork_is_the_same_run_as_flags_of_megatron(theirs: str, ours
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
+        (
+            "--tokenizer-kwargs eos_token x --eod-mask-loss",
+            "--tokenizer-kwargs with --eod-mask-loss is not supported here: it has no effect where",
+        ),
         ("--zero-stage 7", "--zero-stage 7 is not supported here, only 0 or"),
         ("--spec a b", "--spec a b is not supported here, only local or"),
         (
