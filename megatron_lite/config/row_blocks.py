@@ -10,7 +10,7 @@ HASHED_ON_CPU, HASHED_ON_GPU = 2**16, 2**22
 
 
 def hashed_at_a_time(device: str) -> int:
-    """Returns how many half words of 4 bytes a hash of a replay multiplies at a time.
+    """Returns how many words of 8 bytes a hash of a replay multiplies at a time.
 
     Its table of keys and its products take 8 bytes for each.
     """

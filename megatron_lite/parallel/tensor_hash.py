@@ -1,11 +1,15 @@
 """Computes a 64-bit hash of a tensor's bits and their places.
 
-    hash of a block = sum over its words of word * key of the place, modulo 2^64
+    hash of a block = sum over its words of fold(word) * key of the place, modulo 2^64
+    fold(word) = word + word / 2^32, rounded down
 
-A word is 4 bytes. The keys are odd and look random: they come from the finalizer of splitmix64
-(Steele, Lea and Flood, OOPSLA 2014). One changed word always changes the hash; several changes stay
-unnoticed about once in 2^32. The hash uses integers only, so the order of the sum does not matter.
-A tensor has the same hash on every device of one type and with any number of threads.
+A word is 8 bytes. Without the fold, a key would lose all but one bit where the signs of two float32
+numbers change, which are the highest bits of words. Bytes after the last whole word are a block of
+their own, with zeros behind them. The keys are odd and look random: they come from the finalizer of
+splitmix64 (Steele, Lea and Flood, OOPSLA 2014). One changed float32 number always changes the hash;
+several changes stay unnoticed about once in 2^32. The hash uses integers only, so the order of the
+sum does not matter. A tensor has the same hash on every device of one type and with any number of
+threads.
 """
 
 from __future__ import annotations
@@ -34,9 +38,10 @@ def quick_hash(tensor: Tensor) -> Tensor:
     """
     sums = []
     for data in _dense_parts(tensor.detach()):
-        words, keys = _words(data), _keys(data.device)
-        blocks = words.split(keys.numel())
-        sums += [(block * keys[: block.numel()]).sum() for block in blocks]
+        keys = _keys(data.device)
+        for block in _words(data, keys.numel()):
+            folded = block >> 32
+            sums.append(folded.add_(block).mul_(keys[: block.numel()]).sum())
     if not sums:
         return torch.zeros((), dtype=torch.int64)
     return reduce(lambda total, each: total * FIRST + each, sums)
@@ -105,7 +110,7 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 @cache
 def _keys(device: torch.device) -> Tensor:
-    """Returns odd numbers that look random, int64, one for each half word of a block."""
+    """Returns odd numbers that look random, int64, one for each word of a block."""
     keys = (torch.arange(hashed_at_a_time(device.type), device=device) + 1) * GOLDEN
     # >> on int64 repeats the sign bit; the masks make the shifts logical.
     keys ^= (keys >> 30) & (2**34 - 1)
@@ -116,15 +121,17 @@ def _keys(device: torch.device) -> Tensor:
     return keys | 1
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """Returns the tensor's bits as int32, as a view if possible."""
+def _words(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """Yields the tensor's bits as int64, at most `most` at once, as views if possible."""
     data = tensor.detach().contiguous().view(-1)
     if data.stride() == (0,):  # one element is contiguous with any stride
         data = data.repeat(1)
     data = data.view(torch.uint8)
-    # A view of bytes as int32 must begin at a multiple of 4 bytes of its storage.
-    if data.numel() % 4 == 0 and data.storage_offset() % 4 == 0:
-        return data.view(torch.int32)
-    filled = data.new_zeros(-(-data.numel() // 4) * 4)
-    filled[: data.numel()] = data
-    return filled.view(torch.int32)
+    if data.storage_offset() % 8:  # where views as int64 must begin
+        data = data.clone()
+    whole = data.numel() // 8 * 8
+    yield from data[:whole].view(torch.int64).split(most) if whole else ()
+    if whole < data.numel():
+        rest = data.new_zeros(8)
+        rest[: data.numel() - whole] = data[whole:]
+        yield rest.view(torch.int64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,24 +17,26 @@ from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+PAIRS = [*itertools.combinations(range(8), 2)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
 
 def in_python(tensor: Tensor, block: int) -> int:
     """The formula in whole numbers."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    data += b"\0" * (-len(data) % 4)
+    whole = len(data) // 8 * 8
+    blocks = [data[start : min(start + 8 * block, whole)] for start in range(0, whole, 8 * block)]
+    blocks += [data[whole:].ljust(8, b"\0")] if whole < len(data) else []
     total = 0
-    for start in range(0, max(len(data) // 4, 1), block):
+    for one in blocks:
         summed = 0
-        for place in range(min(block, len(data) // 4 - start)):
-            first = 4 * (start + place)
+        for place in range(len(one) // 8):
             key = (place + 1) * GOLDEN & 2**64 - 1
             key = (key ^ key >> 30) * FIRST & 2**64 - 1
             key = (key ^ key >> 27) * SECOND & 2**64 - 1
-            word = int.from_bytes(data[first : first + 4], "little", signed=True)
-            summed += word * (key ^ key >> 31 | 1)
-        total = (total * FIRST if start else 0) + summed
+            word = int.from_bytes(one[8 * place : 8 * place + 8], "little", signed=True)
+            summed += (word + (word >> 32)) * (key ^ key >> 31 | 1)
+        total = total * FIRST + summed
     return total % 2**64
 
 
@@ -41,7 +45,7 @@ def test_blocks_count_in_their_order_and_strides_do_not(monkeypatch: pytest.Monk
     whole = in_python(tensor, 2**20)
     assert int(quick_hash(tensor.t().contiguous().t())) % 2**64 == whole
     data = torch.cat([torch.zeros(3, dtype=torch.uint8), tensor.view(-1).view(torch.uint8)])
-    assert int(quick_hash(data[3:])) % 2**64 == whole  # not at a multiple of 4 bytes
+    assert int(quick_hash(data[3:])) % 2**64 == whole  # not at a multiple of 8 bytes
     monkeypatch.setattr(module, "hashed_at_a_time", lambda device: 5)
     monkeypatch.setattr(module, "_keys", module._keys.__wrapped__)
     assert int(quick_hash(tensor)) % 2**64 == in_python(tensor, 5)
@@ -55,6 +59,11 @@ def test_it_depends_on_every_bit(dtype: torch.dtype) -> None:
     else:
         changed = [flipped(tensor, bit) for bit in range(8 * 5 * tensor.element_size())]
     assert len({int(quick_hash(one)) for one in [tensor, *changed]}) == len(changed) + 1
+
+
+def test_it_depends_on_the_signs_of_any_two_numbers() -> None:
+    signs = [torch.ones(8).index_fill(0, torch.tensor(pair), -1) for pair in PAIRS]
+    assert len({int(quick_hash(one)) for one in [torch.ones(8), *signs]}) == len(PAIRS) + 1
 
 
 def flipped(tensor: Tensor, bit: int) -> Tensor:
