@@ -1,10 +1,11 @@
 """Computes a 64-bit hash of a tensor's bits and their places.
 
     hash of a block = sum over its words of fold(word) * key of the place, modulo 2^64
-    fold(word) = word + word / 2^32, rounded down
+    fold(word) = word + word / 2^31, rounded down
 
 A word is 8 bytes. Without the fold, a key would lose all but one bit where the signs of two float32
-numbers change, which are the highest bits of words. Bytes after the last whole word are a block of
+numbers change, which are the highest bits of words. By 2^32, changed signs of both halves of two
+words would go unnoticed. Bytes after the last whole word are a block of
 their own, with zeros behind them. The keys are odd and look random: they come from the finalizer of
 splitmix64 (Steele, Lea and Flood, OOPSLA 2014). One changed float32 number always changes the hash;
 several changes stay unnoticed about once in 2^32. The hash uses integers only, so the order of the
@@ -40,7 +41,7 @@ def quick_hash(tensor: Tensor) -> Tensor:
     for data in _dense_parts(tensor.detach()):
         keys = _keys(data.device)
         for block in _words(data, keys.numel()):
-            folded = block >> 32
+            folded = block >> 31
             sums.append(folded.add_(block).mul_(keys[: block.numel()]).sum())
     if not sums:
         return torch.zeros((), dtype=torch.int64)
