@@ -138,7 +138,7 @@ class Contents:
         self._modules = set[nn.Module]()
         self.has_graphs = False
         self.containers: list[_Container] = []
-        self._empty: list[tuple[str, str, Any]] = []  # of modules: most of their dictionaries
+        self._empty: list[tuple[str, Any]] = []  # most dictionaries of modules
         self.parts: dict[str, Part] = {}
         self.generators: list[tuple[str, GeneratorState]] = []  # each with its owner
 
@@ -164,11 +164,10 @@ class Contents:
             for name, value in found.items():
                 if name not in STANDARD:
                     self.add(f"{prefix}{name}", value, owner)
-                elif name in exchanged or type(value) not in RESTORED:  # those of a script
-                    pass
-                elif not value:
-                    self._empty.append((path, owner, value))
-                else:
+                elif name not in exchanged and type(value) in RESTORED:  # not those of a script
+                    if not (value or owner):
+                        self._empty.append((path, value))
+                        continue
                     self.note(path, value, owner)
                     for number, hook in enumerate([*value.values()] if name in HOOKS else ()):
                         self.add(f"{prefix}{name}.{number}", hook, owner)
@@ -248,7 +247,7 @@ class Contents:
                 before = _dictionary(items) if isinstance(value, dict) else {}
                 keys = [key for key in before if not _is_same(before[key], value.get(key, self))]
                 yield ".".join(filter(None, [name, *map(str, keys[:1])])), owner
-        yield from ((name, owner) for name, owner, value in self._empty if value)
+        yield from ((name, "") for name, value in self._empty if value)
         for owner, state in self.generators:
             if owner and state.is_changed():
                 yield f"a generator of {owner}", owner
@@ -263,7 +262,6 @@ class Contents:
         """
         self.has_graphs |= written
         self.containers = [each for each in self.containers if each.owner in owners]
-        self._empty = [each for each in self._empty if each[1] in owners]
         self.generators = [each for each in self.generators if each[0] in owners]
         self.parts = {name: each for name, each in self.parts.items() if each.owner in owners}
         for each in self.containers if self.has_graphs else ():
@@ -282,8 +280,8 @@ class Contents:
             for each in self.containers
             if type(each.value) in RESTORED or not isinstance(each.value, CONTAINERS)
         ]
-        empty = [value for *_, value in self._empty if not value]
-        pairs += [(value, [], _items(value)) for *_, value in self._empty if value]
+        pairs += [(value, [], _items(value)) for _, value in self._empty if value]
+        empty = [value for _, value in self._empty if not value]
         try:
             for value, items, now in pairs:
                 if exchange is not None:
