@@ -50,7 +50,7 @@ class RecomputeConfig:
     activation_memory_budget: under --torch-compile, the share of its activations that a compiled
         graph may keep for backward, from 0 to 1 (training/build_trainer.py).
     contiguous_saved_activations: whether the kept inputs of recomputed units lie in one allocation,
-        made once (recompute/pool.py).
+        made once (recompute/stores.py).
     recompute_tail_skip: whether a replay leaves out its last matmul and the collective after it,
         since backward does not read the result.
     recompute_verify: whether every rebuilt tensor is compared with the forward's, and the predicted

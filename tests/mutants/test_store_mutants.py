@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_lite.recompute.offload import Offload, _OnHost
-from megatron_lite.recompute.pool import Arena, Pool, Slot
+from megatron_lite.recompute.pool import Pool, Slot
+from megatron_lite.recompute.stores import Arena
 from tests.recompute import test_arena, test_offload
 from tests.support.mutants import Mutant, each_is_seen, replaces
 

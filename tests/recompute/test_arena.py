@@ -15,7 +15,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute.pool import ALIGNMENT, FLAG, Arena
+from megatron_lite.recompute.stores import ALIGNMENT, FLAG, Arena
 from tests.support.models import BATCH, SEQ_LENGTH, sample_tokens
 from tests.support.planned import planned
 

@@ -48,7 +48,7 @@ from megatron_lite.memory.predict.walk import (
 )
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
-SLOT_ALIGNMENT = 512  # bytes, as in recompute/pool.py
+SLOT_ALIGNMENT = 512  # bytes, as in recompute/stores.py
 CACHED = 1024
 
 
