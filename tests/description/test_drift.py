@@ -13,10 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-
-# dispatch modes import it when first entered: 3 s, here once for all forked ranks
-import torch._dynamo
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from megatron_lite.config.model import ModelConfig
@@ -34,6 +30,7 @@ from megatron_lite.memory.measure.meter import kept_for_backward, running_module
 from megatron_lite.parallel.state import ParallelState
 from tests.memory.test_replay_flops import FORMULAS
 from tests.support import pairs
+from tests.support.dispatch import Dispatches
 from tests.support.equality import GATHERED, SENT, VARIANTS, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_sizes, tp_state
 from tests.support.ranks import run_ranks
@@ -68,7 +65,7 @@ class Figures(NamedTuple):
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-class Watched(TorchDispatchMode):
+class Watched(Dispatches):
     """Records the FLOPs of matmuls and the kinds of collectives by the module that runs."""
 
     def __init__(self, running: list[str]) -> None:
@@ -77,17 +74,13 @@ class Watched(TorchDispatchMode):
         self.flops: defaultdict[str, list[int]] = defaultdict(list)
         self.collectives: defaultdict[str, list[str]] = defaultdict(list)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
+    def saw(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         module = place(self.running[-1] if self.running else "")
         formula = FORMULA_OF.get(func._overloadpacket)
         if formula is not None:
-            self.flops[module].append(formula(*args, **(kwargs or {}), out_val=results))
+            self.flops[module].append(formula(*args, **kwargs, out_val=results))
         if func.namespace == "c10d":
             self.collectives[module].append(KINDS[func.name().split("::")[1]])
-        return results
 
 
 def place(module: str) -> str:

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.sizes import Sizes
@@ -20,6 +18,7 @@ from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.tensor_parallel.rank_context import RankContext
+from tests.support.dispatch import Dispatches, tensors_in
 
 MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
 SHAPES_ALONE = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view"}
@@ -44,28 +43,21 @@ def moved(tensor: Tensor) -> int:
     return elements * tensor.element_size()
 
 
-class Moves(TorchDispatchMode):
+class Moves(Dispatches):
     """Sums the bytes of the inputs and outputs of all operators but matmuls and views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_bytes = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
+    def saw(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         name = func.overloadpacket.__name__
         if func.is_view or name in MATMULS | SHAPES_ALONE:
-            return results
-        inputs = {
-            id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
-        }
+            return
+        inputs = {id(leaf): leaf for leaf in tensors_in((args, kwargs))}
         if name in WRITE_ONLY:
             del inputs[id(args[0])]
-        outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
-        self.num_bytes += sum(map(moved, [*inputs.values(), *outputs]))
-        return results
+        self.num_bytes += sum(map(moved, [*inputs.values(), *tensors_in(results)]))
 
 
 def dispatched(config: ModelConfig) -> tuple[int, int]:

@@ -11,9 +11,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-# dispatch modes import it when first entered: 3 s, here once instead of in every forked rank
-import torch._dynamo
-
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages

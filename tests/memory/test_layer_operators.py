@@ -8,15 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-# dispatch modes import it when first entered: 3 s, here once instead of in every forked rank
-import torch._dynamo
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
 from megatron_lite.config.policy import IN_GROUPS
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
+from tests.support.dispatch import Dispatches, tensors_in
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, plan_of, tiny_sizes, tp_state
 from tests.support.pairs import only
@@ -29,23 +24,17 @@ def sizes(tp_size: int, sequence_parallel: bool, dtype: torch.dtype = torch.floa
     return tiny_sizes(tp_size, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize)
 
 
-class InGroups(TorchDispatchMode):
+class InGroups(Dispatches):
     """The operators that some group holds, in order, with the bytes of their results."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
+    def saw(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         if str(func) in IN_GROUPS:
-            tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
-            self.seen.append(
-                (str(func), sum(tensor.untyped_storage().nbytes() for tensor in tensors))
-            )
-        return results
+            found = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(results))
+            self.seen.append((str(func), found))
 
 
 def wrong_lists(

@@ -6,9 +6,6 @@ import random
 
 import pytest
 
-# dispatch modes import it when first entered: 3 s, here once for all forked ranks
-import torch._dynamo  # noqa: F401
-
 from arguments import parse_args
 from megatron_lite.config import row_blocks
 from megatron_lite.config.run import RunConfig

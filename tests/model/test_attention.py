@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_lite.context_parallel.documents import CuSeqlens
 from megatron_lite.description.self_attention import CORE
@@ -21,6 +19,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.model.attention import CoreAttention, SelfAttention
 from tests.model.test_window import A, B, D, core, draw, formula
+from tests.support.dispatch import Dispatches, tensors_in
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
@@ -70,16 +69,14 @@ def test_a_second_sequence_length_gets_its_own_rotary_tables():
     assert torch.equal(whole, again)
 
 
-class Largest(TorchDispatchMode):
+class Largest(Dispatches):
     """Notes the most elements of a tensor that an operator returns."""
 
     elements = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        sizes = (one.numel() for one in tree_leaves(results) if isinstance(one, torch.Tensor))
+    def saw(self, func, args, kwargs, results):
+        sizes = (one.numel() for one in tensors_in(results))
         self.elements = max(self.elements, *sizes, 0)
-        return results
 
 
 BOUNDS = (0, 1, 200, 256, 512)

@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-# a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked
-# rank
-import torch._dynamo
-
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.recompute.replay import RecomputeMismatch

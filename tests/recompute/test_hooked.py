@@ -18,6 +18,7 @@ from megatron_lite.recompute.phase import is_recomputing
 from tests.support.odd_layers import (
     POLICIES,
     Block,
+    InOrder,
     Model,
     Norms,
     SetsAux,
@@ -45,17 +46,14 @@ def second_order(model: nn.Module) -> list[Tensor]:
     return [loss, gradient, x.grad]
 
 
-class Outer(nn.Module):
+class Outer(InOrder):
     """A layer with layers of its own, which get a policy, too."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Norms() for _ in range(2))
+        super().__init__(Norms)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden.sin()
+        return super().forward(hidden).sin()
 
 
 @pytest.mark.runs(daily=3, ci=8)

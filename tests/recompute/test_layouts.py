@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-# a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked
-# rank
-import torch._dynamo
 from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig

@@ -12,12 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-
-# a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked
-# rank
-import torch._dynamo
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import GROUPS, IN_GROUPS
@@ -32,6 +27,7 @@ from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.replay import RecomputeMismatch
 from tests.support.collectives import recorded_collectives
+from tests.support.dispatch import Dispatches
 from tests.support.models import plan_of, sample_tokens, tp_state
 from tests.support.odd_layers import Block, Model, assert_equal, outcome, step
 from tests.support.planned import NUM_LAYERS, planned
@@ -50,18 +46,15 @@ def rng() -> RngStreams:
     return RngStreams(torch.device("cpu"), seed=3)
 
 
-class Dispatched(TorchDispatchMode):
+class Dispatched(Dispatches):
     """The operators that run, in order, each with whether it is part of a replay."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, bool]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def saw(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         self.seen.append((str(func), is_recomputing()))
-        return func(*args, **(kwargs or {}))
 
     def replayed(self, names: tuple[str, ...]) -> Counter[str]:
         """How often operators of these names ran in replays."""

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
-from tests.support.odd_layers import Block, Model, assert_equal, batches
+from tests.support.odd_layers import Block, InOrder, Model, assert_equal, batches
 
 POLICIES = ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"]
 
@@ -30,19 +30,6 @@ class Normed(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.linear(self.batch_norm(self.norm(hidden)))
-
-
-class Tensors(nn.Module):
-    """A list of layers that is called in order."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(make() for _ in range(2))
-
-    def forward(self, hidden: Tensor) -> Any:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
 
 
 def gradients(model: nn.Module, given: Tensor) -> list[Tensor]:
@@ -66,14 +53,14 @@ def assert_right(model: nn.Module, policy: str, given: Tensor) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_scripted_layers_train_as_without_a_policy(policy: str) -> None:
-    assert_right(Tensors(lambda: torch.jit.script(Normed())), policy, batches()[0])
+    assert_right(InOrder(lambda: torch.jit.script(Normed())), policy, batches()[0])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_lazy_layers_train_as_without_a_policy(policy: str) -> None:
     def steps(policy: str) -> list[Tensor]:
         torch.manual_seed(1)
-        model = Tensors(lambda: nn.Sequential(Normed(), nn.LazyLinear(6), nn.LazyBatchNorm1d()))
+        model = InOrder(lambda: nn.Sequential(Normed(), nn.LazyLinear(6), nn.LazyBatchNorm1d()))
         apply_policy_(model, layers_fqn="layers", policy=policy)
         for _ in range(3):
             model(batches()[0]).square().sum().backward()
@@ -87,7 +74,7 @@ def test_lazy_layers_train_as_without_a_policy(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_layers_that_are_compiled_modules_train_as_without_a_policy(policy: str) -> None:
     assert_right(
-        Tensors(lambda: torch.compile(Normed(), backend="aot_eager")), policy, batches()[0]
+        InOrder(lambda: torch.compile(Normed(), backend="aot_eager")), policy, batches()[0]
     )
 
 
@@ -103,7 +90,7 @@ class Attention(nn.Module):
 
 
 def test_a_choice_of_attention_kernels_around_the_forward_is_that_of_the_replay() -> None:
-    class Chosen(Tensors):
+    class Chosen(InOrder):
         def forward(self, hidden: Tensor) -> Tensor:
             with sdpa_kernel(SDPBackend.MATH):
                 result: Tensor = super().forward(hidden)
@@ -127,7 +114,7 @@ def test_forward_mode_differentiation_is_that_of_the_plain_model(policy: str) ->
         functional = torch.func.jvp(model, (hidden.detach(),), (torch.ones_like(hidden),))[1]
         return [tangent.detach(), *found, functional.detach()]
 
-    model = Tensors(Normed).eval()
+    model = InOrder(Normed).eval()
     expected = derivatives()
     apply_policy_(model, layers_fqn="layers", policy=policy)
     with pytest.warns(UserWarning, match="jvp"):
@@ -221,7 +208,7 @@ def test_the_way_of_a_call_changes_no_bit(
     found = []
     for each in ("*:none", policy):
         torch.manual_seed(1)
-        model = Tensors(Normed).eval()
+        model = InOrder(Normed).eval()
         apply_policy_(model, layers_fqn="layers", policy=each)
         found.append(way(model))
     assert_equal(*found)
@@ -236,7 +223,7 @@ def hooked_like_accelerate(layer: nn.Module) -> None:
 
 
 def test_a_policy_is_found_and_removed_under_another_librarys_wrapper() -> None:
-    model = Tensors(Normed)
+    model = InOrder(Normed)
     expected = gradients(model, batches()[0])
     apply_policy_(model, layers_fqn="layers", policy="*:full")
     for layer in model.layers:
@@ -293,7 +280,7 @@ class Vector(nn.Module):
 )
 def test_results_that_a_layer_writes_to_are_computed_again(kind: Any, ops: str) -> None:
     given = batches()[0][0] if kind is Vector else batches()[0]
-    assert_right(Tensors(kind), f"*:ops({ops})", given)
+    assert_right(InOrder(kind), f"*:ops({ops})", given)
 
 
 def test_threads_take_turns() -> None:

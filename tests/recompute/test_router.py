@@ -19,6 +19,7 @@ from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign_families import DECODER, language_loss
+from tests.support.odd_layers import InOrder
 from tests.support.storages import addresses
 
 real_topk = torch.topk
@@ -122,18 +123,6 @@ class Routed(nn.Module):
         return output
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.ModuleList(Routed() for _ in range(2))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
-
-
 def squares(model: nn.Module, number: int) -> Tensor:
     hidden = torch.randn(7, 6, generator=torch.Generator().manual_seed(number))
     loss: Tensor = model(hidden.requires_grad_()).square().mean()
@@ -145,7 +134,8 @@ def test_a_choice_costs_its_indices_and_survives_a_second_backward(
 ) -> None:
     kept, found, restart = [], [], noise(monkeypatch)
     for policy in ("*:full", None):
-        model = Stack()
+        torch.manual_seed(1)
+        model = InOrder(Routed)
         if policy is not None:
             apply_policy_(model, layers_fqn="layers", policy=policy, verify=True)
         restart()

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-# dispatch modes import it when first entered: 3 s, here once instead of in every forked rank
-import torch._dynamo
-
 from arguments import parse_args
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.meter import kept_for_backward

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_lite.recompute.apply import apply_policy_
+from tests.support.dispatch import Dispatches
 from tests.support.pairs import FULL_GRIDS
 
 # torch's own tests need this package, and its databases import it.
@@ -146,16 +146,10 @@ def is_equal(one: Any, other: Any) -> bool:
     )
 
 
-class Watched(TorchDispatchMode):
-    """Does nothing. Under any mode, linear_cross_entropy of torch computes in another order."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def faults(cases: Iterator[Case], policy: str, **options: Any) -> list[str]:
     lines = []
-    mode = Watched if "ops" in policy else nullcontext
+    # Under any mode, linear_cross_entropy of torch computes in another order.
+    mode = Dispatches if "ops" in policy else nullcontext
     for case in cases:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

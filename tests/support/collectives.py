@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # a dispatch mode imports it: 3 s, here once instead of in every forked rank
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_lite.context_parallel import sharded_attention as attention
+from tests.support.dispatch import Dispatches, tensors_in
 
 
 class Sent(NamedTuple):
@@ -34,33 +32,29 @@ FUNCTIONAL = {
 }
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Dispatches):
     def __init__(self, sent: list[Sent]) -> None:
         super().__init__()
         self.sent = sent
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "megatron_lite":  # our one operator: torch does not dispatch its parts
             with self:
                 return attention._attend_in_named_group(*args, **(kwargs or {}))
-        results = func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def saw(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         name = func.name().split("::")[1]
         if func.namespace == "c10d" or (
             func.namespace == "_c10d_functional" and name != "wait_tensor"
         ):
-            tensors = [
-                leaf for leaf in tree_leaves((args, kwargs, results)) if isinstance(leaf, Tensor)
-            ]
-            largest = max(tensors, key=Tensor.numel)
+            largest = max(tensors_in((args, kwargs, results)), key=Tensor.numel)
             self.sent.append(
                 Sent(
                     FUNCTIONAL[name] if func.namespace == "_c10d_functional" else name,
                     tuple(largest.shape),
                 )
             )
-        return results
 
 
 @contextmanager

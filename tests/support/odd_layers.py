@@ -44,6 +44,19 @@ class Norms(Block):
         return self.body(self.norm(hidden))
 
 
+class InOrder(nn.Module):
+    """A list of layers that is called in order."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Any:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
 class SetsAux(Block):
     """A layer whose loss leaves it through an attribute."""
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # 1.5 s: once here, not in every forked rank at its first optimizer
 import torch.distributed as dist
 from torch import Tensor
 

@@ -12,9 +12,6 @@ from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
-
-# dispatch modes import it when first entered: 3 s, here once for all forked ranks
-import torch._dynamo
 from torch import Tensor
 
 from arguments import parse_args
