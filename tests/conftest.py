@@ -104,6 +104,13 @@ def pytest_collection_finish() -> None:
     use_huge_pages()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_earlier_files_left_is_out_of_the_collectors_hands() -> None:
+    """Else a collection takes seconds after some thousand tests, and measuring code calls many."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tells run_ranks whether the test is `long` or `weekly`. Such a test checks further settings

@@ -111,6 +111,7 @@ def peak_of(problem: Problem, choice: Sequence[Option]) -> int:
     )
 
 
+@pytest.mark.runs(daily=8, ci=12)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_plan_is_the_fastest_of_all_that_fit(seed: int) -> None:
     problem = drawn(seed)

@@ -20,7 +20,7 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_sizes, tp_state
-from tests.support.pairs import sampled
+from tests.support.pairs import sampled, subsets
 from tests.support.ranks import run_ranks
 from tests.support.storages import addresses
 
@@ -62,13 +62,10 @@ class Figures(NamedTuple):
 def policies(*, can_split: bool) -> Iterator[RecomputeConfig]:
     """None, every set of regions, units of one and two layers, results of operators; some in host
     memory or in one allocation."""
-    region_sets = itertools.chain.from_iterable(
-        itertools.combinations(MODULES, count) for count in range(1, len(MODULES) + 1)
-    )
     split = ("*:full@split", "0:full@split;*:none", "*:full/2@split+host")
     for policy in (
         "*:none",
-        *(f"*:{'+'.join(names)}" for names in region_sets),
+        *(f"*:{'+'.join(names)}" for names in subsets(MODULES)),
         *("*:full", "*:full/2", "0:full; *:none", "0-1:full; *:none"),
         *HOST_POLICIES,
         *((*split, "0:full@split; *:full/2@split+host") if can_split else ()),

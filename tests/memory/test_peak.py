@@ -6,7 +6,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,7 +27,7 @@ from megatron_lite.recompute.recompute_plan import RecomputePlan
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, plan_of, sample_tokens, tiny_sizes, tp_state
 from tests.support.mutants import replaces
-from tests.support.pairs import only, sampled
+from tests.support.pairs import only, sampled, subsets
 from tests.support.ranks import run_ranks
 from tests.support.storages import addresses
 
@@ -43,12 +42,9 @@ class Fullest(NamedTuple):
     replay: int
 
 
-REGION_SETS = chain.from_iterable(
-    combinations(MODULES, number) for number in range(1, len(MODULES) + 1)
-)
 POLICIES = (
     "*:none",
-    *(f"*:{'+'.join(names)}" for names in REGION_SETS),
+    *(f"*:{'+'.join(names)}" for names in subsets(MODULES)),
     *("*:full", "*:full/2", "*:full/3", "0:full; *:none"),
     *("0:full;1:core_attn+pointwise;2:mlp", "0:none;1:full;2:layernorm"),
     "*:none@host",

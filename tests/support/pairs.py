@@ -27,6 +27,12 @@ FULL_GRIDS = os.environ.get("FULL_GRIDS", "") not in ("", "0")
 Case = tuple[Any, ...]
 
 
+def subsets(items: Sequence[Any]) -> Iterable[tuple[Any, ...]]:
+    """Returns each item, each pair and all; in the weekly run every set of some of them."""
+    sizes = range(1, len(items) + 1) if FULL_GRIDS else (1, 2, len(items))
+    return itertools.chain.from_iterable(itertools.combinations(items, size) for size in sizes)
+
+
 def pairs(*axes: Iterable[Any], ids: Any = None) -> list[Any]:
     """Returns the parameters of the whole grid, in its order. ids: a function from a case's values
     to its name."""

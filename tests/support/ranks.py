@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -172,6 +173,7 @@ def _run_rank(
             # be by two threads at a time ("Invalid thread pool!").
             torch.set_num_threads(1)
             torch.manual_seed(1234)
+            gc.freeze()  # a collection would look through, and so copy, all that the parent has
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" if detail else "OFF"
             dist.set_debug_level_from_env()
             dist.init_process_group(

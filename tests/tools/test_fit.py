@@ -20,7 +20,7 @@ from megatron_lite.tools.fake_fit import FakeGauge, add_adapters_, fit_config, s
 from tests.support.ranks import run_ranks
 
 LLAMA: dict[str, Any] = dict(
-    model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=200, num_hidden_layers=5,
+    model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=200, num_hidden_layers=3,
     hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
 )  # fmt: skip
 MIXTRAL: dict[str, Any] = dict(
@@ -28,12 +28,13 @@ MIXTRAL: dict[str, Any] = dict(
     num_hidden_layers=2,
 )  # fmt: skip
 T5: dict[str, Any] = dict(
-    model_type="t5", architectures=["T5ForConditionalGeneration"], vocab_size=200, num_layers=4,
+    model_type="t5", architectures=["T5ForConditionalGeneration"], vocab_size=200, num_layers=3,
     d_model=64, d_kv=16, d_ff=128, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "rank"), [(LLAMA, 0), (LLAMA, 4), (T5, 0), (MIXTRAL, 0)])
+@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.parametrize(("config", "rank"), [(LLAMA, 0), (LLAMA, 4), (MIXTRAL, 0), (T5, 0)])
 def test_fake_tensors_give_the_peak_of_the_real_step(config: dict[str, Any], rank: int) -> None:
     machine = load_hardware("h100")
     parsed = transformers.AutoConfig.for_model(**config)

@@ -53,16 +53,22 @@ def test_the_printed_command_is_parsed_to_the_plan() -> None:
     assert config.parallel.pipeline_model_parallel_size == 2
 
 
+ON_ONE = [*LLAMA, "--gpus", "1", *BATCH, "--micro-batch-size", "1"]
+
+
 @pytest.mark.long
 def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak() -> None:
-    on_one = [*LLAMA, "--gpus", "1", *BATCH, "--micro-batch-size", "1"]
-    text = printed([*on_one, "--host-memory", "0"], status=2)
+    text = printed([*ON_ONE, "--host-memory", "0"], status=2)
     assert "does not fit" in text and "The smallest peak that was found is" in text
     assert "optimizer states" in text and "To run" not in text
     states = 8_030_261_248 * 18 / 2**30  # bytes of a parameter: bf16, and four of float32
     assert f"states alone take {states:.2f} GiB" in text.replace("\n", " ")
-    # In host memory: all but 6 bytes, weights and the sums of gradients.
-    text = printed(on_one)
+
+
+@pytest.mark.weekly
+def test_optimizer_states_that_fit_in_host_memory_alone_go_there() -> None:
+    """All but 6 bytes of a parameter, weights and the sums of gradients."""
+    text = printed(ON_ONE)
     # There also the copies of gradients, and the buffers of weights.
     on_host = 16 * 8_030_261_248 + 2 * 2**24 * 2
     assert f"{on_host / 2**30:.2f} GiB of main weights, optimizer states" in text
@@ -70,7 +76,7 @@ def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak() -> No
     config = parse_args([word for word in words if word != "\n"][6:]).config
     peak = step_peak(config, 0, device="cuda", dp_cp_size=1)
     assert f"{peak.num_bytes / 2**30:.2f}" in text and config.optimizer.optimizer_cpu_offload
-    less = printed([*on_one, "--host-memory", "100GiB"])
+    less = printed([*ON_ONE, "--host-memory", "100GiB"])
     assert "--optimizer-offload-fraction 0.75" in less.replace("\n", " ")
 
 

@@ -150,7 +150,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.runs(daily=1, ci=5)
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(("tp_size", "cp_size", "sequence_parallel", "cp_comm_type"), LAYOUTS)
 def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(
     tp_size: int, cp_size: int, sequence_parallel: bool, cp_comm_type: str
@@ -364,7 +364,7 @@ def without_policy(
     return cache(lambda flags: metrics_of(flags, tmp_path_factory.mktemp("without")))
 
 
-@pytest.mark.runs(daily=1, ci=6)
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(("variant", "policy"), RUNS)
 def test_a_policy_changes_no_bit_and_every_byte_is_predicted(
     variant: str, policy: str, without_policy: Callable[[str], list[dict[str, Any]]], tmp_path: Path

@@ -114,7 +114,7 @@ def real_steps(
     return run_ranks(run, world_size, detail=False)
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(("world_size", "num_microbatches", "flags"), [*CASES, *LONG_CASES])
 def test_each_rank_has_the_memory_of_a_real_one(
     world_size: int, num_microbatches: int, flags: str

@@ -130,7 +130,7 @@ def outcome(path: Path) -> list[list[float]]:
     return found
 
 
-@pytest.mark.runs(daily=4, ci=12)
+@pytest.mark.runs(daily=4, ci=8)
 @pytest.mark.parametrize("layout", [*list(LAYOUTS)[:3], *ODD, *list(LAYOUTS)[3:]])
 def test_every_layout_trains_as_one_process_does(layout: str, tmp_path: Path) -> None:
     """Losses, the biases' steps (which the later choices show), and kept bytes to the byte."""
@@ -172,7 +172,7 @@ def test_a_policy_keeps_what_is_predicted_given_the_rows(
     assert outcome(metrics)
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs(daily=1, ci=1)
 @pytest.mark.parametrize(
     "layout", ["ep2, biases, dropped", "tp2-etp1", "ep2-zero1-whole", "ep2", "tp2-etp1, biases"]
 )
