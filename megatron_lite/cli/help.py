@@ -27,7 +27,7 @@ from megatron_lite.config.megatron_flags import (
 )
 from megatron_lite.config.plain import LARGEST_TEXT, shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
-from megatron_lite.config.run_flags import Parser, help_columns, paragraph
+from megatron_lite.config.run_flags import Parser, help_columns, paragraph, run_fields
 
 HELP = ("-h", "--help")
 MOST_ADVICE = 50  # unknown flags of a script for which the nearest known one is looked for
@@ -41,6 +41,11 @@ LISTS = {
     "refused": "flags of Megatron that are refused, by the reason",
     "ignored": "flags of Megatron that are accepted and have no effect",
 }
+# A launcher and its flags, up to the program that it starts.
+LAUNCH = re.compile(
+    r"\b(?:srun|mpirun|mpiexec|torchrun|deepspeed|accelerate|ray|torch\.distributed\.\w+)\b.*?"
+    r"(?=\.py\b|\bbash\b|\bpython)"
+)
 MOST_USED = (
     "--num-layers",
     "--hidden-size",
@@ -94,6 +99,8 @@ def print_fates(parser: Parser, argv: Sequence[str]) -> None:
     code = re.sub(r"(?m)(^|\s)#.*$", "", text)
     flags = re.compile(r"(?<![\w$-])(--[a-zA-Z][\w-]*)(?:[= ]+([^\s\\\"'$()-][^\s\\\"'$()]*))?")
     found = dict(flags.findall(code))
+    launches = " ".join(LAUNCH.findall(code.replace("\\\n", " ")))
+    launched = {name for name, _ in flags.findall(launches)}
     if not found:
         parser.error(f"--check-line {path}: no flag is in it; give a script that names flags")
     parsed, taken, faults, unknown = parser._option_string_actions, [], 0, 0
@@ -101,8 +108,13 @@ def print_fates(parser: Parser, argv: Sequence[str]) -> None:
         known = name if name in parsed else name.replace("_", "-")
         fate = fate_of(known, value)
         if fate is None and known in parsed:
-            taken.append(name)
-            continue
+            fault = _value_fault(known, parsed[known].dest, value)
+            fate = fault and f"{name} {value} is refused: {fault}"
+            if fate is None:
+                taken.append(name)
+                continue
+        elif fate is None and name in launched:
+            fate = f"{name} is read by the launcher"
         faults += fate is None or " is refused: " in fate
         unknown += fate is None
         near = advice(name, parsed) if unknown <= MOST_ADVICE else "--help lists the flags"
@@ -110,6 +122,17 @@ def print_fates(parser: Parser, argv: Sequence[str]) -> None:
     print(paragraph(f"taken as they are: {' '.join(taken) or 'none'}"))
     print(f"{len(found)} flags, of which {faults} are refused or unknown")
     sys.exit(bool(faults))
+
+
+def _value_fault(name: str, field: str, value: str) -> str | None:
+    """Returns why a field of the run may not have this value, if it has a list of values."""
+    if not value or field not in (fields := run_fields()):
+        return None
+    facts = fields[field].facts
+    known = {str(one).lower() for one in (*facts.choices, *facts.megatron)}
+    if value in facts.refused or (known and value.lower() not in known):
+        return facts.fault(name, value)
+    return None
 
 
 def help_text(parser: Parser, word: str, program: str) -> str | None:

@@ -26,6 +26,7 @@ from typing import Any
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.model import NORM_VECTORS, ModelConfig
+from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.plain import parse_json, parse_whole_number
 from megatron_lite.config.setting import Setting, settings_of
@@ -249,7 +250,8 @@ def _other_values(given: Given) -> Iterator[str]:
         given.update({"fim_data": True, **tokens, **given})
         yield "--tokenizer-type TokenizerFromFileWithFIM with --fim-rate is read as --fim-data"
     norms = {known.lower(): known for known in NORM_VECTORS}
-    for topic in (ModelConfig, TrainingConfig, TokenizerConfig, ParallelConfig):
+    topics = (ModelConfig, TrainingConfig, LrScheduleConfig, TokenizerConfig, ParallelConfig)
+    for topic in topics:
         for field, facts in settings_of(topic).items():
             value = str(given.get(field))
             is_norm = field == "normalization"

@@ -270,7 +270,10 @@ class LrScheduleConfig:
         "learning rate at the start of the warm-up", 0.0, least=0.0, upto="lr"
     )
     lr_wsd_decay_style: str = setting(
-        "how WSD (warm-up, stable, decay) falls at its end", "exponential", choices=WSD_DECAY_STYLES
+        "how WSD (warm-up, stable, decay) falls at its end",
+        "exponential",
+        choices=WSD_DECAY_STYLES,
+        megatron={"1-sqrt": "minus_sqrt"},
     )
     lr_wsd_decay_iters: int | None = setting(
         "iterations of WSD's decay, at the end",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_lite.config.checks import flag, input_faults
 from megatron_lite.config.layer_pattern import parse_window
-from megatron_lite.config.megatron_flags import OTHER_WAYS, closest_flag
+from megatron_lite.config.megatron_flags import OTHER_WAYS, REFUSED, closest_flag
 from megatron_lite.config.plain import parse_whole_number
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.setting import Setting, settings_of, spelling
@@ -74,6 +74,8 @@ class Parser(argparse.ArgumentParser):
             known = self._option_string_actions
             near = [flag for name in names if (flag := closest_flag(name, known)) is not None]
             meant = f": did you mean {' and '.join(near)}?" if near else ""
+            for name in filter(REFUSED.get, names):
+                meant += f"; {name} is not supported here: {REFUSED[name]}"
             self.error(f"unrecognized arguments: {' '.join(unread)}{meant}")
         return found
 

@@ -44,6 +44,11 @@ def read_config_file(path: str) -> Any:
     """
     text = read_input_text(path, MAX_FILE_BYTES)
     ending = Path(path).suffix.lower().removeprefix(".").replace("yml", "yaml").upper()
+    if ending == "PY":
+        raise InputError(
+            f"{path}: a Python config is not run: write what its activation_checkpoint says as "
+            'JSON, such as {"activation_checkpoint": {"mode": "full"}}, and give that file'
+        )
     faults = []
     for name in [ending] if ending in PARSERS else PARSERS:
         try:

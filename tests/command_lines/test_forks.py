@@ -43,6 +43,10 @@ ULYSSES = "--context-parallel-algo ulysses_cp_algo"
         ("--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size 4", ""),
         ("--tp-2d --tp-x 1 --tp-y 1 --ulysses-degree-in-cp 1", ""),
         ("--optimizer-selection fused_torch_adamw", ""),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-style 1-sqrt --lr-wsd-decay-iters 3",
+            "--lr-decay-style WSD --lr-wsd-decay-style minus_sqrt --lr-wsd-decay-iters 3",
+        ),
         ("--no-cuda", "--distributed-backend gloo"),
         (f"{ROPE} --use-glm-rope", f"{ROPE} --rotary-interleaved"),
         ("--add-rmsnorm-offset", "--apply-layernorm-1p"),
@@ -172,7 +176,8 @@ def test_a_script_is_checked_flag_by_flag(
 ) -> None:
     script = tmp_path / "run.sh"
     script.write_text(
-        "torchrun --nproc_per_node 8 pretrain_gpt.py \\\n  --num-layers $LAYERS --fp16 \\\n"
+        "srun --mem 8 \\\n  torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers $LAYERS \\\n"
+        "  --fp16 --optimizer=ademamix --normalization rmsnorm --tokenizer-type $KIND --mtu 9 \\\n"
         "  --use-mc2 --goldfish-loss --xyz 3 --zero-stage 7 --softmax-type vanilla  # --geglu\n"
     )
     with pytest.raises(SystemExit) as end:
@@ -185,8 +190,11 @@ def test_a_script_is_checked_flag_by_flag(
         "--goldfish-loss is refused: ",
         "--xyz is unknown: ",
         "--zero-stage 7 is refused: ",
-        "taken as they are: --num-layers --fp16 --softmax-type",
-        "8 flags, of which 3 are refused or unknown",
+        "--optimizer ademamix is refused: --optimizer must be one of adam, muon, sgd",
+        "--mem is read by the launcher",
+        "--mtu is unknown: ",
+        "taken as they are: --num-layers --fp16 --normalization --tokenizer-type --softmax-type",
+        "13 flags, of which 5 are refused or unknown",
     ):
         assert line in printed
     assert "geglu" not in printed

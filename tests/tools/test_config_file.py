@@ -69,6 +69,7 @@ def test_the_three_formats_give_the_same_values(tmp_path: Path, name: str) -> No
     "name, text, message",
     [
         ("a.json", b"[" * 100_000, "not JSON"),
+        ("a.py", b"activation_checkpoint = 1", "a Python config is not run: write what"),
         ("a.json", b"[" * 60 + b"]" * 60, "more than 50 levels deep"),
         ("a.json", b'{"a": 1, "a": 2}', "'a' is given twice"),
         ("a.json", b'{"a": "\xe9"}', "not a text in UTF-8 (byte 7)"),
