@@ -8,19 +8,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.stores import ALIGNMENT, FLAG, Arena
 from tests.support.models import BATCH, SEQ_LENGTH, sample_tokens
+from tests.support.offload import CPU, NUM_LAYERS, equal, step
 from tests.support.planned import planned
 
-NUM_LAYERS = 5
-CPU = torch.device("cpu")
 INPUT = SEQ_LENGTH * BATCH * 32 * 4  # bytes of a unit's input, s b h in float32
 SLOT = -(-INPUT // ALIGNMENT) * ALIGNMENT
 POLICIES = (
@@ -32,32 +29,11 @@ POLICIES = (
 )
 
 
-def build(
-    policy: str,
-    parallel: ParallelState | None = None,
-    *,
-    contiguous: bool = True,
-    micro_batches: int = 1,
-) -> GPTModel:
+def build(policy: str, *, contiguous: bool = True, micro_batches: int = 1) -> GPTModel:
     recompute = RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous)
-    model = planned(recompute, parallel=parallel, num_layers=NUM_LAYERS, hidden_dropout=0.1)
+    model = planned(recompute, num_layers=NUM_LAYERS, hidden_dropout=0.1)
     model.decoder.stores.micro_batches = micro_batches
     return model
-
-
-def step(model: GPTModel, *, batches: tuple[int, ...] = (3,)) -> list[Tensor]:
-    """Gradients of micro-batches that are all in flight before the first backward. The random
-    numbers are the same each time."""
-    model.context.rng.restore(RngStreams(CPU, seed=5, tp_rank=model.context.rank).snapshot())
-    for parameter in model.parameters():
-        parameter.grad = None
-    for loss in [model.loss(*sample_tokens(batch)).mean() for batch in batches]:
-        loss.backward()
-    return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(map(torch.equal, first, second))
 
 
 def in_use(model: GPTModel) -> int:
