@@ -42,6 +42,7 @@ from megatron_lite.parallel.torch_internals import (
     current_node,
     engine,
     outside_vmap,
+    untraced,
 )
 from megatron_lite.recompute.call_arguments import Arguments
 from megatron_lite.recompute.contents import hash_last
@@ -390,7 +391,7 @@ class _Rebuilt:
                     self.has_stopped = True
                     raise _Enough(self._call)
                 if self._tries:
-                    self._last = hash_last(self._filled, {})
+                    self._last = untraced(hash_last)(self._filled, {})
         return detached if self._witness is None else (number, detached)
 
     def check(self) -> None:

@@ -81,11 +81,16 @@ def test_a_compiled_model_with_a_policy_trains_as_without_or_says_why_not(
     assert _compiled(name, text, wrap, "aot_eager", first) == []
 
 
-@pytest.mark.runs(daily=1, ci=3)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_compiled_chain_with_a_policy_trains_as_without_or_says_why_not(place: str) -> None:
+@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [("inside of each layer's policy", "*:ops(matmul)"), *((place, "*:full") for place in PLACES)],
+)
+def test_a_compiled_chain_with_a_policy_trains_as_without(place: str, text: str) -> None:
     wrap, first = PLACES[place]
-    assert _compiled("a tensor", "*:full", wrap, "aot_eager", first) == []
+    model = MODELS["a tensor"]
+    train = partial(train_compiled, model, wrap=wrap, backend="aot_eager", first=first)
+    assert differences(train(None), train(policy_on(model, text))) == []
 
 
 @pytest.mark.long
