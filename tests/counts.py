@@ -31,7 +31,7 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 307_700,
+    "tokens of the library": 307_900,
     "files of the library": 274,
     "tokens of tests": 328_400,
     "tokens of benchmarks": 20_900,

@@ -126,7 +126,9 @@ class Windows(NamedTuple):
         "all" and "listed", use_sliding_window turns the windows on.
     default: the window, if its key is missing.
     switched: whether use_sliding_window turns the windows of "all" layers on.
+    unswitched: whether the windows from a layer on need no use_sliding_window.
     without, first: if layer_types is missing, every such layer from the first on has no window.
+        Without `without`, `first` is the first layer with a window if its key is missing.
     rotates: whether only layers with a window are rotated, where there are windows.
     """
 
@@ -136,12 +138,13 @@ class Windows(NamedTuple):
     without: int = 0
     first: int = 0
     rotates: bool = False
+    unswitched: bool = False
 
     def read(self, config: Config, fields: Values) -> None:
         number, kinds = fields["num_layers"], config.get("layer_types")
         size = config.value("sliding_window", int, self.default, null=None)
         is_used, is_fixed = size is not None, self.layers == "all"
-        if self.switched or self.layers not in ("all", "listed"):
+        if self.switched or not (self.unswitched or self.layers in ("all", "listed")):
             is_used &= config.value("use_sliding_window", bool, False)
         if is_used and self.layers == "none":
             raise ValueError(
@@ -154,7 +157,7 @@ class Windows(NamedTuple):
         elif is_used and self.without:
             have = [int(layer % self.without != self.first) for layer in range(number)]
         elif is_used and self.layers not in ("all", "listed"):
-            first = config.value(self.layers, int, 28)
+            first = config.value(self.layers, int, self.first or 28)
             have = [int(layer >= first) for layer in range(number)]
         if kinds is not None:
             if not isinstance(kinds, list) or len(kinds) != number:
@@ -190,7 +193,9 @@ class Windows(NamedTuple):
             return {**found, "layer_types": kinds}
         if self.layers not in ("unrotated", "none"):
             found[self.layers] = have.index(True) if any(have) else model.num_layers
-        return {**found, "use_sliding_window": any(have), "layer_types": kinds}
+        if not self.unswitched:
+            found["use_sliding_window"] = any(have)
+        return {**found, "layer_types": kinds}
 
 
 class Experts(NamedTuple):

@@ -206,6 +206,14 @@ PEERS: dict[str, Callable[[], nn.Module]] = {
         **dict(n_routed_experts=6, n_shared_experts=1, moe_intermediate_size=12),
         routed_scaling_factor=1.5,
     ),
+    "dots1": _random(
+        "dots1",
+        **{**_EXPERTS, "num_experts_per_tok": 4},
+        **dict(n_routed_experts=8, n_shared_experts=2, moe_intermediate_size=12),
+        **dict(n_group=4, topk_group=2, attention_bias=True, norm_topk_prob=True),
+        **dict(sliding_window=4, max_window_layers=1, first_k_dense_replace=1),
+        routed_scaling_factor=1.5,
+    ),
     "granitemoe": _random("granitemoe", **{**_QWEN2_EXPERTS, **_MULTIPLIERS}, num_local_experts=6),
     "granitemoeshared": _random(
         "granitemoeshared",
