@@ -65,7 +65,7 @@ def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak() -> No
     assert f"states alone take {states:.2f} GiB" in text.replace("\n", " ")
 
 
-@pytest.mark.weekly
+@pytest.mark.long
 def test_optimizer_states_that_fit_in_host_memory_alone_go_there() -> None:
     """All but 6 bytes of a parameter, weights and the sums of gradients."""
     text = printed(ON_ONE)
@@ -76,6 +76,10 @@ def test_optimizer_states_that_fit_in_host_memory_alone_go_there() -> None:
     config = parse_args([word for word in words if word != "\n"][6:]).config
     peak = step_peak(config, 0, device="cuda", dp_cp_size=1)
     assert f"{peak.num_bytes / 2**30:.2f}" in text and config.optimizer.optimizer_cpu_offload
+
+
+@pytest.mark.weekly
+def test_a_part_of_the_states_goes_to_a_smaller_host_memory() -> None:
     less = printed([*ON_ONE, "--host-memory", "100GiB"])
     assert "--optimizer-offload-fraction 0.75" in less.replace("\n", " ")
 
