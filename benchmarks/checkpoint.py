@@ -101,7 +101,7 @@ def measure_stall(one: Bench, clock: Clock, repeats: int, *, steps: int) -> Rows
                 saver = save(next(iterations))
                 waits = (time.perf_counter() - before) * 1000.0
         if saver is not None:
-            saver.wait(lambda line: None)  # until it is durable
+            saver.wait()  # until it is durable
 
     for number in range(repeats + 1):
         alone = clock.ms(stepped)

@@ -97,7 +97,7 @@ class Bench:
                     data=trainer.datasets.identity,
                     copy=saver.copies,
                 )
-                saver.save(snapshot, lambda line: None)
+                saver.save(snapshot)
                 return saver
 
             yield save

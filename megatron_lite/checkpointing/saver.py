@@ -56,6 +56,7 @@ Say = Callable[[str], None]
 class Saver:
     """Saves the steps of one run, which went on from iteration `started_at`.
 
+    say: logs a line.
     Use it as a context manager. At the end of the block it waits for a save under way and releases
     the directory.
     """
@@ -70,6 +71,7 @@ class Saver:
         )
         self._under_way: tuple[int, Future[list[str]]] | None = None
         self.failure: SaveFailed | None = None  # of the last save; None if it is durable
+        self.say: Say = lambda line: None
 
     @property
     def warnings(self) -> list[str]:
@@ -86,21 +88,21 @@ class Saver:
         write."""
         return self._threads is not None
 
-    def save(self, snapshot: Snapshot, say: Say) -> None:
+    def save(self, snapshot: Snapshot) -> None:
         """Writes the snapshot, or starts the thread's write with --async-save.
 
         Waits for the save before it first. Every rank must call this. Raises InputError on every
         rank if the lock was lost. `failure` says whether a rank could not write this snapshot; with
         --async-save only once `poll` or `wait` has logged it.
         """
-        self.wait(say)
+        self.wait()
         write = partial(self._writer.write, snapshot)
         if self._threads is None:
-            self._finish(snapshot.iteration, write, say)
+            self._finish(snapshot.iteration, write)
         else:
             self._under_way = snapshot.iteration, self._threads.submit(write)
 
-    def poll(self, say: Say) -> None:
+    def poll(self) -> None:
         """Logs the save under way if every rank is done or any has failed.
 
         Every rank must call this after every iteration. It issues one all-reduce of one number
@@ -111,14 +113,14 @@ class Saver:
         # The minimum over ranks is -1 if any has failed, else 0 if any still writes.
         state = torch.tensor(_state(self._under_way[1]))
         if all_reduce_(state, self._parallel.world_group, dist.ReduceOp.MIN).item():
-            self.wait(say)
+            self.wait()
 
-    def wait(self, say: Say) -> None:
+    def wait(self) -> None:
         """Returns once no save is under way. Raises InputError on every rank if the lock was
         lost."""
         if self._under_way is not None:
             (iteration, future), self._under_way = self._under_way, None
-            self._finish(iteration, future.result, say)
+            self._finish(iteration, future.result)
 
     def check(self) -> None:
         """Raises InputError on every rank if the last save has failed."""
@@ -132,7 +134,8 @@ class Saver:
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         try:
             if self._under_way is not None:
-                self.wait(lambda line: None)
+                self.say = lambda line: None  # the log is closed
+                self.wait()
                 self.check()
         except Exception as failure:
             if error is None:
@@ -144,20 +147,20 @@ class Saver:
                 self._threads.shutdown()
             self._claim.release()
 
-    def _finish(self, iteration: int, written: Callable[[], list[str]], say: Say) -> None:
+    def _finish(self, iteration: int, written: Callable[[], list[str]]) -> None:
         """Logs a save once it is durable or has failed."""
         try:
             notices = written()
         except SaveFailed as failure:
             self.failure = failure
-            say(f"warning: {failure}. The run goes on, and its next save is tried as usual")
+            self.say(f"warning: {failure}. The run goes on, and its next save is tried as usual")
             return
         self.failure = None
-        say(
+        self.say(
             f"  successfully saved checkpoint from iteration {iteration:7d} to {self._options.save}"
         )
         for notice in notices:
-            say(notice)
+            self.say(notice)
 
 
 def _state(write: Future[list[str]]) -> float:

@@ -12,71 +12,69 @@ import torch
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.supervision.exits import Exits, Pulse
 from megatron_lite.training.batches import DocumentRules, MicroBatches, masked_mean, sample_order
 from megatron_lite.training.iteration_line import Evaluation
-from megatron_lite.training.log import RunLog
 from megatron_lite.training.step import StageRunner, TrainingError
 
 if TYPE_CHECKING:
     from megatron_lite.data.blend import Dataset
+    from megatron_lite.training.loop import Trainer
 
 
-@dataclass(kw_only=True)
+def log_loss(trainer: Trainer, name: str) -> str | None:
+    """Evaluates the validation or test loss and logs it.
+
+    Returns None, or a reason if something ended the run meanwhile. The log has no loss then.
+    Raises TrainingError if the loss is not finite and --check-for-nan-in-loss-and-grad is on.
+    """
+    training, data, log = trainer.config.training, trainer.config.data, trainer.log
+    dataset = trainer.datasets.valid if name == "validation" else trainer.datasets.test
+    if dataset is None:
+        without = (
+            "no data is given for it"
+            if data.is_per_split
+            else f"--split {data.split!r} leaves no documents for it: give it a larger "
+            "share, or more documents"
+        )
+        log.line(f"no {name} loss: {without}")
+        return None
+    iteration, reason = trainer.progress.iteration, None
+    where = f"iteration {iteration} ({name} loss)"
+
+    def stops() -> bool:
+        nonlocal reason
+        trainer.pulse.at(where)
+        reason = trainer.exits.now()
+        return reason is not None
+
+    work = f"evaluating the {name} loss over {training.eval_iters} global batches"
+    log.detail(f"{work} (--eval-iters)")
+    evaluations = Evaluations(trainer.config, trainer.runner, trainer.batches, trainer.rules)
+    with log.slow(work):
+        result = evaluations.loss(dataset, where=where, stops=stops)
+    if result is None:
+        log.line(f"the {name} loss is left unfinished: {reason}")
+        return reason
+    log.evaluation(name, iteration, result)
+    if training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
+        raise TrainingError(
+            f"iteration {iteration}: the {name} loss is {result.loss}. Lower "
+            "--lr; --no-check-for-nan-in-loss-and-grad goes on nevertheless"
+        )
+    return None
+
+
+@dataclass
 class Evaluations:
-    """Evaluates losses with --eval-global-batch-size, or the full batch, and logs them.
+    """Evaluates losses with --eval-global-batch-size, or the full batch.
 
-    pulse: told before each batch where this rank is.
     rules: what the ends of documents mean; None: nothing.
     """
 
     config: RunConfig
     runner: StageRunner
     batches: BatchSchedule
-    pulse: Pulse
     rules: DocumentRules | None = None
-
-    def log_loss(
-        self, name: str, dataset: Dataset | None, *, iteration: int, log: RunLog, exits: Exits
-    ) -> str | None:
-        """Evaluates the loss over `dataset` and logs it.
-
-        Returns None, or a reason if something ended the run meanwhile. The log has no loss then.
-        iteration: the iteration after which the loss is evaluated.
-        Raises TrainingError if the loss is not finite and --check-for-nan-in-loss-and-grad is on.
-        """
-        training, data = self.config.training, self.config.data
-        if dataset is None:
-            without = (
-                "no data is given for it"
-                if data.is_per_split
-                else f"--split {data.split!r} leaves no documents for it: give it a larger "
-                "share, or more documents"
-            )
-            log.line(f"no {name} loss: {without}")
-            return None
-        reason, where = None, f"iteration {iteration} ({name} loss)"
-
-        def stops() -> bool:
-            nonlocal reason
-            self.pulse.at(where)
-            reason = exits.now()
-            return reason is not None
-
-        work = f"evaluating the {name} loss over {training.eval_iters} global batches"
-        log.detail(f"{work} (--eval-iters)")
-        with log.slow(work):
-            result = self.loss(dataset, where=where, stops=stops)
-        if result is None:
-            log.line(f"the {name} loss is left unfinished: {reason}")
-            return reason
-        log.evaluation(name, iteration, result)
-        if training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
-            raise TrainingError(
-                f"iteration {iteration}: the {name} loss is {result.loss}. Lower "
-                "--lr; --no-check-for-nan-in-loss-and-grad goes on nevertheless"
-            )
-        return None
 
     def loss(
         self,

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from megatron_lite.checkpointing.start import Start
     from megatron_lite.supervision.drift import ReplicaCheck
     from megatron_lite.supervision.slow_rank import SlowRanks
-    from megatron_lite.training.evaluate import Evaluations
     from megatron_lite.training.graphs import Recorder
     from megatron_lite.training.profiler import PeakMemory, PeakMeter, Profiler
     from megatron_lite.training.skipped import SkippedUpdates
@@ -89,6 +88,7 @@ class Trainer:
     timers, profiler, slow_ranks, replicas, graphs: None unless a flag asks for them.
 
     progress: the iterations and samples so far.
+    log, exits: of `run`, as long as it lasts.
     activation_bytes: the bytes that the run's first micro-batch keeps for backward. None before it,
         and for compiled layers, of which the compiler decides what they keep.
     peak: the peak of a step, from the second step on if the run measures it.
@@ -117,6 +117,8 @@ class Trainer:
     replicas: ReplicaCheck | None = None
     graphs: Recorder | None = None
     progress: Progress = field(default_factory=Progress)
+    log: RunLog = field(init=False)
+    exits: Exits = field(init=False)
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
     peak: PeakMemory | None = field(default=None, init=False)
     _num_steps: int = field(default=0, init=False)  # of this start
@@ -134,20 +136,6 @@ class Trainer:
         dataset = self.datasets.train
         return SkippedUpdates(self.config, self.parallel, self.optimizer, dataset, self.order)
 
-    @cached_property
-    def evaluations(self) -> Evaluations:
-        """Evaluates losses."""
-        # Imported late: a run with --eval-iters 0 has none.
-        from megatron_lite.training.evaluate import Evaluations
-
-        return Evaluations(
-            config=self.config,
-            runner=self.runner,
-            batches=self.batches,
-            pulse=self.pulse,
-            rules=self.rules,
-        )
-
     def run(self, exits: Exits | None = None) -> Progress:
         """Trains from the step that `--load` chose to the end, or until `exits` ends the run.
 
@@ -158,6 +146,7 @@ class Trainer:
         if exits is None:
             with Exits(self.config.training, self.parallel).listening() as own:
                 return self.run(own)
+        self.exits = exits
         with self.saver or nullcontext():
             notices = self.saver.warnings if self.saver is not None else []
             notices = [*notices, *self.parallel.together("--load", self._load)]
@@ -171,6 +160,7 @@ class Trainer:
                 printed=self.printed,
             )
             with self.parallel.together("the log", open_log) as log:
+                self.log = log
                 for notice in (*notices, *self.notices):
                     log.line(notice)
                 if self.progress.iteration >= self.num_iterations:
@@ -179,29 +169,32 @@ class Trainer:
                         f"run or past it ({self.num_iterations})"
                     )
                 exits.begin()
+                if self.saver is not None:
+                    self.saver.say = log.line
                 with self._settings():
-                    finished = self._train(log, exits)
+                    finished = self._train()
                 for line in self.profiler.close() if self.profiler is not None else ():
                     log.line(line)
                 if self.config.logging.memory_timeline is not None and self._num_steps < 2:
                     log.line("no memory timeline: the run had no second iteration to record")
                 if self.saver is not None:
-                    self._save(self.saver, log)
-                    self.saver.wait(log.line)
+                    self._save(self.saver)
+                    self.saver.wait()
                     self.saver.check()
-                if finished and self._evaluate("validation", log, exits) is None:
-                    self._evaluate("test", log, exits)
+                if finished and self._evaluate("validation") is None:
+                    self._evaluate("test")
                 summary = summary_of(self.config, self.parallel, self.peak, self._seconds)
                 log.summary(summary, self.progress, finished=finished)
         return self.progress
 
-    def _train(self, log: RunLog, exits: Exits) -> bool:
+    def _train(self) -> bool:
         """Runs iterations. Returns True at the run's end, False if something ended it early."""
+        log, exits = self.log, self.exits
         training, checkpoint = self.config.training, self.config.checkpoint
         waits = self.config.parallel.distributed_timeout_seconds_after_init
         in_flight, iteration = self._steps_in_flight(), self.progress.iteration
         is_due = self.progress.evaluation_is_due
-        reason = self._evaluate("validation", log, exits) if is_due else None
+        reason = self._evaluate("validation") if is_due else None
         if reason is not None:
             log.line(f"exiting at iteration {iteration}: {reason}")
             return False
@@ -223,12 +216,12 @@ class Trainer:
             batch_size = self.batches.at(self.progress.consumed_samples)
             is_first = self._num_steps == 0
             with log.slow("the first step of this start") if is_first else nullcontext():
-                self._started.append(self._start_step(log))
+                self._started.append(self._start_step())
             if is_first:
-                self._tell_compiled_kernels(log)
+                self._tell_compiled_kernels()
             iteration = self.progress.iteration
             if self.saver is not None:
-                self.saver.poll(log.line)
+                self.saver.poll()
             ends = iteration == self.num_iterations
             evaluates = iteration % evaluate_every == 0 and not ends  # the end does so by itself
             saves = iteration % save_every == 0
@@ -239,15 +232,15 @@ class Trainer:
             # one step's figures may stay on the GPU, so that reading them does not stall it.
             needs_all = evaluates or saves or ends or reason or last
             while len(self._started) > (0 if needs_all else in_flight):
-                self._finish_step(self._started.pop(0), log)
+                self._finish_step(self._started.pop(0))
             if iteration % compare_every == 0:
                 self._compare_replicas()
             if evaluates:
                 # If the run ends during the evaluation, the checkpoint records it as still due.
                 self.progress = replace(self.progress, evaluation_is_due=True)
-                reason = reason or self._evaluate("validation", log, exits)
+                reason = reason or self._evaluate("validation")
             if self.saver is not None and saves:
-                self._save(self.saver, log)
+                self._save(self.saver)
                 reason = reason or exits.now()
             reason = reason or last
             if reason is not None and not ends:
@@ -264,10 +257,10 @@ class Trainer:
             self.pulse.at(f"iteration {iteration + 1}", growth=max(1.0, growth))
         return True
 
-    def _tell_compiled_kernels(self, log: RunLog) -> None:
+    def _tell_compiled_kernels(self) -> None:
         kernels = next(iter(self.model)).decoder.context.kernels
         if kernels is not None:
-            log.line(
+            self.log.line(
                 f"{kernels.num_graphs} kernels were compiled in {kernels.seconds:.1f} s of the "
                 "first step; TORCHINDUCTOR_CACHE_DIR keeps them for the next start"
             )
@@ -300,7 +293,7 @@ class Trainer:
         waits = self.optimizer.loss_scale is not None or self.timers is not None
         return 0 if waits or self.parallel.device.type in StepEnd.ON_TIME else 1
 
-    def _start_step(self, log: RunLog) -> StartedStep:
+    def _start_step(self) -> StartedStep:
         """Runs a step, without reading its figures."""
         config, parallel, logging = self.config, self.parallel, self.config.logging
         iteration, before = self.progress.iteration + 1, self.progress.consumed_samples
@@ -341,11 +334,11 @@ class Trainer:
                 masked=masked,
             )
         for notice in self.profiler.end(iteration) if self.profiler is not None else ():
-            log.line(notice)
+            self.log.line(notice)
         if looks.meter is not None:
-            self._compare_kept_bytes(looks.meter, log)
+            self._compare_kept_bytes(looks.meter)
         if looks.peak is not None:
-            self._compare_peak(looks.peak, log)
+            self._compare_peak(looks.peak)
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=before + batch_size
         )
@@ -393,7 +386,7 @@ class Trainer:
             peak = PeakMeter(self.model, self.optimizer, device)
         return Looks(timeline=timeline, peak=peak)
 
-    def _finish_step(self, step: StartedStep, log: RunLog) -> None:
+    def _finish_step(self, step: StartedStep) -> None:
         """Reads a step's figures, counts them and logs them. Waits for the end of that step."""
         read, seconds = step.end.read(self._last_end)
         figures: dict[str, Any] = {**read}
@@ -414,7 +407,7 @@ class Trainer:
         update, progress = None, self.progress
         if record.skipped:
             update = self.skipped.judge(record, step.result, progress)
-            log.skipped(update)
+            self.log.skipped(update)
             if self.optimizer.loss_scale is not None:  # it must not advance the learning rate
                 samples_skipped = self.schedule.skipped_samples + batch_size
                 self.schedule = replace(self.schedule, skipped_samples=samples_skipped)
@@ -424,18 +417,18 @@ class Trainer:
             nan_iterations=progress.nan_iterations + record.nan,
             skipped_in_a_row=0 if update is None else update.in_a_row,
         )
-        log.iteration(record)
+        self.log.iteration(record)
         # This may end the run, so it comes after the row of the step is in the log.
         if update is not None:
             self.skipped.check(update)
         interval = self.config.logging.log_interval
         if iteration % interval == 0:
             for line in self.slow_ranks.lines() if self.slow_ranks is not None else ():
-                log.line(line)
+                self.log.line(line)
             if self.timers is not None:
-                log.times(self.timers.report(interval), iteration)
+                self.log.times(self.timers.report(interval), iteration)
 
-    def _compare_kept_bytes(self, meter: ActivationMeter, log: RunLog) -> None:
+    def _compare_kept_bytes(self, meter: ActivationMeter) -> None:
         """Compares predicted with measured kept bytes right after the step that measured them.
 
         A difference is a warning in the log. Under --recompute-verify it raises TrainingError.
@@ -449,20 +442,20 @@ class Trainer:
             activation_host_bytes_predicted=kept.host_predicted,
             activation_host_bytes_measured=kept.host_measured,
         )
-        log.measured(kept.predicted, kept.measured, is_peak=False)
+        self.log.measured(kept.predicted, kept.measured, is_peak=False)
         fault = kept.fault
         if fault is not None and self.config.recompute.recompute_verify:
             raise TrainingError(f"--recompute-verify: {fault}")
         if fault is not None:
-            log.line(f"warning: {fault}")
+            self.log.line(f"warning: {fault}")
 
-    def _compare_peak(self, meter: PeakMeter, log: RunLog) -> None:
+    def _compare_peak(self, meter: PeakMeter) -> None:
         """Logs the peak of the step that measured it. Issues one all-reduce over all ranks."""
         most = self.batches.num_microbatches(self.batches.largest)
         predicted = own_step_peak(self.config, self.parallel, most)
         self.peak = meter.result(predicted, self.parallel)
-        log.measured(self.peak.predicted, self.peak.measured, is_peak=True)
-        log.line(f"peak of a step, highest of all ranks: {self.peak}")
+        self.log.measured(self.peak.predicted, self.peak.measured, is_peak=True)
+        self.log.line(f"peak of a step, highest of all ranks: {self.peak}")
 
     def _compare_replicas(self) -> None:
         """Raises TrainingError if ranks that should hold the same weights no longer do."""
@@ -473,14 +466,14 @@ class Trainer:
                 "it happens again"
             )
 
-    def _evaluate(self, name: str, log: RunLog, exits: Exits) -> str | None:
+    def _evaluate(self, name: str) -> str | None:
         """Logs the validation or test loss. Returns what ended the run meanwhile, else None."""
         reason = None
         if self.config.training.eval_iters:
-            dataset = self.datasets.valid if name == "validation" else self.datasets.test
-            reason = self.evaluations.log_loss(
-                name, dataset, iteration=self.progress.iteration, log=log, exits=exits
-            )
+            # Imported late: a run with --eval-iters 0 has none.
+            from megatron_lite.training.evaluate import log_loss
+
+            reason = log_loss(self, name)
         if reason is None:
             self.progress = replace(self.progress, evaluation_is_due=False)
         return reason
@@ -506,7 +499,7 @@ class Trainer:
             notices += moved_from(metadata.computed_on, described(self.parallel.device))
         return notices
 
-    def _save(self, saver: Saver, log: RunLog) -> None:
+    def _save(self, saver: Saver) -> None:
         """Saves the run under `--save`, unless this iteration has been saved already.
 
         Raises TrainingError if a weight is not finite. If a rank cannot write, a line of the log
@@ -514,10 +507,10 @@ class Trainer:
         """
         from megatron_lite.checkpointing.state import take_snapshot
 
-        directory, iteration = self.config.checkpoint.save, self.progress.iteration
+        directory, iteration, log = self.config.checkpoint.save, self.progress.iteration, self.log
         if iteration == 0:
             return
-        saver.wait(log.line)
+        saver.wait()
         if iteration == self._saved_at and saver.failure is None:
             return
         if not math.isfinite(self.optimizer.params_norm().item()):
@@ -542,7 +535,7 @@ class Trainer:
                 computed_on=described(self.parallel.device),
                 tokenizer=self.tokenizer,
             )
-            saver.save(snapshot, log.line)
+            saver.save(snapshot)
         if saver.copies:
             log.line(
                 f"  training waited {(time.perf_counter() - began) * 1000.0:.1f} ms for the "

@@ -20,7 +20,6 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.supervision.exits import Pulse
 from megatron_lite.training.batches import (
     MaskedMean,
     MicroBatch,
@@ -287,7 +286,6 @@ def test_an_evaluation_is_the_mean_over_the_tokens_that_count() -> None:
             config=tiny_run(eval_iters=2, micro_batch_size=BATCH, global_batch_size=BATCH),
             runner=runner,
             batches=BatchSchedule.constant(2 * BATCH, samples_per_microbatch=BATCH),
-            pulse=Pulse(),
             rules=ALL,
         ).loss(Texts())
         (chunk,) = runner.model
