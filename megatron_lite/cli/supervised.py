@@ -33,10 +33,10 @@ from megatron_lite.parallel.launch import Launch, allocator_settings
 from megatron_lite.parallel.messages import print_fault
 from megatron_lite.parallel.state import ParallelState, choose_device
 from megatron_lite.supervision.exits import Exits, Pulse, StoppedEarly
-from megatron_lite.training.log_files import print_lines
 from megatron_lite.training.out_of_memory import memory_bytes
 from megatron_lite.training.step import TrainingError
 from megatron_lite.training.summary import arguments_table, ranks_line, short_settings
+from megatron_lite.training.terminal import print_lines
 
 if TYPE_CHECKING:
     from megatron_lite.supervision.watch import Watch

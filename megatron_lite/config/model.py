@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen, resolve
 from megatron_lite.config.experts import ExpertSettings
-from megatron_lite.config.latent_attention import LatentSettings
 from megatron_lite.config.layer_pattern import (
     LARGEST_NUMBER,
     check_pattern,
@@ -32,7 +31,7 @@ from megatron_lite.config.layer_pattern import (
 from megatron_lite.config.plain import MOST_LAYERS
 from megatron_lite.config.rotary import RotaryScaling, RotarySettings, yarn_magnitude
 from megatron_lite.config.setting import check_settings, required, setting, switch
-from megatron_lite.config.variants import NORMS_ALL_HEADS, Variants
+from megatron_lite.config.variants import NORMS_ALL_HEADS, LatentSettings, Variants
 
 
 class Positions(NamedTuple):

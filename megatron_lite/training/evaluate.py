@@ -49,9 +49,8 @@ def log_loss(trainer: Trainer, name: str) -> str | None:
 
     work = f"evaluating the {name} loss over {training.eval_iters} global batches"
     log.detail(f"{work} (--eval-iters)")
-    evaluations = Evaluations(trainer.config, trainer.runner, trainer.batches, trainer.rules)
     with log.slow(work):
-        result = evaluations.loss(dataset, where=where, stops=stops)
+        result = evaluations_of(trainer).loss(dataset, where=where, stops=stops)
     if result is None:
         log.line(f"the {name} loss is left unfinished: {reason}")
         return reason
@@ -62,6 +61,11 @@ def log_loss(trainer: Trainer, name: str) -> str | None:
             "--lr; --no-check-for-nan-in-loss-and-grad goes on nevertheless"
         )
     return None
+
+
+def evaluations_of(trainer: Trainer) -> Evaluations:
+    """Returns what evaluates the losses of a run."""
+    return Evaluations(trainer.config, trainer.runner, trainer.batches, trainer.rules)
 
 
 @dataclass

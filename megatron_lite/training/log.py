@@ -14,7 +14,6 @@ that can no longer be written gives one warning in the others, and the run goes 
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import socket
@@ -44,14 +43,6 @@ from megatron_lite.training.iteration_line import (
     run_facts,
     short_row,
 )
-from megatron_lite.training.log_files import (
-    AppendedFile,
-    Terminal,
-    log_file_path,
-    metrics_file,
-    row_text,
-    skipped_batches_path,
-)
 from megatron_lite.training.observe import measures_peak
 from megatron_lite.training.summary import (
     RunSummary,
@@ -61,8 +52,10 @@ from megatron_lite.training.summary import (
     skipped_text,
     training_lines,
 )
+from megatron_lite.training.terminal import Terminal, log_file_path, skipped_batches_path
 
 if TYPE_CHECKING:
+    from megatron_lite.training.log_files import AppendedFile
     from megatron_lite.training.scalars import TensorBoard, Wandb
     from megatron_lite.training.skipped import SkippedUpdate
     from megatron_lite.training.timers import Times
@@ -117,11 +110,15 @@ class RunLog:
             flag = "--save" if self._run.checkpoint.save is not None else "--tensorboard-dir"
             flag = flag if config.log_file is None else "--log-file"
             name = f"{flag}: the log file {path}"
+            from megatron_lite.training.log_files import AppendedFile
+
             self._files["log"] = self._opened(lambda: AppendedFile(path, name=name))
         skipped, metrics = skipped_batches_path(self._run), config.metrics_jsonl
         if skipped is not None and os.path.exists(skipped):
             self._open_skipped(start.iteration)
         if metrics is not None:
+            from megatron_lite.training.log_files import metrics_file
+
             self._files["metrics"] = self._opened(lambda: metrics_file(metrics, start.iteration))
         if (folder := config.tensorboard_dir) is not None:
             from megatron_lite.training.scalars import TensorBoard
@@ -134,6 +131,8 @@ class RunLog:
 
     def _open_skipped(self, iteration: int) -> None:
         if (path := skipped_batches_path(self._run)) is not None:
+            from megatron_lite.training.log_files import metrics_file
+
             opened = self._opened(lambda: metrics_file(path, iteration, flag="--save"))
             self._files["skipped"] = opened
 
@@ -181,6 +180,12 @@ class RunLog:
         if (file := self._files.get(key)) is not None:
             self._try(file.name, what, file.write, f"{text}\n")
 
+    def _write_row(self, key: str, record: IterationRecord | SkippedUpdate) -> None:
+        if self._files.get(key) is not None:
+            from megatron_lite.training.log_files import row_text
+
+            self._write(key, f"iteration {record.iteration}", row_text(record))
+
     def line(self, text: str) -> None:
         """Prints one line, and writes it to the log file."""
         self._show(text)
@@ -223,8 +228,7 @@ class RunLog:
         self._last.append(record)
         self._interval.append(record)
         self._milliseconds += record.iteration_ms
-        if "metrics" in self._files:
-            self._write("metrics", f"iteration {record.iteration}", row_text(record))
+        self._write_row("metrics", record)
         if self._scalars and record.iteration % config.tensorboard_log_interval == 0:
             from megatron_lite.training.scalars import BY_SAMPLES, scalars_of
 
@@ -280,7 +284,9 @@ class RunLog:
             self.line(f"  {label:13}{text}")
         if self._files.get("metrics") is not None and summary.compared():
             path = f"{self._config.metrics_jsonl}.summary.json"
-            self._try(path, "the summary", _write_json, path, asdict(summary))
+            from megatron_lite.training.log_files import write_json
+
+            self._try(path, "the summary", write_json, path, asdict(summary))
 
     def skipped(self, update: SkippedUpdate) -> None:
         """Writes a line in the log and a row in the file about a skipped update.
@@ -291,7 +297,7 @@ class RunLog:
             self.line(update.line())
         if self._terminal is not None and "skipped" not in self._files:
             self._open_skipped(update.iteration - 1)
-        self._write("skipped", f"iteration {update.iteration}", row_text(update))
+        self._write_row("skipped", update)
 
     def evaluation(self, name: str, iteration: int, result: Evaluation) -> None:
         """Prints the loss and perplexity of a validation or test pass."""
@@ -331,11 +337,3 @@ class RunLog:
         for sink in self._scalars:
             what = f"iteration {iteration}"
             self._try(sink.name, what, sink.write, iteration, consumed, known, by_samples)
-
-
-def _write_json(path: str, values: object) -> None:
-    from megatron_lite.data.durable_files import written_beside
-
-    with written_beside(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        json.dump(values, file, indent=2)
-        file.write("\n")

@@ -11,121 +11,21 @@ import math
 import os
 import shutil
 import stat
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
+from megatron_lite.checkpointing.directory import check_no_checkpoint
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.config.plain import parse_json
-from megatron_lite.config.run import RunConfig
+from megatron_lite.data.durable_files import written_beside
 
 if TYPE_CHECKING:
     from megatron_lite.training.iteration_line import IterationRecord
     from megatron_lite.training.skipped import SkippedUpdate
 
-# Standard output of rank 0: lines, and a progress bar if it is a terminal.
-#
-# rich breaks long lines between words on a terminal, and nowhere else: programs read files.
-# Standard output that is full or closed does not end the run.
-
-
-BATCH_COLUMNS = 120  # of a file or a pipe
-
-
-def console() -> Console:
-    """Returns what prints on standard output, if it is a terminal."""
-    on_terminal = sys.stdout.isatty()
-    return Console(
-        width=None if on_terminal else BATCH_COLUMNS,
-        force_terminal=on_terminal,
-        markup=False,
-        highlight=False,
-        emoji=False,
-    )
-
-
-def print_lines(lines: Iterable[str], output: Console | None = None) -> None:
-    """Prints lines, those before a Terminal exists included."""
-    output = console() if output is None else output
-    for line in lines:
-        if output.is_terminal:
-            output.print(line)
-        else:
-            print(line, flush=True)
-
-
-class Terminal:
-    """Prints the lines of one run.
-
-    total, done: the iterations of the run, and those before this start.
-    has_bar: whether a progress bar is shown.
-    """
-
-    def __init__(self, *, total: int, done: int) -> None:
-        self._output_is_lost = False
-        self._console = console()
-        self.has_bar = self._console.is_terminal
-        self.columns = min(self._console.width, BATCH_COLUMNS)
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self.has_bar,
-        )
-        self._bar.start()
-        self._task = self._bar.add_task("", total=total, completed=done, status="")
-
-    def line(self, text: str) -> None:
-        """Prints lines, above the progress bar.
-
-        If standard output is full or closed, this warns once on standard error.
-        """
-        try:
-            print_lines([text], self._console)
-        except OSError as error:
-            if not self._output_is_lost:
-                self._output_is_lost = True
-                with suppress(OSError):
-                    print(
-                        f"warning: standard output cannot be written ({error.strerror}); "
-                        "training goes on",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-
-    def advance(self, iteration: int, status: str) -> None:
-        """Moves the progress bar to an iteration."""
-        self._bar.update(self._task, completed=iteration, status=status)
-
-    def close(self) -> None:
-        """Ends the progress bar, and prevents an error of Python's own flush at its end."""
-        self._bar.stop()
-        if self._output_is_lost:
-            try:
-                sys.stdout.flush()
-            except OSError:  # else Python's own flush at exit fails, and the status is 120
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-SKIPPED_BATCHES = "skipped_batches.jsonl"
 # A row has these fields only if they are known.
 OPTIONAL = (
     *("decoupled_learning_rate", "params_norm", "num_zeros", "attended"),
@@ -134,28 +34,8 @@ OPTIONAL = (
 )
 
 
-def log_file_path(config: RunConfig) -> str | None:
-    """Returns the path of the log file: --log-file, else train.log in the folder of the run.
-
-    That is the folder of --save, or else of --tensorboard-dir. Without either the run writes no
-    log file, and the result is None.
-    """
-    if config.logging.log_file is not None:
-        return config.logging.log_file
-    folder = config.checkpoint.save or config.logging.tensorboard_dir
-    return None if folder is None else os.path.join(folder, LOG_FILE)
-
-
-def skipped_batches_path(config: RunConfig) -> str | None:
-    """Returns the path of skipped_batches.jsonl, or None without --save."""
-    folder = config.checkpoint.save
-    return None if folder is None else os.path.join(folder, SKIPPED_BATCHES)
-
-
 @contextmanager
 def _opening(path: Path, name: str) -> Iterator[None]:
-    from megatron_lite.checkpointing.directory import check_no_checkpoint
-
     check_no_checkpoint(path, name)
     try:
         yield
@@ -229,8 +109,6 @@ def _replace(path: str, text: str) -> None:
 
     A process that is killed meanwhile leaves either the old or the new text whole.
     """
-    from megatron_lite.data.durable_files import written_beside
-
     temporary = f"{path}.tmp"
     with written_beside(f"{path}.previous", name=temporary):
         shutil.copyfile(path, temporary)
@@ -263,3 +141,10 @@ def _iteration_of(line: str) -> int | None:
         return None
     number = value.get("iteration") if isinstance(value, dict) else None
     return number if isinstance(number, int) and line.endswith("\n") else None
+
+
+def write_json(path: str, values: object) -> None:
+    """Writes a JSON file. It is complete or does not appear."""
+    with written_beside(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=2)
+        file.write("\n")

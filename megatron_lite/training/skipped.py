@@ -24,8 +24,8 @@ from megatron_lite.parallel.messages import by_rank
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.batches import SampleOrder
 from megatron_lite.training.iteration_line import IterationRecord
-from megatron_lite.training.log_files import SKIPPED_BATCHES
 from megatron_lite.training.step import StepResult, TrainingError
+from megatron_lite.training.terminal import SKIPPED_BATCHES
 
 if TYPE_CHECKING:
     from megatron_lite.data.blend import Dataset

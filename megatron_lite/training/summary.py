@@ -33,7 +33,7 @@ from megatron_lite.training.iteration_line import (
     RunFacts,
     clock,
 )
-from megatron_lite.training.log_files import log_file_path, skipped_batches_path
+from megatron_lite.training.terminal import log_file_path, skipped_batches_path
 
 if TYPE_CHECKING:
     from megatron_lite.training.profiler import PeakMemory

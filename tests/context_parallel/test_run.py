@@ -10,6 +10,7 @@ import pytest
 
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.training.evaluate import evaluations_of
 from tests.support.changes import with_settings
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
@@ -39,7 +40,7 @@ def run_of(model: dict[str, Any], **fields: Any) -> RunConfig:
 def validated(rank: int, world_size: int, config: RunConfig) -> float:
     trainer = run_to_end(config)
     assert trainer.datasets.valid is not None
-    return trainer.evaluations.loss(trainer.datasets.valid).loss
+    return evaluations_of(trainer).loss(trainer.datasets.valid).loss
 
 
 ZERO_1 = DataParallelConfig(

@@ -15,12 +15,11 @@ from torch import Tensor
 from megatron_lite.checkpointing.step_files import LATEST, Progress
 from megatron_lite.config.checks import InputError, flag, input_faults, quoted
 from megatron_lite.config.experts import ExpertSettings
-from megatron_lite.config.latent_attention import LatentSettings
 from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import from_plain
 from megatron_lite.config.rotary import RotarySettings
-from megatron_lite.config.variants import Variants
+from megatron_lite.config.variants import LatentSettings, Variants
 from megatron_lite.convert.megatron.torch_file import Inert
 from megatron_lite.convert.target import complete_folder
 from megatron_lite.convert.weights import OUTPUT, WORDS, WeightSource
