@@ -48,7 +48,7 @@ from megatron_lite.checkpointing.step_files import (
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import sync, write_synced
-from megatron_lite.parallel.state import ParallelState, gather_texts
+from megatron_lite.parallel.state import ParallelState, from_rank_0
 
 
 @dataclass
@@ -265,8 +265,8 @@ def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim
         return directory
 
     directory = parallel.together(f"--save {root} cannot be written", take)
-    token = "" if directory is None else directory.lock.token
-    return Claim(gather_texts(token, parallel)[0], directory)
+    token = from_rank_0(lambda: directory and directory.lock.token, parallel)
+    return Claim(token, directory)
 
 
 def check_no_checkpoint(path: Path, what: str) -> None:

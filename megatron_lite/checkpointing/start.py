@@ -15,7 +15,6 @@ damaged.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -43,8 +42,7 @@ from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input, regular_path
 from megatron_lite.config.invocation import subcommand
-from megatron_lite.config.plain import parse_json
-from megatron_lite.parallel.state import ParallelState, gather_texts
+from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
 
 MOST_REPORTED = 5
 
@@ -97,10 +95,8 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
     if options.load is None:
         return _pretrained(options, parallel) or Start()
     root = Path(options.load)
-    listed = parallel.together(
-        "--load", lambda: json.dumps(candidates(root)) if parallel.rank == 0 else ""
-    )
-    there = Candidates(*parse_json(gather_texts(listed, parallel)[0], longest=None))
+    listed = parallel.together("--load", lambda: parallel.rank == 0 and candidates(root))
+    there = Candidates(*from_rank_0(lambda: listed, parallel))
     if not there.steps:
         pretrained = None if there.fault else _pretrained(options, parallel)
         return pretrained or Start(notices=(_nothing_there(options, there),))

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_lite.cli import pretrain
+from megatron_lite.cli.flags import ParsedArguments
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.invocation import subcommand
@@ -38,17 +39,19 @@ from megatron_lite.plan.step_time import step_time
 USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
 
 
-def print_dry_run(
-    config: RunConfig, notices: Sequence[str], launch: Launch, *, explain_recompute: bool
-) -> None:
-    """Prints the explanation, on rank 0 only, or else the configuration as JSON on every rank.
+def print_instead(arguments: ParsedArguments, launch: Launch) -> None:
+    """Prints what the command line asks for instead of training: the configuration as JSON on every
+    rank, or else, on rank 0 only, an explanation or the report of a dry run.
 
-    The notices are a part of the explanation. Beside JSON they go to stderr, on rank 0 only.
+    The notices are a part of these two. Beside JSON they go to stderr, on rank 0 only.
     """
-    if not explain_recompute:
+    config, notices, dry_run = arguments.config, arguments.notices, arguments.dry_run
+    if arguments.prints == "dump_config":
         if launch.rank == 0 and notices:
             print(*notices, sep="\n", file=sys.stderr)
         print(config.to_json())
+    elif launch.rank == 0 and dry_run is not None:
+        print_dry_run_memory(config, dry_run, notices, launch)
     elif launch.rank == 0:
         print(*explanation(config, notices, launch.world_size), sep="\n")
 
@@ -113,15 +116,13 @@ def _step_time(own: RunConfig, other: RunConfig, hardware: Hardware, num_ranks: 
 def print_dry_run_memory(
     config: RunConfig, settings: DryRunConfig, notices: Sequence[str], launch: Launch
 ) -> None:
-    """Prints the report of a dry run, on rank 0 only.
+    """Prints the report of a dry run.
 
     The configuration needs only the fields that decide sizes, not those that training needs.
 
     Raises InputError for a fault in the tokenizer's files, for a rank beyond the world, for a batch
     that the run would refuse, and for a setting that a dry run cannot follow.
     """
-    if launch.rank != 0:
-        return
     backend = config.parallel.distributed_backend
     device = settings.dry_run_device or likely_device(backend)
     with input_faults():

@@ -47,17 +47,15 @@ class ParsedArguments:
     """The result of parsing a command line.
 
     config: the configuration of the run.
-    dump_config: whether to print the configuration and stop.
-    explain_recompute: whether to print the effect of recomputation and stop.
-    dry_run: the ranks whose memory to measure without training, and stop; None: no dry run.
+    prints: what to print instead of training, one of PRINTING; "": the run trains.
+    dry_run: the ranks whose memory to measure for dry_run_memory.
     notices: lines for the user about flags with no effect, or less effect than their names promise.
     local_rank: the number of this process on its node, if a launcher passes it as a flag. It is no
         part of the configuration, since each process has its own.
     """
 
     config: RunConfig
-    dump_config: bool
-    explain_recompute: bool
+    prints: str
     dry_run: DryRunConfig | None
     notices: tuple[str, ...]
     local_rank: int | None = None
@@ -208,16 +206,17 @@ def _parsed(given: dict[str, Any], notices: list[str]) -> ParsedArguments:
 
     given: the values of the flags by their fields.
     """
-    stopping = [flag(name) for name in PRINTING if name in given]
-    if len(stopping) > 1:
+    prints = [name for name in PRINTING if name in given]
+    if len(prints) > 1:
         raise ValueError(
-            f"{stopping[0]} and {stopping[1]} each print something else and stop: leave one of "
-            "them out"
+            f"{flag(prints[0])} and {flag(prints[1])} each print something else and stop: leave "
+            "one of them out"
         )
-    dump_config, explain = given.pop("dump_config", False), given.pop("explain_recompute", False)
+    dry_run = take_dry_run(given)
+    for name in prints:
+        given.pop(name, None)
     local_rank = given.pop("local_rank", None)
     sources = {flag(name): given.pop(name) for name in SOURCES if name in given}
-    dry_run = take_dry_run(given)
     for name, (field, value) in CONTRADICTIONS.items():
         if name in given and given.get(field) is value:
             raise ValueError(f"{name} contradicts {flag_of(field)}: leave one of them out")
@@ -233,7 +232,7 @@ def _parsed(given: dict[str, Any], notices: list[str]) -> ParsedArguments:
     # A flag that turns its field off stores False. The notices ask only for fields that are set.
     set_fields = [name for name, value in given.items() if value is not False]
     notices += notices_of(config, "settings", given=set_fields)
-    return ParsedArguments(config, dump_config, explain, dry_run, tuple(notices), local_rank)
+    return ParsedArguments(config, "".join(prints), dry_run, tuple(notices), local_rank)
 
 
 def _run_of(given: Mapping[str, Any], stored: Values, said: str, notices: list[str]) -> RunConfig:

@@ -57,20 +57,10 @@ def run(argv: Sequence[str], launch: Launch, program: str = SCRIPT) -> int:
     # Every rank meets the same faults and exits with status 2. Only rank 0 prints them.
     with silent_unless(launch.rank == 0):
         arguments = parse_args(argv, program)
-    if arguments.dry_run is not None:
-        from megatron_lite.cli.explanation import print_dry_run_memory
+    if arguments.prints:
+        from megatron_lite.cli.explanation import print_instead
 
-        print_dry_run_memory(arguments.config, arguments.dry_run, arguments.notices, launch)
-        return 0
-    if arguments.dump_config or arguments.explain_recompute:
-        from megatron_lite.cli.explanation import print_dry_run
-
-        print_dry_run(
-            arguments.config,
-            arguments.notices,
-            launch,
-            explain_recompute=arguments.explain_recompute,
-        )
+        print_instead(arguments, launch)
         return 0
     launch = read_launch(local_rank=arguments.local_rank)
     return train(arguments.config, arguments.notices, launch, program)

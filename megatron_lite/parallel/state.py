@@ -15,6 +15,7 @@ Nothing here is global: callers pass the state down as an argument.
 from __future__ import annotations
 
 import datetime
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_lite.config.checks import InputError, PeerError, input_faults
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.launch import Launch, read_launch
@@ -184,6 +186,13 @@ def gather_texts(text: str, parallel: ParallelState) -> list[str]:
     The ranks wait for each other, so it does not belong in a step.
     """
     return [data.decode() for data in all_gather_bytes(text.encode(), parallel.world_group)]
+
+
+def from_rank_0(make: Callable[[], Any], parallel: ParallelState) -> Any:
+    """Returns on every rank what the function returns on rank 0: values of JSON. Issues two
+    all-gathers over all ranks."""
+    text = json.dumps(make()) if parallel.rank == 0 else ""
+    return parse_json(gather_texts(text, parallel)[0], longest=None)
 
 
 def set_timeout(seconds: float) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,7 +13,6 @@ from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.notices import notices
-from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.config.units import size
@@ -24,10 +22,9 @@ from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.compiled import CompiledKernels, compiler_fault
 from megatron_lite.parallel.messages import told_by_rank_0
-from megatron_lite.parallel.state import ParallelState, gather_texts
+from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.supervision.exits import Pulse
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
@@ -309,18 +306,12 @@ def _build(
 def _build_datasets(config: RunConfig, parallel: ParallelState, course: Course) -> Datasets:
     batch_size = config.training.eval_global_batch_size or course.batches.full
     evaluation_samples = config.training.eval_iters * batch_size
-
-    def shared(make: Callable[[], Any]) -> Any:
-        # Returns on every rank what the function returns on rank 0: values of JSON.
-        own = json.dumps(make()).encode() if parallel.rank == 0 else b""
-        return parse_json(all_gather_bytes(own, parallel.world_group)[0], longest=None)
-
     return build_datasets(
         config.data,
         vocab_size=config.tokenizer.true_vocab_size,
         seed=config.training.seed,
         num_samples=(course.num_samples, evaluation_samples, evaluation_samples),
-        shared=shared,
+        shared=partial(from_rank_0, parallel=parallel),
         tokenizer=config.tokenizer,
     )
 

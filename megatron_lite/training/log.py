@@ -181,10 +181,9 @@ class RunLog:
             self._try(file.name, what, file.write, f"{text}\n")
 
     def _write_row(self, key: str, record: IterationRecord | SkippedUpdate) -> None:
-        if self._files.get(key) is not None:
-            from megatron_lite.training.log_files import row_text
+        from megatron_lite.training.log_files import row_text
 
-            self._write(key, f"iteration {record.iteration}", row_text(record))
+        self._write(key, f"iteration {record.iteration}", row_text(record))
 
     def line(self, text: str) -> None:
         """Prints one line, and writes it to the log file."""
@@ -228,7 +227,8 @@ class RunLog:
         self._last.append(record)
         self._interval.append(record)
         self._milliseconds += record.iteration_ms
-        self._write_row("metrics", record)
+        if "metrics" in self._files:
+            self._write_row("metrics", record)
         if self._scalars and record.iteration % config.tensorboard_log_interval == 0:
             from megatron_lite.training.scalars import BY_SAMPLES, scalars_of
 

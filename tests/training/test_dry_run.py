@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from arguments import parse_args
-from megatron_lite.cli.explanation import print_dry_run_memory
+from megatron_lite.cli.explanation import print_instead
+from megatron_lite.cli.flags import ParsedArguments
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.run import RunConfig
@@ -266,10 +267,10 @@ def test_what_a_dry_run_cannot_follow_is_refused(flags: str, message: str) -> No
 
 
 def test_under_a_launcher_only_rank_0_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    config = config_of(f"{PP} --bf16")
+    dry_run = DryRunConfig(dry_run_ranks=(3,))
+    asked = ParsedArguments(config_of(f"{PP} --bf16"), "dry_run_memory", dry_run, ())
     for rank in (0, 1):
-        launch = Launch(launcher="torchrun", rank=rank, world_size=4)
-        print_dry_run_memory(config, DryRunConfig(dry_run_ranks=(3,)), (), launch)
+        print_instead(asked, Launch(launcher="torchrun", rank=rank, world_size=4))
         text = capsys.readouterr().out
         assert ("4 ranks" in text and "rank 3" in text) if rank == 0 else text == ""
 
