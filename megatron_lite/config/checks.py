@@ -56,14 +56,6 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def require_at_least(config: Any, minimum: float, *fields: str) -> None:
-    """Raises ValueError if a field of `config` is below `minimum`. None passes."""
-    for field in fields:
-        value = getattr(config, field)
-        if value is not None and not value >= minimum:
-            raise ValueError(f"{flag(field)} must be at least {minimum} (got {value})")
-
-
 def chosen(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
     """Returns table[name].
 

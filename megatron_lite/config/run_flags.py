@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from megatron_lite.config.checks import flag, input_faults
 from megatron_lite.config.layer_pattern import parse_window
@@ -100,6 +100,7 @@ def reader(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
+Settings = TypeVar("Settings")
 METAVARS = {int: "N", float: "X"}
 LONGEST_CHOICES = 32  # columns of choices that stand in the place of a value
 
@@ -191,8 +192,10 @@ def add_run_flags(
                 add_flag(group, one, hidden=hidden)
 
 
-def add_flag(group: argparse._ActionsContainer, field: RunField, *, hidden: bool = False) -> None:
-    """Adds the flag of a field, whose help shows the choices, if they are long, and the default."""
+def add_flag(
+    group: argparse._ActionsContainer, field: RunField, *, hidden: bool = False
+) -> argparse.Action:
+    """Adds the flag of a field. Its help shows the choices, if they are long, and the default."""
     facts, default = field.facts, field.default
     options: dict[str, Any] = dict(dest=field.name, default=argparse.SUPPRESS)
     text = facts.help
@@ -218,7 +221,21 @@ def add_flag(group: argparse._ActionsContainer, field: RunField, *, hidden: bool
             text += f" (default: {default})"
     options["help"] = argparse.SUPPRESS if hidden else text.replace("%", "%%")
     names = [spelling(field.name, facts), *filter(None, [facts.alias])]
-    group.add_argument(*names, **options)
+    return group.add_argument(*names, **options)
+
+
+def add_settings(parser: argparse.ArgumentParser, kind: type) -> None:
+    """Adds the flags of a tool's settings. Those without a default must be given."""
+    for field in fields_of(kind):
+        add_flag(parser, field).required = field.is_required
+
+
+def taken(kind: Callable[..., Settings], args: argparse.Namespace) -> Settings:
+    """Returns the settings of a class from parsed flags. Raises InputError if a rule is broken."""
+    given = vars(args)
+    names = [one.name for one in fields_of(kind) if one.name in given]
+    with input_faults():
+        return kind(**{name: given[name] for name in names})
 
 
 def flag_of(field: str) -> str:

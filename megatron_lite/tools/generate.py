@@ -16,10 +16,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import flag, require_at_least
+from megatron_lite.config.checks import flag
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.run_flags import Parser, add_flag, fields_of
+from megatron_lite.config.run_flags import Parser, add_flag, add_settings, fields_of, taken
 from megatron_lite.config.setting import check_settings, setting, switch
 from megatron_lite.tools.command import exit_status, rank_0_speaks
 
@@ -43,25 +43,20 @@ def parse(argv: Sequence[str] | None, program: str = PROGRAM) -> argparse.Namesp
     add("--iteration", type=int, metavar="N", help="which checkpoint in it; default: the latest")
     text = "text to continue; may be given several times; - reads standard input"
     add("--prompt", required=True, action="append", metavar="TEXT", help=text)
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
     add("--seed", type=int, default=1234, help="default: 1234")
-    rules = fields_of(Sampling)
     files = parser.add_argument_group("instead of what the checkpoint holds")
-    for field in rules:
-        add_flag(parser, field)
+    add_settings(parser, Sampling)
     for field in (*fields_of(TokenizerConfig), *fields_of(ParallelConfig)):
         if field.name in OF_A_RUN:
             add_flag(files, field)
     args = parser.parse_args(argv)
-    given = {one.name: getattr(args, one.name) for one in rules if hasattr(args, one.name)}
-    if given.get("greedy") and len(given) > 1:
-        others = " and ".join(flag(name) for name in given if name != "greedy")
+    others = " and ".join(flag(name) for name in ("temperature", "top_k", "top_p") if name in args)
+    if "greedy" in args and others:
         parser.error(f"--greedy takes the likeliest token: leave out {others}")
     if args.prompt.count("-") > 1:
         parser.error("--prompt - is given twice, but standard input can be read once")
     try:
-        require_at_least(args, 1, "max_new_tokens")
-        args.sampling = Sampling(**given)
+        args.sampling = taken(Sampling, args)
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -85,6 +80,7 @@ class Sampling:
     fewest of those whose probabilities reach top_p. `greedy` takes the likeliest token instead.
     """
 
+    max_new_tokens: int = setting("most tokens of a continuation", 64, least=1)
     greedy: bool = switch("take the likeliest token each time")
     temperature: float = setting(
         "below 1: sharper, above 1: flatter",

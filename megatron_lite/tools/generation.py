@@ -116,18 +116,18 @@ def run(args: argparse.Namespace) -> None:
                     "--prompt is empty and the tokenizer has no end-of-document token to start "
                     "from: give a text"
                 )
-            if len(tokens) + args.max_new_tokens > window:
+            if len(tokens) + args.sampling.max_new_tokens > window:
                 say(
                     f"note: the model sees the last {window} tokens only (its --seq-length), fewer "
-                    f"than the prompt's {len(tokens)} and --max-new-tokens {args.max_new_tokens} "
-                    "together\n",
+                    f"than the prompt's {len(tokens)} and --max-new-tokens "
+                    f"{args.sampling.max_new_tokens} together\n",
                     to_errors=True,
                 )
             new_tokens = generate_tokens(
                 model,
                 tokens,
                 sampling=args.sampling,
-                max_new_tokens=args.max_new_tokens,
+                max_new_tokens=args.sampling.max_new_tokens,
                 window=window,
                 eod=eod,
                 generator=torch.Generator().manual_seed(derive_seed(args.seed, number)),

@@ -22,16 +22,18 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing import active_children, get_context, parent_process
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_lite.config.checks import InputError, input_faults, require_at_least
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.input_file import open_input
 from megatron_lite.config.plain import parse_json
-from megatron_lite.config.run_flags import Parser, add_flag, fields_of
+from megatron_lite.config.run_flags import Parser, add_settings, taken
+from megatron_lite.config.setting import check_settings, required, setting, switch
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer, check_encodes
 from megatron_lite.parallel.signals import STOPPING
@@ -53,20 +55,23 @@ class Line(NamedTuple):
     content: bytes
 
 
-def add_input_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a file of JSON lines: --input, --json-keys and --max-line-bytes."""
-    add = parser.add_argument
-    add("--input", required=True, help="file with one JSON object per line")
-    keys = "keys whose texts are read (default: text)"
-    add("--json-keys", "--json-key", nargs="+", default=["text"], metavar="KEY", help=keys)
-    add(
-        "--max-line-bytes",
-        type=int,
-        default=MAX_LINE_BYTES,
-        metavar="N",
-        help="longest line that is read; a tokenizer takes about 170 bytes of memory for each "
-        f"byte of a text (default: {MAX_LINE_BYTES})",
+@dataclass(frozen=True, kw_only=True)
+class InputSettings:
+    """A file of JSON lines."""
+
+    input: str = required("file with one JSON object per line")
+    json_keys: tuple[str, ...] = setting(
+        "keys whose texts are read", ("text",), alias="--json-key", nargs="+"
     )
+    max_line_bytes: int = setting(
+        "longest line that is read; a tokenizer takes about 170 bytes of memory for each byte of a "
+        "text",
+        MAX_LINE_BYTES,
+        least=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 def lines_of(path: str, max_line_bytes: int) -> Iterator[Line]:
@@ -135,6 +140,27 @@ BLOCK_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreprocessSettings(InputSettings):
+    """What is written, and how."""
+
+    output_prefix: str = required("files are named PREFIX_KEY_document.bin and .idx")
+    append_eod: bool = switch("end documents with the end-of-document token")
+    workers: int = setting("processes that tokenize", 1, least=1, multiple_of=("partitions",))
+    partitions: int = setting(
+        "the order of documents: lines n with equal n % PARTITIONS together", 1, least=1
+    )
+    log_interval: int = setting("documents between two log lines", 1000, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len({*self.json_keys}) < len(self.json_keys):
+            raise ValueError(
+                f"--json-keys {' '.join(self.json_keys)}: a key is given twice, but each names one "
+                "pair of files"
+            )
+
+
 # documents[line][key]: token ids. The number is the size in bytes of the lines.
 Encoded = tuple[list[list[np.ndarray]], int]
 Encode = Callable[[list[Line]], Encoded]
@@ -146,40 +172,18 @@ def main(
     parser = Parser(
         prog=program, description="Writes .bin and .idx token files from a file of JSON lines."
     )
-    add_input_flags(parser)
-    add = parser.add_argument
-    add("--output-prefix", required=True, help="files are named PREFIX_KEY_document.bin and .idx")
-    for field in fields_of(TokenizerConfig):
-        add_flag(parser, field)
-    add("--append-eod", action="store_true", help="end documents with the end-of-document token")
-    add("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
-    partitions = "the order of documents: lines n with equal n %% PARTITIONS together"
-    add("--partitions", type=int, default=1, help=partitions)
-    interval = "documents between two log lines (default: 1000)"
-    add("--log-interval", type=int, default=1000, help=interval)
+    for kind in (PreprocessSettings, TokenizerConfig):
+        add_settings(parser, kind)
     args = parser.parse_args(argv)
     return exit_status(lambda: preprocess(args, block_bytes), program)
 
 
-def preprocess(args: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> None:
+def preprocess(flags: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> None:
     """Writes the datasets that the flags ask for.
 
     Raises InputError for a fault in the flags, in the tokenizer's files or in a line.
     """
-    with input_faults():
-        given = vars(args)
-        names = [field.name for field in fields_of(TokenizerConfig) if field.name in given]
-        config = TokenizerConfig(**{name: given[name] for name in names})
-        require_at_least(args, 1, "workers", "partitions", "log_interval", "max_line_bytes")
-    if args.workers % args.partitions:
-        raise InputError(
-            f"--workers {args.workers} is not divisible by --partitions {args.partitions}"
-        )
-    if len(set(args.json_keys)) < len(args.json_keys):
-        raise InputError(
-            f"--json-keys {' '.join(args.json_keys)}: a key is given twice, but each names one "
-            "pair of files"
-        )
+    args, config = taken(PreprocessSettings, flags), taken(TokenizerConfig, flags)
     if not os.path.isfile(args.input):
         raise InputError(f"--input {args.input}: no such file (one JSON object per line)")
     tokenizer = build_tokenizer(config)

@@ -7,20 +7,20 @@ DIR`. The tokenizer can encode every text, since all 256 bytes are tokens. Id 0 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run_flags import Parser
+from megatron_lite.config.run_flags import Parser, add_settings, taken
+from megatron_lite.config.setting import required, setting
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.tools.command import exit_status
-from megatron_lite.tools.preprocess_data import add_input_flags, lines_of, parse_line
+from megatron_lite.tools.preprocess_data import InputSettings, lines_of, parse_line
 
 END_OF_DOCUMENT = "<|endoftext|>"
-SMALLEST_VOCABULARY = 257
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,26 +28,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m megatron_lite.tools.train_tokenizer",
         description="Trains a byte-level BPE tokenizer on the texts of a file of JSON lines.",
     )
-    add_input_flags(parser)
-    size = "number of tokens (default: 4096)"
-    parser.add_argument("--vocab-size", type=int, default=4096, help=size)
-    parser.add_argument("--output", required=True, help="folder for tokenizer.json")
+    add_settings(parser, TokenizerSettings)
     args = parser.parse_args(argv)
-    return exit_status(lambda: train(args), parser.prog)
+    return exit_status(lambda: train(taken(TokenizerSettings, args)), parser.prog)
 
 
-def train(args: argparse.Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSettings(InputSettings):
+    """What is trained."""
+
+    vocab_size: int = setting(
+        "number of tokens", 4096, least=257, why="the 256 bytes and the end of a document"
+    )
+    output: str = required("folder for tokenizer.json")
+
+
+def train(args: TokenizerSettings) -> None:
     """Writes tokenizer.json into the folder --output, trained on the texts of --input.
 
-    Raises InputError for a vocabulary below 257, a missing file or a bad line.
+    Raises InputError for a missing file or a bad line.
     """
-    if args.vocab_size < SMALLEST_VOCABULARY:
-        raise InputError(
-            f"--vocab-size must be at least {SMALLEST_VOCABULARY}, the 256 bytes and the end of a "
-            f"document (got {args.vocab_size})"
-        )
-    if args.max_line_bytes < 1:
-        raise InputError(f"--max-line-bytes must be at least 1 (got {args.max_line_bytes})")
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer()

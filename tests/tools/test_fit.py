@@ -127,7 +127,7 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(
         (["--gpu", "h900"], LLAMA, "no machine is called 'h900'"),
         (["--trainable", "lora:x"], LLAMA, "--trainable 'lora:x': give all, or lora:16"),
         (["--micro-batch-size", "0"], LLAMA, "--micro-batch-size must be at least 1 (got 0)"),
-        (["--gpus", "1", "--fsdp"], LLAMA, "--gpus must be at least 2 with --fsdp (got 1)"),
+        (["--gpus", "1", "--fsdp"], LLAMA, "--fsdp needs --gpus > 1"),
         (["--seq-length", "0"], LLAMA, "--seq-length must be at least 1 (got 0)"),
         (["--memory-budget", "-1"], LLAMA, "--memory-budget '-1': give a number of bytes"),
         ([], {}, "model_type is missing"),

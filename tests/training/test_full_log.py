@@ -99,7 +99,7 @@ def test_a_full_disk_at_the_start_ends_no_run_either(
     def full_disk(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megatron_lite.data.durable_files.written_beside", full_disk)
+    monkeypatch.setattr("megatron_lite.training.log_files.written_beside", full_disk)
     assert run_to_end(run_config(metrics_jsonl=str(path))).progress.iteration == 4
     assert "No space left on device" in capsys.readouterr().out
     assert path.read_text() == ROWS
