@@ -218,7 +218,8 @@ def add_flag(
         if field.is_required:
             text += " (required)"
         elif default not in (None, ()):
-            text += f" (default: {default})"
+            words = default if isinstance(default, tuple) else (default,)
+            text += f" (default: {' '.join(map(str, words))})"
     options["help"] = argparse.SUPPRESS if hidden else text.replace("%", "%%")
     names = [spelling(field.name, facts), *filter(None, [facts.alias])]
     return group.add_argument(*names, **options)
