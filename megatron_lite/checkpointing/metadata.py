@@ -225,14 +225,7 @@ class Manifest:
     def to_json(self) -> str:
         """Returns the text of manifest.json."""
         return json.dumps(
-            {
-                "format": FORMAT,
-                "iteration": self.iteration,
-                "start": self.start,
-                "started_at": self.started_at,
-                "files": rows_to_plain(self.files),
-            },
-            indent=1,
+            {"format": FORMAT, **vars(self), "files": rows_to_plain(self.files)}, indent=1
         )
 
     @classmethod

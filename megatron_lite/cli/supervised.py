@@ -79,19 +79,6 @@ def ready_to_train(
     return chosen.config, (*notices, chosen.notice)
 
 
-def start_lines(config: RunConfig, parallel: ParallelState) -> Iterator[str]:
-    """Yields the settings of the run, and a line with the sizes of the parallel groups.
-
-    They are Megatron's table of all arguments under --log-style megatron, else the settings that
-    differ from their defaults.
-    """
-    if config.logging.log_style == "megatron":
-        yield arguments_table(config)
-    else:
-        yield from short_settings(config)
-    yield ranks_line(parallel)
-
-
 @dataclass
 class Supervision:
     """The parts of the supervision that a trainer needs.
@@ -108,8 +95,9 @@ class Supervision:
     def start(self, notices: Sequence[str]) -> tuple[str, ...]:
         """Installs the signal handlers of --exit-signal-handler, if it is given.
 
-        Rank 0 prints the notices of the run and its settings. Returns these notices, for the log
-        file; none on other ranks.
+        Rank 0 prints the notices of the run, its settings (Megatron's table of all arguments under
+        --log-style megatron, else those that differ from their defaults), and the sizes of the
+        parallel groups. Returns these notices, for the log file; none on other ranks.
 
         notices: the notices of the command line.
         """
@@ -120,7 +108,10 @@ class Supervision:
             return ()
         device, world_size = self.parallel.device.type, self.parallel.world_size
         placed = notices_of(self.config, "placement", device=device, world_size=world_size)
-        print_lines([*notices, *placed, *start_lines(self.config, self.parallel)])
+        settings = short_settings(self.config)
+        if self.config.logging.log_style == "megatron":
+            settings = [arguments_table(self.config)]
+        print_lines([*notices, *placed, *settings, ranks_line(self.parallel)])
         return (*notices, *placed)
 
 
