@@ -1,7 +1,8 @@
 """Reads the bytes that a device has given out, at marks in a step: one gauge for each way to see.
 
     CudaGauge   torch's allocator counts all that is on the device; events of the GPU tell the time
-    CpuGauge    a profiler follows the allocator; the processor's time counts
+    CpuGauge    a profiler follows the allocator
+    Clock       the processor's time alone
 
 A gauge is a context. After it, `readings` has one reading for each call of `mark` inside. The gauge
 of fake tensors is in megatron_lite/tools/fake_fit.py.
@@ -66,7 +67,6 @@ class CpuGauge(AbstractContextManager["CpuGauge"]):
         from megatron_lite.memory.measure.allocator_peak import allocator_peak
 
         self._block, self._held = allocator_peak(), held
-        self._times: list[int] = []
         self.readings: list[Reading] = []
 
     def __enter__(self) -> CpuGauge:
@@ -76,11 +76,23 @@ class CpuGauge(AbstractContextManager["CpuGauge"]):
     def mark(self) -> None:
         """Reads the allocator."""
         self._found.mark()
-        self._times.append(time.process_time_ns())
 
     def __exit__(self, *error: Any) -> None:
         self._block.__exit__(*error)
         self.readings = [
-            Reading(self._held + now, self._held + peak, nanoseconds)
-            for (now, peak), nanoseconds in zip(self._found.marks, self._times, strict=False)
+            Reading(self._held + now, self._held + peak, 0) for now, peak in self._found.marks
         ]
+
+
+class Clock(AbstractContextManager["Clock"]):
+    """Reads the processor's time, and no bytes."""
+
+    def __init__(self) -> None:
+        self.readings: list[Reading] = []
+
+    def mark(self) -> None:
+        """Reads the clock."""
+        self.readings.append(Reading(0, 0, time.process_time_ns()))
+
+    def __exit__(self, *_: object) -> None:
+        pass

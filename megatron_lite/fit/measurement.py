@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from operator import le, sub
+from statistics import median_low
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_lite.fit.gauges import Gauge
+from megatron_lite.fit.gauges import Clock, CpuGauge, Gauge
 from megatron_lite.fit.layers import LayerList, kind_of
 from megatron_lite.fit.plans import (
     BACKWARD,
@@ -42,6 +43,7 @@ FULL = "full"
 CANDIDATES = ("none", "ops(matmul,attention)", "ops(matmul/2,attention)", "ops(attention)")
 ON_RANKS = ("full@split",)  # they need tensor-parallel layers
 ON_HOST = ("none@host", "full@host")  # they need a GPU, which has pinned memory beside it
+TIMED = 2  # runs on a CPU, of which the fastest counts
 IMPOSSIBLE = 1 << 60  # the bytes of an action that a layer cannot have
 
 
@@ -151,7 +153,13 @@ class Measurement:
                 self._step.run()
                 remove_policy_(self._model)
             self._apply_(actions)
-            return self._read()
+            spans = self._read()
+            if self._gauge is CpuGauge:  # its profiler takes time by itself
+                runs = [self._step.run(Clock(), takes_notes=False) for _ in range(TIMED)]
+                times = [min(one.nanoseconds for one in same) for same in zip(*runs, strict=False)]
+                pairs = zip(spans, times, strict=False)
+                spans = [span._replace(nanoseconds=time) for span, time in pairs]
+            return spans
         finally:
             remove_policy_(self._model)
 
@@ -166,6 +174,7 @@ class Measurement:
             kinds.setdefault((kind_of(self._layers[number]), *others), []).append(number)
         told = self._ranks.told((list(kinds.values()), self._notes.shared(self._order)))
         self._shared = _of_all_ranks(*zip(*told, strict=True))
+        self._alike = {number: same for same in kinds.values() for number in same}
         waiting = [(numbers, list(candidates)) for numbers in kinds.values()]
         found: dict[tuple[int, str], Option] = {}
         while any(actions for _, actions in waiting):
@@ -279,12 +288,15 @@ class Measurement:
         found = {}
         for number, key in tried.items():
             places = self._step.sharing.kept[number]
-            kept, held, *rest = map(sub, _figures(spans, number), _figures(full, number))
+            kept, held, *rest, time = map(sub, _figures(spans, number), _figures(full, number))
+            # The clock is compared within one step, since others may use the machine as well.
+            if others := [_figures(spans, n)[-1] for n in self._alike[number] if n not in tried]:
+                time = _figures(spans, number)[-1] - median_low(others)
             here, keeps = self._order.index(number), self._shared_at(number, places)
             for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
                 one = self._shared[each]
                 held -= one.num_bytes * ((one.first < here or each in keeps) - (one.first <= here))
-            found[key] = Option(key[1], kept, held, rest[0], rest[1], rest[2], frozenset(places))
+            found[key] = Option(key[1], kept, held, *rest, time, frozenset(places))
         return found
 
     def _agreed(self, options: list[Option]) -> list[Option]:

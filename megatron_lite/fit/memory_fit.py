@@ -93,8 +93,8 @@ def fit_memory_(
 ) -> Fit:
     """Puts on the model the fastest recompute policy with which a step fits the budget.
 
-    The step runs 7 times, more often with few equal layers. Weights, gradients, buffers and
-    generators are then as before.
+    The step runs 7 times, on a CPU 11 times, and more often with few equal layers. Weights,
+    gradients, buffers and generators are then as before.
     Under torch.distributed every rank calls this function. The highest peak of all ranks decides,
     and all ranks get the same policy.
 
