@@ -296,7 +296,7 @@ class Measurement:
             for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
                 one = self._shared[each]
                 held -= one.num_bytes * ((one.first < here or each in keeps) - (one.first <= here))
-            found[key] = Option(key[1], kept, held, *rest, time, frozenset(places))
+            found[key] = Option(key[1], kept, held, rest[0], rest[1], time, frozenset(places))
         return found
 
     def _agreed(self, options: list[Option]) -> list[Option]:
