@@ -33,7 +33,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 307_900,
     "files of the library": 274,
-    "tokens of tests": 328_400,
+    "tokens of tests": 324_000,
     "tokens of benchmarks": 20_900,
     "own files in one plain step": 32,
     "own functions in one plain step": 135,

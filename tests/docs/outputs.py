@@ -29,7 +29,7 @@ COMMANDS = {
         " --eval-iters 0 --log-interval 1 --distributed-backend gloo"
     ),
     "fit": "python -c \"$(sed -n '/^import torch, transformers/,/^print(fit/p' README.md)\"",
-    "verified": "python -c \"$(sed -n '/^import time, torch/,/^print(f/p' docs/any-model.md)\"",
+    "verified": "python -c \"$(sed -n '/^import time, random/,/^print(f/p' docs/any-model.md)\"",
     "dry_run": (
         "NPROC_PER_NODE=1 bash examples/large/llama3_8b.sh --dry-run-memory"
         " --dry-run-world-size 8 --dry-run-ranks 0 --dry-run-device cpu"
