@@ -35,13 +35,19 @@ class MemoryBudgetCallback(TrainerCallback):
         with torch.random.fork_rng([]), drawn_again(map(GeneratorState.of, GLOBAL)):
             first = next(iter(getattr(loader, "base_dataloader", loader)))
         batch = {name: value.to(device) for name, value in first.items()}
-        self.fit = fit_memory_(
-            model,
-            self._budget,
-            step=lambda: model(**batch).loss.backward(),
-            optimizer=getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]),
-            **self._settings,
-        )
+        modes = [(module, module.training) for module in model.modules()]
+        model.train()  # as the Trainer does at its first step: a loaded model is in eval mode
+        try:
+            self.fit = fit_memory_(
+                model,
+                self._budget,
+                step=lambda: model(**batch).loss.backward(),
+                optimizer=getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]),
+                **self._settings,
+            )
+        finally:
+            for module, mode in modes:
+                module.training = mode
         print(self.fit)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -37,3 +37,22 @@ def test_the_callback_fits_at_the_begin_and_removes_at_the_end(
     handler.call_event("on_train_end", None, None, None)
     assert "forward" not in vars(model.transformer.h[0])
     assert small.fit is not None and not optimizer.state
+
+
+def test_a_model_in_eval_mode_is_measured_in_train_mode() -> None:
+    """As `from_pretrained` returns it, and as the Trainer has it until its first step."""
+    rows = [{"input_ids": each, "labels": each} for each in tokens(0)]
+    measured = []
+    for mode in (True, False):
+        model: Any = FAMILIES["GPT-2"].build().train(mode)
+        model.transformer.h[0].eval()  # a frozen part stays as it is outside of the fit
+        callback = MemoryBudgetCallback("1GiB")
+        handler = CallbackHandler(
+            [callback], model, None, torch.optim.SGD(model.parameters()), None
+        )
+        handler.train_dataloader = torch.utils.data.DataLoader(rows, batch_size=2)
+        handler.call_event("on_train_begin", None, None, None)
+        assert callback.fit is not None
+        measured.append(callback.fit.measured)
+        assert model.training is mode and not model.transformer.h[0].training
+    assert measured[0] == measured[1]
