@@ -18,7 +18,8 @@ class MemoryBudgetCallback(TrainerCallback):
     """Puts the fastest policy that fits on the model when training begins, and takes it off at the
     end.
 
-    The step that is measured is the model's own loss of the first batch of the data loader.
+    The step that is measured is the model's own loss of the first batch of the data loader. The
+    policy takes the place of `gradient_checkpointing`, which is turned off.
 
     budget, settings: see `fit_memory_`. fit: the result, once training has begun.
     """
@@ -35,6 +36,9 @@ class MemoryBudgetCallback(TrainerCallback):
         with torch.random.fork_rng([]), drawn_again(map(GeneratorState.of, GLOBAL)):
             first = next(iter(getattr(loader, "base_dataloader", loader)))
         batch = {name: value.to(device) for name, value in first.items()}
+        if getattr(model, "is_gradient_checkpointing", False):  # TRL turns it on by default
+            model.gradient_checkpointing_disable()
+            print("gradient_checkpointing is off in this training: the policy takes its place")
         modes = [(module, module.training) for module in model.modules()]
         model.train()  # as the Trainer does at its first step: a loaded model is in eval mode
         try:

@@ -45,6 +45,7 @@ def test_a_model_in_eval_mode_is_measured_in_train_mode() -> None:
     measured = []
     for mode in (True, False):
         model: Any = FAMILIES["GPT-2"].build().train(mode)
+        model.gradient_checkpointing_enable()
         model.transformer.h[0].eval()  # a frozen part stays as it is outside of the fit
         callback = MemoryBudgetCallback("1GiB")
         handler = CallbackHandler(
@@ -55,4 +56,5 @@ def test_a_model_in_eval_mode_is_measured_in_train_mode() -> None:
         assert callback.fit is not None
         measured.append(callback.fit.measured)
         assert model.training is mode and not model.transformer.h[0].training
+        assert not model.is_gradient_checkpointing
     assert measured[0] == measured[1]
