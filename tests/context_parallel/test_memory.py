@@ -56,9 +56,11 @@ def wrong_bytes(rank: int, world_size: int, layout: Layout, every: int) -> tuple
     `every`-th of all cases."""
     wrong = []
     can_split = layout.tp_size > 1 and not layout.sequence_parallel
+    # A run refuses latents with CP.
+    configs = [config for config in models() if not config.multi_latent_attention]
     cases = list(
         itertools.product(
-            models(), all_policies(can_split=can_split), (torch.float32, torch.bfloat16)
+            configs, all_policies(can_split=can_split), (torch.float32, torch.bfloat16)
         )
     )[::every]
     cases = sampled(cases, every=3, at_most=3)

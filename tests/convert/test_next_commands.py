@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def test_a_converted_model_trains_on_and_generates_by_the_printed_commands(
     Path("text.jsonl").write_text(f"{json.dumps(text)}\n" * 200)
     capsys.readouterr()
     way = ["--from", "hf", "--to", "megatron-lite", "--load", "theirs", "--save", "ours"]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/megatron-lite"])
     assert main(["convert", *way, "--tensor-model-parallel-size", "2"]) == 0
     train, generate = printed_commands(capsys.readouterr().out)
     files = ["--input", "text.jsonl", "--output-prefix", "text", "--append-eod"]

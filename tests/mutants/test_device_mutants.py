@@ -24,9 +24,12 @@ def a_collective_is_read_before_it_ends(wait: Any, self: Any) -> Any:
     return self.result
 
 
-@replaces("figures", StepEnd)
-def figures_are_read_before_their_event(figures: Any, self: StepEnd) -> dict[str, float]:
-    return dict(zip(self._names, self._values.tolist(), strict=True))
+@replaces("read", StepEnd)
+def figures_are_read_before_their_event(
+    read: Any, self: StepEnd, earlier: StepEnd
+) -> tuple[dict[str, float], float]:
+    figures = dict(zip(self._names, self._values.tolist(), strict=True))
+    return figures, read(self, earlier)[1]
 
 
 @replaces("replay", graphs.Graph)
