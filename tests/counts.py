@@ -31,9 +31,9 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 307_900,
+    "tokens of the library": 308_000,
     "files of the library": 274,
-    "tokens of tests": 324_000,
+    "tokens of tests": 324_300,
     "tokens of benchmarks": 20_900,
     "own files in one plain step": 32,
     "own functions in one plain step": 135,
