@@ -41,11 +41,11 @@ LISTS = {
     "refused": "flags of Megatron that are refused, by the reason",
     "ignored": "flags of Megatron that are accepted and have no effect",
 }
-# A launcher and its flags, up to the program that it starts.
-LAUNCH = re.compile(
-    r"\b(?:srun|mpirun|mpiexec|torchrun|deepspeed|accelerate|ray|torch\.distributed\.\w+)\b.*?"
-    r"(?=\.py\b|\bbash\b|\bpython)"
+# A launcher with its flags, and what begins the program that it starts.
+LAUNCHER = re.compile(
+    r"\b(?:srun|mpirun|mpiexec|torchrun|deepspeed|accelerate|ray|torch\.distributed\.\w+)\b.*"
 )
+PROGRAM_STARTS = re.compile(r"\.py\b|\bbash\b|\bpython")
 MOST_USED = (
     "--num-layers",
     "--hidden-size",
@@ -99,7 +99,9 @@ def print_fates(parser: Parser, argv: Sequence[str]) -> None:
     code = re.sub(r"(?m)(^|\s)#.*$", "", text)
     flags = re.compile(r"(?<![\w$-])(--[a-zA-Z][\w-]*)(?:[= ]+([^\s\\\"'$()-][^\s\\\"'$()]*))?")
     found = dict(flags.findall(code))
-    launches = " ".join(LAUNCH.findall(code.replace("\\\n", " ")))
+    lines = code.replace("\\\n", " ").splitlines()
+    parts = [part for line in lines for part in PROGRAM_STARTS.split(line)[:-1]]
+    launches = " ".join(one for part in parts for one in LAUNCHER.findall(part))
     launched = {name for name, _ in flags.findall(launches)}
     if not found:
         parser.error(f"--check-line {path}: no flag is in it; give a script that names flags")

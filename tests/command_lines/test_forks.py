@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,12 @@ def test_a_script_is_checked_flag_by_flag(
     ):
         assert line in printed
     assert "geglu" not in printed
+
+
+def test_a_script_of_many_launchers_takes_no_quadratic_time(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("srun " * 40_000 + "--xyz 3")  # a minute of 200 kB, if it is looked at twice
+    began = time.process_time()
+    with pytest.raises(SystemExit):
+        parse_args([f"--check-line={script}", *RUN.split()])
+    assert time.process_time() - began < 5.0
