@@ -11,6 +11,7 @@ all other actions than `full` run verified, so that replays prove themselves.
 
 from __future__ import annotations
 
+import gc
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -142,6 +143,7 @@ class Measurement:
     def _read(self) -> list[Span]:
         if self._has_values:
             self._step.run()
+        gc.collect()  # memory in cycles of the step before would be counted, or not, by chance
         gauge = self._gauge(self._device, self._held)
         return self._step.run(gauge, takes_notes=not self._has_values)
 
@@ -288,15 +290,16 @@ class Measurement:
         found = {}
         for number, key in tried.items():
             places = self._step.sharing.kept[number]
-            kept, held, *rest, time = map(sub, _figures(spans, number), _figures(full, number))
-            # The clock is compared within one step, since others may use the machine as well.
+            own = _figures(spans, number)
+            kept, held, forward, backward, time = map(sub, own, _figures(full, number))
+            # Times are compared within one step, since others may use the machine as well.
             if others := [_figures(spans, n)[-1] for n in self._alike[number] if n not in tried]:
-                time = _figures(spans, number)[-1] - median_low(others)
+                time = own[-1] - median_low(others)
             here, keeps = self._order.index(number), self._shared_at(number, places)
             for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
                 one = self._shared[each]
                 held -= one.num_bytes * ((one.first < here or each in keeps) - (one.first <= here))
-            found[key] = Option(key[1], kept, held, rest[0], rest[1], time, frozenset(places))
+            found[key] = Option(key[1], kept, held, forward, backward, time, frozenset(places))
         return found
 
     def _agreed(self, options: list[Option]) -> list[Option]:

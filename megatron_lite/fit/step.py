@@ -6,7 +6,6 @@ gradient of its output is there, and ends when that of its input is.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from megatron_lite.fit.gauges import Clock, Gauge, Reading
+from megatron_lite.fit.gauges import Gauge, Reading
 from megatron_lite.fit.plans import AFTER, BACKWARD, CALL, FORWARD, OUTSIDE
 from megatron_lite.fit.sharing import Sharing
 from megatron_lite.parallel.torch_internals import address_of, write_count_of
@@ -105,8 +104,6 @@ class Step:
                 stack.callback(handle.remove)
             end = partial(self._mark, gauge, Event(MODEL_END))
             stack.callback(self._model.register_forward_hook(end).remove)
-            if not isinstance(gauge, Clock):
-                gc.collect()  # memory in cycles of the step before would count, or not, by chance
             with gauge:
                 self._mark(gauge, Event())
                 self._step()

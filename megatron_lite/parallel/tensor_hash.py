@@ -3,14 +3,13 @@
     hash of a block = sum over its words of fold(word) * key of the place, modulo 2^64
     fold(word) = word + word / 2^31, rounded down
 
-A word is 8 bytes. Without the fold, a key would lose all but one bit where the signs of two float32
-numbers change, which are the highest bits of words. By 2^32, changed signs of both halves of two
-words would go unnoticed. Bytes after the last whole word are a block of
-their own, with zeros behind them. The keys are odd and look random: they come from the finalizer of
-splitmix64 (Steele, Lea and Flood, OOPSLA 2014). One changed float32 number always changes the hash;
-several changes stay unnoticed about once in 2^32. The hash uses integers only, so the order of the
-sum does not matter. A tensor has the same hash on every device of one type and with any number of
-threads.
+A word is 8 bytes. Without the fold, a changed sign of a float32 number in its upper half would add
+2^63 whatever the key, so two of them would cancel. (With a fold by 2^32, two words in which both
+signs change would.) Bytes after the last whole word are a block of their own, with zeros behind
+them. The keys are odd and look random: they come from the finalizer of splitmix64 (Steele, Lea and
+Flood, OOPSLA 2014). One changed float32 number always changes the hash; several changes stay
+unnoticed about once in 2^32. The hash uses integers only, so the order of the sum does not matter.
+A tensor has the same hash on every device of one type and with any number of threads.
 """
 
 from __future__ import annotations

@@ -482,6 +482,33 @@ def test_ranks_agree_on_an_error_of_one(kind: type[Exception], call: int, text: 
     assert text.format("") in second.replace("'too much'", "too much")
 
 
+def test_prices_are_those_of_one_step_on_a_machine_that_slows_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each run of the step takes three times the time of the one before, and only the forwards of
+    layers take time, in replays as well."""
+    model, now, tick = Model([64] * 9), 0, 1
+
+    def run_block(real: Any, block: Block, hidden: Tensor) -> Tensor:
+        nonlocal now
+        now += tick
+        return real(block, hidden)
+
+    def step() -> None:
+        nonlocal tick
+        tick *= 3
+        model(ids()).backward()
+
+    real = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda *given: run_block(real, *given))
+    monkeypatch.setattr("time.process_time_ns", lambda: now)
+    lists, cpu = layer_lists(model, None), torch.device("cpu")
+    problem = Measurement(model, lists, step, None, cpu, CpuGauge).problem
+    times = {option.action: option.nanoseconds for option in problem.options[4]}
+    assert times.pop("none") < -1  # one replay of the step that is timed first
+    assert {*times.values()} == {0}  # each other action runs the layer twice, as full does
+
+
 def split_on_rank(rank: int, world_size: int) -> list[int]:
     """Returns the bytes that a layer keeps if it keeps a part of its input."""
     model, mesh = Model([64] * 4), init_device_mesh("cpu", (world_size,))
