@@ -33,7 +33,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 308_000,
     "files of the library": 274,
-    "tokens of tests": 324_500,
+    "tokens of tests": 317_800,
     "tokens of benchmarks": 20_900,
     "own files in one plain step": 32,
     "own functions in one plain step": 135,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -44,7 +43,7 @@ def parse(words: str) -> ParsedArguments:
     return parse_args(f"{RUN} {words}".split())
 
 
-def test_all_missing_flags_are_named_at_once() -> None:
+def test_all_missing_flags_are_named_at_once():
     assert fault("--num-layers 2 --seq-length 8 --vocab-size 9") == (
         "missing --hidden-size, --num-attention-heads, --max-position-embeddings, "
         "--micro-batch-size: give them as flags, or a "
@@ -53,7 +52,7 @@ def test_all_missing_flags_are_named_at_once() -> None:
 
 
 @in_one_test("flag", sampled(list(REFUSED), every=3))
-def test_a_refused_flag_says_why(flag: str) -> None:
+def test_a_refused_flag_says_why(flag):
     found = fault(f"{RUN} {flag} 7")
     assert found.startswith(f"{WHOSE.get(flag, 'Megatron')}'s {flag} ") and REFUSED[flag] in found
 
@@ -66,29 +65,27 @@ RETIRED = ("--no-onednn-matmuls", "--no-shared-memory-collectives")
 
 
 @in_one_test("flag", [*RETIRED, *sampled(list(NO_EFFECT), every=8)])
-def test_a_flag_without_effect_gives_one_notice_and_the_same_run(flag: str) -> None:
+def test_a_flag_without_effect_gives_one_notice_and_the_same_run(flag):
     parsed = parse(words_of(flag))
     assert parsed.config == parse("").config
     assert parsed.notices == (f"{flag} has no effect {NO_EFFECT[flag]}",)
 
 
 @in_one_test("flag, only", ONLY_VALUE.items())
-def test_the_one_value_that_happens_anyway_is_accepted_without_a_notice(
-    flag: str, only: str
-) -> None:
+def test_the_one_value_that_happens_anyway_is_accepted_without_a_notice(flag, only):
     assert parse(f"{flag} {only}") == parse("")
     if only in "01":
         assert parse(f"{flag} {only}.0") == parse("")
     assert f"not supported here, only {only}: " in fault(f"{RUN} {flag} 7")
 
 
-def test_a_recompute_setting_that_nothing_reads_leaves_the_run_as_it_is() -> None:
+def test_a_recompute_setting_that_nothing_reads_leaves_the_run_as_it_is():
     assert parse("--recompute-method uniform --recompute-num-layers 2").config == parse("").config
     full = "--recompute-granularity full --recompute-method uniform"
     assert parse(f"{full} --recompute-modules mlp").config == parse(full).config
 
 
-def test_all_faults_of_a_command_line_are_listed() -> None:
+def test_all_faults_of_a_command_line_are_listed():
     words = (
         "--num-layers two --seed one --hidden-siz 4 --moe-latent-size 8 --moe-use-upcycling "
         "--fp8-format hybrid --window-size x --mtp-num-layers 1 --lr -1 --xyz 3"
@@ -121,7 +118,7 @@ HIDDEN = (
 
 
 @pytest.mark.parametrize(("words", "least"), HIDDEN)
-def test_no_fault_hides_another(words: str, least: int) -> None:
+def test_no_fault_hides_another(words, least):
     """All come in one message: without the unknown flags there is nothing new."""
     alone, with_unknown = faults_of(f"{RUN} {words}"), faults_of(f"{RUN} {UNKNOWN} {words}")
     assert len(alone) >= least
@@ -151,13 +148,13 @@ def test_no_fault_hides_another(words: str, least: int) -> None:
         ("--hf-config /no --lr -1 --seed -1", ["/no: cannot", "--seed must be", "--lr must be"]),
     ],
 )
-def test_a_fault_that_may_follow_from_another_is_not_told(words: str, starts: list[str]) -> None:
+def test_a_fault_that_may_follow_from_another_is_not_told(words, starts):
     found = faults_of(words)
     assert [one[: len(start)] for one, start in zip(found, starts, strict=True)] == starts
 
 
 @pytest.mark.parametrize(("topic", "flags"), [("refused", REFUSED), ("ignored", NO_EFFECT)])
-def test_help_lists_all_flags_that_set_no_field(topic: str, flags: dict[str, str]) -> None:
+def test_help_lists_all_flags_that_set_no_field(topic, flags):
     assert {*flags} <= {*help_of(topic).split()}
 
 
@@ -182,12 +179,12 @@ def test_help_lists_all_flags_that_set_no_field(topic: str, flags: dict[str, str
         ),
     ],
 )
-def test_another_way_to_say_it_gives_the_same_run(old: str, today: str) -> None:
+def test_another_way_to_say_it_gives_the_same_run(old, today):
     assert parse(old).config == parse(today).config
     assert parse(today).config != parse("").config
 
 
-def test_vocabulary_files_alone_mean_the_gpt2_tokenizer_as_in_megatron() -> None:
+def test_vocabulary_files_alone_mean_the_gpt2_tokenizer_as_in_megatron():
     run = RUN.replace("--vocab-size 99", "--vocab-file vocab.json --merge-file merges.txt").split()
     assert parse_args(run).config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
 
@@ -206,7 +203,7 @@ def flags_in(text: str) -> set[str]:
     return {word for word in words if word.startswith("--")}
 
 
-def test_help_alone_is_short_and_its_command_line_is_a_run() -> None:
+def test_help_alone_is_short_and_its_command_line_is_a_run():
     text = ended(parse_args, "--num-layers 2 --help").out
     assert text.count("\n") <= 55
     assert flags_in(text) >= {*MOST_USED} and len(MOST_USED) == 10
@@ -214,7 +211,7 @@ def test_help_alone_is_short_and_its_command_line_is_a_run() -> None:
     assert parse_args(shlex.split(EXAMPLE.replace("\\\n", " "))).notices == ()
 
 
-def test_the_topics_of_help_share_out_all_flags() -> None:
+def test_the_topics_of_help_share_out_all_flags():
     every = flags_in(help_of("all"))
     of_topics = [flags_in(help_of(topic)) for topic in TOPICS]
     assert every == {*supported_flags(build_parser())} - {"-h"}
@@ -231,9 +228,7 @@ def test_the_topics_of_help_share_out_all_flags() -> None:
         ("--batch-size", "--batch-size is an old spelling of --micro-batch-size"),
     ],
 )
-def test_help_on_a_flag_that_only_megatron_has_tells_what_happens_to_it(
-    word: str, said: str
-) -> None:
+def test_help_on_a_flag_that_only_megatron_has_tells_what_happens_to_it(word, said):
     assert help_of(word).startswith(said)
     assert "did you mean --help recompute?" in fault("--help recomputing")
 
@@ -247,7 +242,7 @@ MANY = (
 )
 
 
-def test_a_dumped_run_is_read_back_equal_and_flags_override_it(tmp_path: Path) -> None:
+def test_a_dumped_run_is_read_back_equal_and_flags_override_it(tmp_path):
     config = parse(f"{MANY} --seed 7").config
     path = tmp_path / "run.json"
     path.write_text(config.to_json())
@@ -257,14 +252,14 @@ def test_a_dumped_run_is_read_back_equal_and_flags_override_it(tmp_path: Path) -
     assert read == replace(config, training=replace(config.training, seed=1234))
 
 
-def test_sizes_that_follow_from_others_follow_an_overriding_flag(tmp_path: Path) -> None:
+def test_sizes_that_follow_from_others_follow_an_overriding_flag(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(parse("").config.to_json())
     model = parse_args(["--config-json", str(path), "--hidden-size", "32"]).config.model
     assert (model.kv_channels, model.ffn_hidden_size) == (8, 128)
 
 
-def test_dump_config_prints_json_to_stdout_and_notices_to_stderr() -> None:
+def test_dump_config_prints_json_to_stdout_and_notices_to_stderr():
     found = ended(pretrain_gpt.main, f"{RUN} --dump-config --tp-comm-overlap --save-interval 5")
     assert found.status == 0
     assert RunConfig.from_json(found.out) == parse("--save-interval 5").config
@@ -280,13 +275,13 @@ def test_dump_config_prints_json_to_stdout_and_notices_to_stderr() -> None:
         ("x" * 5000, "xxx... (5000 characters) is no whole"),
     ],
 )
-def test_a_number_of_any_length_is_one_short_line(text: str, message: str) -> None:
+def test_a_number_of_any_length_is_one_short_line(text, message):
     error = fault(f"{RUN} --num-layers {text}")
     assert error.startswith("argument --num-layers: ") and message in error and len(error) < 250
 
 
 @pytest.mark.parametrize("content", ["[]", "[" * 200_000])
-def test_a_config_file_that_is_no_run_is_one_short_line(tmp_path: Path, content: str) -> None:
+def test_a_config_file_that_is_no_run_is_one_short_line(tmp_path, content):
     path = tmp_path / "run.json"
     path.write_text(content)
     error = fault(f"--config-json {path}")

@@ -32,7 +32,7 @@ main = partial(command.main, started="/usr/bin/megatron-lite")
 module = partial(command.main, started="/x/megatron_lite/__main__.py")
 
 
-def test_help_lists_the_subcommands_and_version_is_the_packages() -> None:
+def test_help_lists_the_subcommands_and_version_is_the_packages():
     text = ended(main, "--help")
     assert text == ended(main, "") and text.status == 0
     assert all(f"\n  {name} " in text.out for name in command.SUBCOMMANDS)
@@ -59,9 +59,7 @@ def test_help_lists_the_subcommands_and_version_is_the_packages() -> None:
         "report nowhere",
     ],
 )
-def test_a_fault_begins_with_the_command_as_typed(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_begins_with_the_command_as_typed(words, tmp_path, monkeypatch):
     """The rest of the line has the value at fault, or what is missing."""
     monkeypatch.chdir(tmp_path)
     for started, name in ((main, "megatron-lite"), (module, "python -m megatron_lite")):
@@ -72,7 +70,7 @@ def test_a_fault_begins_with_the_command_as_typed(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_train_and_explain_are_pretrain_gpt() -> None:
+def test_train_and_explain_are_pretrain_gpt():
     words = [*SMALL_RUN, *MOCK]
     dumped = ended(module, ["train", *words, "--dump-config"])
     explained = ended(module, ["explain", *words])
@@ -81,7 +79,7 @@ def test_train_and_explain_are_pretrain_gpt() -> None:
     assert dumped.status == explained.status == 0 and dumped.out != explained.out
 
 
-def test_help_the_planner_and_explanations_import_no_torch() -> None:
+def test_help_the_planner_and_explanations_import_no_torch():
     """And the other commands say how to install it."""
     fine = [
         *([name, "--help"] for name in command.SUBCOMMANDS if name != "preprocess"),
@@ -119,7 +117,7 @@ def test_help_the_planner_and_explanations_import_no_torch() -> None:
 
 
 @pytest.mark.weekly
-def test_a_wheel_is_complete_and_its_command_runs_elsewhere(tmp_path: Path) -> None:
+def test_a_wheel_is_complete_and_its_command_runs_elsewhere(tmp_path):
     """Its dependencies are those of the environment of the tests."""
     source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -171,7 +169,7 @@ def _check_metadata(wheel: zipfile.ZipFile) -> None:
 
 
 @pytest.mark.long
-def test_train_runs_on_two_ranks_as_a_module() -> None:
+def test_train_runs_on_two_ranks_as_a_module():
     words = ["--nproc_per_node", "2", "-m", "megatron_lite", "train", *SMALL_RUN, *MOCK]
     log = run(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),

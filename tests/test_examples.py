@@ -82,7 +82,7 @@ def training_flags(command: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", SMALL, ids=lambda path: path.name)
-def test_the_program_accepts_every_flag_of_an_example_as_the_flag_it_is(path: Path) -> None:
+def test_the_program_accepts_every_flag_of_an_example_as_the_flag_it_is(path):
     """And flags after it win, and it starts as many processes as its tensor-parallel size needs."""
     parsed = parse_args(training_flags(command_of(path)))
     assert parsed.config.parallel.tensor_model_parallel_size == 2
@@ -97,9 +97,7 @@ def test_the_program_accepts_every_flag_of_an_example_as_the_flag_it_is(path: Pa
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_recompute_example_rebuilds_what_its_name_says_and_differs_in_nothing_else(
-    name: str,
-) -> None:
+def test_a_recompute_example_rebuilds_what_its_name_says_and_differs_in_nothing_else(name):
     policy, none = (
         parse_args(training_flags(command_of(policy_script(stem)))).config
         for stem in (name, "none")
@@ -113,7 +111,7 @@ def test_a_recompute_example_rebuilds_what_its_name_says_and_differs_in_nothing_
 
 
 @pytest.mark.long
-def test_a_recompute_example_trains_as_it_is(tmp_path: Path) -> None:
+def test_a_recompute_example_trains_as_it_is(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     words = ["--train-iters", "2", "--metrics-jsonl", str(metrics), "--distributed-backend", "gloo"]
     completed = run_script(policy_script("selective_pointwise"), *words, VENV=sys.prefix)
@@ -121,7 +119,7 @@ def test_a_recompute_example_trains_as_it_is(tmp_path: Path) -> None:
     assert [row["iteration"] for row in rows(metrics)] == [1, 2]
 
 
-def test_quickstart_takes_each_option_as_a_flag_or_from_the_environment(tmp_path: Path) -> None:
+def test_quickstart_takes_each_option_as_a_flag_or_from_the_environment(tmp_path):
     options = dict(corpus="stdlib", steps="30", tp="1", output=str(tmp_path))
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     by_flag = command_of(QUICKSTART, *words)
@@ -142,18 +140,18 @@ def test_quickstart_takes_each_option_as_a_flag_or_from_the_environment(tmp_path
         (["--tpu", "2"], "unknown option --tpu"),
     ],
 )
-def test_quickstart_refuses_a_bad_option_with_status_2(arguments: list[str], message: str) -> None:
+def test_quickstart_refuses_a_bad_option_with_status_2(arguments, message):
     completed = run_script(QUICKSTART, *arguments)
     assert completed.returncode == 2 and message in completed.stderr
 
 
-def test_a_missing_python_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_missing_python_is_one_clear_line(tmp_path):
     completed = run_script(QUICKSTART, "--venv", str(tmp_path / "venv"), PYTHON="python2.0")
     assert completed.returncode == 1
     assert "no Python of at least 3.10 found (tried: python2.0)" in completed.stderr
 
 
-def test_an_occupied_directory_is_not_turned_into_an_environment(tmp_path: Path) -> None:
+def test_an_occupied_directory_is_not_turned_into_an_environment(tmp_path):
     (tmp_path / "thesis.txt").write_text("important")
     completed = run_script(ROOT / "tests" / "run.sh", VENV=str(tmp_path))
     assert completed.returncode == 1
@@ -162,7 +160,7 @@ def test_an_occupied_directory_is_not_turned_into_an_environment(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["train_multinode", "train_multinode_srun"])
-def test_a_job_script_outside_of_slurm_says_how_to_submit_it(name: str) -> None:
+def test_a_job_script_outside_of_slurm_says_how_to_submit_it(name):
     done = subprocess.run(
         ["bash", str(ROOT / "examples" / "slurm" / f"{name}.sbatch")],
         env={"PATH": os.environ["PATH"]},

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.support.commands import SMALL_MODEL, ended, fault_of
 EXPLAIN = [*SMALL_MODEL, "--micro-batch-size", "2", "--explain-recompute", "--vocab-size", "98"]
 
 
-def test_the_vocabulary_comes_from_the_tokenizers_files(tmp_path: Path) -> None:
+def test_the_vocabulary_comes_from_the_tokenizers_files(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = {f"w{number}": number for number in range(200)}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(
@@ -30,7 +29,7 @@ def test_the_vocabulary_comes_from_the_tokenizers_files(tmp_path: Path) -> None:
     assert "V 256, fp32" in found.out  # 200 ids, rounded up to a multiple of 128
 
 
-def test_with_a_vocabulary_size_the_tokenizers_files_may_be_missing() -> None:
+def test_with_a_vocabulary_size_the_tokenizers_files_may_be_missing():
     missing = ["--vocab-file", "nowhere.json", "--merge-file", "nowhere.txt"]
     found = ended(main, [*EXPLAIN, *missing])
     assert found.status == 0 and "V 128, fp32" in found.out  # 98 ids, rounded up
@@ -39,7 +38,7 @@ def test_with_a_vocabulary_size_the_tokenizers_files_may_be_missing() -> None:
     assert error.endswith("With --vocab-size N it is not needed here\n")
 
 
-def test_the_last_lines_name_the_planner_which_takes_the_run(tmp_path: Path) -> None:
+def test_the_last_lines_name_the_planner_which_takes_the_run(tmp_path):
     words = [*EXPLAIN, "--tensor-model-parallel-size", "2", "--bf16", "--window-size", "8,0"]
     config = parse_args(words).config
     last = " ".join("\n".join(explanation(config, ())).rpartition("\n\n")[2].split())

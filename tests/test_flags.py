@@ -63,7 +63,7 @@ def parsed_fields(words: str) -> dict[str, Any]:
     }
 
 
-def test_each_field_has_one_flag_and_each_flag_one_field() -> None:
+def test_each_field_has_one_flag_and_each_flag_one_field():
     names = [field.name for kind in topics().values() for field in dataclasses.fields(kind)]
     assert len(names) == len(set(names)) and set(names) == run_fields().keys()
     others = {name for ways in OTHER_WAYS.values() for name in ways}
@@ -78,7 +78,7 @@ def test_each_field_has_one_flag_and_each_flag_one_field() -> None:
 
 
 @in_one_test("row", [*MEGATRON, *OURS])
-def test_a_flag_changes_its_field_from_megatrons_default_and_nothing_else(row: list[Any]) -> None:
+def test_a_flag_changes_its_field_from_megatrons_default_and_nothing_else(row):
     plain = [tuple(one) if isinstance(one, list) else one for one in row]
     flag, default, value, needs, also = (*plain, "", "")[:5]
     field = actions()[flag].dest
@@ -97,7 +97,7 @@ def test_a_flag_changes_its_field_from_megatrons_default_and_nothing_else(row: l
     assert after[field] == value and type(after[field]) is type(value)
 
 
-def test_a_flag_belongs_to_one_class_only() -> None:
+def test_a_flag_belongs_to_one_class_only():
     supported, refused = supported_flags(build_parser()), megatron_flags.REFUSED
     known = [*supported, *megatron_flags.NO_EFFECT, *megatron_flags.RENAMED, *refused]
     known += megatron_flags.BY_VALUE
@@ -112,7 +112,7 @@ def test_a_flag_belongs_to_one_class_only() -> None:
     assert not {row[0] for row in OURS} & megatron_releases().keys()
 
 
-def test_a_flag_without_effect_takes_as_many_values_as_in_megatron() -> None:
+def test_a_flag_without_effect_takes_as_many_values_as_in_megatron():
     parser, theirs = build_parser(), megatron_releases()
     for flag in megatron_flags.NO_EFFECT.keys() & theirs.keys():
         nargs = parser._option_string_actions[flag].nargs
@@ -128,7 +128,7 @@ def megatron_releases() -> dict[str, int | str]:
     return {flag: nargs for flag, (nargs, *_) in rows.items()}
 
 
-def test_suggestions_are_supported_flags_of_the_same_meaning() -> None:
+def test_suggestions_are_supported_flags_of_the_same_meaning():
     """A spelling can be near and the meaning far: --use-mpi is not --use-mup."""
     supported, no_effect = supported_flags(build_parser()), megatron_flags.NO_EFFECT
     for other, ours in megatron_flags.DATA["other programs"].items():

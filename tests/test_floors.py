@@ -125,7 +125,7 @@ def reached_from(module: str) -> set[str]:
     return found
 
 
-def test_policies_for_models_of_other_libraries_stand_alone() -> None:
+def test_policies_for_models_of_other_libraries_stand_alone():
     """They know nothing of our GPT, of its engine for units and regions, of its flags and plans."""
     found = reached_from(OTHER_MODELS)
     assert {name for name in found if name.startswith("megatron_lite.config.")} <= {
@@ -141,7 +141,7 @@ def test_policies_for_models_of_other_libraries_stand_alone() -> None:
     assert tokens_of(files) <= MOST_TOKENS_FOR_OTHER_MODELS
 
 
-def test_importing_them_loads_torch_and_nothing_else() -> None:
+def test_importing_them_loads_torch_and_nothing_else():
     program = """
 import sys, torch
 before = {name.partition(".")[0] for name in sys.modules}
@@ -165,7 +165,7 @@ print(*({name.partition(".")[0] for name in sys.modules} - before))
     }
 
 
-def test_every_folder_has_a_floor() -> None:
+def test_every_folder_has_a_floor():
     folders = {path.relative_to(ROOT / PACKAGE).parts[0] for path in IN_FOLDERS}
     assert folders and folders <= set(FLOORS)
     above = {path.stem for path in LIBRARY if path.parent.name == PACKAGE}
@@ -173,12 +173,12 @@ def test_every_folder_has_a_floor() -> None:
 
 
 @in_one_test("path", [path for path in IN_FOLDERS if path.name != "__init__.py"])
-def test_a_module_imports_only_from_lower_floors_or_its_own_folder(path: Path) -> None:
+def test_a_module_imports_only_from_lower_floors_or_its_own_folder(path):
     assert faults_of(path.read_text(), module_name(path)) == []
 
 
 @in_one_test("path", [path for path in LIBRARY if path.name == "__init__.py"])
-def test_an_init_file_is_a_docstring_and_nothing_else(path: Path) -> None:
+def test_an_init_file_is_a_docstring_and_nothing_else(path):
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree)
     rest = [ast.unparse(node) for node in tree.body[1:]]
@@ -192,7 +192,7 @@ def test_an_init_file_is_a_docstring_and_nothing_else(path: Path) -> None:
 
 
 @in_one_test("path", SOURCES)
-def test_no_source_unpickles_evaluates_text_or_keeps_globals(path: Path) -> None:
+def test_no_source_unpickles_evaluates_text_or_keeps_globals(path):
     source = path.read_text()
     assert [name for name, pattern in BANNED.items() if re.search(pattern, source)] == []
     assert not [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
@@ -218,7 +218,7 @@ def test_no_source_unpickles_evaluates_text_or_keeps_globals(path: Path) -> None
         ("data.indexed", "from torch.utils.data import Dataset"),
     ],
 )
-def test_each_kind_of_forbidden_import_is_seen(module: str, source: str) -> None:
+def test_each_kind_of_forbidden_import_is_seen(module, source):
     assert len(faults_of(source, f"megatron_lite.{module}")) == 1
     fine = "import torch\nfrom megatron_lite.config.model import ModelConfig\nfrom . import norm"
     assert faults_of(fine, "megatron_lite.model.layer") == []

@@ -24,7 +24,7 @@ def written(folder: Path, text: str, **values: Any) -> str:
 
 
 @pytest.mark.parametrize("text", [GPT2, LLAMA_3_8B, QWEN2_0_5B], ids=["gpt2", "llama", "qwen2"])
-def test_the_file_gives_the_model_and_its_vocabulary(text: str, tmp_path: Path) -> None:
+def test_the_file_gives_the_model_and_its_vocabulary(text, tmp_path):
     path = written(tmp_path, text)
     expected = from_hf(json.loads(text))
     for source in (path, str(tmp_path)):
@@ -34,7 +34,7 @@ def test_the_file_gives_the_model_and_its_vocabulary(text: str, tmp_path: Path) 
         assert not [notice for notice in parsed.notices if "--hf-config" in notice]
 
 
-def test_flags_override_the_file_and_a_notice_names_both(tmp_path: Path) -> None:
+def test_flags_override_the_file_and_a_notice_names_both(tmp_path):
     path = written(tmp_path, LLAMA_3_8B)
     flags = ["--num-layers", "4", "--vocab-size", "999", "--hidden-size", "4096"]
     parsed = parse_args([*RUN, "--hf-config", path, *flags])
@@ -47,7 +47,7 @@ def test_flags_override_the_file_and_a_notice_names_both(tmp_path: Path) -> None
     ]
 
 
-def test_what_does_not_map_exactly_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_map_exactly_is_refused(tmp_path):
     def fault(*flags: str) -> str:
         return fault_of(parse_args, [*RUN, "--hf-config", *flags])
 

@@ -86,7 +86,7 @@ PREDICTED["gpt_1t"] += [TWICE, f"{POINTWISE} {TWICE}"]
 
 @pytest.mark.runs(daily=2, ci=6)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_shape_and_layout_are_the_published_ones(name: str) -> None:
+def test_shape_and_layout_are_the_published_ones(name):
     facts = facts_of(name)
     model, parallel, training = facts.config.model, facts.config.parallel, facts.config.training
     names = "num_layers hidden_size num_attention_heads query_groups ffn_size"
@@ -110,7 +110,7 @@ def test_shape_and_layout_are_the_published_ones(name: str) -> None:
 
 @pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_header_has_the_predicted_bytes(name: str) -> None:
+def test_the_header_has_the_predicted_bytes(name):
     expected = [HEADING]
     for settings in PREDICTED[name]:
         facts = facts_of(name, settings)
@@ -124,7 +124,7 @@ def test_the_header_has_the_predicted_bytes(name: str) -> None:
     assert table == "\n".join(expected)
 
 
-def test_several_machines_meet_where_they_are_told() -> None:
+def test_several_machines_meet_where_they_are_told():
     where = dict(NODE_RANK="3", MASTER_ADDR="node0", MASTER_PORT="6001")
     command = command_of(LARGE / "gpt_175b.sh", **where)
     launch = "torchrun --nnodes 8 --node_rank 3 --master_addr node0 --master_port 6001"
@@ -132,7 +132,7 @@ def test_several_machines_meet_where_they_are_told() -> None:
     assert "--standalone" in command_of(LARGE / "gpt_22b.sh") and "--standalone" not in command
 
 
-def test_a_task_of_srun_is_one_rank() -> None:
+def test_a_task_of_srun_is_one_rank():
     command = command_of(LARGE / "gpt_530b.sh", LAUNCHER="srun")
     assert command[:3] == ["python", "-u", str(ROOT / "pretrain_gpt.py")]
     assert command[3:] == training_flags(command_of(LARGE / "gpt_530b.sh"))

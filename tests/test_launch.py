@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -42,7 +41,7 @@ def run_tasks(*of_each_rank: list[str]) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.long
-def test_srun_variables_start_a_run_without_torchrun(tmp_path: Path) -> None:
+def test_srun_variables_start_a_run_without_torchrun(tmp_path):
     arguments = ["--tensor-model-parallel-size", "2", "--metrics-jsonl", str(tmp_path / "m")]
     statuses, outputs = run_tasks(arguments, arguments)
     assert statuses == [0, 0], outputs

@@ -39,12 +39,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     ],
 )
 def test_the_run_takes_the_local_rank_of_the_launcher(
-    launches: list[Launch],
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str | None,
-    words: list[str],
-    local_rank: int,
-) -> None:
+    launches, monkeypatch, variable, words, local_rank
+):
     given = LAUNCHED if variable is None else {**LAUNCHED, "LOCAL_RANK": variable}
     for name, value in given.items() if variable != "" else ():
         monkeypatch.setenv(name, value)

@@ -19,7 +19,7 @@ RUN = ["--seq-length", "64", "--micro-batch-size", "1"]
 
 
 @in_one_test("flag, name", itertools.product(["--model", "--preset"], PRESETS))
-def test_the_name_gives_the_model_and_its_vocabulary(flag: str, name: str) -> None:
+def test_the_name_gives_the_model_and_its_vocabulary(flag, name):
     parsed = parse_args([*RUN, flag, name])
     assert parsed.config.model == ModelConfig(**preset(name).fields)
     assert parsed.config.tokenizer.true_vocab_size == preset(name).vocab_size
@@ -27,7 +27,7 @@ def test_the_name_gives_the_model_and_its_vocabulary(flag: str, name: str) -> No
     assert parsed.config.training.bf16
 
 
-def test_the_name_means_bf16_in_every_command_unless_a_flag_says_otherwise() -> None:
+def test_the_name_means_bf16_in_every_command_unless_a_flag_says_otherwise():
     """`plan` and `explain` assume it, and weights in float32 would not fit where they say."""
     for words, precision in (
         ([], "bf16"),
@@ -43,7 +43,7 @@ def test_the_name_means_bf16_in_every_command_unless_a_flag_says_otherwise() -> 
 
 
 @pytest.mark.parametrize("flag", ["--gpu", "--machine"])
-def test_explain_is_of_the_gpu_that_is_named(flag: str) -> None:
+def test_explain_is_of_the_gpu_that_is_named(flag):
     on_gpu = ended(command.main, f"explain --model gpt2 {flag} a100-80gb")
     assert on_gpu.status == 0 and "No GPU" not in on_gpu.out
     assert " estimate\n" in on_gpu.out and " bound\n" not in on_gpu.out
@@ -53,7 +53,7 @@ def test_explain_is_of_the_gpu_that_is_named(flag: str) -> None:
     assert wrong.status == 2 and "no machine is called 'a900'" in wrong.err
 
 
-def test_flags_override_the_model_and_a_notice_names_both() -> None:
+def test_flags_override_the_model_and_a_notice_names_both():
     parsed = parse_args([*RUN, "--model", "llama3-8b", "--num-layers", "4", "--squared-relu"])
     assert parsed.config.model.num_layers == 4
     assert parsed.config.model.activation == "squared_relu"
@@ -74,7 +74,7 @@ def test_flags_override_the_model_and_a_notice_names_both() -> None:
         ("175B", "175b"),
     ],
 )
-def test_an_unknown_name_gets_the_nearest_ones(name: str, nearest: str) -> None:
+def test_an_unknown_name_gets_the_nearest_ones(name, nearest):
     assert nearest in nearest_presets(name)
     error = fault_of(parse_args, [*RUN, "--model", name])
     assert f"--model {name!r} is not known: did you mean " in error

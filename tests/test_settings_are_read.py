@@ -44,7 +44,7 @@ def read() -> set[str]:
 
 
 @in_one_test("topic, field", FIELDS)
-def test_the_field_is_read(topic: str, field: str, read: set[str]) -> None:
+def test_the_field_is_read(topic, field, read):
     # Activations are read through the table of their names; the others are second ways to say a
     # granularity and a kind of graph, or allow other settings.
     others = ("recompute_activations", "cuda_graph_modules", "use_precision_aware_optimizer")

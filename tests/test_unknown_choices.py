@@ -16,12 +16,12 @@ from megatron_lite.optim.lr_schedule import DECAYS
 NEW = "Newest"
 
 
-def test_the_device_of_an_unknown_backend_is_not_guessed() -> None:
+def test_the_device_of_an_unknown_backend_is_not_guessed():
     with pytest.raises(ValueError, match=NEW):
         likely_device(NEW)
 
 
-def test_every_choice_has_an_entry_in_every_table() -> None:
+def test_every_choice_has_an_entry_in_every_table():
     assert model_config.NORM_VECTORS.keys() == NORMS.keys()
     assert set(data_settings.TOKENIZER_TYPES) == TOKENIZERS.keys()
     assert set(optimizer_settings.WSD_DECAY_STYLES) <= DECAYS.keys()

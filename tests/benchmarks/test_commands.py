@@ -27,7 +27,7 @@ def report(module: Any, words: str | list[str], folder: Path) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_every_contestant_of_a_step_has_the_same_loss(family: str, tmp_path: Path) -> None:
+def test_every_contestant_of_a_step_has_the_same_loss(family, tmp_path):
     rows = report(step_time, f"{TINY} --dropout 0 --family {family}", tmp_path)
     names = [row["name"] for row in rows]
     assert names[0] == "ours, none" and {"ours, full", "transformers, full"} <= {*names}
@@ -36,7 +36,7 @@ def test_every_contestant_of_a_step_has_the_same_loss(family: str, tmp_path: Pat
     assert abs(rows[0]["loss"] - math.log(256)) < 0.3  # a guess among the vocabulary's 256 ids
 
 
-def test_engines_train_the_same_model_and_units_cost_a_forward(tmp_path: Path) -> None:
+def test_engines_train_the_same_model_and_units_cost_a_forward(tmp_path):
     """A checkpoint that drops gradients would look fast."""
     engines = (
         *(FULL, "every-2:full, else pointwise", TORCH, "torch mlp, non-reentrant"),

@@ -17,7 +17,7 @@ BOUNDS = {
 }
 
 
-def test_each_measured_run_of_this_engine_is_predicted_within_a_tenth() -> None:
+def test_each_measured_run_of_this_engine_is_predicted_within_a_tenth():
     found = rows("measured")
     assert len(found) == 26
     assert round(max(abs(row.error) for row in found), 3) <= 0.10  # as the page shows it
@@ -25,7 +25,7 @@ def test_each_measured_run_of_this_engine_is_predicted_within_a_tenth() -> None:
     assert correlation(found) >= 0.9
 
 
-def test_published_runs_are_within_the_bounds_of_their_source_and_in_its_order() -> None:
+def test_published_runs_are_within_the_bounds_of_their_source_and_in_its_order():
     found = rows("published")
     for source, (mean, worst) in BOUNDS.items():
         own = [row for row in found if row.source == source]

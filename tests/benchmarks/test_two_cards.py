@@ -8,7 +8,7 @@ from benchmarks.two_cards import LAYOUTS, POLICIES, main
 
 
 @pytest.mark.weekly
-def test_every_layout_equals_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_layout_equals_one_rank(capsys):
     assert main(["--device", "cpu", "--steps", "3"]) == 0
     printed = capsys.readouterr().out
     for layout in LAYOUTS:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,9 +76,7 @@ class Steps:
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(("layout", "bf16"), itertools.product(LAYOUTS, (False, True)))
-def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(
-    tmp_path: Path, layout: str, bf16: bool
-) -> None:
+def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path, layout, bf16):
     """Training overwrites the tensors while they are written: each save is held up until the step
     after it has been made."""
     world_size, shape = LAYOUTS[layout]
@@ -160,9 +157,7 @@ def fail_on_rank_1(rank: int, world_size: int, config: RunConfig, held: int, end
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(("train_iters", "latest"), [(6, 6), (4, 2)])
-def test_a_failed_save_ends_a_run_only_if_it_is_the_last_one(
-    tmp_path: Path, train_iters: int, latest: int
-) -> None:
+def test_a_failed_save_ends_a_run_only_if_it_is_the_last_one(tmp_path, train_iters, latest):
     """The save of iteration 4 fails, at every try. All ranks go on, or all raise."""
     config = tiny_run(
         tp_size=2,
@@ -190,9 +185,7 @@ def test_a_failed_save_ends_a_run_only_if_it_is_the_last_one(
     assert (tmp_path / LATEST).read_text() == str(latest)
 
 
-def test_a_run_that_fails_still_finishes_the_save_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_still_finishes_the_save_under_way(tmp_path, monkeypatch):
     calls, failed = iter(range(100)), threading.Event()
 
     @replaces("write", saver.StepWriter)

@@ -71,9 +71,7 @@ def pointed(calls: list[Call], root: Path) -> int:
     return index(calls, "rename", lambda call: call.target == str(root / LATEST))
 
 
-def test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name(
-    root: Path, saved: Saved
-) -> None:
+def test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name(root, saved):
     calls = calls_of_a_save(root, saved)
     place = published(calls, root)
     rename = calls[place]
@@ -91,7 +89,7 @@ def test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name(
     assert index(calls, "fsync", lambda call: call.path == rename.path, after=last) < place
 
 
-def test_the_name_is_on_the_disk_before_the_pointer_names_it(root: Path, saved: Saved) -> None:
+def test_the_name_is_on_the_disk_before_the_pointer_names_it(root, saved):
     calls = calls_of_a_save(root, saved)
     assert index(
         calls, "fsync", lambda call: call.path == str(root), after=published(calls, root)
@@ -99,8 +97,8 @@ def test_the_name_is_on_the_disk_before_the_pointer_names_it(root: Path, saved: 
 
 
 def test_nothing_is_deleted_before_the_pointer_nor_set_aside_before_the_name_is_on_the_disk(
-    root: Path, saved: Saved
-) -> None:
+    root, saved
+):
     calls = calls_of_a_save(root, saved)
     durable = {".superseded": published(calls, root), ".deleted": pointed(calls, root)}
     for ending, place in durable.items():
@@ -115,7 +113,7 @@ def test_nothing_is_deleted_before_the_pointer_nor_set_aside_before_the_name_is_
         assert gone and min(gone) > synced
 
 
-def test_a_step_has_lost_its_name_on_the_disk_before_its_files_go(root: Path, saved: Saved) -> None:
+def test_a_step_has_lost_its_name_on_the_disk_before_its_files_go(root, saved):
     calls = calls_of_a_save(root, saved)
     for step in ("iter_0000001", "iter_0000002.superseded"):
         renamed = index(calls, "rename", lambda call, step=step: call.path == str(root / step))
@@ -128,7 +126,7 @@ def test_a_step_has_lost_its_name_on_the_disk_before_its_files_go(root: Path, sa
         assert calls[first].path.endswith("manifest.json")
 
 
-def test_a_save_is_over_when_the_pointer_is_on_the_disk(root: Path, saved: Saved) -> None:
+def test_a_save_is_over_when_the_pointer_is_on_the_disk(root, saved):
     """Also the first one in a directory, which has nothing to delete."""
     shutil.rmtree(root)
     root.mkdir()

@@ -22,7 +22,7 @@ def holder(
     )
 
 
-def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path: Path) -> None:
+def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path):
     first = DirectoryLock(tmp_path, holder("7"))
     with pytest.raises(InputError, match="in use by job 7, process 42 on node1: wait for its end"):
         DirectoryLock(tmp_path, holder("8", token="b"))
@@ -32,9 +32,7 @@ def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("earlier", [(1, 9), (2, 3)])
-def test_a_later_start_takes_the_lock_and_the_earlier_one_finds_out(
-    tmp_path: Path, earlier: tuple[int, int]
-) -> None:
+def test_a_later_start_takes_the_lock_and_the_earlier_one_finds_out(tmp_path, earlier):
     stale = DirectoryLock(tmp_path, holder(starts=earlier, token="a"))
     new = DirectoryLock(tmp_path, holder(starts=(2, 4), token="b"))
     new.check()
@@ -49,9 +47,7 @@ def test_a_later_start_takes_the_lock_and_the_earlier_one_finds_out(
     new.release()
 
 
-def test_a_lock_that_another_start_takes_beside_the_look_for_it_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_another_start_takes_beside_the_look_for_it_is_lost(tmp_path, monkeypatch):
     """A caller that has renamed a step puts it back after LockLost only."""
     stale = DirectoryLock(tmp_path, holder(token="a"))
     DirectoryLock(tmp_path, holder(starts=(1, 0), token="b"))
@@ -70,7 +66,7 @@ def test_a_lock_that_another_start_takes_beside_the_look_for_it_is_lost(
         holder("8", starts=(5, 9)),
     ],
 )
-def test_what_is_no_later_start_is_refused(tmp_path: Path, other: Holder) -> None:
+def test_what_is_no_later_start_is_refused(tmp_path, other):
     """The same one, an earlier one, and restarts by another torchrun within the same job."""
     first = DirectoryLock(tmp_path, holder(starts=(0, 1)))
     with pytest.raises(InputError, match="in use by job 7"):
@@ -78,9 +74,7 @@ def test_what_is_no_later_start_is_refused(tmp_path: Path, other: Holder) -> Non
     first.release()
 
 
-def test_a_start_from_before_a_requeue_is_refused_even_after_the_later_one_has_ended(
-    tmp_path: Path,
-) -> None:
+def test_a_start_from_before_a_requeue_is_refused_even_after_the_later_one_has_ended(tmp_path):
     DirectoryLock(tmp_path, holder(starts=(1, 0))).release()
     with pytest.raises(InputError, match=r"later start of this job \(requeued 1 times, this one 0"):
         DirectoryLock(tmp_path, holder(starts=(0, 5), token="b"))
@@ -88,14 +82,14 @@ def test_a_start_from_before_a_requeue_is_refused_even_after_the_later_one_has_e
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"job": 1}', "9" * 100_000])
-def test_a_lock_file_that_is_garbage_holds_nobody_up(tmp_path: Path, text: str) -> None:
+def test_a_lock_file_that_is_garbage_holds_nobody_up(tmp_path, text):
     (tmp_path / LOCK).write_text(text)
     lock = DirectoryLock(tmp_path, holder())
     assert json.loads((tmp_path / LOCK).read_text())["job"] == "7"
     lock.release()
 
 
-def test_a_lock_file_that_was_removed_comes_back(tmp_path: Path) -> None:
+def test_a_lock_file_that_was_removed_comes_back(tmp_path):
     lock = DirectoryLock(tmp_path, holder())
     (tmp_path / LOCK).unlink()
     lock.check()
@@ -115,9 +109,7 @@ def test_a_lock_file_that_was_removed_comes_back(tmp_path: Path) -> None:
         ({"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "1"}, ("abc", "abc", 0, 1)),
     ],
 )
-def test_the_launcher_says_which_job_and_which_start(
-    environ: dict[str, str], expected: tuple[object, ...]
-) -> None:
+def test_the_launcher_says_which_job_and_which_start(environ, expected):
     found = Holder.this_process(environ)
     assert (
         found.job,
@@ -127,9 +119,7 @@ def test_the_launcher_says_which_job_and_which_start(
     ) == expected and found.pid == os.getpid()
 
 
-def test_a_run_in_use_refuses_another_on_every_rank_and_lets_it_in_at_its_end(
-    tmp_path: Path,
-) -> None:
+def test_a_run_in_use_refuses_another_on_every_rank_and_lets_it_in_at_its_end(tmp_path):
     other = DirectoryLock(tmp_path, holder("99"))
     config = saving_run(tmp_path, 2, tp_size=2)
     messages = run_ranks(train, 2, config)

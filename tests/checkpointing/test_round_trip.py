@@ -80,13 +80,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_through_a_layout_and_back_no_bit_changes(
-    tmp_path: Path,
-    saved: Path,
-    layout: str,
-    request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_through_a_layout_and_back_no_bit_changes(tmp_path, saved, layout, request, capsys):
     """Nothing is trained: each run loads the last iteration and writes it again."""
     there, back = tmp_path / "there", tmp_path / "back"
     ranks, untied = LAYOUTS[layout][0], request.node.callspec.params["saved"]

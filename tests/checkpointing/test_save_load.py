@@ -40,16 +40,14 @@ def run(iterations: int, training: dict[str, Any] | None = None, **checkpoint: A
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def test_a_missing_checkpoint_is_an_error_unless_allowed(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error_unless_allowed(tmp_path):
     missing = tmp_path / "nowhere"
     with pytest.raises(InputError, match=r"no checkpoint there.*--allow-fresh-start"):
         run(1, load=missing)
     assert run(1, load=missing, allow_fresh_start=True).progress.iteration == 1
 
 
-def test_a_run_that_saves_where_it_loads_starts_afresh_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_saves_where_it_loads_starts_afresh_once(tmp_path, capsys):
     """Whatever words name the directory."""
     (tmp_path / "link").symlink_to(tmp_path / "steps")
     for iterations, save, load in (
@@ -64,16 +62,14 @@ def test_a_run_that_saves_where_it_loads_starts_afresh_once(
     assert (tmp_path / "steps" / LATEST).read_text() == "3"
 
 
-def test_another_architecture_is_refused_with_the_differing_fields(tmp_path: Path) -> None:
+def test_another_architecture_is_refused_with_the_differing_fields(tmp_path):
     run(1, save=tmp_path)
     model = dict(num_layers=3, normalization="RMSNorm", hidden_dropout=0.0)
     with pytest.raises(InputError, match=r"num_layers +2 +3\n +normalization +LayerNorm +RMSNorm$"):
         run_to_end(tiny_run(**model, load=str(tmp_path)))
 
 
-def test_finetune_takes_the_weights_alone_and_no_load_optim_the_progress_too(
-    tmp_path: Path,
-) -> None:
+def test_finetune_takes_the_weights_alone_and_no_load_optim_the_progress_too(tmp_path):
     first = run(2, save=tmp_path)
     tuned = run(0, load=tmp_path, finetune=True)
     going_on = run(2, load=tmp_path, no_load_optim=True)
@@ -84,9 +80,7 @@ def test_finetune_takes_the_weights_alone_and_no_load_optim_the_progress_too(
             assert torch.equal(mine, theirs)
 
 
-def test_a_pretrained_checkpoint_gives_the_weights_until_the_run_has_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pretrained_checkpoint_gives_the_weights_until_the_run_has_its_own(tmp_path, capsys):
     """As --finetune; a run that finds its own checkpoint goes on from it."""
     first = run(2, save=tmp_path / "first")
     own = dict(
@@ -110,7 +104,7 @@ def test_a_pretrained_checkpoint_gives_the_weights_until_the_run_has_its_own(
             run(1, pretrained_checkpoint=elsewhere)
 
 
-def test_a_fresh_run_does_not_mix_with_anothers_checkpoints(tmp_path: Path) -> None:
+def test_a_fresh_run_does_not_mix_with_anothers_checkpoints(tmp_path):
     run(1, save=tmp_path)
     before = step_bytes(tmp_path, 1)
     with pytest.raises(InputError, match=r"checkpoint already \(iter_0000001\).*--load"):
@@ -120,8 +114,8 @@ def test_a_fresh_run_does_not_mix_with_anothers_checkpoints(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_16_bit_checkpoint_continues_in_float32_from_its_masters_and_the_other_way_round(
-    tmp_path: Path, precision: str
-) -> None:
+    tmp_path, precision
+):
     """A float16 run that finds no scale begins with the initial one."""
     half = {precision: True}
     rounded = run(2, half, save=tmp_path / "half")
@@ -135,7 +129,7 @@ def test_a_16_bit_checkpoint_continues_in_float32_from_its_masters_and_the_other
         assert torch.equal(weights[name], parameter.to(DTYPES[precision]))
 
 
-def test_a_save_directory_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
+def test_a_save_directory_that_cannot_be_written_is_found_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="--save .* cannot be written"):
         run(10**6, save=tmp_path / "file")
@@ -143,9 +137,7 @@ def test_a_save_directory_that_cannot_be_written_is_found_before_training(tmp_pa
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("length", [dict(train_iters=20), dict(train_iters=None, train_samples=80)])
-def test_a_run_goes_on_with_another_batch_size(
-    tmp_path: Path, length: dict[str, int | None]
-) -> None:
+def test_a_run_goes_on_with_another_batch_size(tmp_path, length):
     """2 iterations of 8 samples, then 4 a time: to 20 iterations, or to 80 samples; data and
     schedule reach as far."""
     run(20, dict(**length, global_batch_size=8, exit_interval=2), save=tmp_path)
@@ -155,7 +147,7 @@ def test_a_run_goes_on_with_another_batch_size(
     assert found == (iterations, 16 + (iterations - 2) * 4)
 
 
-def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_never_saved(tmp_path):
     config = tiny_run(train_iters=1, save=str(tmp_path), learning_rate=1e38)
     with pytest.raises(TrainingError, match="a weight is not finite, so no checkpoint is written"):
         run_to_end(config)
@@ -183,7 +175,7 @@ def made(root: Path) -> Path:
         ("hf", "convert --from hf --to megatron-lite --load {root}/hf --save NEW_FOLDER"),
     ],
 )
-def test_the_answer_has_what_to_give(tmp_path: Path, load: str, answer: str) -> None:
+def test_the_answer_has_what_to_give(tmp_path, load, answer):
     root = made(tmp_path)
     with pytest.raises(InputError) as caught:
         find_step(str(root / load))
@@ -240,9 +232,7 @@ CHANGES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
 
 @pytest.mark.runs(daily=2, ci=6)
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_data_is_refused_with_a_table(
-    begun: tuple[Path, dict[str, Any]], change: str
-) -> None:
+def test_other_data_is_refused_with_a_table(begun, change):
     folder, data = begun
     make, field = CHANGES[change]
     changed = {**data, **make(folder)}
@@ -257,9 +247,7 @@ def test_other_data_is_refused_with_a_table(
         assert run_to_end(config).progress.iteration == iterations
 
 
-def test_the_same_data_elsewhere_is_the_same_and_so_is_another_order_of_it(
-    begun: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_data_elsewhere_is_the_same_and_so_is_another_order_of_it(begun, capsys):
     """Moved files, equal shares in other numbers, another seed and length of the run: the last two
     are told."""
     folder, _ = begun

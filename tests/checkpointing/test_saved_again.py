@@ -11,7 +11,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +21,7 @@ from tests.support.checkpoints import flip_bit
 from tests.support.forks import dies_before, status_of_fork
 from tests.support.runs import run_to_end
 from tests.support.saves import saving_run
-from tests.support.starts import Saved, saved_model
+from tests.support.starts import saved_model
 
 CHANGES = ("replace", "rename", "unlink", "fsync", "rmdir")
 
@@ -31,7 +30,7 @@ def newest(root: Path) -> str:
     return newest_good_step(root, candidates(root), step_fault, fallback=True).step.name
 
 
-def test_a_kill_while_a_step_is_saved_again_costs_no_step(tmp_path: Path, saved: Saved) -> None:
+def test_a_kill_while_a_step_is_saved_again_costs_no_step(tmp_path, saved):
     """It is the only one, as after a save whose last sync has failed."""
     number, status, real = 0, -1, SaveDirectory.publish
     while status != 0:
@@ -56,7 +55,7 @@ def test_a_kill_while_a_step_is_saved_again_costs_no_step(tmp_path: Path, saved:
     assert number > 9
 
 
-def test_a_good_step_beside_its_damaged_successor_is_kept(tmp_path: Path, saved: Saved) -> None:
+def test_a_good_step_beside_its_damaged_successor_is_kept(tmp_path, saved):
     saved.start(tmp_path, 0, [4, 6])
     step = step_directory(tmp_path, 6)
     shutil.copytree(step, step.with_suffix(".old"))
@@ -66,12 +65,7 @@ def test_a_good_step_beside_its_damaged_successor_is_kept(tmp_path: Path, saved:
     assert saved.start(tmp_path, 2, []) == 4
 
 
-def test_a_step_that_cannot_be_set_aside_is_a_notice(
-    tmp_path: Path,
-    saved: Saved,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_step_that_cannot_be_set_aside_is_a_notice(tmp_path, saved, monkeypatch, capsys):
     saved.start(tmp_path, 0, [2, 4])
     flip_bit(step_directory(tmp_path, 4) / "model_pp00_tp00of01.safetensors", 4001)
     real = os.replace
@@ -93,8 +87,8 @@ def test_a_step_that_cannot_be_set_aside_is_a_notice(
     retain_interval=st.none() | st.integers(1, 20),
 )
 def test_the_last_ones_the_nth_ones_and_later_ones_stay_and_nothing_else(
-    complete: set[int], newest: int, keep_last: int | None, retain_interval: int | None
-) -> None:
+    complete, newest, keep_last, retain_interval
+):
     complete |= {newest}
     gone = steps_to_delete(
         sorted(complete), newest=newest, keep_last=keep_last, retain_interval=retain_interval
@@ -110,7 +104,7 @@ def test_the_last_ones_the_nth_ones_and_later_ones_stay_and_nothing_else(
     assert newest not in gone and gone == sorted(gone)
 
 
-def test_a_run_keeps_what_the_flags_say(tmp_path: Path) -> None:
+def test_a_run_keeps_what_the_flags_say(tmp_path):
     flags = dict(save_interval=2, async_save=True, save_retain_interval=4, save_keep_last=3)
     run_to_end(saving_run(tmp_path, 11, load=False, **flags))
     kept = [4, 8, 10, 11]
@@ -118,7 +112,7 @@ def test_a_run_keeps_what_the_flags_say(tmp_path: Path) -> None:
     assert [step_fault(step_directory(tmp_path, step)) for step in kept] == [None] * len(kept)
 
 
-def test_incomplete_steps_are_not_counted_and_not_deleted(tmp_path: Path) -> None:
+def test_incomplete_steps_are_not_counted_and_not_deleted(tmp_path):
     """Two of three steps are cut short: the complete one stays among the last two. The other one
     does not lead to the new step: it is set aside, and then deleted."""
     run_to_end(saving_run(tmp_path, 9, stop=3, load=False))
@@ -132,7 +126,7 @@ def test_incomplete_steps_are_not_counted_and_not_deleted(tmp_path: Path) -> Non
     assert names(tmp_path) == kept
 
 
-def test_steps_that_were_set_aside_go_once_the_run_has_come_as_far(tmp_path: Path) -> None:
+def test_steps_that_were_set_aside_go_once_the_run_has_come_as_far(tmp_path):
     """With a flag that deletes; without one they stay for ever."""
     with saved_model() as saved:
         saved.start(tmp_path, 0, [1, 2, 4, 5, 9])

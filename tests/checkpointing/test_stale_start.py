@@ -136,9 +136,7 @@ def check_all(
     return number
 
 
-def test_held_before_any_change_of_a_name_a_stale_start_changes_nothing(
-    tmp_path: Path, beginning: Path, saved: Saved
-) -> None:
+def test_held_before_any_change_of_a_name_a_stale_start_changes_nothing(tmp_path, beginning, saved):
     """A folder is made, two steps are set aside, one is published, the pointer moves,
     and four are deleted."""
     assert check_all(tmp_path, beginning, saved, ("mkdir", *RENAMES), [3, 6]) == 10
@@ -146,15 +144,11 @@ def test_held_before_any_change_of_a_name_a_stale_start_changes_nothing(
 
 @pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize("later", [[5, 6], [3, 4, 6], [4]], ids=str)
-def test_held_before_any_call_a_stale_start_changes_nothing(
-    tmp_path: Path, beginning: Path, saved: Saved, later: list[int]
-) -> None:
+def test_held_before_any_call_a_stale_start_changes_nothing(tmp_path, beginning, saved, later):
     assert check_all(tmp_path, beginning, saved, CALLS, later) > 30
 
 
-def test_a_later_start_takes_away_what_an_earlier_one_could_still_publish(
-    tmp_path: Path, saved: Saved
-) -> None:
+def test_a_later_start_takes_away_what_an_earlier_one_could_still_publish(tmp_path, saved):
     """And it gives a step its name back that an older version had moved aside."""
     saved.start(tmp_path, 0, [1, 2])
     for name in ("iter_0000009.tmp-x", "iter_0000007.deleted-x"):
@@ -195,9 +189,7 @@ def start_of(root: Path, step: int) -> int:
 
 
 @pytest.mark.parametrize("number", [None, 1, 2**31])
-def test_the_number_grows_although_the_lock_was_removed(
-    root: Path, saved: Saved, number: int | None
-) -> None:
+def test_the_number_grows_although_the_lock_was_removed(root, saved, number):
     """It ends at the largest one that a manifest may have."""
     assert [start_of(root, step) for step in (2, 4, 5, 8)] == [1, 1, 2, 2]
     if number is None:
@@ -210,9 +202,7 @@ def test_the_number_grows_although_the_lock_was_removed(
     assert step_fault(root / "iter_0000009") is None
 
 
-def test_a_pointer_of_an_earlier_start_is_followed_only_if_it_was_set_since(
-    root: Path, saved: Saved
-) -> None:
+def test_a_pointer_of_an_earlier_start_is_followed_only_if_it_was_set_since(root, saved):
     """As a stale start would leave it on a file system where it gets through."""
     (root / LATEST).write_text("4")
     assert candidates(root).steps == [4, 2]
@@ -226,9 +216,7 @@ def test_a_pointer_of_an_earlier_start_is_followed_only_if_it_was_set_since(
 
 
 @pytest.mark.parametrize(("step", "gone"), [(6, ()), (6, (5,)), (9, ())])
-def test_a_step_of_an_earlier_start_is_reported_and_not_used(
-    root: Path, saved: Saved, step: int, gone: tuple[int, ...]
-) -> None:
+def test_a_step_of_an_earlier_start_is_reported_and_not_used(root, saved, step, gone):
     """Whether the pointer is whole or not, and although the newest step is damaged."""
     stale = root / f"iter_{step:07d}"
     shutil.copytree(root / "iter_0000004", stale)
@@ -245,7 +233,7 @@ def test_a_step_of_an_earlier_start_is_reported_and_not_used(
     assert saved.start(root, 2, []) == course[1]
 
 
-def test_no_start_touches_a_step_of_a_later_one(root: Path) -> None:
+def test_no_start_touches_a_step_of_a_later_one(root):
     """Even if it holds the lock, as where that was removed by hand and taken again."""
     lock = DirectoryLock(
         root, Holder(job="7", run="r", requeues=0, restarts=9, host="a", pid=1, token="t")
@@ -263,9 +251,7 @@ def test_no_start_touches_a_step_of_a_later_one(root: Path) -> None:
 @pytest.mark.parametrize(
     "numbered", [(), (2, 4), (5, 8), pytest.param((2, 4, 5, 8), id="those of an older version")]
 )
-def test_steps_without_numbers_are_used_as_before(
-    root: Path, saved: Saved, numbered: tuple[int, ...]
-) -> None:
+def test_steps_without_numbers_are_used_as_before(root, saved, numbered):
     """And those of the version that listed the course of each step."""
     for step in (2, 4, 5, 8):
         drop = ("started_at",) if step in numbered else ("started_at", "start")
@@ -278,9 +264,7 @@ def test_steps_without_numbers_are_used_as_before(
     assert candidates(root) == (None, [10, 8, 5, 4, 2], [])
 
 
-def test_a_step_that_goes_between_the_pointer_and_the_list_is_told(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_goes_between_the_pointer_and_the_list_is_told(root, monkeypatch):
     def saved_steps(root: Path) -> list[int]:
         shutil.rmtree(root / "iter_0000008")
         return [2, 4, 5, 6]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 
@@ -92,7 +91,7 @@ ULYSSES = "--context-parallel-algo ulysses_cp_algo"
         ),
     ],
 )
-def test_a_flag_of_a_fork_is_the_same_run_as_flags_of_megatron(theirs: str, ours: str) -> None:
+def test_a_flag_of_a_fork_is_the_same_run_as_flags_of_megatron(theirs, ours):
     words = RUN.replace("--train-iters 10", "") if "--train" in theirs else RUN
     found, expected = (parse_args([*words.split(), *one.split()]) for one in (theirs, ours))
     assert found.config == expected.config
@@ -135,17 +134,17 @@ def test_a_flag_of_a_fork_is_the_same_run_as_flags_of_megatron(theirs: str, ours
         ),
     ],
 )
-def test_a_flag_that_would_change_numbers_is_refused(words: str, fault: str) -> None:
+def test_a_flag_that_would_change_numbers_is_refused(words, fault):
     found = fault_of(parse_args, f"{RUN} {words}")
     assert found.removeprefix("pretrain_gpt.py: error: ").startswith(fault)
 
 
-def test_a_padded_vocabulary_has_the_rows_that_were_given() -> None:
+def test_a_padded_vocabulary_has_the_rows_that_were_given():
     config = parse_args([*RUN.split(), "--padded-vocab-size", "120"]).config
     assert config.tokenizer.rows(1) == config.tokenizer.rows(2) == 120
 
 
-def test_a_deepspeed_file_is_read_and_may_not_contradict(tmp_path: Path) -> None:
+def test_a_deepspeed_file_is_read_and_may_not_contradict(tmp_path):
     file = tmp_path / "ds.json"
     says = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "steps_per_print": 3}
     file.write_text(json.dumps({**says, "gradient_clipping": 0.5, "train_batch_size": "auto"}))
@@ -172,9 +171,7 @@ def test_a_deepspeed_file_is_read_and_may_not_contradict(tmp_path: Path) -> None
     assert "gradient_clipping 0.5 contradicts --clip-grad 1.0" in fault_of(parse_args, contradicts)
 
 
-def test_a_script_is_checked_flag_by_flag(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_is_checked_flag_by_flag(tmp_path, capsys):
     script = tmp_path / "run.sh"
     script.write_text(
         "srun --mem 8 \\\n  torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers $LAYERS \\\n"
@@ -201,7 +198,7 @@ def test_a_script_is_checked_flag_by_flag(
     assert "geglu" not in printed
 
 
-def test_a_script_of_many_launchers_takes_no_quadratic_time(tmp_path: Path) -> None:
+def test_a_script_of_many_launchers_takes_no_quadratic_time(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("srun " * 40_000 + "--xyz 3")  # a minute of 200 kB, if it is looked at twice
     began = time.process_time()

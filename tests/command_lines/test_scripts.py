@@ -48,21 +48,21 @@ def failures(name: str) -> list[Failure]:
 
 
 @pytest.mark.parametrize("name", only(LEAST, 0, 1))
-def test_most_command_lines_of_public_scripts_start(name: str) -> None:
+def test_most_command_lines_of_public_scripts_start(name):
     failed, count = failures(name), len(command_lines(name))
     report = "" if "held_back" in name else "\n".join(map(str, failed))
     assert count - len(failed) >= LEAST[name], report
 
 
 @pytest.mark.parametrize("name", only(LEAST, 0, 1))
-def test_a_command_line_that_does_not_start_says_why(name: str) -> None:
+def test_a_command_line_that_does_not_start_says_why(name):
     for source, faults in failures(name):
         assert faults.startswith("pretrain_gpt.py: error: "), source
         assert "unknown flag" not in faults, source
 
 
 @pytest.mark.long
-def test_the_page_has_these_numbers() -> None:
+def test_the_page_has_these_numbers():
     started = {name: len(command_lines(name)) - len(failures(name)) for name in LEAST}
     public = ("scripts", "scripts_held_back")
     lines = sum(len(command_lines(name)) for name in public)
@@ -77,7 +77,7 @@ def test_the_page_has_these_numbers() -> None:
     assert text in PAGE.read_text().replace("\n", " ")
 
 
-def test_the_corpus_is_large_and_varied() -> None:
+def test_the_corpus_is_large_and_varied():
     sources = [
         source for name in ("scripts", "scripts_held_back") for source, _ in command_lines(name)
     ]

@@ -30,22 +30,20 @@ def dumped(words: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("stored", "flags", "alone"), CASES)
-def test_a_flag_replaces_every_stored_alternative(
-    stored: str, flags: str, alone: str, tmp_path: Path
-) -> None:
+def test_a_flag_replaces_every_stored_alternative(stored, flags, alone, tmp_path):
     stored = stored.replace("BASE ", BASE)
     read = parse_args([*dumped(stored, tmp_path), *shlex.split(flags)])
     whole = alone if "--num-layers" in alone.split() else BASE + alone
     assert read.config == parse_args(whole.split()).config
 
 
-def test_what_is_replaced_is_said_once_and_only_where_something_is(tmp_path: Path) -> None:
+def test_what_is_replaced_is_said_once_and_only_where_something_is(tmp_path):
     for flags, count in (("--recompute-policy *:mlp", 3), ("--recompute-num-layers 4", 0)):
         found = parse_args([*dumped(BASE + FULL, tmp_path), *flags.split()]).notices
         assert len([notice for notice in found if "which the flags replace" in notice]) == count
 
 
-def test_a_flag_replaces_no_size_of_the_stored_model(tmp_path: Path) -> None:
+def test_a_flag_replaces_no_size_of_the_stored_model(tmp_path):
     stored = f"{BASE} --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2"
     file = dumped(f"{stored} --norm-position after --min-lr 1e-8", tmp_path)
     for flags in (
@@ -55,7 +53,7 @@ def test_a_flag_replaces_no_size_of_the_stored_model(tmp_path: Path) -> None:
         assert flags.split()[0] in ended(parse_args, [*file, *flags.split()]).err
 
 
-def test_alternatives_on_the_command_line_itself_are_still_refused(tmp_path: Path) -> None:
+def test_alternatives_on_the_command_line_itself_are_still_refused(tmp_path):
     file = dumped(BASE + FULL, tmp_path)
     for flags, message in (
         (

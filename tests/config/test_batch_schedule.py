@@ -29,8 +29,8 @@ def ramp(start: int, increment: int, samples: int, full: int, **sizes: int) -> B
     more=st.integers(0, 500),
 )
 def test_every_batch_of_a_ramp_is_that_of_megatrons_formula(
-    step: int, start: int, increment: int, number: int, samples: int, more: int
-) -> None:
+    step, start, increment, number, samples, more
+):
     """That of RampupBatchsizeNumMicroBatchesCalculator, for ramps that are shorter and longer than
     their steps; and Megatron's length of a run in samples."""
     sizes = (start * step, increment * step, samples, (start + increment * number) * step)
@@ -59,16 +59,14 @@ def test_every_batch_of_a_ramp_is_that_of_megatrons_formula(
         ((4, 6, 9, 16), "--rampup-batch-size 4 6 9: the increment 6 is not divisible by"),
     ],
 )
-def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(
-    sizes: tuple[int, int, int, int], message: str
-) -> None:
+def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(sizes, message):
     with pytest.raises(ValueError) as fault:
         ramp(*sizes, micro_batch_size=2, dp_size=2)
     assert f"{message} --micro-batch-size 2 x data-parallel size 2" in str(fault.value)
     assert ramp(*sizes).sizes[0] == sizes[0]
 
 
-def test_a_run_shorter_than_its_first_batch_is_refused() -> None:
+def test_a_run_shorter_than_its_first_batch_is_refused():
     training = TrainingConfig(
         micro_batch_size=1, global_batch_size=8, rampup_batch_size=(4, 4, 9), train_samples=3
     )
@@ -76,7 +74,7 @@ def test_a_run_shorter_than_its_first_batch_is_refused() -> None:
         training.num_iterations(training.batch_schedule(1))
 
 
-def test_a_schedule_of_any_size_is_computed_at_once() -> None:
+def test_a_schedule_of_any_size_is_computed_at_once():
     """A crafted configuration keeps nobody busy."""
     with pytest.raises(ValueError, match="--rampup-batch-size 1 1 9: more than 10000 steps"):
         ramp(1, 1, 9, 2**40)
@@ -95,8 +93,8 @@ def steps(draw: st.DrawFn) -> BatchSchedule:
 
 @given(steps(), st.integers(0, 400), st.integers(0, 60), st.integers(0, 1000))
 def test_a_schedule_in_steps_is_that_of_a_loop_over_samples(
-    schedule: BatchSchedule, consumed: int, iterations: int, samples: int
-) -> None:
+    schedule, consumed, iterations, samples
+):
     size_at, size = [], 0
     for sample in range(1800):
         size = dict(schedule.steps).get(sample, size)
@@ -115,7 +113,7 @@ def test_a_schedule_in_steps_is_that_of_a_loop_over_samples(
     assert schedule.largest == max(size for _, size in schedule.steps)
 
 
-def test_the_steps_of_nvidias_175b_example() -> None:
+def test_the_steps_of_nvidias_175b_example():
     text = "0:16 2.4B:320 4.8B:624 7.2B:928 9.6B:1232 12B:1536"
     training = TrainingConfig(
         micro_batch_size=1, global_batch_size=1536, step_batch_size_schedule=text
@@ -131,7 +129,7 @@ def test_the_steps_of_nvidias_175b_example() -> None:
     assert training == TrainingConfig(micro_batch_size=1, step_batch_size_schedule=text)
 
 
-def test_two_steps_at_one_sample_are_refused() -> None:
+def test_two_steps_at_one_sample_are_refused():
     training = TrainingConfig(micro_batch_size=1, step_batch_size_schedule="0:4 100:8 101:12")
     with pytest.raises(ValueError, match="two steps are at sample 25 of --seq-length 4 tokens"):
         training.batch_schedule(1, seq_length=4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,13 +75,13 @@ def changed(text: str, **values: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text", PARAMETERS, ids=["gpt2", "llama", "mistral", "qwen2", "qwen3"])
-def test_a_published_config_has_the_published_number_of_parameters(text: str) -> None:
+def test_a_published_config_has_the_published_number_of_parameters(text):
     model = from_hf(json.loads(text))
     assert parameter_count(ModelConfig(**model.fields), model.vocab_size) == PARAMETERS[text]
     assert model.notes == ()
 
 
-def test_layer_types_may_repeat_the_window_of_every_layer() -> None:
+def test_layer_types_may_repeat_the_window_of_every_layer():
     config = changed(MISTRAL_7B, layer_types=["sliding_attention"] * 32)
     assert from_hf(config) == from_hf(json.loads(MISTRAL_7B))
 
@@ -92,12 +91,12 @@ SMOLLM3 = changed(
 )
 
 
-def test_an_interval_of_unrotated_layers_need_not_divide_the_layers() -> None:
+def test_an_interval_of_unrotated_layers_need_not_divide_the_layers():
     model = ModelConfig(**from_hf(SMOLLM3).fields)
     assert [model.layer_rotates(layer) for layer in range(4)] == [True, True, False, True]
 
 
-def test_what_changes_no_size_becomes_a_note() -> None:
+def test_what_changes_no_size_becomes_a_note():
     scaled = changed(LLAMA_3_8B, rope_scaling={"rope_type": "dynamic", "factor": 8.0}, new_key=1)
     model = from_hf(scaled)
     scaling, unread = model.notes
@@ -141,7 +140,7 @@ def test_what_changes_no_size_becomes_a_note() -> None:
         (changed(GPT2, scale_attn_by_inverse_layer_idx=True), "no layer scales its scores"),
     ],
 )
-def test_what_has_no_counterpart_is_refused_with_the_reason(config: Any, reason: str) -> None:
+def test_what_has_no_counterpart_is_refused_with_the_reason(config, reason):
     with pytest.raises(ValueError, match=reason):
         from_hf(config)
 
@@ -156,9 +155,7 @@ def test_what_has_no_counterpart_is_refused_with_the_reason(config: Any, reason:
         (GPT2, dict(add_qkv_bias=True)),
     ],
 )
-def test_a_setting_without_effect_on_the_model_changes_no_export(
-    text: str, fields: dict[str, Any]
-) -> None:
+def test_a_setting_without_effect_on_the_model_changes_no_export(text, fields):
     """A run of Megatron-LM with SwiGLU has bias_gelu_fusion = False, for example."""
     model = ModelConfig(**{**from_hf(json.loads(text)).fields, **fields})
     plain = {name: value for name, value in fields.items() if name == "add_bias_linear"}
@@ -167,9 +164,7 @@ def test_a_setting_without_effect_on_the_model_changes_no_export(
 
 
 @pytest.mark.parametrize("scales", [{}, {"mscale": 0.7, "mscale_all_dim": 0.9}])
-def test_yarn_of_latent_attention_is_exported_with_and_without_its_scales(
-    scales: dict[str, float],
-) -> None:
+def test_yarn_of_latent_attention_is_exported_with_and_without_its_scales(scales):
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, **scales}
     config = {
         **{"model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 4},
@@ -182,7 +177,7 @@ def test_yarn_of_latent_attention_is_exported_with_and_without_its_scales(
 
 
 @pytest.mark.parametrize("name", ["olmoe", "cohere2", "starcoder2"])
-def test_a_head_dim_that_a_family_does_not_read_is_refused(name: str) -> None:
+def test_a_head_dim_that_a_family_does_not_read_is_refused(name):
     """Else a run or a plan would have heads of another size than transformers."""
     config = {"model_type": name, "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 61}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
@@ -219,13 +214,13 @@ LLAMA_3_2 = {
         ),
     ],
 )
-def test_every_spelling_of_a_rotary_embedding_is_read(values: dict[str, Any]) -> None:
+def test_every_spelling_of_a_rotary_embedding_is_read(values):
     fields = from_hf(changed(LLAMA_3_8B, **values)).fields
     assert (fields["rotary_base"], fields["rope_scaling_factor"]) == (10000, 32.0)
     assert fields["use_rope_scaling"]
 
 
-def test_a_length_outside_of_the_rotary_object_counts_as_in_transformers() -> None:
+def test_a_length_outside_of_the_rotary_object_counts_as_in_transformers():
     config = changed(LLAMA_3_8B, rope_scaling=LLAMA_3_2, original_max_position_embeddings=4096)
     (note,) = from_hf(config).inexact
     assert "original_max_position_embeddings 4096 is left out" in note
@@ -234,14 +229,14 @@ def test_a_length_outside_of_the_rotary_object_counts_as_in_transformers() -> No
 @pytest.mark.parametrize(
     ("key", "value"), [("num_hidden_layers", 2 * 10**8), ("hidden_size", 2**41)]
 )
-def test_a_number_that_no_model_has_is_refused(key: str, value: int) -> None:
+def test_a_number_that_no_model_has_is_refused(key, value):
     sizes = dict(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8)
     config = {"model_type": "llama", "vocab_size": 9, "max_position_embeddings": 8, **sizes}
     with pytest.raises(ValueError, match=f"{key} must be at most"):
         from_hf({**config, key: value})
 
 
-def test_a_missing_file_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_with_what_to_do(tmp_path):
     for path, named in ((tmp_path / "gone", "hf download"), (tmp_path, "/config.json: cannot be")):
         with pytest.raises(InputError, match=named):
             read_hf_file(path)

@@ -33,7 +33,7 @@ def plain() -> dict[str, Any]:
     return values
 
 
-def test_a_whole_number_is_read_as_a_float_where_a_float_is_meant() -> None:
+def test_a_whole_number_is_read_as_a_float_where_a_float_is_meant():
     values = plain()
     values["optimizer"]["clip_grad"] = 1
     clip_grad = RunConfig.from_json(json.dumps(values)).optimizer.clip_grad
@@ -55,7 +55,7 @@ ILL_TYPED = {
 
 
 @pytest.mark.parametrize(("topic", "field"), ILL_TYPED)
-def test_an_ill_typed_field_is_refused_by_name(topic: str, field: str) -> None:
+def test_an_ill_typed_field_is_refused_by_name(topic, field):
     for value in ILL_TYPED[topic, field]:
         values = plain()
         values[topic][field] = value
@@ -63,7 +63,7 @@ def test_an_ill_typed_field_is_refused_by_name(topic: str, field: str) -> None:
             RunConfig.from_json(json.dumps(values))
 
 
-def test_an_unknown_and_a_missing_field_are_named() -> None:
+def test_an_unknown_and_a_missing_field_are_named():
     values = plain()
     del values["model"]["num_layers"]
     for changed, message in (
@@ -91,7 +91,7 @@ def test_an_unknown_and_a_missing_field_are_named() -> None:
         ('{"optimizer": {"clip_grad": Infinity}}', "Infinity is no JSON number"),
     ],
 )
-def test_text_that_is_no_run_is_one_short_error(text: str, message: str) -> None:
+def test_text_that_is_no_run_is_one_short_error(text, message):
     with pytest.raises(ValueError) as fault:
         RunConfig.from_json(text)
     assert message in str(fault.value) and len(str(fault.value)) < 300
@@ -131,20 +131,20 @@ def count(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+def test_a_preset_has_the_published_number_of_parameters(name):
     assert count(name) == EXACT[name]
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_a_preset_has_about_the_parameters_in_its_name(name: str) -> None:
+def test_a_preset_has_about_the_parameters_in_its_name(name):
     assert count(name) / 1e9 == pytest.approx(ROUNDED[name], rel=0.02)
 
 
-def test_every_preset_is_compared() -> None:
+def test_every_preset_is_compared():
     assert set(EXACT) | set(ROUNDED) == set(PRESETS)
 
 
-def test_the_lines_of_a_command_fit_and_are_read_back_by_a_shell() -> None:
+def test_the_lines_of_a_command_fit_and_are_read_back_by_a_shell():
     words = ["torchrun", "--node-rank", "$RANK", "-m", "a", "train", "--x", "b c; *:d"]
     assert shell_lines(words) == "torchrun --node-rank $RANK -m a train --x 'b c; *:d'"
     words += [f"--flag-{number}" for number in range(20)]

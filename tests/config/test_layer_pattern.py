@@ -39,13 +39,13 @@ def unrotated(config: ModelConfig) -> list[int]:
 # --- which layers ---
 
 
-def test_a_window_reaches_nothing_less_where_the_sequence_ends_before_it() -> None:
+def test_a_window_reaches_nothing_less_where_the_sequence_ends_before_it():
     config = model(window_size=(7, 0), window_attn_skip_freq=2)
     assert [config.layer_reach(0, seq_length) for seq_length in (7, 8, 9, 16)] == [None, None, 7, 7]
     assert config.layer_reach(1, 16) is None
 
 
-def test_the_layers_are_those_of_megatron_core() -> None:
+def test_the_layers_are_those_of_megatron_core():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
         pytest.importorskip("megatron.core")
@@ -98,7 +98,7 @@ expressions = st.recursive(
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(expressions)
-def test_a_list_expression_means_what_python_says(text: str) -> None:
+def test_a_list_expression_means_what_python_says(text):
     """Megatron evaluates it; the text here is one that this test made."""
     assert parse_pattern("--no-rope-freq", text) == tuple(eval(text))
 
@@ -112,12 +112,12 @@ def test_a_list_expression_means_what_python_says(text: str) -> None:
         "1" * (LONGEST_TEXT + 1),
     ],
 )
-def test_other_text_is_refused_with_an_example(text: str) -> None:
+def test_other_text_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match=r"^--no-rope-freq .* such as \(\[0\]\*3\+\[1\]\)\*2$"):
         parse_pattern("--no-rope-freq", text)
 
 
-def test_a_window_is_two_numbers_with_or_without_brackets() -> None:
+def test_a_window_is_two_numbers_with_or_without_brackets():
     for text in ("128,0", "(128,0)", " (128, 0) "):
         assert parse_window(text) == (128, 0)
     for text in ("128", "1,2,3", "a,0", "128,", "1.5,0", "", "99999999999,0"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +32,7 @@ def notices(flags: str) -> str:
     return "\n".join(parsed(flags).notices)
 
 
-def test_a_hierarchical_exchange_is_read_as_the_ring() -> None:
+def test_a_hierarchical_exchange_is_read_as_the_ring():
     flags = "--context-parallel-size 2 --attention-dropout 0 --cp-comm-type a2a+p2p"
     assert parsed(flags).config.parallel.cp_comm_type == "p2p"
     assert "--cp-comm-type a2a+p2p is read as p2p" in notices(flags)
@@ -49,7 +48,7 @@ def test_a_hierarchical_exchange_is_read_as_the_ring() -> None:
 
 
 @pytest.mark.parametrize("needs", ["", "--attention-dropout 0 --reset-attention-mask"])
-def test_auto_takes_unfused_attention_where_context_parallelism_has_no_other(needs: str) -> None:
+def test_auto_takes_unfused_attention_where_context_parallelism_has_no_other(needs):
     flags = f"--context-parallel-size 2 {needs}"
     assert parsed(flags).config.model.attention_backend == "unfused"
     assert "--attention-backend auto is unfused" in notices(flags)
@@ -57,7 +56,7 @@ def test_auto_takes_unfused_attention_where_context_parallelism_has_no_other(nee
     assert plain.config.model.attention_backend == "auto"
 
 
-def test_the_name_of_a_norm_may_be_lower_case() -> None:
+def test_the_name_of_a_norm_may_be_lower_case():
     assert parsed("--normalization rmsnorm").config.model.normalization == "RMSNorm"
 
 
@@ -70,7 +69,7 @@ def test_the_name_of_a_norm_may_be_lower_case() -> None:
         ("no_shard", None),
     ],
 )
-def test_megatron_fsdp_becomes_what_shares_out_the_same(strategy: str, field: str | None) -> None:
+def test_megatron_fsdp_becomes_what_shares_out_the_same(strategy, field):
     flags = (
         f"--use-megatron-fsdp --use-distributed-optimizer "
         f"--data-parallel-sharding-strategy {strategy}"
@@ -83,7 +82,7 @@ def test_megatron_fsdp_becomes_what_shares_out_the_same(strategy: str, field: st
     assert f"--use-megatron-fsdp with {strategy}" in notices(flags)
 
 
-def test_an_unknown_strategy_is_refused() -> None:
+def test_an_unknown_strategy_is_refused():
     error = fault("--use-megatron-fsdp --data-parallel-sharding-strategy all")
     assert "--data-parallel-sharding-strategy must be one of no_shard" in error
 
@@ -91,7 +90,7 @@ def test_an_unknown_strategy_is_refused() -> None:
 EMBEDDING, LOSS = (f"--account-for-{name}-in-pipeline-split" for name in ("embedding", "loss"))
 
 
-def test_the_embedding_and_the_loss_count_as_layers() -> None:
+def test_the_embedding_and_the_loss_count_as_layers():
     """As in megatron-core's get_num_layers_to_build."""
     parallel = parsed(f"--pipeline-model-parallel-size 4 {EMBEDDING} {LOSS}").config.parallel
     first, last = (
@@ -105,9 +104,7 @@ def test_the_embedding_and_the_loss_count_as_layers() -> None:
 
 
 @pytest.mark.parametrize("given", ["", "--num-layers 7", "--pipeline-model-parallel-size 4"])
-def test_an_accounted_embedding_needs_the_sizes_on_the_command_line(
-    given: str, tmp_path: Path
-) -> None:
+def test_an_accounted_embedding_needs_the_sizes_on_the_command_line(given, tmp_path):
     """With a file the sizes are known too late, and the switch would have no effect in silence."""
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"parallel": {"pipeline_model_parallel_size": 4}}))
@@ -125,8 +122,8 @@ def test_an_accounted_embedding_needs_the_sizes_on_the_command_line(
     ],
 )
 def test_the_embedding_and_the_loss_count_as_layers_of_virtual_stages(
-    size: int, virtual: str, number: int, layers: int, counted: tuple[str, ...]
-) -> None:
+    size, virtual, number, layers, counted
+):
     """As in megatron-core's get_num_layers_to_build."""
     block = pytest.importorskip("megatron.core.transformer.transformer_block")
     theirs = SimpleNamespace(
@@ -148,6 +145,6 @@ def test_the_embedding_and_the_loss_count_as_layers_of_virtual_stages(
         assert [stage.num_layers for stage in config.stages_of_rank(rank)] == expected
 
 
-def test_virtual_stages_that_cannot_count_the_embedding_are_refused() -> None:
+def test_virtual_stages_that_cannot_count_the_embedding_are_refused():
     stages = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3"
     assert "into equal virtual stages on 2 ranks" in fault(f"{stages} {EMBEDDING} {LOSS}")

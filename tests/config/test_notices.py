@@ -28,7 +28,7 @@ HASH = "--check-weight-hash-across-dp-replicas-interval compares nothing over da
 
 
 @in_one_test("words, beginnings", NOTICES)
-def test_a_command_line_gives_these_notices_and_no_other(words: str, beginnings: list[str]) -> None:
+def test_a_command_line_gives_these_notices_and_no_other(words, beginnings):
     notices = parse_args([*RUN.split(), *shlex.split(words)]).notices
     assert len(notices) == len(beginnings)
     assert all(map(str.startswith, notices, beginnings)), notices
@@ -44,8 +44,8 @@ def test_a_command_line_gives_these_notices_and_no_other(words: str, beginnings:
     ],
 )
 def test_a_comparison_of_weights_that_has_nobody_to_compare_says_so(
-    sizes: dict[str, int], world_size: int, fsdp: bool, expected: list[str]
-) -> None:
+    sizes, world_size, fsdp, expected
+):
     config = _run(
         sizes,
         training=dict(check_weight_hash_across_dp_replicas_interval=2),
@@ -55,7 +55,7 @@ def test_a_comparison_of_weights_that_has_nobody_to_compare_says_so(
     assert [line.partition(". ")[0] for line in found] == expected
 
 
-def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels() -> None:
+def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels():
     config = tiny_run(
         ddp_bucket_size=5,
         use_distributed_optimizer=True,
@@ -76,7 +76,7 @@ def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels() -> No
     assert notices(config, "placement", world_size=2) == []
 
 
-def test_a_number_of_ranks_that_holds_no_model_is_an_error() -> None:
+def test_a_number_of_ranks_that_holds_no_model_is_an_error():
     with pytest.raises(
         ValueError, match="world size 3 is not a multiple of --tensor-model-parallel-size 2"
     ):

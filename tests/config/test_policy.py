@@ -68,14 +68,14 @@ POLICIES = st.lists(RULES, min_size=1, max_size=4).map(lambda rules: Policy(tupl
 
 
 @given(POLICIES)
-def test_what_a_policy_prints_parses_to_it(policy: Policy) -> None:
+def test_what_a_policy_prints_parses_to_it(policy):
     assert parse_policy(str(policy)) == policy
 
 
 @given(POLICIES, st.integers(1, 12), st.integers(0, 2))
 def test_every_layer_has_exactly_one_treatment_and_it_is_that_of_the_first_rule_that_names_it(
-    policy: Policy, num_layers: int, stage: int
-) -> None:
+    policy, num_layers, stage
+):
     plan = RecomputePlan(tuple(segments(policy, num_layers, stage)))
     assert [
         layer
@@ -126,15 +126,13 @@ FULL = dict(recompute_granularity="full")
         ),
     ],
 )
-def test_megatrons_flags_and_the_policy_that_says_the_same_give_equal_plans(
-    flags: dict[str, object], policy: str
-) -> None:
+def test_megatrons_flags_and_the_policy_that_says_the_same_give_equal_plans(flags, policy):
     assert plan_stage(RecomputeConfig(**flags), 5) == plan_stage(
         RecomputeConfig(recompute_policy=policy), 5
     )  # type: ignore[arg-type]
 
 
-def test_layers_units_and_stages_go_by_their_numbers() -> None:
+def test_layers_units_and_stages_go_by_their_numbers():
     def units(policy: str, num_layers: int, stage: int = 0) -> list[tuple[int, int]]:
         plan = plan_stage(RecomputeConfig(recompute_policy=policy), num_layers, stage)
         return [(one.first_layer, one.num_layers) for one in plan.segments if one.unit]
@@ -164,7 +162,7 @@ def test_layers_units_and_stages_go_by_their_numbers() -> None:
         ("*:full@host(core_attn)", "only a layer that keeps everything has parts"),
     ],
 )
-def test_an_error_has_the_rule_and_what_was_expected(text: str, message: str) -> None:
+def test_an_error_has_the_rule_and_what_was_expected(text, message):
     with pytest.raises(ValueError) as raised:
         parse_policy(text, setting="policy")
     said = str(raised.value)
@@ -174,7 +172,7 @@ def test_an_error_has_the_rule_and_what_was_expected(text: str, message: str) ->
 
 
 @given(st.text("0123:;,@*+-/()every-full none mlp host ops split", max_size=40))
-def test_any_other_text_is_refused_or_prints_as_it_is_read(text: str) -> None:
+def test_any_other_text_is_refused_or_prints_as_it_is_read(text):
     try:
         policy = parse_policy(text)
     except ValueError as error:
@@ -183,12 +181,12 @@ def test_any_other_text_is_refused_or_prints_as_it_is_read(text: str) -> None:
         assert parse_policy(str(policy)) == policy
 
 
-def test_text_is_bounded() -> None:
+def test_text_is_bounded():
     with pytest.raises(ValueError, match="policy is longer than 4096"):
         parse_policy("0:full;" * 1000, setting="policy")
 
 
-def test_parts_of_a_layer_have_one_normal_spelling() -> None:
+def test_parts_of_a_layer_have_one_normal_spelling():
     policy = parse_policy("0: none @ host( linear_fc2 + core_attn+core_attn ); *:full@host;")
     assert str(policy) == "0:none@host(core_attn+linear_fc2); *:full@host"
     assert parse_policy(str(policy)) == policy
@@ -204,9 +202,7 @@ def test_parts_of_a_layer_have_one_normal_spelling() -> None:
         ("every-2:full/2", [4], "no neighbouring layers, so a unit cannot have 2: give full"),
     ],
 )
-def test_a_rule_that_can_never_apply_is_an_error(
-    text: str, num_layers: list[int], message: str
-) -> None:
+def test_a_rule_that_can_never_apply_is_an_error(text, num_layers, message):
     with pytest.raises(ValueError) as raised:
         check_policy_reaches(parse_policy(text), num_layers, setting="policy")
     said = str(raised.value)
@@ -224,9 +220,7 @@ def test_a_rule_that_can_never_apply_is_an_error(
         ("*:full/8", [4, 3], "no unit has more than 4 layers here"),
     ],
 )
-def test_a_rule_that_says_more_than_it_does_is_one_warning(
-    text: str, num_layers: list[int], warning: str | None
-) -> None:
+def test_a_rule_that_says_more_than_it_does_is_one_warning(text, num_layers, warning):
     found = check_policy_reaches(parse_policy(text), num_layers)
     assert found == ([] if warning is None else [f"--recompute-policy '{text}': {warning}"])
 
@@ -243,16 +237,14 @@ MM, ADDMM, BMM, SUM = (
     st.lists(st.sampled_from([MM, ADDMM, BMM, SUM, "aten.add.Tensor"]), max_size=20),
     st.integers(1, 5),
 )
-def test_every_nth_result_of_a_group_is_kept_from_the_first_on(
-    forward: list[str], every: int
-) -> None:
+def test_every_nth_result_of_a_group_is_kept_from_the_first_on(forward, every):
     choice = Choice((f"matmul/{every}",))
     matmuls = [place for place, name in enumerate(forward) if name in GROUPS["matmul"]]
     kept = [place for place, name in enumerate(forward) if choice.keeps(name)]
     assert kept == matmuls[::every]
 
 
-def test_an_entry_counts_what_it_names_and_one_is_enough_to_keep() -> None:
+def test_an_entry_counts_what_it_names_and_one_is_enough_to_keep():
     choice = Choice(("matmul/3", f"{MM}/2", "collective"))
     forward = [ADDMM, MM, SUM, MM, MM, ADDMM, MM]  # of matmul/3: places 0, 4; of mm/2: 1, 4
     assert [place for place, name in enumerate(forward) if choice.keeps(name)] == [0, 1, 2, 4]
@@ -267,7 +259,7 @@ def test_an_entry_counts_what_it_names_and_one_is_enough_to_keep() -> None:
         ("*:ops(c10d.allreduce_.default)", "collective names those"),
     ],
 )
-def test_an_unknown_name_is_an_error(text: str, message: str) -> None:
+def test_an_unknown_name_is_an_error(text, message):
     with pytest.raises(ValueError) as raised:
         parse_policy(text)
     assert message in str(raised.value) and ", in the rule " in str(raised.value)
@@ -277,7 +269,7 @@ def run_with(policy: str, *, tp_size: int = 1, **model: object) -> RunConfig:
     return tiny_run(tp_size=tp_size, **dict(model), recompute_policy=policy)
 
 
-def test_a_run_refuses_operators_whose_bytes_it_could_not_tell() -> None:
+def test_a_run_refuses_operators_whose_bytes_it_could_not_tell():
     with pytest.raises(ValueError, match=r"aten\.gelu\.default would keep cannot be told"):
         run_with("0:ops(matmul);1:ops(aten.gelu.default)")
     run_with("0:ops(matmul);1:ops(aten.bmm.default/2,max)")

@@ -39,9 +39,7 @@ FAULTS = json.loads(Path(__file__).with_name("faults.json").read_text())
 
 
 @in_one_test("broken, message, kept", FAULTS)
-def test_a_broken_rule_is_one_line_with_flag_value_and_fix(
-    broken: str, message: str, kept: str
-) -> None:
+def test_a_broken_rule_is_one_line_with_flag_value_and_fix(broken, message, kept):
     """The exit status is 2, and the class that owns the rule says the same to a library user."""
     fault = fault_of(parse_args, f"{RUN} {broken}").removeprefix("pretrain_gpt.py: error: ")
     assert message in fault
@@ -73,9 +71,7 @@ def wrong_values() -> Iterator[tuple[str, str, Any, str]]:
 
 
 @in_one_test("name, flag, value, rule", wrong_values())
-def test_a_value_beyond_its_rule_is_told_with_flag_rule_and_value(
-    name: str, flag: str, value: Any, rule: str
-) -> None:
+def test_a_value_beyond_its_rule_is_told_with_flag_rule_and_value(name, flag, value, rule):
     one = run_fields()[name]
     several = one.facts.nargs not in (None, "?") or isinstance(one.default, tuple)
     kind = topics()[one.topic]
@@ -116,16 +112,16 @@ def build(config_class: type, **changes: Any) -> Any:
         ({"squared_relu": True}, 64),
     ],
 )
-def test_the_default_ffn_size_is_megatrons(changes: dict[str, Any], ffn: int) -> None:
+def test_the_default_ffn_size_is_megatrons(changes, ffn):
     assert build(ModelConfig, **changes).ffn_size == ffn
 
 
-def test_sequence_parallel_is_off_on_one_rank() -> None:
+def test_sequence_parallel_is_off_on_one_rank():
     assert not ParallelConfig(sequence_parallel=True).sequence_parallel
     assert ParallelConfig(sequence_parallel=True, tensor_model_parallel_size=2).sequence_parallel
 
 
-def test_the_world_is_divided_into_tensor_and_data_parallel_ranks() -> None:
+def test_the_world_is_divided_into_tensor_and_data_parallel_ranks():
     parallel = ParallelConfig(tensor_model_parallel_size=2)
     assert parallel.data_parallel_size(6) == 3
     with pytest.raises(
@@ -134,7 +130,7 @@ def test_the_world_is_divided_into_tensor_and_data_parallel_ranks() -> None:
         parallel.data_parallel_size(5)
 
 
-def test_microbatches_and_iterations_follow_from_the_batch() -> None:
+def test_microbatches_and_iterations_follow_from_the_batch():
     training = build(TrainingConfig, global_batch_size=12, train_samples=50)
     assert (
         training.batch_size(3),
@@ -158,20 +154,18 @@ def test_microbatches_and_iterations_follow_from_the_batch() -> None:
         ({"vocab_size": 9, "make_vocab_size_divisible_by": 5}, 3, 15),
     ],
 )
-def test_the_vocabulary_is_padded_as_in_megatron(
-    values: dict[str, Any], tp_size: int, padded: int
-) -> None:
+def test_the_vocabulary_is_padded_as_in_megatron(values, tp_size, padded):
     assert TokenizerConfig(**values).rows(tp_size) == padded
 
 
-def test_an_unknown_vocabulary_is_a_fault_where_it_is_needed() -> None:
+def test_an_unknown_vocabulary_is_a_fault_where_it_is_needed():
     with pytest.raises(
         ValueError, match="--tokenizer-type HuggingFaceTokenizer is not known yet: set --vocab-size"
     ):
         TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="m").rows(1)
 
 
-def test_a_number_with_a_unit_is_so_many_bytes() -> None:
+def test_a_number_with_a_unit_is_so_many_bytes():
     for text, expected in {
         "80GiB": 80 * 2**30,
         "80 gib": 80 * 2**30,
@@ -186,7 +180,7 @@ def test_a_number_with_a_unit_is_so_many_bytes() -> None:
 @pytest.mark.parametrize(
     "text", ["GiB", "-1GiB", "1e3GiB", "80G", "1GiB2", "", "1 2", "\u0663GiB", "1" * 16, "0GiB"]
 )
-def test_anything_else_is_refused_with_the_flag_and_the_text(text: str) -> None:
+def test_anything_else_is_refused_with_the_flag_and_the_text(text):
     with pytest.raises(ValueError, match=f"--memory-budget '{text}'"):
         parse_bytes("--memory-budget", text, least=1)
 
@@ -223,9 +217,7 @@ def config_of(flags: str) -> RunConfig:
         ("--seq-length 1024 --micro-batch-size 1 --use-distributed-optimizer", 512),
     ],
 )
-def test_a_float32_run_with_more_than_512_tokens_has_chunks(
-    flags: str, chunk_size: int | None
-) -> None:
+def test_a_float32_run_with_more_than_512_tokens_has_chunks(flags, chunk_size):
     config = config_of(flags)
     assert config.loss_chunk_size == chunk_size
     assert config.loss_in_one_pass == (chunk_size is not None)
@@ -235,13 +227,13 @@ def test_a_float32_run_with_more_than_512_tokens_has_chunks(
 
 
 @pytest.mark.parametrize("flags", [*TWO_PASSES, "--loss-chunk-size 0"])
-def test_a_run_whose_chunks_would_cost_something_has_whole_logits(flags: str) -> None:
+def test_a_run_whose_chunks_would_cost_something_has_whole_logits(flags):
     config = config_of(f"--seq-length 1024 --micro-batch-size 1 {flags}")
     assert config.loss_chunk_size is None
     assert not config.loss_in_one_pass
 
 
-def test_a_given_size_is_taken() -> None:
+def test_a_given_size_is_taken():
     config = config_of("--seq-length 1024 --micro-batch-size 1 --bf16 --loss-chunk-size 100")
     assert config.loss_chunk_size == 100
     assert not notices(config, "log", world_size=1)

@@ -92,7 +92,7 @@ def test_layers_that_cannot_be_divided_are_refused_with_the_numbers(fields, num_
         ("E|(t*2|)*2t|L", 5),
     ],
 )
-def test_a_layout_is_cut_as_megatron_core_cuts_it(layout: str, size: int) -> None:
+def test_a_layout_is_cut_as_megatron_core_cuts_it(layout, size):
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     expected = PipelineParallelLayerLayout(layout, size)
@@ -119,7 +119,7 @@ def test_a_layout_is_cut_as_megatron_core_cuts_it(layout: str, size: int) -> Non
         ("Et|t|L", "has 3 stages, no multiple of --pipeline-model-parallel-size 2"),
     ],
 )
-def test_a_wrong_layout_says_what_is_wrong(layout: str, said: str) -> None:
+def test_a_wrong_layout_says_what_is_wrong(layout, said):
     parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout)
     with pytest.raises(ValueError, match=f"--pipeline-model-parallel-layout .*: .*{said}"):
         stages(parallel, 2)

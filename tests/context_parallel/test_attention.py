@@ -73,5 +73,5 @@ def rows_of_different_sizes(rank: int, world_size: int) -> list[bool]:
     ]
 
 
-def test_large_scores_neither_overflow_nor_lose_a_part() -> None:
+def test_large_scores_neither_overflow_nor_lose_a_part():
     assert run_ranks(rows_of_different_sizes, 4) == [[True] * 4] * 4

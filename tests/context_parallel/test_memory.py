@@ -91,7 +91,7 @@ def wrong_bytes(rank: int, world_size: int, layout: Layout, every: int) -> tuple
         (Layout(1, 2, cp_comm_type=("a2a", "p2p") * 4), 199),
     ],
 )
-def test_predicted_bytes_are_the_measured_ones(layout: Layout, every: int) -> None:
+def test_predicted_bytes_are_the_measured_ones(layout, every):
     for count, wrong in run_ranks(
         wrong_bytes, layout.tp_size * layout.cp_size, layout, every, detail=False
     ):
@@ -150,7 +150,7 @@ def sent(
         (Layout(1, 2, cp_comm_type=("allgather", "p2p", "a2a")), "flash"),
     ],
 )
-def test_every_policy_sends_what_is_predicted(layout: Layout, backend: str) -> None:
+def test_every_policy_sends_what_is_predicted(layout, backend):
     config = variant_config("llama", num_layers=3, attention_backend=backend)
     expected: dict[str, tuple[Counter[Collective], Counter[Collective]]] = {}
     for name, plan in plans_of(layout).items():

@@ -72,13 +72,8 @@ def faults(
     ],
 )
 def test_gradients_are_unchanged_to_the_bit(
-    tp_size: int,
-    cp_size: int,
-    sequence_parallel: bool,
-    name: str,
-    comm_type: str,
-    dtype: torch.dtype,
-) -> None:
+    tp_size, cp_size, sequence_parallel, name, comm_type, dtype
+):
     arguments = (tp_size, sequence_parallel, name, comm_type, dtype)
     assert (
         run_ranks(faults, tp_size * cp_size, *arguments, detail=False) == [{}] * tp_size * cp_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,12 +59,8 @@ ZERO_1 = DataParallelConfig(
     ids=["gpt-cp2", "gpt-cp2-fsdp2", "llama-cp2-dp2-zero1", "llama-cp2-pp2"],
 )
 def test_ten_losses_and_the_validation_loss_are_those_of_one_rank(
-    tmp_path: Path,
-    model: dict[str, Any],
-    world_size: int,
-    layout: dict[str, Any],
-    data_parallel: DataParallelConfig,
-) -> None:
+    tmp_path, model, world_size, layout, data_parallel
+):
     alone = validated(0, 1, run_of(model, metrics=tmp_path / "one"))
     config = replace(
         shared(run_of(model, metrics=tmp_path / "several"), 2, **layout),

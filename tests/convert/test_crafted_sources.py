@@ -20,7 +20,7 @@ pytest.importorskip("tokenizers")
 MODULUS = 2**61 - 1  # of Python's hash of whole numbers
 
 
-def test_links_into_the_blobs_of_a_cache_are_followed(tmp_path: Path) -> None:
+def test_links_into_the_blobs_of_a_cache_are_followed(tmp_path):
     """As the cache of Hugging Face lays out a model."""
     snapshot, blobs = tmp_path / "models--a--b/snapshots/1f", tmp_path / "models--a--b/blobs"
     blobs.mkdir(parents=True)
@@ -35,7 +35,7 @@ def test_links_into_the_blobs_of_a_cache_are_followed(tmp_path: Path) -> None:
     assert converted(snapshot, tmp_path / "again", "hf megatron-lite") == 2
 
 
-def test_the_ids_of_special_tokens_survive_the_way_there_and_back(tmp_path: Path) -> None:
+def test_the_ids_of_special_tokens_survive_the_way_there_and_back(tmp_path):
     saved_peer("llama", tmp_path / "theirs")
     save_tokenizer(tmp_path / "theirs")
     ids = dict(bos_token_id=4, eos_token_id=[0, 2], pad_token_id=None)
@@ -75,9 +75,7 @@ WORD = "embedding.word_embeddings.weight"
         (dict(hidden_size=DEEP), "hidden_size: expected int, got 'a list'"),
     ],
 )
-def test_crafted_arguments_are_refused_at_once(
-    args: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_crafted_arguments_are_refused_at_once(args, message, tmp_path, capsys):
     saved_by_megatron(tmp_path / "theirs", {WORD: torch.ones(8, 8)}, **args)
     began = time.process_time()
     assert converted(tmp_path / "theirs", tmp_path / "ours", "megatron hf") == 2
@@ -87,7 +85,7 @@ def test_crafted_arguments_are_refused_at_once(
 
 
 @pytest.mark.parametrize("as_tuple", [b"", b"\x85"], ids=["numbers", "tuples"])
-def test_keys_whose_hashes_collide_take_no_quadratic_time(as_tuple: bytes, tmp_path: Path) -> None:
+def test_keys_whose_hashes_collide_take_no_quadratic_time(as_tuple, tmp_path):
     """Plain dicts of these keys, of equal hashes or equal probes, take minutes."""
     folder = tmp_path / "theirs" / "mp_rank_00"
     folder.mkdir(parents=True)
@@ -100,9 +98,7 @@ def test_keys_whose_hashes_collide_take_no_quadratic_time(as_tuple: bytes, tmp_p
         assert time.process_time() - began < 5.0
 
 
-def test_one_dict_at_many_places_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_dict_at_many_places_is_refused(tmp_path, capsys):
     inner: dict[str, Any] = {WORD: torch.ones(8, 8)}
     for _ in range(6):
         inner = {f"a{number}": inner for number in range(100)}
@@ -111,9 +107,7 @@ def test_one_dict_at_many_places_is_refused(
     assert "a state dict is at two places" in capsys.readouterr().err
 
 
-def test_every_byte_of_a_zip_may_be_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_byte_of_a_zip_may_be_wrong(tmp_path, capsys):
     """Offsets and lengths in the directory of the archive above all: an error or the same bytes."""
     saved_by_megatron(tmp_path / "theirs", {WORD: torch.ones(8, 8)})
     path = tmp_path / "theirs" / "mp_rank_00" / "model_optim_rng.pt"
@@ -126,9 +120,7 @@ def test_every_byte_of_a_zip_may_be_wrong(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_an_iteration_that_no_run_reaches_and_integer_weights_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_iteration_that_no_run_reaches_and_integer_weights_are_refused(tmp_path, capsys):
     pytest.importorskip("transformers")
     saved_peer("gpt2", tmp_path / "theirs")
     assert converted(tmp_path / "theirs", tmp_path / "legacy", "hf megatron") == 0

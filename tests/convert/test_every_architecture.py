@@ -21,7 +21,7 @@ SIZES = dict(
 )
 
 
-def test_every_architecture_is_exact_or_has_a_reason() -> None:
+def test_every_architecture_is_exact_or_has_a_reason():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     if transformers.__version__.startswith("5.23."):  # newer versions know more
@@ -39,7 +39,7 @@ OTHERS = {"cwm", "deepseek_v2", "deepseek_v3", "dots1", "granitemoeshared"}
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - OTHERS))
-def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
+def test_a_missing_key_has_the_default_of_transformers(name):
     """Left out is all but sizes, which every config.json has."""
     named = {row["field"]: key for key, row in FAMILIES[name]["keys"].items()}
     sizes = {named[field]: size for field, size in SIZES.items() if field in named}

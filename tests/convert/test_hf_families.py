@@ -4,7 +4,6 @@ again. transformers opens the result."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,12 +31,12 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def test_every_family_has_a_peer_of_transformers() -> None:
+def test_every_family_has_a_peer_of_transformers():
     assert FAMILIES.keys() == {PEERS[name]().config.model_type for name in PEERS}
 
 
 @pytest.mark.parametrize("name", sampled(list(PEERS), every=5))
-def test_a_round_trip_is_bitwise_and_transformers_opens_it(name: str, tmp_path: Path) -> None:
+def test_a_round_trip_is_bitwise_and_transformers_opens_it(name, tmp_path):
     model = saved_peer(name, tmp_path / "theirs")
     tp_size = "2" if our_config(model).query_groups > 1 else "1"
     layout = ("--tensor-model-parallel-size", tp_size, "--pipeline-model-parallel-size", "2")
@@ -55,7 +54,7 @@ def test_a_round_trip_is_bitwise_and_transformers_opens_it(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "glm", "phi3 with longrope"])
-def test_weights_keep_their_dtype_and_their_tokenizer(name: str, tmp_path: Path) -> None:
+def test_weights_keep_their_dtype_and_their_tokenizer(name, tmp_path):
     model = PEERS[name]().to(torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs")
     save_tokenizer(tmp_path / "theirs")
@@ -72,7 +71,7 @@ def test_weights_keep_their_dtype_and_their_tokenizer(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "cohere2"])
-def test_shards_have_at_most_the_size_and_an_index(name: str, tmp_path: Path) -> None:
+def test_shards_have_at_most_the_size_and_an_index(name, tmp_path):
     model = saved_peer(name, tmp_path / "theirs")
     source = hf_source(tmp_path / "theirs")
     write_hf(source, tmp_path / "again", lambda _: None, shard_bytes=10_000)
@@ -91,7 +90,7 @@ def test_shards_have_at_most_the_size_and_an_index(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_names_without_their_prefix_and_buffers_are_understood(name: str, tmp_path: Path) -> None:
+def test_names_without_their_prefix_and_buffers_are_understood(name, tmp_path):
     saved_peer(name, tmp_path / "theirs")
     expected = weights_in(tmp_path / "theirs")
     prefix = {"gpt2": "transformer.", "llama": "model."}[name]

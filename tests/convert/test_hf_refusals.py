@@ -156,9 +156,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_source_that_does_not_map_is_one_clear_error(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_source_that_does_not_map_is_one_clear_error(case, tmp_path, capsys):
     change, message = CASES[case]
     saved_peer("llama", tmp_path / "theirs")
     change(tmp_path / "theirs")
@@ -171,9 +169,7 @@ def test_a_source_that_does_not_map_is_one_clear_error(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("ours")]
 
 
-def test_a_tied_model_whose_head_differs_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tied_model_whose_head_differs_is_refused(tmp_path, capsys):
     saved_peer("gpt2", tmp_path / "theirs")
     rewrite(
         tmp_path / "theirs",
@@ -202,9 +198,7 @@ def test_a_tied_model_whose_head_differs_is_refused(
         ),
     ],
 )
-def test_a_model_that_no_family_expresses_is_refused_with_the_difference(
-    fields: dict[str, Any], family: str | None, message: str
-) -> None:
+def test_a_model_that_no_family_expresses_is_refused_with_the_difference(fields, family, message):
     with pytest.raises(ValueError) as refused:
         to_hf(tiny_config(**fields), 61, family)
     assert message in str(refused.value)

@@ -39,9 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 2)])
-def test_any_split_holds_the_same_values(
-    sizes: tuple[int, int], trained: Path, tmp_path: Path
-) -> None:
+def test_any_split_holds_the_same_values(sizes, trained, tmp_path):
     tp, pp = map(str, sizes)
     flags = ("--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp)
     assert converted(trained, tmp_path / "split", "megatron-lite megatron-lite", *flags) == 0
@@ -56,7 +54,7 @@ def test_any_split_holds_the_same_values(
         assert torch.equal(ours.read(name, key), theirs.read(name, key))
 
 
-def test_a_run_goes_on_from_converted_optimizer_states(trained: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_converted_optimizer_states(trained, tmp_path):
     """Without dropout the run is the one that goes on from the original."""
     still = dict(hidden_dropout=0.0, attention_dropout=0.0)
     layout = ("--tensor-model-parallel-size", "2")
@@ -68,9 +66,7 @@ def test_a_run_goes_on_from_converted_optimizer_states(trained: Path, tmp_path: 
     assert len(first) == 2 and first == second
 
 
-def test_a_step_of_weights_alone_starts_a_run_with_a_notice(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_of_weights_alone_starts_a_run_with_a_notice(trained, tmp_path, capsys):
     """The run is the one of --no-load-optim --no-load-rng with the whole step."""
     shutil.copytree(trained, tmp_path / "weights")
     step = tmp_path / "weights" / "iter_0000003"
@@ -94,9 +90,7 @@ def test_a_step_of_weights_alone_starts_a_run_with_a_notice(
     assert rows(tmp_path / "whole.jsonl") == rows(tmp_path / "weights.jsonl")
 
 
-def test_a_damaged_checkpoint_is_not_converted(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_not_converted(trained, tmp_path, capsys):
     """Nor one whose metadata hides a missing file."""
 
     def refused(message: str) -> None:
@@ -119,9 +113,7 @@ def test_a_damaged_checkpoint_is_not_converted(
 # --- the tokenizer ---
 
 
-def test_a_run_stores_its_tokenizer_and_tools_need_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_stores_its_tokenizer_and_tools_need_no_other(tmp_path, monkeypatch, capsys):
     """The original files are gone, and the directory has moved."""
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer").mkdir()
@@ -154,7 +146,7 @@ def test_a_run_stores_its_tokenizer_and_tools_need_no_other(
 # --- a checkpoint of Hugging Face, in training ---
 
 
-def test_weights_of_two_dtypes_keep_them(tmp_path: Path) -> None:
+def test_weights_of_two_dtypes_keep_them(tmp_path):
     pytest.importorskip("transformers")
     saved_peer("llama", tmp_path / "theirs")
     path = tmp_path / "theirs/model.safetensors"

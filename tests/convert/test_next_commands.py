@@ -32,8 +32,8 @@ def printed_commands(output: str) -> list[list[str]]:
 
 
 def test_a_converted_model_trains_on_and_generates_by_the_printed_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     """A small Llama in bfloat16, on two ranks, with the tokenizer of the source."""
     pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
@@ -61,9 +61,7 @@ def test_a_converted_model_trains_on_and_generates_by_the_printed_commands(
     assert generated.stdout.startswith("Once upon a time")
 
 
-def test_a_run_with_optimizer_states_is_continued_beyond_its_iteration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_optimizer_states_is_continued_beyond_its_iteration(tmp_path, capsys):
     run_to_end(tiny_run(save=str(tmp_path / "run"), train_iters=3))
     assert converted(tmp_path / "run", tmp_path / "split", "megatron-lite megatron-lite") == 0
     output = capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -21,7 +20,7 @@ MIXED = {
 }
 
 
-def test_any_order_of_dtypes_is_read_back_bit_for_bit(tmp_path: Path) -> None:
+def test_any_order_of_dtypes_is_read_back_bit_for_bit(tmp_path):
     """Every tensor begins at a multiple of its element size, in the file."""
     for shift in range(len(MIXED)):
         names = [*list(MIXED)[shift:], *list(MIXED)[:shift]]

@@ -54,7 +54,7 @@ def logits(folder: Path, tokens: list[int], ranks: int) -> torch.Tensor:
         return model(torch.tensor([tokens]))[0].clone()
 
 
-def test_logits_are_those_of_transformers(smollm2: Model) -> None:
+def test_logits_are_those_of_transformers(smollm2):
     """float32 against float32: 1e-4 of the largest logit."""
     tokens = ids_of(smollm2.folder / "theirs", PROMPT)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_logits_are_those_of_transformers(smollm2: Model) -> None:
 
 
 @pytest.mark.weekly
-def test_training_goes_on_alike_under_every_policy(smollm2: Model, tmp_path: Path) -> None:
+def test_training_goes_on_alike_under_every_policy(smollm2, tmp_path):
     theirs, lines = smollm2.folder / "theirs", []
     for number, policy in enumerate(("*:none", "*:full", "*:ops(matmul,attention)")):
         metrics = tmp_path / f"{number}.jsonl"

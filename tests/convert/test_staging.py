@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from signal import SIGKILL
 
 import pytest
@@ -19,7 +18,7 @@ from tests.support.forks import status_of_fork
 from tests.support.pairs import in_one_test
 
 
-def test_a_complete_folder_has_the_files_and_no_others(tmp_path: Path) -> None:
+def test_a_complete_folder_has_the_files_and_no_others(tmp_path):
     """After an error, such as that of a full disk, there is none. An empty folder is as good."""
     target = tmp_path / "deep" / "new"
     with (
@@ -37,7 +36,7 @@ def test_a_complete_folder_has_the_files_and_no_others(tmp_path: Path) -> None:
 
 
 @in_one_test("kind", ["file", "folder", "link"])
-def test_an_existing_target_is_refused(kind: str, tmp_path: Path) -> None:
+def test_an_existing_target_is_refused(kind, tmp_path):
     target = tmp_path / kind
     if kind == "folder":
         target.mkdir()
@@ -55,7 +54,7 @@ def test_an_existing_target_is_refused(kind: str, tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_second_conversion_to_the_same_target_is_refused(tmp_path: Path) -> None:
+def test_a_second_conversion_to_the_same_target_is_refused(tmp_path):
     with complete_folder(tmp_path / "new") as folder:
         (folder / "file").write_text("first")
         with (
@@ -67,7 +66,7 @@ def test_a_second_conversion_to_the_same_target_is_refused(tmp_path: Path) -> No
     assert (tmp_path / "new" / "file").read_text() == "first"
 
 
-def test_a_killed_conversion_is_simply_run_again(tmp_path: Path) -> None:
+def test_a_killed_conversion_is_simply_run_again(tmp_path):
     """The child dies after its third tensor, as by an out-of-memory kill."""
     pytest.importorskip("transformers")
     saved_peer("llama", tmp_path / "theirs")
@@ -91,7 +90,7 @@ def test_a_killed_conversion_is_simply_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "with a lock of its own", "link as lock"])
-def test_what_is_not_ours_stays(kind: str, tmp_path: Path) -> None:
+def test_what_is_not_ours_stays(kind, tmp_path):
     """Whatever lies beside the target under the name of a conversion's folder."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
@@ -115,9 +114,7 @@ def test_what_is_not_ours_stays(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_a_conversion_in_one_line(
-    number: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_ends_a_conversion_in_one_line(number, tmp_path, capfd):
     """It arrives below torch's C++ code, where an exception would be lost."""
     pytest.importorskip("transformers")
     saved_peer("llama", tmp_path / "theirs")

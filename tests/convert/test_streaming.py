@@ -61,7 +61,7 @@ def peak_bytes(source: Callable[[], WeightSource], write: Callable[..., None], p
     return most - before
 
 
-def test_the_peak_is_a_few_tensors_and_not_the_model(tmp_path: Path) -> None:
+def test_the_peak_is_a_few_tensors_and_not_the_model(tmp_path):
     """The tensor as it was read, its parts, and their copies: less than 8 times 1 MiB."""
     theirs, ours, megatron = (tmp_path / name for name in ("theirs", "ours", "megatron"))
     # The first conversion of a process loads parts of torch, which stay.

@@ -31,7 +31,7 @@ def build(
     )
 
 
-def test_data_path_takes_one_prefix_or_weights_or_prefixes() -> None:
+def test_data_path_takes_one_prefix_or_weights_or_prefixes():
     assert parse_data_path(["a"]) == (("a",), None)
     assert parse_data_path(["a", "b"]) == (("a", "b"), None)
     assert parse_data_path(["30", "a", "10", "b"]) == (("a", "b"), (0.75, 0.25))
@@ -49,14 +49,12 @@ def test_data_path_takes_one_prefix_or_weights_or_prefixes() -> None:
         ("1e308", "a", "1e308", "b"),
     ],
 )
-def test_a_bad_data_path_shows_itself(words: tuple[str, ...]) -> None:
+def test_a_bad_data_path_shows_itself(words):
     with pytest.raises(InputError, match="--data-path " + " ".join(words)):
         parse_data_path(words)
 
 
-def test_without_weights_one_epoch_of_each_is_read_in_the_shares_of_the_sizes(
-    tmp_path: Path,
-) -> None:
+def test_without_weights_one_epoch_of_each_is_read_in_the_shares_of_the_sizes(tmp_path):
     """60 % of 20 and of 40 documents of 11 tokens, s=5: (132 - 1) // 5 = 26 and (264 - 1) // 5 = 52
     samples."""
     first, second = (
@@ -71,7 +69,7 @@ def test_without_weights_one_epoch_of_each_is_read_in_the_shares_of_the_sizes(
     assert sum(int(longer[number][0]) >= 500 for number in range(156)) == 104
 
 
-def test_a_blend_with_a_part_that_lacks_the_split_names_it(tmp_path: Path) -> None:
+def test_a_blend_with_a_part_that_lacks_the_split_names_it(tmp_path):
     paths = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500, documents=2)
     with pytest.raises(
         InputError,
@@ -111,9 +109,7 @@ def drawn(random: np.random.RandomState) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("guess_is_wrong", [False, True])
 @pytest.mark.parametrize("warm_up", [0, 4, 16])
-def test_rows_equal_the_loop(
-    warm_up: int, guess_is_wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_equal_the_loop(warm_up, guess_is_wrong, monkeypatch):
     """Short rows without a warm-up begin with wrong counts in most cases, and are repaired. A wrong
     guess changes nothing but the time."""
     small = dict(WARM_UP=warm_up, SHORTEST_ROW=max(8, 2 * warm_up), FEWEST_ROWS=2)
@@ -137,9 +133,7 @@ def test_rows_equal_the_loop(
             assert found.dtype == expected.dtype
 
 
-def test_a_large_blend_is_built_once_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_blend_is_built_once_and_kept(tmp_path, monkeypatch):
     weights = normalized([3, 1, 2])
 
     def kept(size: int, shares: tuple[float, ...] = weights) -> BlendIndex:
@@ -160,7 +154,7 @@ def test_a_large_blend_is_built_once_and_kept(
     assert len([path for path in (tmp_path / "c").iterdir() if path.is_dir()]) == 3
 
 
-def test_a_blend_index_of_other_datasets_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blend_index_of_other_datasets_is_not_used(monkeypatch):
     weights = normalized([3, 1])
     good = build_blend_index(weights, 50)._asdict()
     monkeypatch.setattr(blend, "KEPT_FROM", 1)
@@ -178,7 +172,7 @@ def test_a_blend_index_of_other_datasets_is_not_used(monkeypatch: pytest.MonkeyP
         assert fault({**good, **change}) is not None
 
 
-def test_a_sample_depends_on_seed_and_index_alone() -> None:
+def test_a_sample_depends_on_seed_and_index_alone():
     sizes = ((5, 12, 300, 7), (9, 12, 300, 7), (5, 12, 300, 8))
     data, longer, other = (MockDataset(*size) for size in sizes)
     assert np.array_equal(data[3], longer[3]) and np.array_equal(data[3], data[3])

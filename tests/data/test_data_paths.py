@@ -37,7 +37,7 @@ def samples(datasets: Datasets) -> list[list[list[int]] | None]:
 
 
 @pytest.mark.parametrize("spelled", [list, lambda words: " ".join(map(str, words))])
-def test_the_json_file_is_the_same_as_the_three_flags(tmp_path: Path, spelled: Any) -> None:
+def test_the_json_file_is_the_same_as_the_three_flags(tmp_path, spelled):
     first, second = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500)
     words = {"train": [0.3, first, 0.7, second], "valid": [second], "test": [first, second]}
     path = tmp_path / "splits.json"
@@ -49,7 +49,7 @@ def test_the_json_file_is_the_same_as_the_three_flags(tmp_path: Path, spelled: A
     assert by_flags.identity != built(train_data_path=flags["train_data_path"]).identity
 
 
-def test_the_file_of_words_is_the_same_as_the_flag(tmp_path: Path) -> None:
+def test_the_file_of_words_is_the_same_as_the_flag(tmp_path):
     first, second = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500)
     path = tmp_path / "words.txt"
     path.write_text(f"3 {first}\n1 {second}\n")
@@ -70,9 +70,7 @@ def test_the_file_of_words_is_the_same_as_the_flag(tmp_path: Path) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_a_bad_file_of_splits_names_the_file_and_the_fault(
-    tmp_path: Path, content: str | None, message: str
-) -> None:
+def test_a_bad_file_of_splits_names_the_file_and_the_fault(tmp_path, content, message):
     path = tmp_path / "splits.json"
     if content is not None:
         path.write_text(content)
@@ -90,14 +88,12 @@ def test_a_bad_file_of_splits_names_the_file_and_the_fault(
         ("8e1,2e1", 10, ((0, 8), (8, 10), (10, 10))),
     ],
 )
-def test_split_gives_the_ranges_worked_out_by_hand(
-    split: str, documents: int, expected: tuple[tuple[int, int], ...]
-) -> None:
+def test_split_gives_the_ranges_worked_out_by_hand(split, documents, expected):
     assert split_documents(split, documents) == list(expected)
 
 
 @pytest.mark.parametrize("split", ["", "1,2,3,4", "0,0,0", "1,-1,0", "nan", "1,,2", "1e308,1e308"])
-def test_a_bad_split_names_itself_and_the_rule(split: str) -> None:
+def test_a_bad_split_names_itself_and_the_rule(split):
     with pytest.raises(
         InputError,
         match=r"--split '.*' must be 1 to 3 numbers >= 0, not all 0, .* such as '969, 30, 1'",
@@ -119,7 +115,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a b.jsonl", "a b.jsonl", "preprocess_data --input 'a b.jsonl' --output-prefix 'a b' "),
     ],
 )
-def test_the_answer_has_what_to_give(folder: Path, prefix: str, file: str, answer: str) -> None:
+def test_the_answer_has_what_to_give(folder, prefix, file, answer):
     (folder / file).write_text("words")
     with pytest.raises(InputError, match=re.escape(answer)):
         IndexedDataset(prefix)

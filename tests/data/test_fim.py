@@ -125,9 +125,7 @@ SPLIT = {**PLAIN, "fim_split_sample": "<file>", "fim_fragment_rate": 0.6}
         {"fim_rate": 0.0},
     ],
 )
-def test_samples_are_those_of_megatrons_rules_with_a_generator_for_each(
-    tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_samples_are_those_of_megatrons_rules_with_a_generator_for_each(tmp_path, fields):
     found = built(tmp_path, **fields)
     off = dataclasses.replace(found.train.data, fim_data=False)  # type: ignore[attr-defined]
     plain = build_datasets(off, vocab_size=14, seed=7, num_samples=(40, 9, 0))
@@ -148,7 +146,7 @@ def test_samples_are_those_of_megatrons_rules_with_a_generator_for_each(
     assert changed > 30 or fields["fim_rate"] == 0.0
 
 
-def test_a_sample_depends_on_the_seed_and_its_number_alone(tmp_path: Path) -> None:
+def test_a_sample_depends_on_the_seed_and_its_number_alone(tmp_path):
     one, again, other = (built(tmp_path, seed, **PLAIN).train for seed in (7, 7, 8))
     numbers = range(len(one))
     forth = [one[number].tolist() for number in numbers]
@@ -156,7 +154,7 @@ def test_a_sample_depends_on_the_seed_and_its_number_alone(tmp_path: Path) -> No
     assert forth == back != [other[number].tolist() for number in numbers]
 
 
-def test_a_token_that_the_tokenizer_lacks_is_named(tmp_path: Path) -> None:
+def test_a_token_that_the_tokenizer_lacks_is_named(tmp_path):
     with pytest.raises(InputError, match="^--fim-eod-token <eot> is no token of the tokenizer"):
         built(tmp_path, fim_eod_token="<eot>")
     with pytest.raises(InputError, match="^--fim-split-sample  is no token"):
@@ -164,7 +162,7 @@ def test_a_token_that_the_tokenizer_lacks_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_resumed_run_on_two_stages_reads_the_same_samples_to_the_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_on_two_stages_reads_the_same_samples_to_the_bit(tmp_path):
     built(tmp_path)
     tokenizer = vars(tokenizer_at(tmp_path))
 
@@ -214,11 +212,11 @@ FILES = "--data-path d --vocab-file v --merge-file m --vocab-size 9"
         (f"{FILES} --fim-data --fim-split-sample x", "--fim-split-sample x needs --fim-fragment-"),
     ],
 )
-def test_what_cannot_be_rearranged_is_refused(flags: str, fault: str) -> None:
+def test_what_cannot_be_rearranged_is_refused(flags, fault):
     assert fault in fault_of(parse_args, f"{FLAGS} {flags}")
 
 
-def test_bigcodes_tokenizer_turns_it_on_with_its_tokens() -> None:
+def test_bigcodes_tokenizer_turns_it_on_with_its_tokens():
     theirs = "--data-path d --tokenizer-type TokenizerFromFileWithFIM --tokenizer-file t"
     found = parse_args(f"{FLAGS} {theirs} --fim-rate 0.3 --fragment-fim-rate 0.2".split())
     data = found.config.data

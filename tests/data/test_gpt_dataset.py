@@ -35,9 +35,7 @@ def rows(data: GPTDataset) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_samples", [None, 50])
-def test_the_documents_of_a_sample_are_those_whose_ids_it_holds(
-    tmp_path: Path, num_samples: int | None
-) -> None:
+def test_the_documents_of_a_sample_are_those_whose_ids_it_holds(tmp_path, num_samples):
     """An id tells where it stood. In the order of the sample; of a blend, with the file of the
     part."""
     first, second = write(tmp_path / "first"), write(tmp_path / "second", first_id=50)
@@ -56,7 +54,7 @@ def test_the_documents_of_a_sample_are_those_whose_ids_it_holds(
         assert path == (second if blend[number][0] >= 50 else first).bin_path
 
 
-def test_an_id_outside_the_vocabulary_names_file_document_and_id(tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_names_file_document_and_id(tmp_path):
     documents = ([1, 2, 3], [], [4, 30, 5], [6, 7])
     indexed = IndexedDataset(written(tmp_path / "data", documents))
     message = r"data\.bin: document 2 holds token id 30, but the vocabulary has 30 ids"
@@ -66,15 +64,13 @@ def test_an_id_outside_the_vocabulary_names_file_document_and_id(tmp_path: Path)
 
 
 @pytest.mark.parametrize("lengths", [(7, 2, 9, 6, 1, 11, 3), (4, 11, 1, 6, 9, 2, 7)])
-def test_the_index_of_re_tokenised_data_is_not_used(
-    tmp_path: Path, lengths: tuple[int, ...]
-) -> None:
+def test_the_index_of_re_tokenised_data_is_not_used(tmp_path, lengths):
     dataset(write(tmp_path / "data"), num_samples=30)
     again = dataset(write(tmp_path / "data", lengths), num_samples=30)
     assert rows(again) == rows(dataset(write(tmp_path / "fresh", lengths), num_samples=30))
 
 
-def test_without_a_folder_that_can_be_written_it_does_without_a_cache(tmp_path: Path) -> None:
+def test_without_a_folder_that_can_be_written_it_does_without_a_cache(tmp_path):
     indexed = write(tmp_path / "data")
     (tmp_path / "data_cache").write_text("a file where the folder would be")
     assert rows(dataset(indexed)) == rows(dataset(indexed, cache_path=str(tmp_path / "cache")))
@@ -82,7 +78,7 @@ def test_without_a_folder_that_can_be_written_it_does_without_a_cache(tmp_path: 
         dataset(indexed, cache_path=str(tmp_path / "data_cache"))
 
 
-def test_of_several_processes_one_builds_and_all_agree(tmp_path: Path) -> None:
+def test_of_several_processes_one_builds_and_all_agree(tmp_path):
     """Each process says when it builds. A build does not end before all processes ask for the
     dataset, so others would build too if nothing held them."""
     write(tmp_path / "data")
@@ -118,7 +114,7 @@ def test_of_several_processes_one_builds_and_all_agree(tmp_path: Path) -> None:
     }
 
 
-def test_an_epoch_too_short_for_a_sample_is_an_error_with_the_numbers(tmp_path: Path) -> None:
+def test_an_epoch_too_short_for_a_sample_is_an_error_with_the_numbers(tmp_path):
     indexed = write(tmp_path / "data")
     message = r"documents 2 to 3 hold 7 tokens, but one sample takes --seq-length 7 \+ 1"
     with pytest.raises(InputError, match=message):

@@ -4,7 +4,6 @@ had to build again."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +55,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     return Cache(tmp_path / "cache")
 
 
-def test_any_flipped_bit_is_found(cache: Cache) -> None:
+def test_any_flipped_bit_is_found(cache):
     """Of each file 150 bits, spread evenly over all places in a byte. The arrays of a damaged copy
     are built again."""
 
@@ -104,9 +103,7 @@ def _device(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["arrays.json", "key.json", "sample_starts.npy"])
 @pytest.mark.parametrize("damage", [_flipped, Path.unlink, _cut, _link, _pipe, _device])
-def test_a_damaged_file_is_built_again_with_a_notice(
-    cache: Cache, name: str, damage: Callable[[Path], None], capsys: Capture
-) -> None:
+def test_a_damaged_file_is_built_again_with_a_notice(cache, name, damage, capsys):
     damage(cache.path / name)
     assert arrays_equal(cache.read(), build())
     (line,) = capsys.readouterr().err.splitlines()
@@ -126,12 +123,8 @@ def test_a_damaged_file_is_built_again_with_a_notice(
     ],
 )
 def test_numbers_that_point_nowhere_are_not_used_despite_their_checksum(
-    tmp_path: Path,
-    name: str,
-    change: Callable[[np.ndarray], np.ndarray],
-    reason: str,
-    capsys: Capture,
-) -> None:
+    tmp_path, name, change, reason, capsys
+):
     """As an earlier version with a mistake in it could have written them."""
     wrong = build()
     wrong[name] = change(wrong[name])
@@ -140,9 +133,7 @@ def test_numbers_that_point_nowhere_are_not_used_despite_their_checksum(
     assert reason in capsys.readouterr().err
 
 
-def test_an_undamaged_copy_in_a_folder_that_cannot_be_written_is_read(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_undamaged_copy_in_a_folder_that_cannot_be_written_is_read(cache, monkeypatch):
     def read_only(*args: object, **options: object) -> None:
         raise OSError("read-only file system")
 

@@ -50,17 +50,17 @@ def write_bytes(prefix: Path, idx: bytes, tokens: bytes) -> str:
     return str(prefix)
 
 
-def test_writer_gives_the_bytes_of_the_format(tmp_path: Path) -> None:
+def test_writer_gives_the_bytes_of_the_format(tmp_path):
     written(tmp_path / "data", DOCUMENTS)
     assert (tmp_path / "data.idx").read_bytes() == idx_bytes()
     assert (tmp_path / "data.bin").read_bytes() == BIN_BYTES
 
 
-def test_token_type_changes_at_65500_ids() -> None:
+def test_token_type_changes_at_65500_ids():
     assert (token_dtype(65499), token_dtype(65500)) == (np.dtype("u2"), np.dtype("i4"))
 
 
-def test_a_part_of_a_sequence_and_not_past_its_end(tmp_path: Path) -> None:
+def test_a_part_of_a_sequence_and_not_past_its_end(tmp_path):
     indexed = IndexedDataset(written(tmp_path / "data", DOCUMENTS))
     assert indexed.get(2, 1, 3).tolist() == [8, 7, 6]
     assert indexed.get(0, 2).tolist() == [4]
@@ -70,7 +70,7 @@ def test_a_part_of_a_sequence_and_not_past_its_end(tmp_path: Path) -> None:
             indexed.get(0, offset, length)
 
 
-def test_a_document_without_tokens_has_no_sequence(tmp_path: Path) -> None:
+def test_a_document_without_tokens_has_no_sequence(tmp_path):
     indexed = IndexedDataset(written(tmp_path / "data", [[1, 2], [], [3]]))
     assert len(indexed) == 2
     assert indexed.document_indices.tolist() == [0, 1, 1, 2]
@@ -80,7 +80,7 @@ def test_a_document_without_tokens_has_no_sequence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "packing"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")]
 )
-def test_every_integer_type_is_read(tmp_path: Path, code: int, packing: str) -> None:
+def test_every_integer_type_is_read(tmp_path, code, packing):
     size = struct.calcsize(packing)
     prefix = write_bytes(
         tmp_path / "data",
@@ -115,9 +115,7 @@ CORRUPTIONS = {
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
-def test_a_link_to_a_file_is_read_and_one_to_a_pipe_or_device_is_refused(
-    tmp_path: Path, ending: str
-) -> None:
+def test_a_link_to_a_file_is_read_and_one_to_a_pipe_or_device_is_refused(tmp_path, ending):
     (tmp_path / "far").mkdir()
     prefix = written(tmp_path / "a", DOCUMENTS)
     path, kept = Path(prefix + ending), tmp_path / "far" / "kept"
@@ -132,7 +130,7 @@ def test_a_link_to_a_file_is_read_and_one_to_a_pipe_or_device_is_refused(
     assert IndexedDataset(prefix).get(0).tolist() == DOCUMENTS[0]
 
 
-def test_fingerprint_follows_the_lengths_but_not_the_ids(tmp_path: Path) -> None:
+def test_fingerprint_follows_the_lengths_but_not_the_ids(tmp_path):
     texts = [DOCUMENTS, [[0] * 3, [0], [0] * 5], [[0], [0] * 3, [0] * 5]]
     prints = [IndexedDataset(written(tmp_path / "a", one)).fingerprint for one in texts]
     assert prints[0] == prints[1] != prints[2]
@@ -142,7 +140,7 @@ def test_fingerprint_follows_the_lengths_but_not_the_ids(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_an_exception_leaves_what_was_there_before(tmp_path: Path, existing: bool) -> None:
+def test_an_exception_leaves_what_was_there_before(tmp_path, existing):
     if existing:
         written(tmp_path / "data", DOCUMENTS)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -157,9 +155,7 @@ def test_an_exception_leaves_what_was_there_before(tmp_path: Path, existing: boo
 
 @pytest.mark.parametrize("token", [65536, -1])
 @pytest.mark.parametrize("kind", [list, np.array])
-def test_an_id_that_does_not_fit_is_refused_not_wrapped(
-    tmp_path: Path, token: int, kind: type
-) -> None:
+def test_an_id_that_does_not_fit_is_refused_not_wrapped(tmp_path, token, kind):
     with (
         pytest.raises(
             InputError, match=f"data.bin: token id {token} of document 1 does not fit uint16"
@@ -173,9 +169,7 @@ def test_an_id_that_does_not_fit_is_refused_not_wrapped(
 
 @pytest.mark.parametrize("chunk", [1, 2, 100])
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_a_corrupt_pair_is_refused_in_parts_of_every_size(
-    tmp_path: Path, name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corrupt_pair_is_refused_in_parts_of_every_size(tmp_path, name, chunk, monkeypatch):
     monkeypatch.setattr(indexed_module, "CHUNK", chunk)
     idx, tokens, message = CORRUPTIONS[name]
     with pytest.raises(InputError, match=message):

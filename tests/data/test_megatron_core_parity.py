@@ -74,7 +74,7 @@ def megatron_datasets(
     ).build()
 
 
-def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
+def test_each_reads_what_the_other_wrote(tmp_path):
     for vocab_size in (100, 70_000):
         ours = write(tmp_path / f"ours-{vocab_size}", seed=1, documents=23, vocab_size=vocab_size)
         read = indexed_dataset.IndexedDataset(ours)
@@ -105,9 +105,7 @@ def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("num_samples", [(60, 9, 5), (300, 40, 1)])
-def test_training_validation_and_test_tokens_agree(
-    tmp_path: Path, words: dict[str, str], num_samples: tuple[int, int, int]
-) -> None:
+def test_training_validation_and_test_tokens_agree(tmp_path, words, num_samples):
     """Whether the splits share their data or have data of their own."""
     prefixes = {
         name: write(tmp_path / name, seed=seed, documents=documents)
@@ -126,7 +124,7 @@ def test_training_validation_and_test_tokens_agree(
 
 
 @in_one_test("case", range(60))
-def test_a_few_short_documents_give_the_same_tokens(tmp_path: Path, case: int) -> None:
+def test_a_few_short_documents_give_the_same_tokens(tmp_path, case):
     """Many epochs, of which the last one is shuffled apart or not."""
     random = np.random.RandomState(case)
     documents, seq_length, most = (int(random.randint(1, most)) for most in (10, 8, 41))
@@ -152,7 +150,7 @@ def compared(data: DataConfig, num_samples: tuple[int, int, int]) -> int:
 
 
 @pytest.mark.parametrize("flags", list(product((False, True), repeat=3)))
-def test_documents_have_the_masks_and_positions_of_theirs(flags: tuple[bool, bool, bool]) -> None:
+def test_documents_have_the_masks_and_positions_of_theirs(flags):
     mask_loss, reset_positions, reset_attention = flags
     rules = DocumentRules(
         eod=EOD,

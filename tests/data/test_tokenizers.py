@@ -67,7 +67,7 @@ def write_hugging_face(
     return folder
 
 
-def test_gpt2_merges_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_gpt2_merges_in_the_order_of_the_file(tmp_path):
     tokenizer = write_gpt2(tmp_path)
     letter = {character: byte for byte, character in enumerate(byte_characters())}
     assert tokenizer.tokenize("low lower") == [257, letter["Ġ"], 257, 258]
@@ -75,7 +75,7 @@ def test_gpt2_merges_in_the_order_of_the_file(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (260, 259)
 
 
-def test_gpt2_gives_every_text_back(tmp_path: Path) -> None:
+def test_gpt2_gives_every_text_back(tmp_path):
     tokenizer = write_gpt2(tmp_path)
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
     # only the tool writes the end of a document, never the text
@@ -84,14 +84,14 @@ def test_gpt2_gives_every_text_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [".", "tokenizer.json"])
-def test_hugging_face_reads_a_folder_or_a_file(tmp_path: Path, path: str) -> None:
+def test_hugging_face_reads_a_folder_or_a_file(tmp_path, path):
     tokenizer = hugging_face(write_hugging_face(tmp_path) / path)
     assert tokenizer.tokenize("abc ab") == [3, 2, 4, 3]
     assert tokenizer.detokenize([3, 2, 4, 3, 6]) == "abc ab</s>"
     assert (tokenizer.vocab_size, tokenizer.eod) == (7, 6)
 
 
-def test_truncation_and_padding_of_the_file_do_not_touch_documents(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_the_file_do_not_touch_documents(tmp_path):
     assert hugging_face(write_hugging_face(tmp_path, truncation=True)).tokenize("abcab") == [
         3,
         2,
@@ -101,9 +101,7 @@ def test_truncation_and_padding_of_the_file_do_not_touch_documents(tmp_path: Pat
 
 
 @pytest.mark.parametrize("eos_token", ["<x>", {"content": "<x>", "lstrip": False}])
-def test_eos_token_of_the_tokenizer_config_ends_a_document(
-    tmp_path: Path, eos_token: object
-) -> None:
+def test_eos_token_of_the_tokenizer_config_ends_a_document(tmp_path, eos_token):
     write_hugging_face(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
     assert hugging_face(tmp_path).eod == 5
@@ -114,14 +112,14 @@ def test_eos_token_of_the_tokenizer_config_ends_a_document(
     ["[" * 100_000, r'{"eos_token": "\ud800"}', "[]", "{"],
     ids=["nesting", "surrogate", "list", "broken"],
 )
-def test_a_tokenizer_config_that_cannot_be_read_is_named(tmp_path: Path, content: str) -> None:
+def test_a_tokenizer_config_that_cannot_be_read_is_named(tmp_path, content):
     write_hugging_face(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(InputError, match=r"tokenizer_config\.json: "):
         hugging_face(tmp_path)
 
 
-def test_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given(tmp_path: Path) -> None:
+def test_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given(tmp_path):
     def config(vocab_size: int | None) -> TokenizerConfig:
         return TokenizerConfig(
             tokenizer_type="HuggingFaceTokenizer",
@@ -138,7 +136,7 @@ def test_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given(tmp_path: Pat
         resolve_vocabulary(config(6))
 
 
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=r"tokenizer\.json: not a tokenizer that can be read"):
@@ -149,7 +147,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "TikTokenizer"])
-def test_a_file_that_cannot_be_read_is_an_error_of_the_input(kind: str) -> None:
+def test_a_file_that_cannot_be_read_is_an_error_of_the_input(kind):
     with pytest.raises(InputError, match="/proc/self/mem: cannot be read"):
         build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model="/proc/self/mem"))
 
@@ -185,7 +183,7 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE_TYPES)
-def test_sentencepiece_equals_megatron_core(sentences: Path, kind: str) -> None:
+def test_sentencepiece_equals_megatron_core(sentences, kind):
     library = pytest.importorskip("megatron.core.tokenizers.text.libraries.sentencepiece_tokenizer")
     oracle = library.SentencePieceTokenizer(str(sentences))
     ours = build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(sentences)))
@@ -234,9 +232,7 @@ def _config(path: Path, **fields: Any) -> TokenizerConfig:
 @pytest.mark.parametrize("pattern", [None, "v1", "v2"])
 @pytest.mark.parametrize("special", [None, [*SPECIAL, "<more>"]])
 @pytest.mark.parametrize("cut", [0, 2])
-def test_tiktoken_equals_megatron_core(
-    tmp_path: Path, pattern: str | None, special: list[str] | None, cut: int
-) -> None:
+def test_tiktoken_equals_megatron_core(tmp_path, pattern, special, cut):
     pytest.importorskip("tiktoken")
     library = pytest.importorskip("megatron.core.tokenizers.text.libraries.tiktoken_tokenizer")
     path, size = _written(tmp_path, entries(*MORE)), 256 + len(MORE) + 10 - cut
@@ -262,7 +258,7 @@ def test_tiktoken_equals_megatron_core(
         assert ours.detokenize(ids) == text
 
 
-def test_the_files_of_tiktoken_travel_too(tmp_path: Path) -> None:
+def test_the_files_of_tiktoken_travel_too(tmp_path):
     pytest.importorskip("tiktoken")
     config = _config(_written(tmp_path, entries(*MORE)))
     assert resolve_vocabulary(config) == config
@@ -286,8 +282,6 @@ def _changed(number: int, **fields: object) -> list[dict[str, Any]]:
         (entries(*MORE), {"vocab_size": 10}, "must be at least the 7 named .* --vocab-size 10"),
     ],
 )
-def test_a_list_of_tokens_that_does_not_fit_is_refused(
-    tmp_path: Path, content: object, fields: dict[str, Any], message: str
-) -> None:
+def test_a_list_of_tokens_that_does_not_fit_is_refused(tmp_path, content, fields, message):
     with pytest.raises(InputError, match=message):
         build_tokenizer(_config(_written(tmp_path, content), **fields))

@@ -225,16 +225,14 @@ def wrong(
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"), pairs.only([(1, False), (2, False), (2, True)], 0, 2)
 )
-def test_every_module_keeps_computes_sends_and_holds_what_is_described(
-    tp_size: int, sequence_parallel: bool
-) -> None:
+def test_every_module_keeps_computes_sends_and_holds_what_is_described(tp_size, sequence_parallel):
     found = run_ranks(wrong, tp_size, sequence_parallel, detail=False)
     assert found == [{}] * tp_size
 
 
 @pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-def test_experts_of_other_ranks_keep_send_and_hold_what_is_described(layout: str) -> None:
+def test_experts_of_other_ranks_keep_send_and_hold_what_is_described(layout):
     """Given the rows of each rank's experts, which are data."""
     fields = EXPERT_LAYOUTS[layout]
     assert run_ranks(wrong, 2, "tp_size" in fields, fields, detail=False) == [{}] * 2

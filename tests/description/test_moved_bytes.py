@@ -78,9 +78,7 @@ def dispatched(config: ModelConfig) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_layer_moves_the_bytes_that_torch_dispatches(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_moves_the_bytes_that_torch_dispatches(case, monkeypatch):
     # torch knows no autocast for the meta device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
     one, two = (

@@ -38,7 +38,7 @@ def entries(layer: LayerDescription, region: str) -> list[RegionEntry]:
 
 
 @pytest.mark.parametrize("region", MODULES)
-def test_a_region_is_entered_where_its_operations_are_and_nowhere_else(region: str) -> None:
+def test_a_region_is_entered_where_its_operations_are_and_nowhere_else(region):
     for layer in layers():
         inside = False
         for operation in layer.operations:
@@ -51,7 +51,7 @@ def test_a_region_is_entered_where_its_operations_are_and_nowhere_else(region: s
 
 
 @pytest.mark.parametrize("region", MODULES)
-def test_a_region_lies_inside_its_parent_and_inside_no_other(region: str) -> None:
+def test_a_region_lies_inside_its_parent_and_inside_no_other(region):
     for operation in (
         one for layer in layers() for one in layer.operations if region in one.regions
     ):
@@ -62,7 +62,7 @@ def test_a_region_lies_inside_its_parent_and_inside_no_other(region: str) -> Non
 
 
 @pytest.mark.parametrize("region", MODULES)
-def test_discarded_outputs_are_those_that_a_later_operation_saves(region: str) -> None:
+def test_discarded_outputs_are_those_that_a_later_operation_saves(region):
     for layer in layers():
         for entry in entries(layer, region):
             assert bool(entry.discards) == (REGIONS[region].method == "discard")
@@ -77,11 +77,11 @@ def test_discarded_outputs_are_those_that_a_later_operation_saves(region: str) -
 
 
 @pytest.mark.parametrize("region", MODULES)
-def test_a_region_has_a_tail_exactly_where_the_table_says_so(region: str) -> None:
+def test_a_region_has_a_tail_exactly_where_the_table_says_so(region):
     assert REGIONS[region].skips_tail == any(layer.tail(region) for layer in layers())
 
 
-def test_a_region_inside_another_one_that_is_named_is_left_out() -> None:
+def test_a_region_inside_another_one_that_is_named_is_left_out():
     assert without_nested(("activation", "mlp", "dropout")) == {"mlp", "dropout"}
     assert nested(("activation", "mlp")) == [("activation", "mlp")]
     assert (

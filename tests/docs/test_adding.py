@@ -75,7 +75,7 @@ def losses(folder: Path, *runs: list[str]) -> list[list[float]]:
 
 
 @pytest.mark.long
-def test_a_norm(tmp_path: Path) -> None:
+def test_a_norm(tmp_path):
     own = ["--normalization", "MeanNorm"]
     other, plain, *others = losses(
         copy_with("A norm", tmp_path),
@@ -88,7 +88,7 @@ def test_a_norm(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_region(tmp_path: Path) -> None:
+def test_a_region(tmp_path):
     rotary = ["--position-embedding-type", "rope", "--recompute-policy"]
     folder = copy_with("A region", tmp_path)
     plain, rebuilt = losses(folder, [*rotary, "*:none"], [*rotary, "*:rotary"])
@@ -96,7 +96,7 @@ def test_a_region(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_flag(tmp_path: Path) -> None:
+def test_a_flag(tmp_path):
     folder = copy_with("A flag", tmp_path)
     assert "what the log begins with" in ran(folder, "pretrain_gpt.py", "--help", "greeting")
     flags = [*SMALL_RUN, *MOCK, "--greeting", "Good morning", "--dump-config"]
@@ -106,7 +106,7 @@ def test_a_flag(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_family(tmp_path: Path) -> None:
+def test_a_family(tmp_path):
     folder = copy_with("A family", tmp_path)
     config = {
         "model_type": "mymodel",

@@ -73,20 +73,20 @@ def run_of(row: Row) -> RunConfig:
 
 
 @in_one_test("row", [row for row in ROWS if row.system != "megatron"])
-def test_the_preset_gives_the_flags_of_the_row(row: Row) -> None:
+def test_the_preset_gives_the_flags_of_the_row(row):
     size = row.tp_size if row.system in PARTITIONING else None
     assert translated(json.loads(row.theirs), row.system, size).flags == row.ours
 
 
 @in_one_test("row", [row for row in ROWS if row.system == "megatron"])
-def test_megatrons_flags_give_the_plan_of_the_policy(row: Row) -> None:
+def test_megatrons_flags_give_the_plan_of_the_policy(row):
     theirs = parsed(tuple(shlex.split(row.theirs)), row.tp_size)
     assert plan_stage(theirs.recompute, 5) == plan_stage(run_of(row).recompute, 5)
     assert theirs.recompute.policy == run_of(row).recompute.policy
 
 
 @in_one_test("row", ROWS)
-def test_the_figure_is_the_predicted_one(row: Row) -> None:
+def test_the_figure_is_the_predicted_one(row):
     run = run_of(row)
     plan, sizes = plan_stage(run.recompute, run.model.num_layers), Sizes.of(run, device="cpu")
     device, host = (of(run.model, plan, sizes) for of in (activation_bytes, host_bytes))
@@ -94,7 +94,7 @@ def test_the_figure_is_the_predicted_one(row: Row) -> None:
 
 
 @in_one_test("cells", [cells for heading, last, cells in tables() if last == "error"])
-def test_what_is_refused_says_why(cells: list[str]) -> None:
+def test_what_is_refused_says_why(cells):
     system, config, message = cells
     with pytest.raises(ValueError) as raised:
         size = 1 if system.lower() in PARTITIONING else None
@@ -103,7 +103,7 @@ def test_what_is_refused_says_why(cells: list[str]) -> None:
 
 
 @in_one_test("cells", [row for head, last, row in tables() if (head, last) == HERE])
-def test_a_budget_for_the_compiler_is_a_run_without_a_policy(cells: list[str]) -> None:
+def test_a_budget_for_the_compiler_is_a_run_without_a_policy(cells):
     words = tuple(shlex.split(cells[1]))
     run = parsed(words, 1)
     assert translated(json.loads(cells[0]), "torchtitan").flags == words

@@ -32,7 +32,7 @@ def script(block: Block, where: Path, number: int) -> str:
 @pytest.mark.parametrize(
     "page", [page for page in [*PAGES[1:], PAGES[0]] if RUN[page]], ids=lambda page: page.name
 )
-def test_the_commands_of_a_page_work_one_after_the_other(page: Path) -> None:
+def test_the_commands_of_a_page_work_one_after_the_other(page):
     with folder() as where:
         blocks = enumerate(RUN[page])
         printed = [run(script(block, where, number), where) for number, block in blocks]
@@ -40,7 +40,7 @@ def test_the_commands_of_a_page_work_one_after_the_other(page: Path) -> None:
 
 
 @pytest.mark.weekly
-def test_the_resumed_run_of_the_page_is_the_uninterrupted_one() -> None:
+def test_the_resumed_run_of_the_page_is_the_uninterrupted_one():
     """The rows of the page's two commands, and those of one run with all iterations."""
     page = ROOT / "docs" / "training.md"
     first, second = [block for block in RUN[page] if "--train-iters" in block.text]
@@ -56,7 +56,7 @@ def test_the_resumed_run_of_the_page_is_the_uninterrupted_one() -> None:
     assert [iteration for iteration, _ in losses[0]] == list(range(1, 41))
 
 
-def test_the_flags_of_the_launcher_exist_on_every_page() -> None:
+def test_the_flags_of_the_launcher_exist_on_every_page():
     """Also in commands that no test runs. Flags of other programs stand before its name."""
     known = set(supported_flags(build_parser())) | {"--help"}
     found = 0

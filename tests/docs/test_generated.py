@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.docs import figures
@@ -15,24 +13,24 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_what_is_made_of_results_and_of_the_package_is_not_stale(page: Path) -> None:
+def test_what_is_made_of_results_and_of_the_package_is_not_stale(page):
     assert difference(page, is_quick) == ""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_what_commands_print_is_not_stale(page: Path) -> None:
+def test_what_commands_print_is_not_stale(page):
     if any(block.kind in ("output of", "printed") for block in blocks(page)):
         assert difference(page) == ""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", figures.FILES, ids=lambda path: path.name)
-def test_a_picture_is_not_stale(path: Path) -> None:
+def test_a_picture_is_not_stale(path):
     assert path.read_text(encoding="utf-8") == figures.FILES[path]()
 
 
-def test_every_block_has_a_mark_that_fits_it() -> None:
+def test_every_block_has_a_mark_that_fits_it():
     assert len(BLOCKS) > 40
     wrong = [
         block.name

@@ -36,7 +36,7 @@ def links(page: Path) -> Iterator[str]:
 
 
 @in_one_test("page", CHECKED)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_leads_somewhere(page):
     dead = []
     for link in links(page):
         if re.match(r"https?://", link):
@@ -48,16 +48,16 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert dead == []
 
 
-def test_the_index_has_every_page_and_every_page_is_reached() -> None:
+def test_the_index_has_every_page_and_every_page_is_reached():
     index = set(links(ROOT / "docs" / "README.md"))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= index
 
 
-def test_the_readme_leads_to_the_index() -> None:
+def test_the_readme_leads_to_the_index():
     assert "docs/README.md" in set(links(ROOT / "README.md"))
 
 
-def test_the_tree_of_architecture_names_every_folder_and_files_that_exist() -> None:
+def test_the_tree_of_architecture_names_every_folder_and_files_that_exist():
     page, package = text_of("architecture"), ROOT / "megatron_lite"
     folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
     assert folders <= set(page.split())
@@ -65,13 +65,13 @@ def test_the_tree_of_architecture_names_every_folder_and_files_that_exist() -> N
     assert len(paths) > 15 and [path for path in paths if not (ROOT / path).is_file()] == []
 
 
-def test_the_table_of_convert_has_every_family_in_order() -> None:
+def test_the_table_of_convert_has_every_family_in_order():
     families = text_of("convert").partition("## Hugging Face")[2].partition("## Megatron-LM")[0]
     assert re.findall(r"^\| `(\w+)` \|", families, re.MULTILINE) == list(FAMILIES)
     assert not FAMILIES.keys() & REASONS.keys()
 
 
-def test_reliability_names_tests_that_exist_and_every_file_of_faults() -> None:
+def test_reliability_names_tests_that_exist_and_every_file_of_faults():
     page = text_of("reliability")
     # Links such as [`faults/test_a.py`](../tests/faults/test_a.py "test_one, test_two").
     found = re.findall(

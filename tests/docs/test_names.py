@@ -13,7 +13,7 @@ LINES = [line for line in PAGE.splitlines() if re.match(r"\| (?!theirs)", line)]
 ROWS = [line.strip("|").split("|")[1] for line in LINES]
 
 
-def test_every_row_has_names_of_ours_that_exist_or_none() -> None:
+def test_every_row_has_names_of_ours_that_exist_or_none():
     for ours in ROWS:
         places = re.findall(r"((?:`[\w.]+` and )?`[\w.]+`) in `([\w/]+\.py)`", ours)
         # Every file on our side belongs to a name.
@@ -25,6 +25,6 @@ def test_every_row_has_names_of_ours_that_exist_or_none() -> None:
             assert parts <= set(re.findall(r"\w+", path.read_text())), ours
 
 
-def test_every_flag_on_the_page_is_one_of_the_launcher() -> None:
+def test_every_flag_on_the_page_is_one_of_the_launcher():
     flags = {flag for row in ROWS for flag in re.findall(r"`(--[^`]+)`", row)}
     assert flags and flags <= set(supported_flags(build_parser()))

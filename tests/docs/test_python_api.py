@@ -26,9 +26,7 @@ SMALL = dict(
 
 
 @pytest.mark.parametrize("number", range(len(CODE)))
-def test_a_block_runs(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_block_runs(number, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(compile(CODE[number], f"block {number} of docs/training.md", "exec"), {})
     if number == 0:
@@ -36,12 +34,12 @@ def test_a_block_runs(
         assert len(CODE[0].splitlines()) <= 15
 
 
-def test_the_table_names_every_public_function() -> None:
+def test_the_table_names_every_public_function():
     functions = {name for name in api.__all__ if name[0].islower()}
     assert {*re.findall(r"^\| `(\w+)\(", PAGE, re.MULTILINE)} == functions
 
 
-def test_a_configuration_equals_that_of_the_flags() -> None:
+def test_a_configuration_equals_that_of_the_flags():
     from arguments import parse_args
 
     words = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
@@ -52,23 +50,23 @@ def test_a_configuration_equals_that_of_the_flags() -> None:
     )
 
 
-def test_a_misspelt_setting_is_named() -> None:
+def test_a_misspelt_setting_is_named():
     with pytest.raises(TypeError, match="no setting of a run: hiden_size"):
         api.run_config(**SMALL, hiden_size=3)
 
 
-def test_every_missing_setting_is_in_one_message() -> None:
+def test_every_missing_setting_is_in_one_message():
     with pytest.raises(TypeError, match="missing settings of a run: micro_batch_size, seq_length$"):
         api.run_config(preset="llama3-8b")
 
 
-def test_a_preset_gives_the_model_and_settings_override_it() -> None:
+def test_a_preset_gives_the_model_and_settings_override_it():
     config = api.run_config(preset="gpt2", seq_length=64, micro_batch_size=1, num_layers=3)
     assert config.model.num_layers == 3 and config.model.hidden_size == 768
     assert config.tokenizer.true_vocab_size == 50257
 
 
-def test_a_plan_is_a_run_that_fits_its_budget() -> None:
+def test_a_plan_is_a_run_that_fits_its_budget():
     config = api.run_config(
         preset="gpt2", seq_length=1024, micro_batch_size=1, global_batch_size=64, bf16=True
     )

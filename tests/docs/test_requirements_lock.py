@@ -25,19 +25,19 @@ ENTRIES = [
 ]
 
 
-def test_the_versions_and_markers_are_those_of_the_constraints_in_their_order() -> None:
+def test_the_versions_and_markers_are_those_of_the_constraints_in_their_order():
     assert [
         entry.partition(" --hash")[0].strip().replace(" ;", ";") for entry in ENTRIES
     ] == CONSTRAINTS
 
 
-def test_every_version_has_a_hash_and_nothing_else() -> None:
+def test_every_version_has_a_hash_and_nothing_else():
     for entry in ENTRIES:
         hashes = re.findall(r" --hash=sha256:[0-9a-f]{64}(?= |$)", entry)
         assert hashes and len(set(hashes)) == len(hashes), entry
         assert len(entry.split("--hash")) == len(hashes) + 1, entry
 
 
-def test_the_script_writes_what_is_there() -> None:
+def test_the_script_writes_what_is_there():
     """Without looking anything up: it reads the hashes of its own file."""
     assert lock_requirements.text(lock_requirements.locked()) == LOCK

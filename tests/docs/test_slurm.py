@@ -11,7 +11,7 @@ FOLDER = ROOT / "examples" / "slurm"
 JOB_SCRIPTS = sorted(FOLDER.glob("*.sbatch"))
 
 
-def test_the_ranks_have_less_time_to_save_than_slurm_gives_them() -> None:
+def test_the_ranks_have_less_time_to_save_than_slurm_gives_them():
     seconds = [
         int(found)
         for script in JOB_SCRIPTS

@@ -17,7 +17,7 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))[:2]
 
 
-def test_setup_allows_the_range_that_messages_name_and_the_pinned_release_is_in_it() -> None:
+def test_setup_allows_the_range_that_messages_name_and_the_pinned_release_is_in_it():
     assert re.findall(r'"torch>=([\d.]+),<([\d.]+)"', SETUP) == [(OLDEST, FIRST_UNTRIED)]
     (pinned,) = re.findall(
         r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M
@@ -25,7 +25,7 @@ def test_setup_allows_the_range_that_messages_name_and_the_pinned_release_is_in_
     assert release(OLDEST) <= release(pinned) < release(FIRST_UNTRIED)
 
 
-def test_the_results_on_the_page_are_of_the_ends_of_the_range_and_without_failures() -> None:
+def test_the_results_on_the_page_are_of_the_ends_of_the_range_and_without_failures():
     rows = {release(row["torch"]): row for row in torch_versions.recorded()}
     major, minor = release(FIRST_UNTRIED)
     assert set(rows) == {release(OLDEST), (major, minor - 1)}

@@ -56,7 +56,7 @@ def rows() -> Iterator[tuple[str, dict[str, str]]]:
             yield name, {**absent, **shown, **ours}
 
 
-def test_the_page_has_a_row_for_every_model_and_way_and_a_column_for_every_engine() -> None:
+def test_the_page_has_a_row_for_every_model_and_way_and_a_column_for_every_engine():
     assert sorted(name for name, _ in rows()) == sorted(
         row.name for _, make in TABLES.values() for row in make()
     )
@@ -66,7 +66,7 @@ def test_the_page_has_a_row_for_every_model_and_way_and_a_column_for_every_engin
 @pytest.mark.parametrize(
     "engine", [engine.name for engine in ENGINES if engine.name.startswith("ours")]
 )
-def test_a_policy_of_ours_is_equal_or_an_error_wherever_an_engine_can_know(engine: str) -> None:
+def test_a_policy_of_ours_is_equal_or_an_error_wherever_an_engine_can_know(engine):
     silent = [
         name
         for name, cells in rows()
@@ -77,9 +77,7 @@ def test_a_policy_of_ours_is_equal_or_an_error_wherever_an_engine_can_know(engin
 
 @pytest.mark.weekly
 @pytest.mark.timeout(3600)
-def test_the_command_makes_the_tables_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_makes_the_tables_of_the_page(tmp_path, monkeypatch):
     """Every third row is trained. The cells of the others, and one that takes 20 seconds until it
     counts as endless, are those of the page: tests/recompute compares what is ours in each."""
     page = tmp_path / "page.md"

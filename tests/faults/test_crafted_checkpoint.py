@@ -114,8 +114,8 @@ CRAFTED = {
 
 @pytest.mark.parametrize("name", CRAFTED)
 def test_a_value_that_no_run_has_is_named_and_the_step_before_is_used(
-    tmp_path: Path, good: Path, load: Load, known: dict[str, State], name: str
-) -> None:
+    tmp_path, good, load, known, name
+):
     folder = shutil.copytree(good, tmp_path / "steps")
     file, places, value, named = CRAFTED[name]
     edit(folder / NEWEST / file, places, value)
@@ -140,14 +140,7 @@ def to_a_file_elsewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("how", [to_zeros, os.mkfifo, to_a_file_elsewhere, Path.mkdir])
 @pytest.mark.parametrize("file", [RNG, MODEL, "config.json", "metadata.json", MANIFEST, LATEST])
-def test_what_is_no_regular_file_is_not_read(
-    tmp_path: Path,
-    good: Path,
-    load: Load,
-    file: str,
-    how: Callable[[Path], None],
-    known: dict[str, State],
-) -> None:
+def test_what_is_no_regular_file_is_not_read(tmp_path, good, load, file, how, known):
     """A broken pointer changes nothing."""
     folder = shutil.copytree(good, tmp_path / "a" / "steps")
     path = (folder if file == LATEST else folder / NEWEST) / file
@@ -170,9 +163,7 @@ def test_what_is_no_regular_file_is_not_read(
         (lambda tensor: tensor[:-1].clone(), "(99, 8) that metadata describes (got (98, 8))"),
     ],
 )
-def test_weights_of_another_kind_or_shape_are_refused(
-    tmp_path: Path, good: Path, load: Load, change: Callable[[Tensor], Tensor], message: str
-) -> None:
+def test_weights_of_another_kind_or_shape_are_refused(tmp_path, good, load, change, message):
     folder = shutil.copytree(good, tmp_path / "steps")
     path = folder / NEWEST / MODEL
     tensors = load_file(str(path))
@@ -205,8 +196,8 @@ VALUES = st.one_of(
 @settings(max_examples=settings.default.max_examples // 2, derandomize=True)
 @given(data=st.data())
 def test_any_changed_field_is_refused_or_changes_nothing_that_is_loaded(
-    tmp_path: Path, good: Path, load: Load, known: dict[str, State], data: st.DataObject
-) -> None:
+    tmp_path, good, load, known, data
+):
     """Values of every type and size, and missing ones, at any place of any text."""
     folder = tmp_path / "steps"
     shutil.rmtree(folder, ignore_errors=True)
@@ -229,9 +220,7 @@ def test_any_changed_field_is_refused_or_changes_nothing_that_is_loaded(
     assert same(found, known[BEFORE if refused else NEWEST]) if found else str(folder) in text
 
 
-def test_a_manifest_of_an_older_version_still_loads(
-    tmp_path: Path, good: Path, load: Load, known: dict[str, State]
-) -> None:
+def test_a_manifest_of_an_older_version_still_loads(tmp_path, good, load, known):
     """It had the number of the start that saved the step, and the steps that led to it."""
     folder = shutil.copytree(good, tmp_path / "steps")
     for step in (NEWEST, BEFORE):

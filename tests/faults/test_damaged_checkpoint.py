@@ -78,9 +78,7 @@ def ends_as(whole: Path, folder: Path) -> bool:
         (MANIFEST, "missing"),
     ],
 )
-def test_damage_is_named_and_the_step_before_is_used(
-    tmp_path: Path, begun: Path, whole: Path, file: str, how: str, capsys: Printed
-) -> None:
+def test_damage_is_named_and_the_step_before_is_used(tmp_path, begun, whole, file, how, capsys):
     folder = copy_of(begun, tmp_path / "steps")
     path = folder / NEWEST / file
     data = path.read_bytes()
@@ -98,7 +96,7 @@ def test_damage_is_named_and_the_step_before_is_used(
 
 
 @pytest.mark.long
-def test_on_two_ranks_both_go_back_whichever_reads_the_damage(tmp_path: Path) -> None:
+def test_on_two_ranks_both_go_back_whichever_reads_the_damage(tmp_path):
     """Ranks share the reading: each file is damaged once."""
     whole, begun = tmp_path / "whole" / "steps", tmp_path / "begun" / "steps"
     for folder, stop in ((whole, LAST), (begun, 4)):
@@ -121,8 +119,8 @@ def set_pointer(folder: Path, text: str | None) -> None:
 @pytest.mark.runs(daily=2, ci=5)
 @pytest.mark.parametrize("text", ["", "14", "4\0", "latest", None])
 def test_a_broken_pointer_is_named_and_the_newest_good_step_is_used(
-    tmp_path: Path, begun: Path, whole: Path, text: str | None, capsys: Printed
-) -> None:
+    tmp_path, begun, whole, text, capsys
+):
     folder = copy_of(begun, tmp_path / "steps")
     set_pointer(folder, text)
     run_to_end(run_of(folder, allow_fresh_start=True))
@@ -132,8 +130,8 @@ def test_a_broken_pointer_is_named_and_the_newest_good_step_is_used(
 
 
 def test_a_pointer_to_an_earlier_step_is_followed_and_the_later_one_is_out_of_the_way(
-    tmp_path: Path, begun: Path, whole: Path, capsys: Printed
-) -> None:
+    tmp_path, begun, whole, capsys
+):
     """By hand, or by a flipped bit. A later step of another course is never taken for this
     run's."""
     folder = copy_of(begun, tmp_path / "steps")
@@ -146,9 +144,7 @@ def test_a_pointer_to_an_earlier_step_is_followed_and_the_later_one_is_out_of_th
 
 
 @pytest.mark.parametrize("victim", [f"{NEWEST}/{MODEL}", LATEST])
-def test_without_fallback_damage_is_an_error_and_nothing_is_touched(
-    tmp_path: Path, begun: Path, victim: str
-) -> None:
+def test_without_fallback_damage_is_an_error_and_nothing_is_touched(tmp_path, begun, victim):
     folder = copy_of(begun, tmp_path / "steps")
     flip_bit(folder / victim, 6)
     files = [path for path in folder.rglob("*.*") if path.is_file() and path.name != "lock.json"]
@@ -159,9 +155,7 @@ def test_without_fallback_damage_is_an_error_and_nothing_is_touched(
 
 
 @pytest.mark.parametrize("pointer", ["4", "", None])
-def test_where_every_step_is_damaged_nothing_starts_from_scratch(
-    tmp_path: Path, begun: Path, pointer: str | None
-) -> None:
+def test_where_every_step_is_damaged_nothing_starts_from_scratch(tmp_path, begun, pointer):
     folder = copy_of(begun, tmp_path / "steps")
     for step in (BEFORE, NEWEST):
         flip_bit(folder / step / MODEL, 5000)
@@ -176,9 +170,7 @@ def test_where_every_step_is_damaged_nothing_starts_from_scratch(
         run_to_end(config)
 
 
-def test_a_step_of_another_name_format_or_shape_of_manifest_is_damaged(
-    tmp_path: Path, begun: Path
-) -> None:
+def test_a_step_of_another_name_format_or_shape_of_manifest_is_damaged(tmp_path, begun):
     """Whatever the text: too long, too deep, of another step, without a file, or naming a file
     outside."""
     folder = copy_of(begun, tmp_path / "steps")
@@ -214,9 +206,7 @@ def good(begun: Path) -> dict[str, dict[str, Tensor]]:
 
 @settings(max_examples=settings.default.max_examples // 2, derandomize=True)
 @given(data=st.data())
-def test_any_flipped_bit_leaves_the_newest_step_or_the_one_before_it(
-    tmp_path: Path, begun: Path, good: dict[str, dict[str, Tensor]], data: st.DataObject
-) -> None:
+def test_any_flipped_bit_leaves_the_newest_step_or_the_one_before_it(tmp_path, begun, good, data):
     """In any file of the newest step, or in the pointer: what is loaded is one of the two, in every
     bit."""
     folder = tmp_path / "steps"

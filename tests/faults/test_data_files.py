@@ -64,9 +64,7 @@ def _foreign_ids(prefix: Path, kind: str) -> None:
         (_foreign_ids, "bin", "but the vocabulary has 99 ids"),
     ],
 )
-def test_a_damaged_pair_ends_every_rank_with_status_2(
-    tmp_path: Path, damage: Callable[[Path, str], None], kind: str, message: str
-) -> None:
+def test_a_damaged_pair_ends_every_rank_with_status_2(tmp_path, damage, kind, message):
     prefix = _write(tmp_path / "data")
     damage(prefix, kind)
     with program([*RUN, "--data-path", str(prefix)], ranks=2) as run:
@@ -75,9 +73,7 @@ def test_a_damaged_pair_ends_every_rank_with_status_2(
         assert message in said and "Traceback" not in run.everything()
 
 
-def test_a_pair_that_only_one_node_has_damaged_ends_the_run_and_that_rank_says_why(
-    tmp_path: Path,
-) -> None:
+def test_a_pair_that_only_one_node_has_damaged_ends_the_run_and_that_rank_says_why(tmp_path):
     """Each rank is a node of its own here: the same relative path, its own files."""
     for rank in range(2):
         _write(tmp_path / str(rank) / "data")
@@ -91,7 +87,7 @@ def test_a_pair_that_only_one_node_has_damaged_ends_the_run_and_that_rank_says_w
 
 
 @pytest.mark.long
-def test_node_local_caches_one_of_them_empty_give_the_same_run(tmp_path: Path) -> None:
+def test_node_local_caches_one_of_them_empty_give_the_same_run(tmp_path):
     prefix = _write(tmp_path / "data")
     common = [*RUN, "--data-path", str(prefix), "--data-cache-path", "cache"]
     for name in ("shared", "0", "1"):
@@ -117,7 +113,7 @@ def test_node_local_caches_one_of_them_empty_give_the_same_run(tmp_path: Path) -
     )
 
 
-def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path):
     arrays = {"order": np.arange(7)[::-1], "starts": np.arange(10).reshape(5, 2)}
     folder, built, status = str(tmp_path), 0, -1
 
@@ -150,9 +146,7 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
 
 
 @pytest.mark.long
-def test_a_killed_index_build_ends_the_other_rank_and_the_next_run_builds_it(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_index_build_ends_the_other_rank_and_the_next_run_builds_it(tmp_path):
     prefix = _write(tmp_path / "data")
 
     def prepare(rank: int) -> None:

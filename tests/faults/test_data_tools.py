@@ -44,9 +44,7 @@ def _flags(source: Path, prefix: Path, *more: str) -> list[str]:
 # --- a full disk ---
 
 
-def test_a_full_disk_at_the_index_leaves_the_pair_of_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_at_the_index_leaves_the_pair_of_before(tmp_path, capsys):
     """The tokens fit; the index, which is larger, does not."""
     with small_disk(tmp_path / "disk", kilobytes=64) as disk:
         assert preprocess_data.main(_flags(_corpus(tmp_path / "in.jsonl", 10), disk / "out")) == 0
@@ -67,9 +65,7 @@ def test_a_full_disk_at_the_index_leaves_the_pair_of_before(
 
 @pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(("workers", "name"), [(2, "SIGTERM"), (1, "SIGINT"), (2, "SIGHUP")])
-def test_a_signal_leaves_no_partial_file_and_no_worker(
-    tmp_path: Path, name: str, workers: int
-) -> None:
+def test_a_signal_leaves_no_partial_file_and_no_worker(tmp_path, name, workers):
     """The tool dies of the signal, as a shell expects, and says so in one line."""
     (tmp_path / "out").mkdir()
     with _endless(tmp_path, workers) as tool:
@@ -82,8 +78,8 @@ def test_a_signal_leaves_no_partial_file_and_no_worker(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_end_with_a_parent_that_is_killed_and_the_next_run_removes_its_partial_file(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "out").mkdir()
     with _endless(tmp_path, workers=2) as tool:
         workers = [os.pidfd_open(pid) for pid in _children(tool.pid)]
@@ -145,9 +141,7 @@ def _children(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_line_beyond_the_limit_is_named_and_one_at_the_limit_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
-) -> None:
+def test_a_line_beyond_the_limit_is_named_and_one_at_the_limit_is_read(tmp_path, capsys, workers):
     lines = [json.dumps({"text": "1 " * count}) for count in (3, 40, 3)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
     flags = _flags(
@@ -159,7 +153,7 @@ def test_a_line_beyond_the_limit_is_named_and_one_at_the_limit_is_read(
     assert f"in.jsonl:2: the line is longer than --max-line-bytes {len(lines[1]) - 1}, " in error
 
 
-def test_a_line_without_an_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+def test_a_line_without_an_end_is_not_read_to_its_end(tmp_path):
     """A sparse file of 1 TiB: nothing but a bounded read comes back from it."""
     with open(tmp_path / "in.jsonl", "wb") as file:
         file.write(b'{"text": "1"}\n{"text": "')
@@ -191,9 +185,7 @@ def _read(prefix: str) -> tuple[list[int], ...] | str:
     return tuple(found.get(number).tolist() for number in range(len(found)))
 
 
-def test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx(
-    tmp_path: Path,
-) -> None:
+def test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx(tmp_path):
     prefix, seen, status, points = str(tmp_path / "a"), set[str](), -1, 0
     while status != 0:
         written(prefix, OLD)
@@ -213,9 +205,7 @@ def test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx(
     assert seen == {"old", "none", "new"} and points >= 7
 
 
-def test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need(tmp_path, monkeypatch):
     """A name reaches the disk when its folder is synced: between the end of the old index and the
     new .bin lies such a sync."""
     prefix, calls = str(tmp_path / "a"), list[str]()
@@ -241,9 +231,7 @@ def test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need(
     )
 
 
-def test_a_reader_that_a_writer_overtakes_does_not_mix_the_pairs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_a_writer_overtakes_does_not_mix_the_pairs(tmp_path, monkeypatch):
     """The writer comes between the reader's look at the .idx and its look at the .bin."""
     prefix = str(tmp_path / "a")
     written(prefix, OLD)

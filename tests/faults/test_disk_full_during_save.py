@@ -110,13 +110,8 @@ CASES = [
 @pytest.mark.runs(daily=0, ci=2)
 @pytest.mark.parametrize(("fault", "reasons", "async_save"), CASES)
 def test_a_save_that_the_system_refuses_leaves_all_as_it_was(
-    tmp_path: Path,
-    begun: Path,
-    whole: dict[str, bytes],
-    fault: Callable[[Path, int], None],
-    reasons: tuple[str, ...],
-    async_save: bool,
-) -> None:
+    tmp_path, begun, whole, fault, reasons, async_save
+):
     folder = shutil.copytree(begun, tmp_path / "steps")
     if fault is folder_is_closed:
         check_can_mount(tmp_path)

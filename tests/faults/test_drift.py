@@ -3,7 +3,6 @@ and never saved."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,9 +78,7 @@ CASES = [
 
 @pytest.mark.runs(daily=1, ci=7)
 @pytest.mark.parametrize(("shape", "odd", "name", "state"), CASES)
-def test_one_ulp_on_one_rank_is_found_and_named(
-    shape: str, odd: int, name: str, state: str | None
-) -> None:
+def test_one_ulp_on_one_rank_is_found_and_named(shape, odd, name, state):
     """Of two copies nobody knows which is right: both are named."""
     config, ranks = run_config(shape, 3, model=dict(attention_dropout=0.0)), SHAPES[shape].ranks
     for error, iteration in run_ranks(_perturbed, ranks, config, odd, name, state, detail=False):
@@ -90,9 +87,7 @@ def test_one_ulp_on_one_rank_is_found_and_named(
         assert f"rank 0: {whole}; rank {ranks // 2}: {whole}." in error
 
 
-def test_drifted_weights_are_not_saved_and_the_last_checkpoint_leads_to_the_same_end(
-    tmp_path: Path,
-) -> None:
+def test_drifted_weights_are_not_saved_and_the_last_checkpoint_leads_to_the_same_end(tmp_path):
     """The interval alone would not have found it before the save."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     config = run_config("dp2", 100)

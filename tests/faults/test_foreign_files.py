@@ -123,9 +123,7 @@ def status(tool: Tool, folder: Path) -> object:
 
 @pytest.mark.runs(daily=4, ci=11)
 @pytest.mark.parametrize("name", TOOLS)
-def test_a_file_that_is_no_file_of_its_folder_is_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_file_of_its_folder_is_refused(name, tmp_path, capsys):
     tool, folder = TOOLS[name], tmp_path / "work"
     folder.mkdir()
     tool.prepare(folder)

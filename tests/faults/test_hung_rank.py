@@ -8,7 +8,6 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -45,9 +44,7 @@ def _stopped() -> None:
         (TENSOR, 1, "evaluation", "iteration 3 (validation loss)"),
     ],
 )
-def test_a_stopped_rank_is_named_after_the_timeout(
-    layout: list[str], rank: int, place: str, where: str
-) -> None:
+def test_a_stopped_rank_is_named_after_the_timeout(layout, rank, place, where):
     def check(limit: float) -> None:
         arguments = [*RUN, f"{limit:g}", *layout]
         with program(arguments, ranks=2, prepare=_at(rank, place, 3, _stopped)) as run:
@@ -62,7 +59,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(
 
 
 @pytest.mark.long
-def test_a_rank_that_waits_outside_a_collective_writes_its_own_stack() -> None:
+def test_a_rank_that_waits_outside_a_collective_writes_its_own_stack():
     """As when a file system does not answer: the process lives, and its stack says where it
     hangs."""
 
@@ -84,9 +81,7 @@ def test_a_rank_that_waits_outside_a_collective_writes_its_own_stack() -> None:
 
 
 @pytest.mark.long
-def test_a_checkpoint_and_a_first_iteration_may_take_longer_than_the_timeout(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_and_a_first_iteration_may_take_longer_than_the_timeout(tmp_path):
     """On all ranks alike; the first iteration is under --distributed-timeout-minutes."""
 
     def check(limit: float) -> None:

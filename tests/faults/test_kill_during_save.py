@@ -94,9 +94,7 @@ CASES = [*product([0], range(7)), *product([1], range(3)), *product([0], range(7
 
 @pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize(("victim", "number"), CASES)
-def test_a_kill_before_any_change_costs_nothing(
-    tmp_path: Path, damaged: Path, whole: dict[str, bytes], victim: int, number: int
-) -> None:
+def test_a_kill_before_any_change_costs_nothing(tmp_path, damaged, whole, victim, number):
     folder = shutil.copytree(damaged, tmp_path / "steps")
     takes_all, async_save = number % 2 == 0, number // 2 % 2 == 0
     config = run_of(folder, save_keep_last=1, async_save=async_save)

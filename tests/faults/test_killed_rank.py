@@ -52,8 +52,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("place", "iteration"), [("replay", 6), *(("forward", 5), ("backward", 5), ("evaluation", 4))]
 )
 def test_the_others_name_it_and_the_resumed_run_equals_an_uninterrupted_one(
-    tmp_path: Path, whole: Path, place: str, iteration: int
-) -> None:
+    tmp_path, whole, place, iteration
+):
     arguments = _into(tmp_path)
     with program(arguments, ranks=2, prepare=_killed(1, place, iteration)) as run:
         assert run.wait(1) == [-signal.SIGKILL]
@@ -71,9 +71,7 @@ def test_the_others_name_it_and_the_resumed_run_equals_an_uninterrupted_one(
 @pytest.mark.parametrize(
     ("victim", "function"), [(1, "row_of"), (1, "rows_from_plain"), (0, "sync")]
 )
-def test_a_rank_that_dies_in_a_save_ends_the_others(
-    tmp_path: Path, victim: int, function: str, more: list[str]
-) -> None:
+def test_a_rank_that_dies_in_a_save_ends_the_others(tmp_path, victim, function, more):
     """In the middle of a rank's files, once every rank knows all files, and after the manifest."""
 
     def prepare(rank: int) -> None:
@@ -85,7 +83,7 @@ def test_a_rank_that_dies_in_a_save_ends_the_others(
         assert f"rank {victim} is gone" in run.everything()
 
 
-def test_a_rank_with_a_fault_of_its_own_says_it_alone() -> None:
+def test_a_rank_with_a_fault_of_its_own_says_it_alone():
     def fails() -> None:
         raise ArithmeticError("a fault of rank 1")
 

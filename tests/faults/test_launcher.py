@@ -72,7 +72,7 @@ def _workers(process: subprocess.Popen[bytes]) -> list[int]:
         return []
 
 
-def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
+def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_from_there(tmp_path):
     """torchrun treats SIGTERM alike, which it handles without the flag."""
     name, launcher = "SIGUSR1", ("--signals-to-handle", "SIGTERM,SIGUSR1")
     save = tmp_path / "save"
@@ -88,7 +88,7 @@ def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_from_there(tmp_path:
     assert step_bytes(save, 60) == step_bytes(tmp_path / "whole", 60) != {}
 
 
-def test_ranks_whose_launcher_died_of_a_signal_that_it_does_not_handle_end(tmp_path: Path) -> None:
+def test_ranks_whose_launcher_died_of_a_signal_that_it_does_not_handle_end(tmp_path):
     """SIGUSR1 without --signals-to-handle: torchrun dies at once and tells nobody."""
     with _torchrun(tmp_path, *RUN, "--train-iters", "100000", "--exit-signal-handler") as process:
         workers = [os.pidfd_open(pid) for pid in _workers(process)]

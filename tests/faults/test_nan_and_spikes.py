@@ -134,8 +134,8 @@ def check_skips_one(shape: str, config: RunConfig, where: str, value: float, at:
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(("shape", "where", "value", "named"), CASES)
 def test_what_is_not_finite_on_one_rank_skips_the_update_on_all(
-    tmp_path: Path, shape: str, where: str, value: float, named: str
-) -> None:
+    tmp_path, shape, where, value, named
+):
     config = run_config(
         shape,
         training=dict(max_skipped_updates=2, global_batch_size=4),
@@ -149,8 +149,8 @@ def test_what_is_not_finite_on_one_rank_skips_the_update_on_all(
 
 
 def test_so_many_in_a_row_stop_the_run_with_one_message_and_it_goes_on_from_its_checkpoint(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Iteration 3 alone does not; 5, 6 and 7 do. Without the fault the resumed run equals one that
     never had it."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -184,7 +184,7 @@ def test_so_many_in_a_row_stop_the_run_with_one_message_and_it_goes_on_from_its_
         (dict(max_skipped_updates=2, check_for_nan_in_loss_and_grad=False), 4),
     ],
 )
-def test_what_stops_a_run(training: dict[str, Any], stops_at: int | None) -> None:
+def test_what_stops_a_run(training, stops_at):
     _, _, progress, error, *_ = _poisoned(
         0, 1, run_config("alone", training=training), "loss", math.nan, (3, 4, 5)
     )
@@ -195,8 +195,8 @@ def test_what_stops_a_run(training: dict[str, Any], stops_at: int | None) -> Non
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("shape", ["alone", "tp2", "pp2", "dp2"])
 def test_an_overflow_of_a_float16_run_halves_the_scale_on_all_ranks_and_never_counts_in_a_row(
-    tmp_path: Path, shape: str
-) -> None:
+    tmp_path, shape
+):
     config = run_config(
         shape,
         training=dict(fp16=True, max_skipped_updates=1),
@@ -232,9 +232,7 @@ def spike_config(shape: str, ratio: float | None, **settings: Any) -> RunConfig:
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("shape", ["dp2", "tp2", "pp2", "alone", "zero1-overlap", "fsdp2"])
-def test_a_spike_is_skipped_on_all_ranks_and_does_not_move_the_mean(
-    tmp_path: Path, shape: str
-) -> None:
+def test_a_spike_is_skipped_on_all_ranks_and_does_not_move_the_mean(tmp_path, shape):
     """The last rank's loss of the first micro-batch is 100 times itself. Under TP the other's is
     not: they skip all the same."""
     config = spike_config(shape, 2.0, checkpoint=dict(save=str(tmp_path)))
@@ -245,7 +243,7 @@ def test_a_spike_is_skipped_on_all_ranks_and_does_not_move_the_mean(
     assert row["lm_loss"] > 2.0 * row["mean_loss"] or shape == "tp2"
 
 
-def test_the_mean_is_that_of_the_losses_of_updates() -> None:
+def test_the_mean_is_that_of_the_losses_of_updates():
     """Against a plain loop, past the window."""
     guard, mean, count = SpikeGuard(3.0, torch.device("cpu")), 0.0, 0
     for number in range(2 * WINDOW):

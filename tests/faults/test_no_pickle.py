@@ -75,7 +75,7 @@ def mark(tmp_path: Path) -> Path:
 
 @pytest.mark.runs(daily=1, ci=1)
 @pytest.mark.parametrize("first", range(len(FORMS)))
-def test_in_a_checkpoint(tmp_path: Path, mark: Path, first: int) -> None:
+def test_in_a_checkpoint(tmp_path, mark, first):
     """Signed or not, in the place of every file, by training and by sampling. The forms take turns:
     the weekly run has each of them in each place."""
     steps = tmp_path / "steps"
@@ -102,7 +102,7 @@ def test_in_a_checkpoint(tmp_path: Path, mark: Path, first: int) -> None:
     assert not mark.exists()
 
 
-def test_in_data_and_in_its_cache(tmp_path: Path, mark: Path) -> None:
+def test_in_data_and_in_its_cache(tmp_path, mark):
     prefix = written(tmp_path / "text", ([number] * 37 for number in range(30)))
     config = tiny_run(train_iters=1, eval_iters=0)
     config = replace(
@@ -151,9 +151,7 @@ COMMANDS: list[tuple[Callable[[list[str]], int], str]] = [
 
 
 @pytest.mark.parametrize(("main", "words"), COMMANDS)
-def test_in_the_files_of_a_command(
-    tmp_path: Path, mark: Path, main: Callable[[list[str]], int], words: str
-) -> None:
+def test_in_the_files_of_a_command(tmp_path, mark, main, words):
     file = tmp_path / "tokenizer.json"
     for form in FORMS:
         file.write_bytes(form(mark))

@@ -70,9 +70,7 @@ FILES = pytest.mark.parametrize(
 @pytest.mark.runs(daily=2, ci=8)
 @NUMBERS
 @FILES
-def test_a_read_that_is_always_refused_stops_the_run(
-    number: int, name: str, steps: Path, monkeypatch: Patch
-) -> None:
+def test_a_read_that_is_always_refused_stops_the_run(number, name, steps, monkeypatch):
     before = {path: path.read_bytes() for path in steps.rglob("*.*") if path.name != "lock.json"}
     calls = refusing(monkeypatch, name, number, times=10**6)
     with pytest.raises((InputError, OSError), match=os.strerror(number)):
@@ -86,9 +84,7 @@ def test_a_read_that_is_always_refused_stops_the_run(
 @pytest.mark.runs(daily=1, ci=8)
 @NUMBERS
 @FILES
-def test_a_read_that_is_refused_for_a_moment_is_tried_again(
-    number: int, name: str, steps: Path, monkeypatch: Patch
-) -> None:
+def test_a_read_that_is_refused_for_a_moment_is_tried_again(number, name, steps, monkeypatch):
     refusing(monkeypatch, name, number, times=2)
     assert run_to_end(saving_run(steps, 3)).progress.iteration == 3
     text = (steps / LOG_FILE).read_text()
@@ -110,16 +106,14 @@ def failing_saves(patch: Patch, number: int, *, times: int) -> None:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_save_that_fails_once_is_tried_again(
-    async_save: bool, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_save_that_fails_once_is_tried_again(async_save, tmp_path, monkeypatch):
     failing_saves(monkeypatch, errno.EIO, times=1)
     run_to_end(saving_run(tmp_path / "steps", 2, load=False, async_save=async_save))
     assert "warning" not in (tmp_path / "steps" / LOG_FILE).read_text()
     assert len(list(tmp_path.glob("steps/iter_*"))) == 2
 
 
-def test_a_run_outlives_a_save_that_fails_always(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_run_outlives_a_save_that_fails_always(tmp_path, monkeypatch):
     """The steps are trained to the end, and only then the run ends with an error."""
     failing_saves(monkeypatch, errno.ENOSPC, times=10**6)
     with pytest.raises(InputError, match="iteration 3 could not be written"):
@@ -133,7 +127,7 @@ def test_a_run_outlives_a_save_that_fails_always(tmp_path: Path, monkeypatch: Pa
     "name",
     [LATEST, "lock.json", f"{NEWEST}/new.jsonl", f"{NEWEST}.superseded/new.jsonl", "../link.jsonl"],
 )
-def test_metrics_never_go_onto_a_file_of_a_checkpoint(steps: Path, name: str) -> None:
+def test_metrics_never_go_onto_a_file_of_a_checkpoint(steps, name):
     (steps.parent / "link.jsonl").symlink_to(steps / NEWEST / "metadata.json")
     before = {path: path.read_bytes() for path in steps.rglob("iter_*/*.json")}
     config = saving_run(steps, 3, metrics=steps / name)

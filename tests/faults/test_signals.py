@@ -68,14 +68,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         (1, "step", ["SIGTERM", "SIGUSR1"], 3),
     ],
 )
-def test_a_signal_in_training_costs_nothing(
-    tmp_path: Path,
-    whole: tuple[Path, list[str]],
-    rank: int,
-    place: str,
-    names: list[str],
-    iteration: int,
-) -> None:
+def test_a_signal_in_training_costs_nothing(tmp_path, whole, rank, place, names, iteration):
     """In a step; in the first batch of an evaluation, which is dropped and done again; in a
     checkpoint, which is finished; several signals, before an evaluation that is left to the next
     start."""
@@ -99,9 +92,7 @@ def test_a_signal_in_training_costs_nothing(
 @pytest.mark.parametrize(
     ("rank", "name", "place"), [(1, "SIGUSR1", "model"), (0, "SIGTERM", "index")]
 )
-def test_before_the_first_iteration_all_stop_at_once(
-    tmp_path: Path, place: str, rank: int, name: str
-) -> None:
+def test_before_the_first_iteration_all_stop_at_once(tmp_path, place, rank, name):
     """One rank builds the index while the other waits for it, or both their models: nothing is
     saved, and the cache is whole."""
     cache = tmp_path / "cache"
@@ -128,8 +119,8 @@ def test_before_the_first_iteration_all_stop_at_once(
 
 @pytest.mark.parametrize("rank_0_owns_store", [pytest.param(False, marks=pytest.mark.long), True])
 def test_further_signals_at_the_end_of_a_saved_run_do_not_change_its_status(
-    tmp_path: Path, rank_0_owns_store: bool
-) -> None:
+    tmp_path, rank_0_owns_store
+):
     """As Slurm sends them: once when the time is nearly over, and again. The second one comes when
     the groups are left."""
 
@@ -182,9 +173,7 @@ def _interrupted(place: str, *ranks: int, iteration: int = 0) -> Callable[[int],
         ((1,), "evaluation", 3),
     ],
 )  # only one rank makes the index: it may be rank 0
-def test_ctrl_c_is_one_line_and_no_traceback(
-    tmp_path: Path, place: str, iteration: int, ranks: tuple[int, ...]
-) -> None:
+def test_ctrl_c_is_one_line_and_no_traceback(tmp_path, place, iteration, ranks):
     """A terminal sends it to every rank, srun to one. Without --exit-signal-handler nothing is
     saved."""
     data = _corpus(tmp_path) if place == "index" else MOCK
@@ -202,7 +191,7 @@ def test_ctrl_c_is_one_line_and_no_traceback(
     completes(*arguments, "--load", str(tmp_path / "save"), "--allow-fresh-start")
 
 
-def test_ctrl_c_to_a_rank_that_cannot_be_interrupted_ends_the_run_too() -> None:
+def test_ctrl_c_to_a_rank_that_cannot_be_interrupted_ends_the_run_too():
     """Its main thread waits for a collective, or as here for something else, outside of Python."""
 
     def prepare(rank: int) -> None:

@@ -29,7 +29,7 @@ def times(*ms: float, stages: tuple[int, ...] | None = None) -> list[RankTime]:
     ]
 
 
-def test_the_slowest_are_named_first_and_no_more_of_them_than_asked_for() -> None:
+def test_the_slowest_are_named_first_and_no_more_of_them_than_asked_for():
     found = slow_ranks(times(10.0, 10.5, 18.0, 9.5, 30.0, 10.0, 10.0, 10.0), ratio=1.2, at_most=2)
     assert found == [
         "slow rank: 4 (node2) 3.0x the median of 8 ranks (30.0 ms against 10.0 ms)",
@@ -39,7 +39,7 @@ def test_the_slowest_are_named_first_and_no_more_of_them_than_asked_for() -> Non
     assert of_two == ["slow rank: 0 (node0) 1.5x the median of 2 ranks (15.0 ms against 10.0 ms)"]
 
 
-def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
+def test_stages_of_a_pipeline_are_not_compared_with_each_other():
     """The last stage has the loss to compute."""
     assert (
         slow_ranks(times(10.0, 10.0, 30.0, 31.0, stages=(0, 0, 1, 1)), ratio=1.2, at_most=9) == []
@@ -72,9 +72,7 @@ def _run(rank: int, world_size: int, config: RunConfig, seconds: float) -> bool:
 
 @pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize(("shape", "ranks"), [("tp2", 2), ("dp2", 2), ("fsdp2", 2), ("pp2", 4)])
-def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(
-    capfd: pytest.CaptureFixture[str], shape: str, ranks: int
-) -> None:
+def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(capfd, shape, ranks):
     """All ranks' steps take equally long: those that wait for it are not named. A step without the
     sleep takes some 10 ms, and several times as long where other work takes the processors: the
     sleep is long enough to be told from that, or becomes so."""

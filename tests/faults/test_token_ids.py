@@ -84,8 +84,8 @@ def _run(rank: int, world_size: int, config: RunConfig, bad: Spot | None = None)
     "shape", ["pp2", "dp2", *("tp2", "alone", "cp2", "zero1-overlap", "fsdp2")]
 )
 def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_are_whole(
-    tmp_path: Path, shape: str
-) -> None:
+    tmp_path, shape
+):
     prefix, whole, parts = tmp_path / "data", tmp_path / "whole", tmp_path / "parts"
     write_corpus(prefix)
     config = corpus_config(prefix, shape, model=dict(attention_dropout=0.0))
@@ -108,7 +108,7 @@ def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_
     assert step_bytes(parts, 8) and step_bytes(parts, 8) == step_bytes(whole, 8)
 
 
-def test_a_blend_names_the_file_and_an_evaluation_stops_too(tmp_path: Path) -> None:
+def test_a_blend_names_the_file_and_an_evaluation_stops_too(tmp_path):
     for name in ("first", "second"):
         write_corpus(tmp_path / name)
     ids = np.full(12 * 40, 3, np.uint16)

@@ -135,9 +135,7 @@ def check(model: nn.Module, step: Callable[[], Any], shares: tuple[float, ...]) 
         pytest.param(lambda: Model([64, 96, 128, 64, 96, 128, 64]), id="three kinds"),
     ],
 )
-def test_the_peak_is_within_the_budget_and_gradients_are_the_same(
-    model: Callable[[], nn.Module],
-) -> None:
+def test_the_peak_is_within_the_budget_and_gradients_are_the_same(model):
     torch.manual_seed(1)
     made = model()
     assert check(made, lambda: made(ids()).backward(), (0.0, 0.5)) < 0.01
@@ -145,7 +143,7 @@ def test_the_peak_is_within_the_budget_and_gradients_are_the_same(
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("name", FIRST + sorted({*FAMILIES, *NEWER} - {*FIRST}))
-def test_every_family_fits_five_budgets(name: str) -> None:
+def test_every_family_fits_five_budgets(name):
     family = FAMILIES.get(name) or newer(name)
     if family is None:
         pytest.skip(f"this transformers has no {name}")
@@ -154,7 +152,7 @@ def test_every_family_fits_five_budgets(name: str) -> None:
     assert off < 0.01
 
 
-def test_a_vision_language_model_fits() -> None:
+def test_a_vision_language_model_fits():
     shape: Any = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
     )
@@ -174,7 +172,7 @@ def test_a_vision_language_model_fits() -> None:
 
 
 @pytest.mark.weekly
-def test_the_prediction_of_a_larger_model_is_within_one_per_cent() -> None:
+def test_the_prediction_of_a_larger_model_is_within_one_per_cent():
     config = transformers.Qwen3Config(
         vocab_size=500, num_hidden_layers=8, hidden_size=128, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, intermediate_size=384,
@@ -186,7 +184,7 @@ def test_the_prediction_of_a_larger_model_is_within_one_per_cent() -> None:
     assert off < 0.01
 
 
-def test_frozen_layers_autocast_and_accumulation_fit() -> None:
+def test_frozen_layers_autocast_and_accumulation_fit():
     model = Model([64] * 5)
     for name, each in model.named_parameters():
         each.requires_grad = "up" in name or "head" in name
@@ -201,7 +199,7 @@ def test_frozen_layers_autocast_and_accumulation_fit() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_forwards_without_gradients_cost_nothing_that_a_policy_could_save(is_first: bool) -> None:
+def test_forwards_without_gradients_cost_nothing_that_a_policy_could_save(is_first):
     model, losses = Model([64] * 5), []
 
     def step() -> None:
@@ -230,12 +228,12 @@ def unequal_batches(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("step", [two_forwards, two_backwards, unequal_batches])
-def test_several_forwards_or_backwards_of_a_step_are_foreseen(step: Any) -> None:
+def test_several_forwards_or_backwards_of_a_step_are_foreseen(step):
     model = Model([64] * 4)
     assert check(model, lambda: step(model), (0.3,)) < 0.01
 
 
-def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan() -> None:
+def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan():
     model = Model([64] * 4)
 
     def step() -> None:
@@ -281,7 +279,7 @@ def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan() -> None:
     assert [one.action for one in kept.plan.choice] != [one.action for one in found.plan.choice]
 
 
-def test_the_call_leaves_model_and_generators_as_they_were() -> None:
+def test_the_call_leaves_model_and_generators_as_they_were():
     model = Model([64] * 4)
     model(ids()).backward()
     named = dict(model.named_parameters())
@@ -304,7 +302,7 @@ def test_the_call_leaves_model_and_generators_as_they_were() -> None:
         assert torch.equal(each, buffers[name])
 
 
-def test_states_of_an_optimizer_count_whether_they_exist_or_not() -> None:
+def test_states_of_an_optimizer_count_whether_they_exist_or_not():
     model = Model([64] * 4)
     weights = sum(each.nbytes for each in model.parameters())
 
@@ -325,7 +323,7 @@ def test_states_of_an_optimizer_count_whether_they_exist_or_not() -> None:
     assert peak(torch.optim.SGD) == plain
 
 
-def test_the_largest_batch_is_the_last_that_fits() -> None:
+def test_the_largest_batch_is_the_last_that_fits():
     model = Model([64] * 3)
 
     def step(batch: int) -> None:
@@ -340,7 +338,7 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
         fit_memory_(model, f"{budget.measured}B", step=lambda: step(found.batch + 1))
 
 
-def test_a_step_of_changing_shapes_counts_with_the_largest() -> None:
+def test_a_step_of_changing_shapes_counts_with_the_largest():
     model, long = Model([64] * 4), ids(2, 60)
     batches = iter([ids(2, 20), long, *[ids(2, 10)] * 99])
     fit = fit_memory_(model, None, step=lambda: model(next(batches)).backward())
@@ -351,7 +349,7 @@ def test_a_step_of_changing_shapes_counts_with_the_largest() -> None:
     assert "other shapes each time" in str(fit) and "other shapes" not in str(largest)
 
 
-def test_the_text_names_the_policy_the_peak_and_the_price() -> None:
+def test_the_text_names_the_policy_the_peak_and_the_price():
     model = Model([64] * 6)
     step: Any = lambda: model(ids()).backward()  # noqa: E731
     whole = fit_memory_(model, None, step=step)
@@ -405,9 +403,7 @@ def checkpointed() -> nn.Module:
         (checkpointed, {}, "gradient_checkpointing_disable"),
     ],
 )
-def test_a_wrong_call_is_refused_with_the_reason(
-    build: Callable[[], nn.Module] | None, settings: dict[str, Any], text: str
-) -> None:
+def test_a_wrong_call_is_refused_with_the_reason(build, settings, text):
     model = (build or (lambda: Model([64] * 3)))()
     before = {name: each.clone() for name, each in model.named_parameters()}
     step = settings.pop("step", lambda model: model(ids()).backward())
@@ -448,7 +444,7 @@ def fit_on_rank(rank: int, world_size: int, wrapper: str) -> tuple[list[str], in
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2", "TP"])
-def test_ranks_get_the_policy_of_the_fullest_one(wrapper: str) -> None:
+def test_ranks_get_the_policy_of_the_fullest_one(wrapper):
     first, second = run_ranks(fit_on_rank, 2, wrapper)
     assert first == second and first[0] != ["*:none"]
 
@@ -476,15 +472,13 @@ def fail_on_rank(rank: int, world_size: int, kind: type[Exception], call: int) -
         (RuntimeError, 5, "{{'part0': '"),  # an action is left out
     ],
 )
-def test_ranks_agree_on_an_error_of_one(kind: type[Exception], call: int, text: str) -> None:
+def test_ranks_agree_on_an_error_of_one(kind, call, text):
     first, second = run_ranks(fail_on_rank, 2, kind, call)
     assert text.format("rank 1: ") in first.replace("'too much'", "too much")
     assert text.format("") in second.replace("'too much'", "too much")
 
 
-def test_prices_are_those_of_one_step_on_a_machine_that_slows_down(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prices_are_those_of_one_step_on_a_machine_that_slows_down(monkeypatch):
     """Each run of the step takes three times the time of the one before, and only the forwards of
     layers take time, in replays as well."""
     model, now, tick = Model([64] * 9), 0, 1
@@ -529,7 +523,7 @@ def split_on_rank(rank: int, world_size: int) -> list[int]:
     return [mode(tries) for tries in zip(*(held() for _ in range(5)), strict=True)]
 
 
-def test_tensor_parallel_ranks_may_divide_the_inputs_of_layers() -> None:
+def test_tensor_parallel_ranks_may_divide_the_inputs_of_layers():
     whole = ids().numel() * 32 * 4
     for held in run_ranks(split_on_rank, 2):
         assert held == [whole // 2] * 4

@@ -113,7 +113,7 @@ def peak_of(problem: Problem, choice: Sequence[Option]) -> int:
 
 @pytest.mark.runs(daily=8, ci=12)
 @pytest.mark.parametrize("seed", range(40))
-def test_the_plan_is_the_fastest_of_all_that_fit(seed: int) -> None:
+def test_the_plan_is_the_fastest_of_all_that_fit(seed):
     problem = drawn(seed)
     every = [problem.plan(choice) for choice in itertools.product(*problem.options)]
     assert [plan.peak for plan in every] == [peak_of(problem, plan.choice) for plan in every]
@@ -135,9 +135,7 @@ def test_the_plan_is_the_fastest_of_all_that_fit(seed: int) -> None:
 @pytest.mark.parametrize(
     ("num_layers", "waiting", "budget"), [(96, (CALL, 0), 60_000), (16, (2 * CALL, CALL), 25_000)]
 )
-def test_a_problem_of_many_layers_is_solved_within_its_budget(
-    num_layers: int, waiting: tuple[int, int], budget: int
-) -> None:
+def test_a_problem_of_many_layers_is_solved_within_its_budget(num_layers, waiting, budget):
     actions = [
         Option("none", 1100, 1000, 0, -900, -97),
         Option("ops(matmul)", 610, 610, 0, -400, -61),
@@ -169,7 +167,7 @@ def test_a_problem_of_many_layers_is_solved_within_its_budget(
         ["none", "full", "none", "full"],
     ],
 )
-def test_a_policy_gives_each_layer_its_action(actions: list[str]) -> None:
+def test_a_policy_gives_each_layer_its_action(actions):
     policy = parse_policy(policy_text(actions))
     rules = [policy.rule_of(layer) for layer in range(len(actions))]
     stores = ["" if rule is None or rule.store == "device" else f"@{rule.store}" for rule in rules]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from transformers.trainer_callback import CallbackHandler
 
@@ -15,9 +14,7 @@ from megatron_lite.fit.trainer_callback import MemoryBudgetCallback
 from tests.support.foreign_families import FAMILIES, tokens
 
 
-def test_the_callback_fits_at_the_begin_and_removes_at_the_end(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_callback_fits_at_the_begin_and_removes_at_the_end(capsys):
     model: Any = FAMILIES["GPT-2"].build()
     rows = [{"input_ids": each, "labels": each} for each in tokens(0)]
     batches = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True)
@@ -39,7 +36,7 @@ def test_the_callback_fits_at_the_begin_and_removes_at_the_end(
     assert small.fit is not None and not optimizer.state
 
 
-def test_a_model_in_eval_mode_is_measured_in_train_mode() -> None:
+def test_a_model_in_eval_mode_is_measured_in_train_mode():
     """As `from_pretrained` returns it, and as the Trainer has it until its first step."""
     rows = [{"input_ids": each, "labels": each} for each in tokens(0)]
     measured = []

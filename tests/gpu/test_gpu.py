@@ -92,7 +92,7 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
 # --- the model ---
 
 
-def test_float32_agrees_with_the_cpu_in_float64(device: torch.device) -> None:
+def test_float32_agrees_with_the_cpu_in_float64(device):
     """Float32 rounds at 1e-7; three layers and sums over 36 tokens leave a few times 1e-6. Some
     gradients are truly 0."""
     for name, fields in ARCHITECTURES.items():
@@ -110,7 +110,7 @@ def test_float32_agrees_with_the_cpu_in_float64(device: torch.device) -> None:
             )
 
 
-def test_16_bits_stay_near_float64(device: torch.device) -> None:
+def test_16_bits_stay_near_float64(device):
     """bf16 rounds at 4e-3 and fp16 at 5e-4: each weight gradient may be off by a few of those, the
     loss by one."""
     for name, fields in ARCHITECTURES.items():
@@ -142,7 +142,7 @@ def attention_and_gradients(
     return [output, *torch.autograd.grad(output, inputs, weights)]
 
 
-def test_all_kernels_of_attention_agree(device: torch.device) -> None:
+def test_all_kernels_of_attention_agree(device):
     """Each is compared with float64, so that none may hide behind another's rounding. On CUDA
     FlashAttention knows windows; the kernel for float32 has masks padded to 32 elements."""
     fused = ("fused",) if device.type == "cuda" else ()
@@ -160,7 +160,7 @@ def test_all_kernels_of_attention_agree(device: torch.device) -> None:
 # --- random-number streams ---
 
 
-def test_a_snapshot_replays_dropout_masks(device: torch.device) -> None:
+def test_a_snapshot_replays_dropout_masks(device):
     rng, ones = RngStreams(device, seed=11), torch.ones(400, device=device)
 
     def masks() -> Tensor:
@@ -176,7 +176,7 @@ def test_a_snapshot_replays_dropout_masks(device: torch.device) -> None:
     assert torch.equal(masks(), first)
 
 
-def test_streams_of_a_gpu_leave_the_cpus_generator_alone(cuda: torch.device) -> None:
+def test_streams_of_a_gpu_leave_the_cpus_generator_alone(cuda):
     before = torch.get_rng_state()
     rng = RngStreams(cuda, seed=3)
     with rng.fork(TENSOR_PARALLEL):
@@ -224,7 +224,7 @@ def all_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     )
 
 
-def test_steps_lower_the_loss(device: torch.device) -> None:
+def test_steps_lower_the_loss(device):
     for dtype in (torch.float32, torch.bfloat16):
         model, optimizer, parallel = small_step(device, dtype)
         batch = batch_on(device)
@@ -233,7 +233,7 @@ def test_steps_lower_the_loss(device: torch.device) -> None:
         assert optimizer.num_updates == 15
 
 
-def test_a_step_never_waits_for_the_gpu(cuda: torch.device) -> None:
+def test_a_step_never_waits_for_the_gpu(cuda):
     """torch raises at any call that makes the host wait. The first step may: it loads kernels and
     allocates."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -293,7 +293,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return rows(folder / "metrics.jsonl")
 
 
-def test_a_run_agrees_with_the_cpus(device: torch.device, tmp_path: Path) -> None:
+def test_a_run_agrees_with_the_cpus(device, tmp_path):
     """Without dropout, whose draws differ between devices. Another attention kernel on the CPU
     moves the losses by 3e-7."""
     for name, where in (("reference", CPU), ("run", device)):
@@ -305,7 +305,7 @@ def test_a_run_agrees_with_the_cpus(device: torch.device, tmp_path: Path) -> Non
         assert abs(ours["grad_norm"] - theirs["grad_norm"]) < 1e-2 * theirs["grad_norm"]
 
 
-def test_a_deterministic_run_repeats_bit_for_bit(device: torch.device, tmp_path: Path) -> None:
+def test_a_deterministic_run_repeats_bit_for_bit(device, tmp_path):
     for bf16 in (False, True):
         runs = [tmp_path / f"{name}-{bf16}" for name in ("first", "second")]
         ends = [
@@ -347,7 +347,7 @@ def check_resumed(device: torch.device, folder: Path, **training: Any) -> list[d
     return rows_of(folder / "whole")
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one(device: torch.device, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_as_an_uninterrupted_one(device, tmp_path):
     for bf16 in (False, True):
         (tmp_path / str(bf16)).mkdir()
         check_resumed(device, tmp_path / str(bf16), bf16=bf16)

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 SCRIPT = """
 import sys
@@ -43,7 +42,7 @@ x.float().square().sum().backward()
 
 
 @pytest.mark.long
-def test_the_first_replay_of_a_process_has_the_kernels_of_its_forward(device: torch.device) -> None:
+def test_the_first_replay_of_a_process_has_the_kernels_of_its_forward(device):
     policies = ("*:full", "*:ops(matmul)", "*:ops(attention)")
     for policy in policies if device.type == "cuda" else policies[:1]:
         done = subprocess.run(

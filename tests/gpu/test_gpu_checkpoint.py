@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-
-import torch
 
 from tests.gpu.test_gpu import finish, tiny_run_on
 from tests.support.runs import step_bytes
 
 
-def test_a_background_save_holds_what_one_in_the_foreground_does(
-    device: torch.device, tmp_path: Path
-) -> None:
+def test_a_background_save_holds_what_one_in_the_foreground_does(device, tmp_path):
     """The device goes on with the weights while their copies are written."""
     for name, async_save in (("foreground", False), ("background", True)):
         config = tiny_run_on(device, tmp_path / name, bf16=True, deterministic_mode=True)

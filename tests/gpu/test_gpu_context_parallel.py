@@ -115,7 +115,7 @@ def alone(whole: list[Tensor]) -> list[Tensor]:
     return [select(tensor, spans, 0) for tensor in expected]
 
 
-def test_attention_over_three_ranks_is_that_of_one(device: torch.device) -> None:
+def test_attention_over_three_ranks_is_that_of_one(device):
     """float32: a few times 1e-7. bf16 rounds at 4e-3 what goes in, each part of the output, and the
     output."""
     for groups in (HEADS, 2):

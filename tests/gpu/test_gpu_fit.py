@@ -58,7 +58,7 @@ def trained(model: nn.Module, tokens: Tensor) -> list[Tensor]:
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
-def test_the_peak_of_the_allocator_is_within_the_budget(cuda: torch.device) -> None:
+def test_the_peak_of_the_allocator_is_within_the_budget(cuda):
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
@@ -87,7 +87,7 @@ def test_the_peak_of_the_allocator_is_within_the_budget(cuda: torch.device) -> N
         torch.use_deterministic_algorithms(False)
 
 
-def test_host_memory_is_a_candidate_that_saves_memory_of_the_gpu(cuda: torch.device) -> None:
+def test_host_memory_is_a_candidate_that_saves_memory_of_the_gpu(cuda):
     model = Model().to(cuda, torch.bfloat16)
     tokens = torch.randint(1000, (8, 512), device=cuda)
     measured = Measurement(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from megatron_lite.config.optimizer_settings import LossScaleConfig, OptimizerConfig
@@ -29,9 +27,7 @@ def scaled_step(
     )
 
 
-def test_a_scaled_step_never_waits_for_the_gpu_whether_or_not_it_overflows(
-    cuda: torch.device,
-) -> None:
+def test_a_scaled_step_never_waits_for_the_gpu_whether_or_not_it_overflows(cuda):
     model, optimizer, parallel = scaled_step(
         cuda, LossScaleConfig(initial_loss_scale=1024.0, hysteresis=1)
     )
@@ -49,9 +45,7 @@ def test_a_scaled_step_never_waits_for_the_gpu_whether_or_not_it_overflows(
     assert (fine.loss_scale.item(), after.loss_scale.item()) == (1024.0, 512.0)
 
 
-def test_a_resumed_fp16_run_ends_as_an_uninterrupted_one(
-    device: torch.device, tmp_path: Path
-) -> None:
+def test_a_resumed_fp16_run_ends_as_an_uninterrupted_one(device, tmp_path):
     """The scale goes up and down on the way."""
     scaling = LossScaleConfig(initial_loss_scale=2.0**24, loss_scale_window=3.0)
     rows = check_resumed(device, tmp_path, fp16=True, loss_scaling=scaling)

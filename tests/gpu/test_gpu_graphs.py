@@ -7,11 +7,9 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from megatron_lite.config.parallel import DataParallelConfig
@@ -32,7 +30,7 @@ GRAPH = "full_iteration"
 POLICIES = (None, "*:full", "0:core_attn+dropout; 1:layernorm+activation")
 
 
-def test_captured_steps_have_the_bits_of_others(cuda: torch.device, tmp_path: Path) -> None:
+def test_captured_steps_have_the_bits_of_others(cuda, tmp_path):
     """With dropout, under three policies, in three precisions, and while the batch grows."""
     ramp = dict(global_batch_size=4, rampup_batch_size=(2, 2, 16))
     cases: list[tuple[str | None, dict[str, Any]]] = [
@@ -58,11 +56,11 @@ def test_captured_steps_have_the_bits_of_others(cuda: torch.device, tmp_path: Pa
         assert all_equal(ends[0][1], ends[1][1]), (policy, training)
 
 
-def test_a_resumed_captured_run_ends_as_an_unbroken_one(cuda: torch.device, tmp_path: Path) -> None:
+def test_a_resumed_captured_run_ends_as_an_unbroken_one(cuda, tmp_path):
     check_resumed(cuda, tmp_path, bf16=True, cuda_graph_impl=GRAPH)
 
 
-def test_collectives_of_groups_of_one_change_nothing(device: torch.device, tmp_path: Path) -> None:
+def test_collectives_of_groups_of_one_change_nothing(device, tmp_path):
     """On a GPU over NCCL, also in a captured step: dtypes, contiguity, streams and waits."""
     graphs = ("none", GRAPH) if device.type == "cuda" else ("none",)
     shared = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
@@ -94,7 +92,7 @@ def test_collectives_of_groups_of_one_change_nothing(device: torch.device, tmp_p
                     assert math.isclose(one[key], other[key], rel_tol=1e-4), (name, one, other)
 
 
-def test_the_sanitizer_reports_no_race(cuda: torch.device, tmp_path: Path) -> None:
+def test_the_sanitizer_reports_no_race(cuda, tmp_path):
     """Tensors in host memory, overlapped reductions and captured steps, each in a process."""
     words = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 99 "

@@ -12,7 +12,7 @@ from megatron_lite.supervision.slow_rank import SlowRanks
 from tests.gpu.test_gpu import on
 
 
-def test_a_hash_on_the_device_is_that_on_the_cpu(device: torch.device) -> None:
+def test_a_hash_on_the_device_is_that_on_the_cpu(device):
     """Of tensors that are one block on both: a block of a GPU is longer (config/row_blocks.py)."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for shape in ((1,), (7, 3), (200, 257)):
@@ -21,7 +21,7 @@ def test_a_hash_on_the_device_is_that_on_the_cpu(device: torch.device) -> None:
     assert are_equal(quick_hash(torch.ones(3, device=device)).view(1), None).item()
 
 
-def test_the_probe_of_a_slow_gpu_takes_time_and_names_nobody_alone(cuda: torch.device) -> None:
+def test_the_probe_of_a_slow_gpu_takes_time_and_names_nobody_alone(cuda):
     ranks = SlowRanks(LoggingConfig(log_straggler=True), on(cuda))
     with ranks.listening(), ranks.step(logged=True):
         pass

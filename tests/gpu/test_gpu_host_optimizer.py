@@ -75,7 +75,7 @@ def check_alike(found: dict[str, Tensor], expected: dict[str, Tensor], rounded: 
         torch.testing.assert_close(found[name], value, **tolerance, msg=name)
 
 
-def test_a_late_copy_changes_no_bit(device: torch.device) -> None:
+def test_a_late_copy_changes_no_bit(device):
     """In parts of 64 elements: every buffer is used many times in a step."""
     for overlaps in (True, False):
         for more in ({}, ROUNDED, dict(optimizer="sgd"), dict(optimizer_offload_fraction=0.5)):
@@ -89,7 +89,7 @@ def test_a_late_copy_changes_no_bit(device: torch.device) -> None:
                 assert torch.equal(found[name], value), (name, settings)
 
 
-def test_the_host_updates_as_the_device_does(device: torch.device) -> None:
+def test_the_host_updates_as_the_device_does(device):
     for more in ({}, ROUNDED, dict(optimizer="sgd"), dict(optimizer="muon")):
         expected, _ = train(device, **more)
         found, optimizer = train(
@@ -101,14 +101,14 @@ def test_the_host_updates_as_the_device_does(device: torch.device) -> None:
             assert all(one.is_pinned() for one in optimizer._rule.link.buffers)
 
 
-def test_rounded_states_are_those_of_a_cpu(cuda: torch.device) -> None:
+def test_rounded_states_are_those_of_a_cpu(cuda):
     for more in (ROUNDED, dict(ROUNDED, main_grads_dtype="bf16", main_params_dtype="fp16")):
         found, _ = train(cuda, **more)
         expected, _ = train(torch.device("cpu"), **more)
         check_alike(found, expected, True)
 
 
-def test_offloaded_states_take_no_memory_of_the_gpu(cuda: torch.device) -> None:
+def test_offloaded_states_take_no_memory_of_the_gpu(cuda):
     """By the bytes of masters and moments that the model has."""
     held = []
     for offloads in (False, True):

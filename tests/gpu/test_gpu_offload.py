@@ -100,7 +100,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
 
 
-def test_no_store_changes_a_gradient(device: torch.device) -> None:
+def test_no_store_changes_a_gradient(device):
     """Three steps, so that memory is used again; with two micro-batches in flight."""
     settings = [(policy, False) for policy in POLICIES] + [(policy, True) for policy in CONTIGUOUS]
     with deterministic():
@@ -119,7 +119,7 @@ def test_no_store_changes_a_gradient(device: torch.device) -> None:
                 assert model.decoder.stores.host_bytes == model.decoder.stores.device_bytes == 0
 
 
-def test_copies_that_come_late_change_no_gradient(cuda: torch.device) -> None:
+def test_copies_that_come_late_change_no_gradient(cuda):
     with deterministic():
         plain = build("*:none", cuda)
         for policy in POLICIES:
@@ -129,9 +129,7 @@ def test_copies_that_come_late_change_no_gradient(cuda: torch.device) -> None:
                 assert same(step(model, seed), step(plain, seed)), policy
 
 
-def test_a_graph_that_is_dropped_while_copies_are_on_their_way_spoils_nothing(
-    cuda: torch.device,
-) -> None:
+def test_a_graph_that_is_dropped_while_copies_are_on_their_way_spoils_nothing(cuda):
     """What was called back and never read is freed only when it has arrived."""
 
     def breaks(*_: Any) -> None:
@@ -169,9 +167,7 @@ def predicted_bytes(model: GPTModel, sizes: Sizes) -> tuple[int, int]:
     )
 
 
-def test_as_many_bytes_as_predicted_are_on_the_host_and_as_many_fewer_on_the_device(
-    device: torch.device,
-) -> None:
+def test_as_many_bytes_as_predicted_are_on_the_host_and_as_many_fewer_on_the_device(device):
     sizes = tiny_sizes(element_bytes=2, device=device.type)
     plain = build("*:none", device, dtype=torch.bfloat16)
     all_found, all_predicted = kept_bytes(plain, device), predicted_bytes(plain, sizes)
@@ -184,7 +180,7 @@ def test_as_many_bytes_as_predicted_are_on_the_host_and_as_many_fewer_on_the_dev
             assert all_found[0] - found[0] == all_predicted[0] - predicted[0], (policy, contiguous)
 
 
-def test_host_memory_is_pinned_and_taken_in_the_first_step_only(cuda: torch.device) -> None:
+def test_host_memory_is_pinned_and_taken_in_the_first_step_only(cuda):
     for policy in POLICIES:
         model = build(policy, cuda)
         step(model)
@@ -203,7 +199,7 @@ def test_host_memory_is_pinned_and_taken_in_the_first_step_only(cuda: torch.devi
         ) == first and torch.cuda.memory_allocated() == allocated, policy
 
 
-def test_a_step_with_offload_never_waits_for_the_gpu(cuda: torch.device) -> None:
+def test_a_step_with_offload_never_waits_for_the_gpu(cuda):
     """torch raises at any call that makes the host wait. The first step may: it allocates."""
     for policy in POLICIES:
         model = build(policy, cuda)

@@ -24,7 +24,7 @@ def run_script(output: Path, **variables: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.weekly
-def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_what_is_missing(tmp_path):
     done = run_script(tmp_path / "gpu.json")
     assert done.returncode == 2 and "torch sees no CUDA device" in done.stderr
     assert not (tmp_path / "gpu.json").exists()

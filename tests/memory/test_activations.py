@@ -183,9 +183,7 @@ def differences(
         pytest.param(4, True, 3121, marks=pytest.mark.long),
     ],
 )
-def test_predicted_bytes_are_the_measured_ones(
-    tp_size: int, sequence_parallel: bool, every: int
-) -> None:
+def test_predicted_bytes_are_the_measured_ones(tp_size, sequence_parallel, every):
     for count, wrong in run_ranks(differences, tp_size, sequence_parallel, every, detail=False):
         assert wrong == [] and count > 8
 
@@ -228,7 +226,7 @@ def living(rank: int, world_size: int, sequence_parallel: bool) -> list[Figures]
         pytest.param(2, True, marks=pytest.mark.long),
     ],
 )
-def test_what_is_saved_is_all_that_lives(tp_size: int, sequence_parallel: bool) -> None:
+def test_what_is_saved_is_all_that_lives(tp_size, sequence_parallel):
     """Nothing hides from the hooks on a Function's context, in a cache or in a closure."""
     for found in run_ranks(living, tp_size, sequence_parallel, detail=False):
         assert len(found) > 10 and all(each.agree and each.unaccounted == 0 for each in found), (

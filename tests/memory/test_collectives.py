@@ -127,7 +127,7 @@ def predicted(
     ("sequence_parallel", "dtype"),
     only([(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)], 0, 2),
 )
-def test_every_policy_sends_what_is_predicted(sequence_parallel: bool, dtype: torch.dtype) -> None:
+def test_every_policy_sends_what_is_predicted(sequence_parallel, dtype):
     plans = some_policies(can_split=not sequence_parallel)
     expected = {}
     for name, plan in plans.items():
@@ -142,7 +142,7 @@ EXPERT_POLICIES = ("*:none", "*:moe", "*:moe_act", "*:full")
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_a_replay_of_experts_repeats_the_collectives_that_its_policy_says(dispatcher: str) -> None:
+def test_a_replay_of_experts_repeats_the_collectives_that_its_policy_says(dispatcher):
     """The counts of rows are exchanged in the forward alone; `moe_act` sends no row again."""
     config = variant_config("mixtral", num_layers=NUM_LAYERS)
     plans = {policy: plan_of(policy, NUM_LAYERS) for policy in EXPERT_POLICIES}

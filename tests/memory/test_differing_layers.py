@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from arguments import parse_args
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.memory.measure.meter import kept_for_backward
@@ -59,15 +58,13 @@ def wrong_bytes(
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"), only([(1, False), (2, False), (2, True)], 0)
 )
-def test_the_bytes_of_every_policy_are_the_measured_ones(
-    tp_size: int, sequence_parallel: bool
-) -> None:
+def test_the_bytes_of_every_policy_are_the_measured_ones(tp_size, sequence_parallel):
     assert run_ranks(wrong_bytes, tp_size, sequence_parallel, detail=False) == [{}] * tp_size
 
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_every_moment_of_every_policy_is_the_measured_one(config: ModelConfig) -> None:
+def test_every_moment_of_every_policy_is_the_measured_one(config):
     config = replace(
         config, num_layers=test_peak.NUM_LAYERS, window_attn_skip_freq=2, no_rope_freq=None
     )
@@ -76,7 +73,7 @@ def test_every_moment_of_every_policy_is_the_measured_one(config: ModelConfig) -
     assert test_peak.differences(0, 1, config, False) == {}
 
 
-def test_a_later_stage_begins_with_its_own_layers() -> None:
+def test_a_later_stage_begins_with_its_own_layers():
     """Layer 1 of the second stage is layer 3 of the model: which of them keep rotary tables differs
     by stage."""
     config = replace(

@@ -87,7 +87,5 @@ def wrong_lists(
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"), only([(1, False), (2, False), (2, True)], 0, 2)
 )
-def test_a_layers_operators_and_result_bytes_are_those_torch_dispatches(
-    tp_size: int, sequence_parallel: bool
-) -> None:
+def test_a_layers_operators_and_result_bytes_are_those_torch_dispatches(tp_size, sequence_parallel):
     assert run_ranks(wrong_lists, tp_size, sequence_parallel, detail=False) == [{}] * tp_size

@@ -46,7 +46,7 @@ class Checked(LiveStorages):
         return result
 
 
-def test_the_sum_is_right_after_every_operator_of_a_training_step() -> None:
+def test_the_sum_is_right_after_every_operator_of_a_training_step():
     torch.manual_seed(0)
     with Checked() as live:
         model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
@@ -61,7 +61,7 @@ def test_the_sum_is_right_after_every_operator_of_a_training_step() -> None:
         assert live.total_bytes() == 3 * held + steps
 
 
-def test_a_resize_outside_of_operators_counts_once_it_is_read_again() -> None:
+def test_a_resize_outside_of_operators_counts_once_it_is_read_again():
     with LiveStorages() as live:
         tensor, other = torch.empty(100), torch.empty(10)
         tensor.untyped_storage().resize_(0)
@@ -77,7 +77,7 @@ def test_a_resize_outside_of_operators_counts_once_it_is_read_again() -> None:
         del more
 
 
-def test_a_peak_has_the_storages_that_were_alive_by_their_categories_and_its_moment() -> None:
+def test_a_peak_has_the_storages_that_were_alive_by_their_categories_and_its_moment():
     model = nn.Linear(10, 10, bias=False)
     with StepMeter(host_apart=True) as meter:
         weight, lost = model.weight.detach().clone(), torch.empty(3)

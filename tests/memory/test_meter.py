@@ -32,7 +32,7 @@ def parameter_grads(model: nn.Module) -> list[Tensor]:
     return grads  # type: ignore[return-value]
 
 
-def test_a_storage_counts_once_and_whole_however_often_and_in_whichever_views_it_is_saved() -> None:
+def test_a_storage_counts_once_and_whole_however_often_and_in_whichever_views_it_is_saved():
     x = leaf(5, 7)
     with kept_for_backward() as meter:
         y = x * x[:, :1] + x[0] * x.t()[:, :1].sum()
@@ -54,7 +54,7 @@ class Twice(torch.autograd.Function):
         return grad_output * ctx.saved_tensors[0] / ctx.saved_tensors[1]
 
 
-def test_what_custom_functions_save_counts_and_comes_back() -> None:
+def test_what_custom_functions_save_counts_and_comes_back():
     x = leaf(3, 7)
     with kept_for_backward() as meter:
         output = Twice.apply(x + 1)
@@ -64,7 +64,7 @@ def test_what_custom_functions_save_counts_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("function", [Tensor.exp, Twice.apply], ids=["exp", "Twice"])
-def test_the_count_keeps_nothing_alive_not_even_a_saved_output(function) -> None:  # type: ignore[no-untyped-def]
+def test_the_count_keeps_nothing_alive_not_even_a_saved_output(function):  # type: ignore[no-untyped-def]
     """A hook that held the very output that its graph saved would make a cycle."""
     gc.disable()
     try:
@@ -78,7 +78,7 @@ def test_the_count_keeps_nothing_alive_not_even_a_saved_output(function) -> None
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_gradients_are_the_same_bits_with_and_without_the_meter(plan: str) -> None:
+def test_gradients_are_the_same_bits_with_and_without_the_meter(plan):
     config = variant_config("qwen", hidden_dropout=0.1, attention_dropout=0.1)
     tokens, labels = sample_tokens()
     with tp_state(1) as parallel:
@@ -98,7 +98,7 @@ def test_gradients_are_the_same_bits_with_and_without_the_meter(plan: str) -> No
     )
 
 
-def test_bytes_fall_to_the_module_whose_forward_saved_them_first() -> None:
+def test_bytes_fall_to_the_module_whose_forward_saved_them_first():
     first, second = nn.Linear(7, 5), nn.Sequential(nn.Linear(5, 5, bias=False), nn.GELU())
     model = nn.ModuleDict({"first": first, "second": second})
     x = leaf(3, 7)
@@ -112,7 +112,7 @@ def test_bytes_fall_to_the_module_whose_forward_saved_them_first() -> None:
     assert total.requires_grad
 
 
-def test_bytes_beside_the_known_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_beside_the_known_are_waited_for(monkeypatch):
     with LiveStorages() as live:
         known, late, stays = torch.zeros(2, 7), [torch.zeros(3, 7)], torch.zeros(1, 7)
     monkeypatch.setattr(time, "sleep", lambda seconds: late.clear())

@@ -35,7 +35,7 @@ def _held_by_stages(
 
 @pytest.mark.runs(daily=2, ci=3)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_rank_of_every_stage_holds_what_is_counted(name: str) -> None:
+def test_every_rank_of_every_stage_holds_what_is_counted(name):
     parallel = ParallelConfig(pipeline_model_parallel_size=3)
     for layout, tp_size in itertools.product((ParallelConfig(), parallel), (1, 2)):
         counted = [

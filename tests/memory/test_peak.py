@@ -185,7 +185,7 @@ def differences(
     ("variant", "dropout"),
     only([(variant, dropout) for variant in DENSE for dropout in (0.0, 0.1)], 1, 2, 5, 6, 9),
 )
-def test_every_moment_of_every_policy_is_the_measured_one(variant: str, dropout: float) -> None:
+def test_every_moment_of_every_policy_is_the_measured_one(variant, dropout):
     """A router's backward runs its formulas again, whose tensors the meter would take for kept."""
     config = variant_config(
         variant, num_layers=NUM_LAYERS, hidden_dropout=dropout, attention_dropout=dropout
@@ -202,6 +202,6 @@ def test_every_moment_of_every_policy_is_the_measured_one(variant: str, dropout:
         pytest.param("qwen", True, marks=pytest.mark.long),
     ],
 )
-def test_so_it_is_on_a_rank_of_two(variant: str, sequence_parallel: bool) -> None:
+def test_so_it_is_on_a_rank_of_two(variant, sequence_parallel):
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
     assert run_ranks(differences, 2, config, sequence_parallel, detail=False) == [{}, {}]

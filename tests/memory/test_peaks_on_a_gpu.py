@@ -42,13 +42,13 @@ def config_of(row: dict[str, Any]) -> RunConfig:
 
 @pytest.mark.usefixtures("earlier_kernels")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
-def test_the_peak_of_a_step_is_the_measured_one(row: dict[str, Any]) -> None:
+def test_the_peak_of_a_step_is_the_measured_one(row):
     peak = step_peak(config_of(row), 0, device="cuda", dp_cp_size=1)
     assert LOWEST < peak.num_bytes / GIB / row["peak_gib"] - 1.0 < HIGHEST, peak
 
 
 @pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: row["name"])
-def test_the_kept_bytes_are_the_measured_ones(row: dict[str, Any]) -> None:
+def test_the_kept_bytes_are_the_measured_ones(row):
     config = config_of(row)
     stage = whole_model(config.model.num_layers)
     plan = plan_stage(config.recompute, stage.num_layers)
@@ -65,7 +65,7 @@ def test_the_kept_bytes_are_the_measured_ones(row: dict[str, Any]) -> None:
         (12 * MIB, 12 * MIB),
     ],
 )
-def test_large_blocks_are_rounded_up_where_the_rest_is_small(num_bytes: int, on_cuda: int) -> None:
+def test_large_blocks_are_rounded_up_where_the_rest_is_small(num_bytes, on_cuda):
     assert allocated(num_bytes, "cuda") == on_cuda
     assert allocated(num_bytes, "cpu") == num_bytes
 
@@ -76,8 +76,8 @@ def test_large_blocks_are_rounded_up_where_the_rest_is_small(num_bytes: int, on_
     [("cuda", 2, False, 2), ("cuda", 2, True, 1), ("cuda", 4, False, 1), ("cpu", 2, True, 2)],
 )
 def test_a_softmax_casts_its_rows_first_except_float16_on_cuda(
-    device: str, element_bytes: int, is_float16: bool, blocks: int
-) -> None:
+    device, element_bytes, is_float16, blocks
+):
     sizes = Sizes(
         micro_batch_size=1,
         seq_length=8,

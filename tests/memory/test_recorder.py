@@ -35,7 +35,7 @@ def recorded(policy: str) -> Timeline:
 
 
 @pytest.mark.parametrize("policy", ["*:none", UNIFORM_2, "*:core_attn"])
-def test_activations_at_the_end_of_forward_are_those_of_the_meter(policy: str) -> None:
+def test_activations_at_the_end_of_forward_are_those_of_the_meter(policy):
     with tp_state(1) as parallel:
         model = tiny_model(parallel, policy)
         with kept_for_backward(exclude=model.parameters()) as meter:
@@ -48,7 +48,7 @@ def test_activations_at_the_end_of_forward_are_those_of_the_meter(policy: str) -
     assert forward[-1].live_bytes == (expected, 0, 0, LABELS.numel() * 4 + 4)
 
 
-def test_the_peak_is_that_of_live_storages() -> None:
+def test_the_peak_is_that_of_live_storages():
     with tp_state(1) as parallel:
         model = tiny_model(parallel, UNIFORM_2)
         start = parallel.rng.snapshot()
@@ -60,7 +60,7 @@ def test_the_peak_is_that_of_live_storages() -> None:
     assert timeline.peak.total_bytes == live.peak_bytes
 
 
-def test_replays_are_told_from_backward_layer_by_layer_from_the_last_unit() -> None:
+def test_replays_are_told_from_backward_layer_by_layer_from_the_last_unit():
     def order(phase: str) -> list[str]:
         layers = [
             ".".join(event.module.split(".")[:3])

@@ -104,7 +104,7 @@ VARIANTS_AND_BACKENDS = list(product(VARIANTS, ("unfused", "flash")))
         VARIANTS_AND_BACKENDS.index(("qwen", "flash")),
     ),
 )
-def test_the_figure_of_every_plan_is_the_one_that_torch_counts(variant: str, backend: str) -> None:
+def test_the_figure_of_every_plan_is_the_one_that_torch_counts(variant, backend):
     # not divisible by the units of 2 and 3
     config = variant_config(variant, num_layers=5, attention_backend=backend)
     # Every plan has its turn in one of the cases. Neighbours in the list are alike.
@@ -115,7 +115,7 @@ def test_the_figure_of_every_plan_is_the_one_that_torch_counts(variant: str, bac
     )
 
 
-def test_no_replay_leaves_out_a_matmul_whose_result_a_norm_reads() -> None:
+def test_no_replay_leaves_out_a_matmul_whose_result_a_norm_reads():
     sizes = Sizes(micro_batch_size=2, seq_length=6, padded_vocab_size=72)
     after = describe_layer(variant_config("olmo"), sizes)
     assert after.tail() == after.tail(MLP_REGION) == frozenset()

@@ -92,7 +92,7 @@ def report_of(words: str, device: str = "cuda") -> Report:
         for case, device in zip(CASES, itertools.cycle(("cpu", "cuda")), strict=False)
     ),
 )
-def test_the_parts_add_up_to_the_whole(run: str, policy: str, device: str) -> None:
+def test_the_parts_add_up_to_the_whole(run, policy, device):
     report = report_of(run + policy, device)
     config, sizes, plan = report.config, report.sizes, plan_stage(report.config.recompute, 5)
     assert sum(one.count * one.num_layers for one in report.parts) == 5
@@ -115,7 +115,7 @@ def test_the_parts_add_up_to_the_whole(run: str, policy: str, device: str) -> No
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("policy", ["every-2:full", "every-3+1:pointwise@host; every-3:full@host"])
-def test_the_parts_of_virtual_stages_add_up_and_more_layers_need_no_more_lines(policy: str) -> None:
+def test_the_parts_of_virtual_stages_add_up_and_more_layers_need_no_more_lines(policy):
     words = (
         f"{TINY} --position-embedding-type rope --pipeline-model-parallel-size 2 "
         "--num-virtual-stages-per-pipeline-rank 3 --global-batch-size 24 --num-layers "
@@ -132,7 +132,7 @@ def test_the_parts_of_virtual_stages_add_up_and_more_layers_need_no_more_lines(p
 
 
 @pytest.mark.parametrize(("run", "policy"), thirds(CASES))
-def test_the_text_has_the_exact_totals(run: str, policy: str) -> None:
+def test_the_text_has_the_exact_totals(run, policy):
     report = report_of(run + policy, "cpu")
     lines = report_text(report).split("\n")
     own, step = report.own.memory, report.own.step
@@ -155,7 +155,7 @@ def test_the_text_has_the_exact_totals(run: str, policy: str) -> None:
         GPT_22B + FULL + "uniform --recompute-num-layers 7 --distribute-saved-activations",
     ],
 )
-def test_the_other_policies_are_priced_as_they_would_be_run(words: str) -> None:
+def test_the_other_policies_are_priced_as_they_would_be_run(words):
     report = report_of(words)
     config, sizes = report.config, report.sizes
     names = [row.name for row in report.policies]
@@ -195,12 +195,8 @@ def test_the_other_policies_are_priced_as_they_would_be_run(words: str) -> None:
     ],
 )
 def test_the_device_is_the_one_that_training_would_take(
-    backend: str,
-    visible: str | None,
-    devices: list[str],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    backend, visible, devices, expected, monkeypatch
+):
     monkeypatch.setattr("glob.glob", lambda pattern: devices)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

@@ -130,7 +130,7 @@ def run_of(
 
 @pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize("layout", only(LAYOUTS, 1, 2, 5))
-def test_states_of_data_parallel_ranks_are_those_predicted(layout: str) -> None:
+def test_states_of_data_parallel_ranks_are_those_predicted(layout):
     runs = {
         f"{variant} {rule} bf16={bf16}": run_of(layout, variant, rule=rule, bf16=bf16)
         for variant, rule, bf16 in (
@@ -160,8 +160,8 @@ def test_states_of_data_parallel_ranks_are_those_predicted(layout: str) -> None:
     ),
 )
 def test_states_in_tensor_and_pipeline_parallel_layouts_are_those_predicted(
-    layout: str, tp_size: int, pp_size: int
-) -> None:
+    layout, tp_size, pp_size
+):
     runs = {
         variant: run_of(
             layout,
@@ -179,7 +179,7 @@ def test_states_in_tensor_and_pipeline_parallel_layouts_are_those_predicted(
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("instances", [2, 4])
-def test_states_of_instances_are_those_predicted(instances: int) -> None:
+def test_states_of_instances_are_those_predicted(instances):
     """Of four instances each has one rank, which holds all states."""
     runs = {
         f"{layout} {variant}": run_of(layout, variant, bf16=variant == "qwen")
@@ -195,7 +195,7 @@ def test_states_of_instances_are_those_predicted(instances: int) -> None:
     assert run_ranks(differing, 4, runs, detail=False) == [{}] * 4
 
 
-def test_states_of_one_rank_are_those_predicted() -> None:
+def test_states_of_one_rank_are_those_predicted():
     runs = {
         f"{layout} {variant} {bf16}": run_of(layout, variant, bf16=bf16)
         for layout, variant, bf16 in covered(

@@ -115,7 +115,7 @@ def check(case: Case) -> None:
         for case in (*CASES, *CASES_HERE)
     ],
 )
-def test_the_peak_of_a_real_step_is_predicted_within_five_per_cent(case: Case) -> None:
+def test_the_peak_of_a_real_step_is_predicted_within_five_per_cent(case):
     check(case)
 
 
@@ -142,13 +142,13 @@ def random_case(seed: int) -> Case:
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(number, marks=pytest.mark.long) for number in range(4, 16))]
 )
-def test_the_peak_of_a_random_step_is_predicted_within_five_per_cent(seed: int) -> None:
+def test_the_peak_of_a_random_step_is_predicted_within_five_per_cent(seed):
     check(random_case(seed))
 
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("ops", ["matmul", "matmul/2"])
-def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops: str) -> None:
+def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops):
     # Attention's backward is the peak, after that of the linear layers whose results are kept.
     flags = "--seq-length 256 --max-position-embeddings 256 --vocab-size 255"
     chosen = f"--attention-backend unfused --recompute-policy *:ops({ops})"
@@ -160,9 +160,7 @@ def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops: str) -> Non
 @pytest.mark.runs(daily=1, ci=2)
 @NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize("untied", ["", "--untie-embeddings-and-output-weights"])
-def test_a_large_16_bit_gradient_never_exists_whole(
-    untied: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_16_bit_gradient_never_exists_whole(untied, monkeypatch):
     monkeypatch.setattr(row_blocks, "GPU_BYTES", 2**22)
     flags = "--bf16 --hidden-size 256 --seq-length 32 --num-layers 2 --vocab-size 39999"
     (row,) = rows(Case("large", f"{flags} {untied}", 1, 1))
@@ -172,7 +170,7 @@ def test_a_large_16_bit_gradient_never_exists_whole(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_backward_frees_what_the_forward_left(case: Case) -> None:
+def test_a_backward_frees_what_the_forward_left(case):
     config = case.config
     for rank in range(config.parallel.pipeline_model_parallel_size):
         for stage in stages_of_rank(config.parallel, config.model.num_layers, rank):
@@ -191,7 +189,7 @@ def run_of(flags: str) -> RunConfig:
     return parse_args(f"{SIZES} --global-batch-size 16 {flags}".split()).config
 
 
-def test_the_fullest_rank_is_the_one_with_the_highest_peak() -> None:
+def test_the_fullest_rank_is_the_one_with_the_highest_peak():
     for flags in (
         "--pipeline-model-parallel-size 4 --num-layers 8",
         "--pipeline-model-parallel-size 4 --num-layers 8 --recompute-policy stage0/*:full/1",
@@ -208,7 +206,7 @@ def test_the_fullest_rank_is_the_one_with_the_highest_peak() -> None:
         assert fullest in every
 
 
-def test_the_terms_hold_the_states_and_no_empty_part() -> None:
+def test_the_terms_hold_the_states_and_no_empty_part():
     config = run_of("--bf16 --use-distributed-optimizer")
     peak = step_peak(config, 0, device="cpu", dp_cp_size=2, dp_cp_rank=1)
     states = rank_states(config, 0, dp_cp_size=2, dp_cp_rank=1)

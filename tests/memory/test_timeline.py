@@ -34,7 +34,7 @@ def document(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "good.json").read_text())
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_what_is_written_is_read_back(tmp_path):
     write_timeline(TIMELINE, str(tmp_path / "timeline.json"))
     assert read_timeline(str(tmp_path / "timeline.json")) == TIMELINE
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
@@ -43,7 +43,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"format": ' + b"9" * 5000 + b"}"]
 )
-def test_what_is_not_json_is_refused(tmp_path: Path, text: bytes) -> None:
+def test_what_is_not_json_is_refused(tmp_path, text):
     (tmp_path / "bad.json").write_bytes(text)
     with pytest.raises(InputError, match=r"bad\.json: not a file of --memory-timeline, v"):
         read_timeline(str(tmp_path / "bad.json"))
@@ -63,9 +63,7 @@ def test_what_is_not_json_is_refused(tmp_path: Path, text: bytes) -> None:
         (dict(events=[[4, 0, 0, 0, 1, 1, 1, 1], [4, 0, 0, 0, 1, 1, 1, 1]]), "out of order"),
     ],
 )
-def test_a_wrong_schema_is_refused_by_the_part_that_is_wrong(
-    tmp_path: Path, changes: dict[str, Any], fault: str
-) -> None:
+def test_a_wrong_schema_is_refused_by_the_part_that_is_wrong(tmp_path, changes, fault):
     (tmp_path / "bad.json").write_text(json.dumps({**document(tmp_path), **changes}))
     with pytest.raises(
         InputError, match=rf"bad\.json: not a file of --memory-timeline, version 1: .*{fault}"
@@ -73,7 +71,7 @@ def test_a_wrong_schema_is_refused_by_the_part_that_is_wrong(
         read_timeline(str(tmp_path / "bad.json"))
 
 
-def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
+def test_a_huge_file_is_refused_unread(tmp_path):
     with open(tmp_path / "huge.json", "wb") as file:
         file.truncate(100 * MAX_FILE_BYTES)  # a hole: takes no space
     with pytest.raises(InputError, match="longer than 33554432 bytes"):

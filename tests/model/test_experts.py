@@ -71,7 +71,7 @@ def regions_of(rng: RngStreams) -> Regions:
     return Regions(rebuilt=frozenset(), rng=rng, layer=0, skip_region_tails=False, verify=False)
 
 
-def test_the_balance_of_a_step_is_judged_over_its_micro_batches() -> None:
+def test_the_balance_of_a_step_is_judged_over_its_micro_batches():
     config = config_of(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.3)
     with layer_of(config) as (layer, _):
         layer.router.start_step(1.0)
@@ -83,7 +83,7 @@ def test_the_balance_of_a_step_is_judged_over_its_micro_batches() -> None:
         assert layer.router.global_tokens.sum() == 0
 
 
-def test_the_biases_move_towards_balance_and_only_the_choice_reads_them() -> None:
+def test_the_biases_move_towards_balance_and_only_the_choice_reads_them():
     with layer_of(config_of(**DEEPSEEK, moe_router_bias_update_rate=0.25)) as (layer, regions):
         router = layer.router
         bias = router.expert_bias
@@ -103,7 +103,7 @@ def test_the_biases_move_towards_balance_and_only_the_choice_reads_them() -> Non
 
 
 @pytest.mark.parametrize("topk", [1, 8])
-def test_one_expert_or_all_of_them_get_every_token(topk: int) -> None:
+def test_one_expert_or_all_of_them_get_every_token(topk):
     """The others get no row. Their gradients are zeros, not what was in memory."""
     with layer_of(config_of(moe_router_topk=topk, moe_ffn_hidden_size=16), torch.float32) as one:
         layer, regions = one
@@ -120,7 +120,7 @@ def test_one_expert_or_all_of_them_get_every_token(topk: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [16, 6])  # 6: rows that torch's grouped product refuses
-def test_grouped_products_are_those_of_each_group(dtype: torch.dtype, width: int) -> None:
+def test_grouped_products_are_those_of_each_group(dtype, width):
     rows = torch.randn(9, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(4, 2 * width, width, dtype=dtype, requires_grad=True)
     ends = torch.tensor([2, 2, 9, 9], dtype=torch.int32)
@@ -139,7 +139,7 @@ def test_grouped_products_are_those_of_each_group(dtype: torch.dtype, width: int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_dry_run_has_the_shapes_of_grouped_products(dtype: torch.dtype) -> None:
+def test_a_dry_run_has_the_shapes_of_grouped_products(dtype):
     with FakeTensorMode():
         rows = torch.empty(9, 16, dtype=dtype, requires_grad=True)
         weight = torch.empty(4, 32, 16, dtype=dtype, requires_grad=True)
@@ -167,9 +167,7 @@ POLICIES += ("*:ops(matmul)", "*:full, verified")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("variant", ["mixtral", "deepseek"])
-def test_a_replay_sends_every_token_to_the_same_experts(
-    policy: str, variant: str, after: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_sends_every_token_to_the_same_experts(policy, variant, after, monkeypatch):
     """The router draws noise that no stream repeats, as a kernel that breaks ties in any order."""
     noise = torch.Generator().manual_seed(5)
     plain = Router._chosen
@@ -200,7 +198,7 @@ def test_a_replay_sends_every_token_to_the_same_experts(
     assert all(map(torch.equal, *outcomes))
 
 
-def test_bad_settings_are_named() -> None:
+def test_bad_settings_are_named():
     for settings, words in (
         (
             dict(**DEEPSEEK, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True),

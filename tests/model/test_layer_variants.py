@@ -12,7 +12,7 @@ from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 
 
-def test_a_float32_residual_stream_is_the_exact_sum_of_its_branches() -> None:
+def test_a_float32_residual_stream_is_the_exact_sum_of_its_branches():
     """The branches are computed in 16 bits, and nothing rounds their sum."""
     config = variant_config("gpt2", num_layers=2, fp32_residual_connection=True)
     seen: dict[str, Tensor] = {}

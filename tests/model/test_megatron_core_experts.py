@@ -165,7 +165,7 @@ def errors(rank: int, world_size: int, case: str) -> dict[str, float]:
 
 @pytest.mark.runs(daily=4, ci=14)
 @pytest.mark.parametrize("case", CASES)
-def test_four_steps_equal_those_of_megatron_core(case: str) -> None:
+def test_four_steps_equal_those_of_megatron_core(case):
     pytest.importorskip("megatron.core")
     (found,) = run_ranks(errors, 1, case)
     assert len(found) >= STEPS * (2 * MICRO_BATCHES + 17)

@@ -150,7 +150,7 @@ def errors_of(name: str) -> dict[str, float]:
     return {key: difference(value, got[key]) for key, value in expected.items()}
 
 
-def test_logits_and_gradients_equal_those_of_megatron_core() -> None:
+def test_logits_and_gradients_equal_those_of_megatron_core():
     (found,) = run_ranks(errors, 1)
     assert (
         len(found) > 4 * 25

@@ -124,15 +124,13 @@ def check(case: Case, kernels: CompiledKernels | None, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_values_gradients_and_what_is_kept(name: str, dtype: torch.dtype) -> None:
+def test_values_gradients_and_what_is_kept(name, dtype):
     check(CASES[name], None, dtype)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_compiled_kernels_have_the_same_functions(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_kernels_have_the_same_functions(name, dtype, monkeypatch):
     uncompiled_kernels(monkeypatch)
     check(CASES[name], CompiledKernels(), dtype)
 
@@ -140,14 +138,14 @@ def test_compiled_kernels_have_the_same_functions(
 @pytest.mark.runs(daily=0, ci=1)
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_as_the_compiler_makes_them(name: str) -> None:
+def test_as_the_compiler_makes_them(name):
     kernels = CompiledKernels()
     for dtype in (torch.float32, torch.bfloat16):
         check(CASES[name], kernels, dtype)
     assert len(kernels._graphs) == 4
 
 
-def test_a_part_of_a_tensor_is_rotated_and_normalised_where_it_lies() -> None:
+def test_a_part_of_a_tensor_is_rotated_and_normalised_where_it_lies():
     """Queries and keys are views of one tensor."""
     for name in ("rotation", "RMSNorm", "LayerNorm"):
         pair, _, (x, *others), _, constants = CASES[name]

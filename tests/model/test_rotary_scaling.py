@@ -58,7 +58,7 @@ RULES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_scaled_tables_equal_those_of_transformers(rule: str) -> None:
+def test_scaled_tables_equal_those_of_transformers(rule):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -85,7 +85,7 @@ def test_scaled_tables_equal_those_of_transformers(rule: str) -> None:
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_tables_equal_those_of_megatron_core(scaling: RotaryScaling) -> None:
+def test_tables_equal_those_of_megatron_core(scaling):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
         pytest.importorskip("megatron.core")

@@ -63,7 +63,7 @@ def formula(query: Tensor, key: Tensor, value: Tensor, reach: int) -> Tensor:
 
 @pytest.mark.parametrize("groups", [A, 3, 1])
 @pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
-def test_every_backend_reads_the_window_as_the_formula_does(backend: str, groups: int) -> None:
+def test_every_backend_reads_the_window_as_the_formula_does(backend, groups):
     query, key, value = (tensor.detach() for tensor in heads(groups))
     for reach in (0, 1, 3, S - 2, S - 1):  # the last one sees all
         output = core(backend, window_size=(reach, 0))(query, key, value)
@@ -75,9 +75,7 @@ def test_every_backend_reads_the_window_as_the_formula_does(backend: str, groups
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 # 1100: whole blocks of a row's keys are hidden
 @pytest.mark.parametrize(("s", "reach"), [(9, 0), (70, 5), (70, 33), (1100, 3)])
-def test_the_bits_are_those_of_torchs_attention_with_a_mask(
-    s: int, reach: int, dtype: torch.dtype
-) -> None:
+def test_the_bits_are_those_of_torchs_attention_with_a_mask(s, reach, dtype):
     """Which keeps the mask, works on the half above the diagonal too, and is otherwise the same
     kernel."""
     inputs = heads(1, s=s, b=1, a=2, dtype=dtype)
@@ -101,9 +99,7 @@ def test_the_bits_are_those_of_torchs_attention_with_a_mask(
 
 
 @pytest.mark.parametrize("backend", ["flash", "unfused"])
-def test_a_shape_without_a_kernel_of_ours_goes_to_torch_with_the_mask(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shape_without_a_kernel_of_ours_goes_to_torch_with_the_mask(backend, monkeypatch):
     """As on CUDA in float64, or with dropout."""
     monkeypatch.setattr(core_attention, "has_kernel", lambda query: False)
     query, key, value = (tensor.detach() for tensor in heads(3))
@@ -111,7 +107,7 @@ def test_a_shape_without_a_kernel_of_ours_goes_to_torch_with_the_mask(
     torch.testing.assert_close(output, formula(query, key, value, 3), rtol=1e-12, atol=1e-12)
 
 
-def test_autocast_takes_its_dtype_as_torchs_attention_does() -> None:
+def test_autocast_takes_its_dtype_as_torchs_attention_does():
     query, key, value = heads(3, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert core("flash", window_size=(3, 0))(query, key, value).dtype == torch.bfloat16
@@ -124,7 +120,7 @@ BOUNDS = (0, 3, 4, 9, 18)  # of two samples
 
 @pytest.mark.parametrize("reach", [None, 2])
 @pytest.mark.parametrize("groups", [A, 3, 1])
-def test_documents_are_attended_as_with_a_mask(groups: int, reach: int | None) -> None:
+def test_documents_are_attended_as_with_a_mask(groups, reach):
     """In float64, by flash attention and by that which builds its scores."""
     documents = CuSeqlens.of(BOUNDS, batch=B, seq_length=S, device=torch.device("cpu"))
     inputs, grad = heads(groups), draw(S, B, A, D, seed=7)
@@ -150,7 +146,7 @@ def test_documents_are_attended_as_with_a_mask(groups: int, reach: int | None) -
 @pytest.mark.parametrize(
     "bounds", [[], [0], [0, 18], [0, 9], [1, 9, 18], [0, 9, 9, 18], [0, 9, 27]]
 )
-def test_bounds_that_are_none_of_documents_are_refused(bounds: list[int]) -> None:
+def test_bounds_that_are_none_of_documents_are_refused(bounds):
     with pytest.raises(ValueError, match="rise from 0 to 18 and pass every multiple of 9") as told:
         CuSeqlens.of(bounds, batch=B, seq_length=S, device=torch.device("cpu"))
     assert f"(got {bounds})" in str(told.value)

@@ -40,9 +40,7 @@ def _weights(
     ("layout", "optimizer", "variant"),
     [("replicated", "adam", "llama"), ("zero1", "muon", "gpt2"), ("fsdp2", "adam", "llama")],
 )
-def test_the_ends_are_updated_at_their_rate_and_all_else_at_the_other(
-    layout: str, optimizer: str, variant: str
-) -> None:
+def test_the_ends_are_updated_at_their_rate_and_all_else_at_the_other(layout, optimizer, variant):
     for every, ends, both in run_ranks(_weights, 2, layout, optimizer, variant, detail=False):
         assert ENDS & set(both)
         for name, weight in both.items():

@@ -89,14 +89,14 @@ HALF = (128,)  # two parameters of 40, each aligned to 32
     ],
 )
 def test_buckets_are_sent_during_the_last_backward_with_overlap_else_afterwards(
-    config: DataParallelConfig, announced: bool, expected: list[list[Sent]]
-) -> None:
+    config, announced, expected
+):
     """In the first backward, in the last one, and in reduce_()."""
     assert sent_during_two_micro_batches(config, announced=announced) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_vectors_that_wait_for_the_end_of_a_step_have_the_same_sums(dtype: torch.dtype) -> None:
+def test_vectors_that_wait_for_the_end_of_a_step_have_the_same_sums(dtype):
     """As on a GPU: two steps of two micro-batches, the last without some of the vectors."""
     found = []
     with tp_state(1) as parallel:
@@ -121,9 +121,7 @@ def test_vectors_that_wait_for_the_end_of_a_step_have_the_same_sums(dtype: torch
 
 
 @pytest.mark.parametrize("used", [("second", "third"), ("fourth",), ()])
-def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(
-    used: tuple[str, ...],
-) -> None:
+def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(used):
     """Gradients are those of the replicas without overlap. Ranks that skip other weights would wait
     for each other in vain."""
 
@@ -152,7 +150,7 @@ def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(
         )
 
 
-def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error() -> None:
+def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error():
     def work(rank: int, world_size: int) -> str:
         with tp_state(1) as parallel:
             model = Chain()
@@ -192,9 +190,7 @@ def reduced(world_size: int, config: DataParallelConfig, parts: list[list[float]
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("sharded", [False, True])
-def test_gradients_are_summed_over_ranks_in_float32_unless_they_are_asked_to_be_in_bf16(
-    sharded: bool,
-) -> None:
+def test_gradients_are_summed_over_ranks_in_float32_unless_they_are_asked_to_be_in_bf16(sharded):
     """256 + 1 + 1 + 1 is 259, which bf16 does not have: it makes 256 or 260 of it, as the order has
     it."""
     parts = [[256.0], [1.0], [1.0], [1.0]]

@@ -3,7 +3,6 @@ and each is waited for before what it brings is read or overwritten."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -70,7 +69,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize("name", CASES)
-def test_overlap_changes_no_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_changes_no_bit(name, tmp_path, monkeypatch):
     """Weights, states and the log of clipped steps of several micro-batches, if copies take place
     as late and as early as they can."""
     ranks, settings = CASES[name]
@@ -119,7 +118,7 @@ def taken_early(rank: int, world_size: int, tp_size: int, layout: str) -> tuple[
         return sorted(names), sorted(final)
 
 
-def test_every_final_gradient_leaves_during_backward() -> None:
+def test_every_final_gradient_leaves_during_backward():
     """All but those that a sum over TP ranks changes afterwards, and those of the last bucket."""
     for case in ((1, 1, "replicated"), (2, 2, "replicated"), (2, 1, "zero1, overlap")):
         for found, expected in run_ranks(taken_early, *case, detail=False):
@@ -127,7 +126,7 @@ def test_every_final_gradient_leaves_during_backward() -> None:
 
 
 @pytest.mark.long
-def test_streams_use_no_memory_in_no_order() -> None:
+def test_streams_use_no_memory_in_no_order():
     """On a stand-in for a GPU. The host reads values of the device there, unlike without it."""
     flags = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"
     (faults,) = faults_of(("ZeRO-1, overlap", GPT, flags, 2)).values()

@@ -96,7 +96,7 @@ def train_everywhere(
 @pytest.mark.parametrize(
     ("mesh", "dtype"), [*((mesh, torch.float64) for mesh in MESHES), ("dp2", torch.float32)]
 )
-def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) -> None:
+def test_every_layout_trains_as_a_single_process(mesh, dtype):
     """Clipped steps over the same 12 sequences each. Weights are compared in float64 alone: AdamW
     turns the rounding noise of a gradient that is zero in exact arithmetic (a key's bias) into
     steps of full size."""
@@ -151,9 +151,7 @@ def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) 
     ("world_size", "tp_size", "layouts"),
     [(2, 1, ("overlap", "zero1", "zero1, overlap")), (3, 1, ("zero1",)), (4, 2, ("zero1",))],
 )
-def test_zero1_and_overlap_change_no_bit(
-    world_size: int, tp_size: int, layouts: tuple[str, ...], dtype: torch.dtype, rule: str
-) -> None:
+def test_zero1_and_overlap_change_no_bit(world_size, tp_size, layouts, dtype, rule):
     """Sums over two ranks are the same in every order. Over three they run in the same order where
     the buckets are as long. The norm is the root of a sum over other parts; without clipping it
     changes nothing."""

@@ -58,14 +58,12 @@ def by_hand(config: LossScaleConfig, overflows: list[bool]) -> list[float]:
 
 
 @given(configs, st.lists(st.booleans(), max_size=60))
-def test_the_scale_follows_the_rule(config: LossScaleConfig, overflows: list[bool]) -> None:
+def test_the_scale_follows_the_rule(config, overflows):
     assert scales(LossScale(config, CPU), overflows) == by_hand(config, overflows)
 
 
 @given(configs, st.lists(st.booleans(), max_size=30), st.lists(st.booleans(), max_size=30))
-def test_a_restored_scale_goes_on_as_the_saved_one(
-    config: LossScaleConfig, before: list[bool], after: list[bool]
-) -> None:
+def test_a_restored_scale_goes_on_as_the_saved_one(config, before, after):
     original, restored = LossScale(config, CPU), LossScale(config, CPU)
     scales(original, before)
     state = original.state()
@@ -80,7 +78,7 @@ def test_a_restored_scale_goes_on_as_the_saved_one(
     "fault",
     [dict(scale=0.0), dict(scale=float("nan")), dict(scale=float("inf")), dict(good_steps=-1)],
 )
-def test_a_state_that_no_run_has_is_refused(fault: dict[str, float]) -> None:
+def test_a_state_that_no_run_has_is_refused(fault):
     with pytest.raises(ValueError, match="loss_scale.[a-z_]+ must be"):
         from_plain(
             LossScaleState, {"scale": 8.0, "good_steps": 0, "patience": 1, **fault}, "loss_scale"
@@ -88,7 +86,7 @@ def test_a_state_that_no_run_has_is_refused(fault: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.05])
-def test_an_update_from_scaled_gradients_is_that_from_plain_ones(clip_grad: float) -> None:
+def test_an_update_from_scaled_gradients_is_that_from_plain_ones(clip_grad):
     """To the bit: a power of two changes only exponents. The norm, clipping included, is that of
     the true gradients."""
     plain, scaled = Plain(), Plain()

@@ -76,14 +76,8 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     [("shape_scaling", 1.0, "original"), ("spectral", 0.2, "match_rms_adamw")],
 )
 def test_matrices_follow_torchs_muon(
-    nesterov: bool,
-    weight_decay: float,
-    momentum: float,
-    num_steps: int,
-    mode: str,
-    extra: float,
-    adjustment: str,
-) -> None:
+    nesterov, weight_decay, momentum, num_steps, mode, extra, adjustment
+):
     """Momentum to the bit. Weights too where the scale is a power of two; else the product of
     update and scale is rounded before the learning rate multiplies it and not after: two
     roundings of an update of at most 0.03 x 0.2 x sqrt(32)."""
@@ -129,7 +123,7 @@ def test_matrices_follow_torchs_muon(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen"])
-def test_the_matrices_of_layers_are_muons_and_all_else_is_adamws_to_the_bit(name: str) -> None:
+def test_the_matrices_of_layers_are_muons_and_all_else_is_adamws_to_the_bit(name):
     """After one step from the same weights. Embeddings, output weight, norms, biases: as with
     --optimizer adam."""
     results = {}
@@ -152,7 +146,7 @@ def test_the_matrices_of_layers_are_muons_and_all_else_is_adamws_to_the_bit(name
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise(split: bool) -> None:
+def test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise(split):
     """And linear_fc1 is one, [gate; up]. 4 query groups of 2 queries: rows q q k v, q q k v ..
     of 6 channels each."""
     with tp_state(1) as parallel:
@@ -208,16 +202,14 @@ def by_svd(value: Tensor, kind: str, num_steps: int) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "num_steps"), [("simple", 1), ("quintic", 7), ("polar_express", 10)]
 )
-def test_every_singular_value_goes_through_the_polynomials(
-    shape: tuple[int, int], kind: str, num_steps: int
-) -> None:
+def test_every_singular_value_goes_through_the_polynomials(shape, kind, num_steps):
     """Float64; a step may enlarge a rounding error by its slope, at most 8.3."""
     value = matrix(*shape)
     found = orthogonalize(value, STEPS[kind](num_steps))
     torch.testing.assert_close(found, by_svd(value, kind, num_steps), rtol=1e-9, atol=1e-10)
 
 
-def test_a_matrix_of_zeros_stays_one_and_a_tiny_one_is_scaled_up() -> None:
+def test_a_matrix_of_zeros_stays_one_and_a_tiny_one_is_scaled_up():
     assert not orthogonalize(torch.zeros(3, 5), STEPS["quintic"](5)).any()
     value = matrix(3, 5)
     torch.testing.assert_close(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ def _update_split(rank: int, world_size: int, mode: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["duplicated", "blockwise"])
-def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode: str) -> None:
+def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode):
     """Blocks are matrices of their own, with scales of their own, as in Megatron."""
     updates = run_ranks(_update_split, 2, mode, detail=False)
     for dim, name in enumerate(("by_rows", "by_columns")):
@@ -84,9 +83,7 @@ def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode: st
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(("saved", "loaded"), [("adam", "muon"), ("muon", "adam")])
-def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(
-    saved: str, loaded: str, tmp_path: Path
-) -> None:
+def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(saved, loaded, tmp_path):
     def config_of(rule: str, **checkpoint: Any) -> RunConfig:
         return replace(
             tiny_run(train_iters=2, eval_iters=0, **checkpoint),

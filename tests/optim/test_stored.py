@@ -55,9 +55,7 @@ def optimizer_of(model: Any, parallel: Any, **settings: Any) -> Optimizer:
 
 @pytest.mark.parametrize("place", [{}, HOST])
 @pytest.mark.parametrize("formats", [BF16, FP16, MIXED])
-def test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once(
-    formats: dict[str, str], place: dict[str, Any]
-) -> None:
+def test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once(formats, place):
     """The oracle is torch.optim.AdamW in float32, whose state this test rounds between two steps.
     The model computes with the main weights before they are rounded to float16."""
     model, masters = Plain(torch.bfloat16), Plain(torch.bfloat16).float()
@@ -98,9 +96,7 @@ def test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once(
 
 @pytest.mark.parametrize("writer", [{}, BF16, FP16, dict(BF16, **HOST)])
 @pytest.mark.parametrize("reader", [{}, BF16, FP16, dict(FP16, **HOST), HOST])
-def test_states_load_across_formats_and_places(
-    writer: dict[str, Any], reader: dict[str, Any]
-) -> None:
+def test_states_load_across_formats_and_places(writer, reader):
     """What a checkpoint holds is rounded to the reader's format, once; the same format goes on with
     the same bits."""
     with tp_state(1) as parallel:
@@ -131,7 +127,7 @@ def test_states_load_across_formats_and_places(
             assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
-def test_what_is_read_is_stored_again_as_it_was() -> None:
+def test_what_is_read_is_stored_again_as_it_was():
     """Also if float16 rounds the largest value up to a power of two."""
     state = new_state(torch.zeros(2), "fp16", torch.device("cpu"))
     write_(state, slice(0, 2), torch.tensor([0.99999, 3 * 2.0**-39]))
@@ -140,7 +136,7 @@ def test_what_is_read_is_stored_again_as_it_was() -> None:
     assert torch.equal(whole(state), first)
 
 
-def test_a_random_rounding_is_to_a_neighbour_and_the_value_itself_in_the_mean() -> None:
+def test_a_random_rounding_is_to_a_neighbour_and_the_value_itself_in_the_mean():
     """Of 2^16 copies each, within 6 sigma of at most half a distance. Float16 has the first two
     values as they are; the last one lies between two of its subnormal numbers."""
     values = torch.tensor([[0.875], [0.0], [0.5003], [-0.7501], [3e-9]]).expand(-1, 2**16)
@@ -167,7 +163,7 @@ def in_fp16(weight: Tensor, grad: Tensor, **settings: Any) -> tuple[Tensor, adam
     return master, adam_update.AdamW([piece], config, RngStreams(weight.device, seed=3))
 
 
-def test_small_updates_add_up_if_rounding_is_random() -> None:
+def test_small_updates_add_up_if_rounding_is_random():
     """64 updates by 1/49 of the distance of two numbers, which the nearest one would lose: the mean
     and the spread of 4096 weights are those of independent roundings."""
     weight, rate, distance = torch.full((4096,), 0.75, dtype=torch.bfloat16), 1e-5, 2.0**-11
@@ -180,7 +176,7 @@ def test_small_updates_add_up_if_rounding_is_random() -> None:
     assert moved.std().item() == pytest.approx(spread, rel=0.1)
 
 
-def test_a_skipped_step_changes_no_weight() -> None:
+def test_a_skipped_step_changes_no_weight():
     """The weight was rounded from the main weight before that was stored in fewer bits."""
     weight = torch.randn(1000, generator=torch.Generator().manual_seed(3)).bfloat16()
     grad = torch.randn(1000)

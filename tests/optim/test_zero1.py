@@ -45,9 +45,7 @@ def gather_late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "chunk_size"), [("gpt2", None), ("gpt2", 7), ("llama", None), ("llama", 7)]
 )
-def test_every_weight_is_waited_for_before_it_is_used(
-    name: str, chunk_size: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_weight_is_waited_for_before_it_is_used(name, chunk_size, monkeypatch):
     """Also an output weight, tied or not, that is read without a call of its module."""
 
     def work(rank: int, world_size: int) -> list[str]:
@@ -60,7 +58,7 @@ def test_every_weight_is_waited_for_before_it_is_used(
     assert run_ranks(work, 2, detail=False) == [[], []]
 
 
-def test_instances_sum_gradients_within_and_then_their_shares_across() -> None:
+def test_instances_sum_gradients_within_and_then_their_shares_across():
     """Of n elements an instance of 2 ranks sends n, and each rank half of them to the other one.
     FSDP2 sends rows across in the last micro-batch alone, after each unit's reduction."""
 

@@ -54,7 +54,7 @@ def verdict(**values: Any) -> dict[str, Any]:
     }
 
 
-def test_the_figures_of_the_page_are_the_planners() -> None:
+def test_the_figures_of_the_page_are_the_planners():
     found = {"machine": "h100", "verdicts": [verdict(), verdict()]}
     parsed = ParsedPage(plan_page(found, [STAGES, STAGES]))
     assert parsed.faults == []
@@ -76,14 +76,14 @@ def test_the_figures_of_the_page_are_the_planners() -> None:
     assert "nothing" not in parsed.text
 
 
-def test_a_verdict_without_a_plan_has_a_page_too() -> None:
+def test_a_verdict_without_a_plan_has_a_page_too():
     less = dict(plans=[], next_better=None, neighbours=[], verdict="does not fit")
     found = [verdict(**less, smallest=plan()), verdict(**less)]
     parsed = ParsedPage(plan_page({"machine": "h100", "verdicts": found}, [STAGES, []]))
     assert parsed.faults == [] and parsed.text.count("layouts searched") == 2
 
 
-def test_hostile_texts_of_a_plan_are_text() -> None:
+def test_hostile_texts_of_a_plan_are_text():
     hostile = plan(
         command=["run", HOSTILE],
         layout=HOSTILE,

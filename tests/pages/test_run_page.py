@@ -70,7 +70,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_page_of_a_real_run_has_the_values_of_its_files(real_run: Path) -> None:
+def test_the_page_of_a_real_run_has_the_values_of_its_files(real_run):
     run, drawn = read(real_run), curves(read(real_run))
     rows = [json.loads(line) for line in (real_run / "metrics.jsonl").read_text().splitlines()]
     for name in PLOTTED:
@@ -82,7 +82,7 @@ def test_the_page_of_a_real_run_has_the_values_of_its_files(real_run: Path) -> N
     assert f"{rows[-1]['lm_loss']:.4g}" in parsed.text
 
 
-def test_the_log_gives_the_evaluations_and_the_metrics_the_events(tmp_path: Path) -> None:
+def test_the_log_gives_the_evaluations_and_the_metrics_the_events(tmp_path):
     numbers = [*range(1, 31), *range(11, 31)]
     write_rows(tmp_path / "metrics.jsonl", [row(one, skipped=one == 25) for one in numbers])
     line = " validation loss at iteration {} | lm loss value: {:.6E} | lm loss PPL: 1E+02 | \n"
@@ -94,7 +94,7 @@ def test_the_log_gives_the_evaluations_and_the_metrics_the_events(tmp_path: Path
     assert sorted(run.events) == [(10, "restart", ""), (25, "skipped", "")]
 
 
-def test_predicted_and_measured_figures_are_on_the_page(tmp_path: Path) -> None:
+def test_predicted_and_measured_figures_are_on_the_page(tmp_path):
     kept = dict(activation_bytes_predicted=3 * 2**30, activation_bytes_measured=2**30)
     metrics = write_rows(tmp_path / "metrics.jsonl", [row(1, **kept), row(2, **kept)])
     summary = {"peak_bytes_predicted": 7 * 2**30, "peak_bytes_measured": 5 * 2**30}
@@ -112,7 +112,7 @@ def test_predicted_and_measured_figures_are_on_the_page(tmp_path: Path) -> None:
     assert "metrics.jsonl.summary.json is no summary of a run" in read(tmp_path).notices
 
 
-def test_hostile_texts_are_text(tmp_path: Path) -> None:
+def test_hostile_texts_are_text(tmp_path):
     folder = tmp_path / HOSTILE.replace("/", "_")
     folder.mkdir()
     write_rows(folder / "metrics.jsonl", [row(one, **{HOSTILE: one / 3}) for one in range(1, 6)])
@@ -139,9 +139,7 @@ def test_hostile_texts_are_text(tmp_path: Path) -> None:
         (dict.fromkeys(("a.jsonl", "b.jsonl"), json.dumps(row(1)).encode()), "of several runs"),
     ],
 )
-def test_a_folder_that_is_no_run_is_one_clear_error(
-    files: dict[str, bytes] | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_no_run_is_one_clear_error(files, message, tmp_path, capsys):
     folder = tmp_path / "run"
     if files is not None:
         folder.mkdir()
@@ -155,9 +153,7 @@ def test_a_folder_that_is_no_run_is_one_clear_error(
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("module", ["jinja2", "matplotlib"])
-def test_a_missing_extra_is_one_clear_error(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_extra_is_one_clear_error(module, tmp_path, monkeypatch, capsys):
     write_rows(tmp_path / "metrics.jsonl", [row(1)])
     monkeypatch.setitem(sys.modules, module, None)
     assert report.main([str(tmp_path)]) == 2
@@ -166,9 +162,7 @@ def test_a_missing_extra_is_one_clear_error(
     assert err.count("\n") == 1 and not (tmp_path / "report.html").exists()
 
 
-def test_rows_that_are_garbled_are_counted_and_numbers_that_are_none_are_gaps(
-    tmp_path: Path,
-) -> None:
+def test_rows_that_are_garbled_are_counted_and_numbers_that_are_none_are_gaps(tmp_path):
     good = [json.dumps(row(number)) for number in range(1, 5)]
     lines = [
         good[0],
@@ -200,7 +194,7 @@ def test_rows_that_are_garbled_are_counted_and_numbers_that_are_none_are_gaps(
         ("train.log", "validation loss at iteration 3 | lm loss value: 1.0E+999 | "),
     ],
 )
-def test_no_figure_of_a_file_ends_in_a_traceback(tmp_path: Path, name: str, content: str) -> None:
+def test_no_figure_of_a_file_ends_in_a_traceback(tmp_path, name, content):
     write_rows(tmp_path / "m.jsonl", [row(number, lm_loss=1e308) for number in range(1, 99)])
     with (tmp_path / name).open("a") as file:
         file.write(content + "\n")

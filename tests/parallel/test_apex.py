@@ -51,7 +51,7 @@ def log_of_a_run() -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_no_kernel_is_used_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_is_used_on_another_device(monkeypatch):
     stand_in.install(monkeypatch)
     stand_in.has_kernels_for(monkeypatch, "cuda")
     reason = "NVIDIA apex has kernels for cuda and this run is on cpu"
@@ -62,9 +62,7 @@ def test_no_kernel_is_used_on_another_device(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "init", ["from pyramid_mailer.interfaces import IMailer", "raise SystemExit(3)", "x = 1"]
 )
-def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(
-    packages: Packages, init: str
-) -> None:
+def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(packages, init):
     packages({"apex.lib.libapex": "groupfinder = 1", "apex.views": "", "apex.__init__": init})
     assert installed_package().kind == "other"
     kernel = weight_gradient_kernel("cpu")
@@ -74,7 +72,7 @@ def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(
     assert "apex" not in sys.modules
 
 
-def test_an_apex_without_its_cuda_extensions_says_so(packages: Packages) -> None:
+def test_an_apex_without_its_cuda_extensions_says_so(packages):
     packages({"apex.optimizers.fused_adam": "class FusedAdam: pass"})
     reason = f"apex is installed without {EXTENSION}, as it is without its CUDA extensions"
     assert weight_gradient_kernel("cpu").reason == reason
@@ -99,8 +97,8 @@ def test_an_apex_without_its_cuda_extensions_says_so(packages: Packages) -> None
     ],
 )
 def test_an_extension_that_cannot_be_used_is_a_reason_in_the_log_and_no_crash(
-    packages: Packages, text: str, reason: str
-) -> None:
+    packages, text, reason
+):
     packages({EXTENSION: text})
     assert reason in weight_gradient_kernel("cpu").reason
     (line,) = (line for line in log_of_a_run() if line.startswith("weight gradients"))

@@ -95,7 +95,7 @@ CASES = [*product(MODELS, [torch.float64]), *product(sampled(MODELS, every=3), [
 
 @pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_loss_and_every_gradient_equal_those_of_one_rank(layout: Layout) -> None:
+def test_loss_and_every_gradient_equal_those_of_one_rank(layout):
     """All ranks have the same bits: they update alike."""
     latent = {name for name, model in MODELS.items() if "multi_latent_attention" in model}
     # Context-parallel ranks are refused for latents.

@@ -44,9 +44,7 @@ def exchanged(name: str, layout: str, **model: Any) -> list[str]:
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("policy", [None, *("*:full", "*:full/2"), "*:core_attn+layernorm+mlp"])
-def test_a_layer_is_gathered_for_forward_and_for_backward_and_not_again_for_its_replay(
-    policy: str | None,
-) -> None:
+def test_a_layer_is_gathered_for_forward_and_for_backward_and_not_again_for_its_replay(policy):
     forward, middle = (
         ["gather rest", "gather layer", "gather layer"],
         ["gather layer", "gather layer"],
@@ -66,7 +64,7 @@ def test_a_layer_is_gathered_for_forward_and_for_backward_and_not_again_for_its_
     ]
 
 
-def test_a_gradient_that_someone_else_can_read_is_not_freed() -> None:
+def test_a_gradient_that_someone_else_can_read_is_not_freed():
     for hold in (
         lambda grad: grad,
         lambda grad: grad.detach(),
@@ -87,7 +85,7 @@ def test_a_gradient_that_someone_else_can_read_is_not_freed() -> None:
         assert torch.equal(held, expected)
 
 
-def test_a_gradient_that_only_torchs_loop_names_is_freed_once_it_is_copied() -> None:
+def test_a_gradient_that_only_torchs_loop_names_is_freed_once_it_is_copied():
     parameter, gradients = nn.Parameter(torch.ones(4, 2)), UnitGradients()
     gradients.record([parameter])
     (parameter * 2.0).sum().backward()

@@ -26,7 +26,7 @@ def close(value: Tensor, left: Tensor, right: Tensor, start: Tensor | float = 0.
 
 @pytest.mark.parametrize(("n", "k"), [(7, 5), (5, 7), (33, 65)])
 @torch.no_grad()
-def test_a_product_is_added_to_the_sum_and_the_first_one_overwrites_it(n: int, k: int) -> None:
+def test_a_product_is_added_to_the_sum_and_the_first_one_overwrites_it(n, k):
     rows, grad_rows = torch.randn(6, k), torch.randn(6, n)
     for first in (False, True):
         total = torch.full((n, k), torch.nan) if first else torch.randn(n, k)
@@ -39,7 +39,7 @@ def test_a_product_is_added_to_the_sum_and_the_first_one_overwrites_it(n: int, k
 
 @pytest.mark.parametrize("first", [False, True])
 @torch.no_grad()
-def test_a_16_bit_product_is_rounded_once_and_added_to_the_float32_sum(first: bool) -> None:
+def test_a_16_bit_product_is_rounded_once_and_added_to_the_float32_sum(first):
     x, dy = torch.randn(7, 20).bfloat16(), torch.randn(7, 33).bfloat16()
     start = torch.randn(33, 20)
     total = torch.full_like(start, torch.nan) if first else start.clone()
@@ -51,9 +51,7 @@ def test_a_16_bit_product_is_rounded_once_and_added_to_the_float32_sum(first: bo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("first", [False, True])
 @torch.no_grad()
-def test_on_cuda_a_16_bit_product_is_added_unrounded_and_is_no_tensor(
-    first: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_cuda_a_16_bit_product_is_added_unrounded_and_is_no_tensor(first, dtype, monkeypatch):
     calls = cuda_addmm.install(monkeypatch)
     x, dy = torch.randn(7, 20).to(dtype), torch.randn(7, 33).to(dtype)
     total = torch.full((33, 20), torch.nan) if first else torch.randn(33, 20)
@@ -66,7 +64,7 @@ def test_on_cuda_a_16_bit_product_is_added_unrounded_and_is_no_tensor(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [False, True])
 @torch.no_grad()
-def test_rows_are_added_one_after_the_other(dtype: torch.dtype, first: bool) -> None:
+def test_rows_are_added_one_after_the_other(dtype, first):
     ids, rows = torch.tensor([2, 0, 2, 2, 5, 0, 2]), torch.randn(7, 4).to(dtype)
     start = torch.randn(6, 4)
     total = torch.full_like(start, torch.nan) if first else start.clone()
@@ -77,7 +75,7 @@ def test_rows_are_added_one_after_the_other(dtype: torch.dtype, first: bool) -> 
     assert torch.equal(total, expected)
 
 
-def test_a_backward_that_is_recorded_has_a_derivative() -> None:
+def test_a_backward_that_is_recorded_has_a_derivative():
     weight = torch.nn.Parameter(torch.randn(6, 4))
     x = torch.randn(5, 1, 4, requires_grad=True)
     output = parallel_linear(x, weight, None, tp_group=None, sequence_parallel=False, is_row=True)
@@ -104,7 +102,7 @@ def table(dtype: torch.dtype) -> nn.Parameter:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE)]
 )
-def test_gradients_of_lookups_are_added_to_the_sum_of_a_step(dtype: torch.dtype) -> None:
+def test_gradients_of_lookups_are_added_to_the_sum_of_a_step(dtype):
     weight = table(dtype)
     total = torch.full((ROWS, WIDTH), torch.nan)  # what an earlier step left
     weight_gradient.accumulate_lookups_([(weight, total)])

@@ -16,7 +16,7 @@ def positions(size: int, rank: int, length: int) -> list[int]:
     ]
 
 
-def test_rank_i_holds_spans_i_and_2c_minus_1_minus_i() -> None:
+def test_rank_i_holds_spans_i_and_2c_minus_1_minus_i():
     """The order of Megatron's get_batch_on_this_cp_rank, in which its data and its ring agree."""
     assert [positions(2, rank, 8) for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert [positions(3, rank, 6) for rank in (0, 1, 2)] == [[0, 5], [1, 4], [2, 3]]
@@ -25,7 +25,7 @@ def test_rank_i_holds_spans_i_and_2c_minus_1_minus_i() -> None:
 @pytest.mark.parametrize(
     ("size", "shards"), [(1, 1), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 3)]
 )
-def test_parts_of_a_ranks_tokens_are_stretches_of_its_positions(size: int, shards: int) -> None:
+def test_parts_of_a_ranks_tokens_are_stretches_of_its_positions(size, shards):
     """As sequence parallelism cuts them; with 3 shards one lies across both spans."""
     own = 48 // size
     for rank in range(size):

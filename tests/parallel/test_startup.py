@@ -68,7 +68,7 @@ def listener(says: bytes | None) -> Iterator[int]:
         (0, None, r"rank 0 cannot make the store .*:{} \(.* MASTER_PORT to a free port of it"),
     ],
 )
-def test_a_port_of_another_program_is_named(rank: int, says: bytes | None, message: str) -> None:
+def test_a_port_of_another_program_is_named(rank, says, message):
     """torch's own client waits without a limit for one that says nothing."""
     began = time.monotonic()
     with listener(says) as port, pytest.raises(InputError, match=message.format(port)):
@@ -76,7 +76,7 @@ def test_a_port_of_another_program_is_named(rank: int, says: bytes | None, messa
     assert time.monotonic() - began < HANG_S
 
 
-def test_nobody_who_listens_is_named_with_the_flag() -> None:
+def test_nobody_who_listens_is_named_with_the_flag():
     message = r"nobody listens at 127.* --distributed-timeout-minutes .*refused\): see what rank 0"
     with pytest.raises(InputError, match=message):
         join_store(launch(free_port()), timedelta(seconds=1))
@@ -91,9 +91,7 @@ def test_nobody_who_listens_is_named_with_the_flag() -> None:
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_that_leads_nowhere_is_named_within_seconds(
-    monkeypatch: pytest.MonkeyPatch, rank: int, answer: Exception | None, reason: str
-) -> None:
+def test_a_name_that_leads_nowhere_is_named_within_seconds(monkeypatch, rank, answer, reason):
     """None: the name server never answers. torch's client, which warns once a second, is not
     asked."""
 
@@ -160,7 +158,7 @@ def told(outcomes: list[str | None]) -> str:
     return outcomes[0]
 
 
-def test_a_differing_field_is_named_with_every_value_and_its_ranks(arrive: Any) -> None:
+def test_a_differing_field_is_named_with_every_value_and_its_ranks(arrive):
     outcomes, said = arrive(
         4, settings=lambda rank: settings_of(with_lr(0.01 if rank == 2 else 0.001), 4)
     )
@@ -169,7 +167,7 @@ def test_a_differing_field_is_named_with_every_value_and_its_ranks(arrive: Any) 
     assert lines[1:] == ["  --lr: 0.001 on ranks 0, 1, 3; 0.01 on rank 2"]
 
 
-def test_every_flag_counts_but_those_that_each_node_may_set_for_itself() -> None:
+def test_every_flag_counts_but_those_that_each_node_may_set_for_itself():
     topics = json.loads(RUN.to_json()).values()
     fields = {f"--{name.replace('_', '-')}" for topic in topics for name in topic}
     assert fields - set(settings_of(RUN, 2)) == {
@@ -181,7 +179,7 @@ def test_every_flag_counts_but_those_that_each_node_may_set_for_itself() -> None
     }
 
 
-def test_ranks_that_do_not_come_are_named_after_the_timeout_and_before(arrive: Any) -> None:
+def test_ranks_that_do_not_come_are_named_after_the_timeout_and_before(arrive):
     def check(limit: float) -> None:
         outcomes, said = arrive(4, ranks=[0, 2], timeout=timedelta(seconds=limit))
         assert "ranks 1, 3 of 4 have not joined within --distributed-timeout-minutes" in told(
@@ -192,7 +190,7 @@ def test_ranks_that_do_not_come_are_named_after_the_timeout_and_before(arrive: A
     patiently(check, 0.6)
 
 
-def test_a_name_that_leads_to_the_loopback_is_an_error_on_several_hosts(arrive: Any) -> None:
+def test_a_name_that_leads_to_the_loopback_is_an_error_on_several_hosts(arrive):
     def place(rank: int, address: str | None) -> dict[str, str | None]:
         return {"host": f"node{rank}", "gloo_address": address}
 
@@ -203,7 +201,7 @@ def test_a_name_that_leads_to_the_loopback_is_an_error_on_several_hosts(arrive: 
     assert arrive(2, place=lambda rank: place(rank, None)) == ([None, None], [])
 
 
-def test_a_tensor_parallel_group_over_two_hosts_is_a_warning(arrive: Any) -> None:
+def test_a_tensor_parallel_group_over_two_hosts_is_a_warning(arrive):
     outcomes, said = arrive(
         4,
         tp_size=2,
@@ -229,7 +227,7 @@ def _join(rank: int, world_size: int, runs: list[RunConfig]) -> str:
         return str(error)
 
 
-def test_ranks_that_disagree_on_the_groups_stop_before_they_make_any() -> None:
+def test_ranks_that_disagree_on_the_groups_stop_before_they_make_any():
     runs = [tiny_run(tp_size=1 if rank == 3 else 2) for rank in range(4)]
     first, *others = run_ranks(_join, 4, runs)
     assert "--tensor-model-parallel-size: 2 on ranks 0-2; 1 on rank 3" in first

@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 
 
 @pytest.mark.long
-def test_instances_are_megatrons_and_their_replicas_hold_the_same_share() -> None:
+def test_instances_are_megatrons_and_their_replicas_hold_the_same_share():
     from megatron.core.parallel_state import RankGenerator
 
     def work(rank: int, world_size: int) -> tuple[list[int], list[int], int]:
@@ -32,7 +32,7 @@ def test_instances_are_megatrons_and_their_replicas_hold_the_same_share() -> Non
         assert replicas == [first[place], second[place]] and rank == shards[place]
 
 
-def test_instances_that_do_not_divide_the_ranks_are_an_error() -> None:
+def test_instances_that_do_not_divide_the_ranks_are_an_error():
     config = ParallelConfig(num_distributed_optimizer_instances=3)
     with pytest.raises(ValueError, match="instances 3 does not divide the 4 data-parallel ranks"):
         config.data_parallel_size(4)

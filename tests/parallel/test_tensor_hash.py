@@ -39,7 +39,7 @@ def in_python(tensor: Tensor, block: int) -> int:
     return total % 2**64
 
 
-def test_blocks_count_in_their_order_and_strides_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_count_in_their_order_and_strides_do_not(monkeypatch):
     tensor = torch.randn(33, 7)
     whole = in_python(tensor, 2**20)
     assert int(quick_hash(tensor.t().contiguous().t())) % 2**64 == whole
@@ -51,7 +51,7 @@ def test_blocks_count_in_their_order_and_strides_do_not(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_depends_on_every_bit(dtype: torch.dtype) -> None:
+def test_it_depends_on_every_bit(dtype):
     tensor = (torch.arange(5) % 2).to(dtype)
     if dtype == torch.bool:
         changed = [tensor ^ (torch.arange(5) == place) for place in range(5)]
@@ -61,7 +61,7 @@ def test_it_depends_on_every_bit(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_it_depends_on_each_sign_of_eight_numbers(dtype: torch.dtype) -> None:
+def test_it_depends_on_each_sign_of_eight_numbers(dtype):
     signs = itertools.product([1.0, -1.0], repeat=8)
     assert len({int(quick_hash(torch.tensor(one, dtype=dtype))) for one in signs}) == 2**8
 
@@ -83,9 +83,7 @@ def flipped(tensor: Tensor, bit: int) -> Tensor:
         ((0, 1, 2), [[1], [1], [1], [1]]),
     ],
 )
-def test_ranks_that_differ_know_who_is_alone(
-    changed: tuple[int, ...], odd: list[list[int]]
-) -> None:
+def test_ranks_that_differ_know_who_is_alone(changed, odd):
     """A rank is odd where no more than half hold what it does. The third case: 2 against 2; the
     last: all differ."""
 
@@ -101,7 +99,7 @@ def test_ranks_that_differ_know_who_is_alone(
     assert run_ranks(work, 4) == [(not changed, odd[rank]) for rank in range(4)]
 
 
-def test_texts_of_all_ranks_arrive_in_order() -> None:
+def test_texts_of_all_ranks_arrive_in_order():
     def work(rank, world_size):
         with tp_state(1) as parallel:
             return gather_texts(["", "é" * 300, "node2"][rank], parallel)
@@ -112,7 +110,7 @@ def test_texts_of_all_ranks_arrive_in_order() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(10**6, 10**7), (2, 2)])
-def test_a_sparse_tensor_is_never_made_dense(sizes: tuple[int, int]) -> None:
+def test_a_sparse_tensor_is_never_made_dense(sizes):
     """The dense form of an adjacency matrix may need more memory than there is."""
     first, other = (
         torch.sparse_coo_tensor(torch.tensor([[0, one], [1, 0]]), torch.ones(2), sizes)

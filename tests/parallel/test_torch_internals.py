@@ -36,7 +36,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def test_no_other_module_reaches_for_a_private_name_of_torch() -> None:
+def test_no_other_module_reaches_for_a_private_name_of_torch():
     """A private name is torch's where the library gives it to nothing of its own."""
     own, used = set(ELSEWHERE), set()
     for path in LIBRARY:
@@ -55,14 +55,14 @@ def test_no_other_module_reaches_for_a_private_name_of_torch() -> None:
     assert {path for path, _ in found} <= {INTERNALS}, found
 
 
-def test_this_torch_has_every_name() -> None:
+def test_this_torch_has_every_name():
     for one in vars(torch_internals).values():
         if isinstance(one, partial):
             assert not isinstance(one(), torch_internals.Missing)
     assert torch_internals.MISSING == []
 
 
-def test_a_use_of_a_missing_name_names_the_version_the_name_and_the_range(monkeypatch) -> None:
+def test_a_use_of_a_missing_name_names_the_version_the_name_and_the_range(monkeypatch):
     monkeypatch.setattr(torch_internals, "MISSING", [])
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     taken = torch_internals.private("torch._C._current_graph_task_id")

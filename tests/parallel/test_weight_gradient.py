@@ -112,9 +112,7 @@ def is_by_kernel(key: str, name: str) -> bool:
 @pytest.mark.parametrize(
     ("name", "policy"), [("gpt2", "*:none"), ("llama", "*:full"), ("gpt2", "*:pointwise+core_attn")]
 )
-def test_overlap_sends_what_the_kernel_has_written(
-    calls: Counter[str], name: str, policy: str
-) -> None:
+def test_overlap_sends_what_the_kernel_has_written(calls, name, policy):
     """Sums of two ranks are the same in every order, so that no bit may differ."""
     layouts = ("replicated", "overlap", "zero1, overlap")
 
@@ -140,7 +138,7 @@ def test_overlap_sends_what_the_kernel_has_written(
 
 
 @NEEDS_GRAD_DTYPE
-def test_the_sum_is_that_of_unrounded_products(calls: Counter[str]) -> None:
+def test_the_sum_is_that_of_unrounded_products(calls):
     """The gradient of one column-parallel matmul, over two micro-batches, by hand. Its operands are
     parts of larger tensors."""
     generator = torch.Generator().manual_seed(2)
@@ -202,12 +200,8 @@ def said(text: str) -> str:
     ],
 )
 def test_a_run_uses_the_kernel_where_it_may_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-    function: str,
-    training: dict[str, Any],
-    num_calls: int,
-    expected: str,
-) -> None:
+    monkeypatch, function, training, num_calls, expected
+):
     installs = {"apex": apex.install, "addmm of CUDA": cuda_addmm.install}
     calls = installs[function](monkeypatch) if function else Counter()
     log = log_of(tiny_run(**dict(train_iters=1, eval_iters=0, **training)))
@@ -222,9 +216,7 @@ def test_a_run_uses_the_kernel_where_it_may_and_says_so(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE)]
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_addmm_gives_the_gradients_of_autograd(
-    name: str, tp_size: int, sequence_parallel: bool, dtype: torch.dtype
-) -> None:
+def test_addmm_gives_the_gradients_of_autograd(name, tp_size, sequence_parallel, dtype):
     """One micro-batch has the same bits; the sum of several is rounded in another order.
 
     In 16 bits that is so for the tied weight alone, to which two parts of the graph add.

@@ -48,9 +48,7 @@ TILE_ACTIONS = ("none", "mlp/4", "full+mlp/4", "full")
     [({}, 8, REGION_ACTIONS), ({}, 16, TILE_ACTIONS), (PP2, 8, REGION_ACTIONS)],
     ids=["p1", "tiles", "p2"],
 )
-def test_no_policy_of_regions_or_units_by_layer_is_faster(
-    parallel: dict[str, int], micro: int, actions: tuple[str, ...]
-) -> None:
+def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel, micro, actions):
     """Every assignment of four actions to the layers is tried, in any order and on both ranks."""
     config = small_run(layers=4 if parallel else 3, parallel=parallel, micro=micro)
     num_ranks = parallel.get("pipeline_model_parallel_size", 1)
@@ -77,7 +75,7 @@ def test_no_policy_of_regions_or_units_by_layer_is_faster(
         assert step_time(chosen, H100, num_ranks).seconds <= fastest * 1.05
 
 
-def test_a_larger_budget_is_never_slower() -> None:
+def test_a_larger_budget_is_never_slower():
     config = small_run(layers=8, micro=8)
     seconds = [
         step_time(with_policy(config, choose_policy(config, H100, budget, 1)), H100, 1).seconds
@@ -86,7 +84,7 @@ def test_a_larger_budget_is_never_slower() -> None:
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
 
 
-def test_host_memory_is_used_only_where_it_is_allowed() -> None:
+def test_host_memory_is_used_only_where_it_is_allowed():
     config = replace(LLAMA, data_parallel=DataParallelConfig(use_torch_fsdp2=True))
     budget = 24 * GIB
     on_device = choose_policy(config, H100, budget, 16)
@@ -107,8 +105,8 @@ def test_host_memory_is_used_only_where_it_is_allowed() -> None:
 )
 @pytest.mark.parametrize("seq_length", [2, 16])
 def test_layers_too_small_to_be_worth_a_replay_get_a_policy_or_a_refusal(
-    flags: str, num_ranks: int, seq_length: int
-) -> None:
+    flags, num_ranks, seq_length
+):
     """Where another choice keeps no more than a whole layer's input, it replaces that of units."""
     config = parse_args(
         f"--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length {seq_length} "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +37,7 @@ def peak_of(config: RunConfig) -> int:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.6])
-def test_the_chosen_policy_fits_the_budget(share: float) -> None:
+def test_the_chosen_policy_fits_the_budget(share):
     budget = int(share * peak_of(config_of()) / MIB) + 1
     config = config_of(f"--recompute-policy auto --memory-budget {budget}MiB")
     chosen = with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
@@ -48,7 +47,7 @@ def test_the_chosen_policy_fits_the_budget(share: float) -> None:
     assert chosen.config == replace(config, recompute=chosen.config.recompute)
 
 
-def test_without_a_budget_the_memory_of_the_device_counts_less_a_reserve() -> None:
+def test_without_a_budget_the_memory_of_the_device_counts_less_a_reserve():
     config = config_of("--recompute-policy auto")
     least = peak_of(config_of()) + 2**30
     chosen = with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=least)
@@ -60,7 +59,7 @@ def test_without_a_budget_the_memory_of_the_device_counts_less_a_reserve() -> No
         with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
 
 
-def test_a_flag_replaces_the_auto_policy_of_a_file_and_its_budget(tmp_path: Path) -> None:
+def test_a_flag_replaces_the_auto_policy_of_a_file_and_its_budget(tmp_path):
     file = tmp_path / "run.json"
     stored = config_of("--recompute-policy auto --memory-budget 1GiB")
     file.write_text(stored.to_json())
@@ -79,12 +78,12 @@ def test_a_flag_replaces_the_auto_policy_of_a_file_and_its_budget(tmp_path: Path
 @pytest.mark.parametrize(
     ("gpu", "machine"), [("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA B200", "b200")]
 )
-def test_a_gpus_name_leads_to_its_machine(gpu: str, machine: str) -> None:
+def test_a_gpus_name_leads_to_its_machine(gpu, machine):
     assert machine_for_policy(None, device="cuda", gpu_name=gpu).name == machine
     assert machine_for_policy("h200", device="cuda", gpu_name=gpu).name == "h200"
 
 
-def test_an_unknown_gpu_is_an_error_that_lists_the_machines() -> None:
+def test_an_unknown_gpu_is_an_error_that_lists_the_machines():
     assert {machine for _, machine in GPU_MACHINES} <= set(machine_names())
     assert machine_of_gpu("Tesla T4") is None
     with pytest.raises(InputError, match="no machine is known for Tesla T4.*a100-80gb"):

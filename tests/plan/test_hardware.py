@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ def text_of(**changes: Any) -> str:
     return json.dumps({name: value for name, value in values.items() if value != "-"})
 
 
-def test_a_path_of_a_file_is_a_machine(tmp_path: Path) -> None:
+def test_a_path_of_a_file_is_a_machine(tmp_path):
     path = tmp_path / "here.json"
     path.write_text(text_of(name="here"))
     assert load_hardware(str(path)) == replace(A100, name="here")
@@ -49,7 +48,7 @@ def test_a_path_of_a_file_is_a_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", machine_names())
-def test_each_machine_plans_and_says_where_its_figures_are_from(name: str) -> None:
+def test_each_machine_plans_and_says_where_its_figures_are_from(name):
     machine = load_hardware(name)
     assert machine.name == name
     said = {word for key in machine.sources for word in re.split(r", |\.", key)}
@@ -60,9 +59,7 @@ def test_each_machine_plans_and_says_where_its_figures_are_from(name: str) -> No
     assert found.plans[0].peak.num_bytes < machine.memory_bytes
 
 
-def test_a_file_has_its_own_figures_and_those_of_the_machine_that_it_is_like(
-    tmp_path: Path,
-) -> None:
+def test_a_file_has_its_own_figures_and_those_of_the_machine_that_it_is_like(tmp_path):
     path = tmp_path / "here.json"
     own = dict(name="here", like="a100-80gb", bf16=dict(peak_flops=1e15), sources={"band": "me"})
     path.write_text(json.dumps(own))
@@ -88,16 +85,14 @@ def test_a_file_has_its_own_figures_and_those_of_the_machine_that_it_is_like(
         ('{"a": 1, "a": 2}', "is given twice"),
     ],
 )
-def test_a_wrong_file_is_one_error(
-    changes: dict[str, Any] | str, fault: str, tmp_path: Path
-) -> None:
+def test_a_wrong_file_is_one_error(changes, fault, tmp_path):
     path = tmp_path / "wrong.json"
     path.write_text(changes if isinstance(changes, str) else text_of(**changes))
     with pytest.raises(InputError, match=fault):
         load_hardware(str(path))
 
 
-def test_one_tile_more_than_a_round_costs_a_second_round() -> None:
+def test_one_tile_more_than_a_round_costs_a_second_round():
     full = Matmul("x", A100.tile_m * A100.multiprocessors, A100.tile_n, 8192)
     more = with_fields(full, m=full.m + 1)
     kernel = A100.kernel_s
@@ -107,7 +102,7 @@ def test_one_tile_more_than_a_round_costs_a_second_round() -> None:
 
 
 @given(m=DIMENSIONS, n=DIMENSIONS, k=DIMENSIONS)
-def test_a_larger_matmul_never_takes_less_time(m: int, n: int, k: int) -> None:
+def test_a_larger_matmul_never_takes_less_time(m, n, k):
     for machine in (A100, replace(ideal(), bf16=replace(A100.bf16, half_dimension=64.0))):
         one = Matmul("x", m, n, k)
         for larger in (
@@ -118,7 +113,7 @@ def test_a_larger_matmul_never_takes_less_time(m: int, n: int, k: int) -> None:
             assert machine.matmul_seconds(larger, 2) >= machine.matmul_seconds(one, 2) * (1 - 1e-9)
 
 
-def test_a_grouped_product_takes_the_time_of_its_experts_products() -> None:
+def test_a_grouped_product_takes_the_time_of_its_experts_products():
     """Also the one of the weights' gradients, whose rows are the inner dimension."""
     for shape, grouped in (
         ((300, 512, 768), Matmul("x", 9600, 512, 768, groups=32)),
@@ -129,7 +124,7 @@ def test_a_grouped_product_takes_the_time_of_its_experts_products() -> None:
         assert A100.matmul_seconds(grouped, 2) == A100.matmul_seconds(alone, 2)
 
 
-def test_a_causal_flash_kernel_takes_half_the_time_and_a_deterministic_one_more() -> None:
+def test_a_causal_flash_kernel_takes_half_the_time_and_a_deterministic_one_more():
     whole = Matmul("x", 4096, 4096, 128, 64, fused=True)
 
     def seconds(matmul: Matmul, *, deterministic: bool = False) -> float:
@@ -140,7 +135,7 @@ def test_a_causal_flash_kernel_takes_half_the_time_and_a_deterministic_one_more(
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 64])
-def test_an_all_reduce_takes_the_time_of_a_reduce_scatter_and_an_all_gather(size: int) -> None:
+def test_an_all_reduce_takes_the_time_of_a_reduce_scatter_and_an_all_gather(size):
     def seconds(kind: str) -> float:
         return A100.collective_seconds(Collective(kind, 1 << 28), Group(size))
 
@@ -148,7 +143,7 @@ def test_an_all_reduce_takes_the_time_of_a_reduce_scatter_and_an_all_gather(size
     assert A100.collective_seconds(Collective(ALL_REDUCE, 1 << 28), Group(1)) == 0.0
 
 
-def test_a_group_across_nodes_is_slower_and_uses_the_cards_of_its_ranks_in_a_node() -> None:
+def test_a_group_across_nodes_is_slower_and_uses_the_cards_of_its_ranks_in_a_node():
     gather = Collective(ALL_GATHER, 1 << 34)
     inside = A100.collective_seconds(gather, Group(8))
     # 16 ranks on two nodes, and 16 ranks on 16 nodes

@@ -11,7 +11,7 @@ from tests.pipeline.test_order import LAYOUTS, orders, simulate
 
 
 @pytest.mark.parametrize("num_chunks", range(1, 5))
-def test_every_layout_takes_as_long_as_in_the_other_simulator(num_chunks: int) -> None:
+def test_every_layout_takes_as_long_as_in_the_other_simulator(num_chunks):
     for size, _, microbatches in [one for one in LAYOUTS if one[1] == num_chunks]:
         duration, _ = simulate(orders(size, num_chunks, microbatches), num_chunks)
         forward = [[1 / num_chunks] * num_chunks] * size
@@ -21,7 +21,7 @@ def test_every_layout_takes_as_long_as_in_the_other_simulator(num_chunks: int) -
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
-def test_transfers_delay_and_without_overlap_they_delay_more(num_chunks: int) -> None:
+def test_transfers_delay_and_without_overlap_they_delay_more(num_chunks):
     def end(transfer: float, overlap: bool) -> float:
         forward, backward = ([[one] * num_chunks] * 4 for one in (1.0, 2.0))
         ran = run_pipeline(Durations(forward, backward, transfer, overlap), 16)
@@ -34,7 +34,7 @@ def test_transfers_delay_and_without_overlap_they_delay_more(num_chunks: int) ->
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_two_short_runs_have_the_times_of_the_whole_and_a_lower_bound(seed: int) -> None:
+def test_two_short_runs_have_the_times_of_the_whole_and_a_lower_bound(seed):
     rng = random.Random(seed)
     size, num_chunks = rng.randint(2, 5), rng.choice([1, 1, 2, 3])
     forward, backward = (

@@ -12,7 +12,7 @@ from tests.support.pairs import in_one_test
 
 
 @in_one_test("seed", range(300))
-def test_no_assignment_to_layers_is_faster_than_the_mix(seed: int) -> None:
+def test_no_assignment_to_layers_is_faster_than_the_mix(seed):
     rng = random.Random(seed)
     choices = tuple(
         LayerChoice(

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.config.run import RunConfig
 from megatron_lite.plan.auto_policy import Budget, Unreachable, default_reserve
 from megatron_lite.plan.layouts import layouts, recuts, savers, variants, virtuals
 from megatron_lite.plan.problem import Problem, usual_batch
@@ -54,9 +53,7 @@ SPREAD = small_run(
     ],
     ids=["3 stages", "2 stages", "a long sequence", "experts", "4 ranks"],
 )
-def test_nothing_that_is_searched_is_faster_than_the_first_plan(
-    run: RunConfig, num_ranks: int, fixed: dict[str, int], limit: int
-) -> None:
+def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, fixed, limit):
     """Every cut of every layout, with every loss chunk and both wrappings, is fitted in full,
     without bounds or an order."""
     problem = Problem(run, H100, fixed)
@@ -82,7 +79,7 @@ def test_nothing_that_is_searched_is_faster_than_the_first_plan(
     assert best.time.seconds <= min(times) * 1.005
 
 
-def test_every_spread_of_experts_suits_the_instances_of_states() -> None:
+def test_every_spread_of_experts_suits_the_instances_of_states():
     fixed = dict(use_distributed_optimizer=True, pipeline_model_parallel_size=1)
     problem = Problem(SPREAD, H100, {**fixed, "num_distributed_optimizer_instances": 2})
     sizes = [
@@ -93,7 +90,7 @@ def test_every_spread_of_experts_suits_the_instances_of_states() -> None:
     assert {*sizes} == {1, 2}
 
 
-def test_states_are_shared_out_in_each_of_several_nodes_where_that_is_faster() -> None:
+def test_states_are_shared_out_in_each_of_several_nodes_where_that_is_faster():
     fixed = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, micro_batch_size=1)
     slow = replace(H100, between=replace(H100.between, bandwidth=5e9))
     problem = Problem(SMALL.base, slow, {**fixed, "use_torch_fsdp2": True})
@@ -104,14 +101,14 @@ def test_states_are_shared_out_in_each_of_several_nodes_where_that_is_faster() -
         assert best.parallel.num_distributed_optimizer_instances == nodes
 
 
-def test_a_plan_that_cannot_fit_gives_the_smallest_peak() -> None:
+def test_a_plan_that_cannot_fit_gives_the_smallest_peak():
     found = Search(LLAMA).find(1, BUDGET.plan_bytes)
     assert not found.plans and found.smallest is not None
     # 8 billion parameters with 16 bytes each are 120 GiB.
     assert found.smallest.peak.num_bytes > 119 * GIB
 
 
-def test_the_verdict_is_tight_where_only_the_reserve_helps() -> None:
+def test_the_verdict_is_tight_where_only_the_reserve_helps():
     fixed = {"tensor_model_parallel_size": 1}
     problem = with_fields(SMALL, fixed=fixed, states_on_host=0)
     smallest = verdict(problem, 1, Budget(GIB, 0)).plan
@@ -124,7 +121,7 @@ def test_the_verdict_is_tight_where_only_the_reserve_helps() -> None:
     assert words == [FITS, TIGHT, DOES_NOT_FIT]
 
 
-def test_the_largest_micro_batch_fits_and_twice_as_much_does_not() -> None:
+def test_the_largest_micro_batch_fits_and_twice_as_much_does_not():
     problem = with_fields(
         SMALL,
         base=replace(SMALL.base, training=replace(SMALL.base.training, global_batch_size=4096)),
@@ -141,7 +138,7 @@ def test_the_largest_micro_batch_fits_and_twice_as_much_does_not() -> None:
     assert isinstance(search.fit(twice, 1, limit), Unreachable)
 
 
-def test_the_smallest_machine_is_the_first_power_of_two_that_fits() -> None:
+def test_the_smallest_machine_is_the_first_power_of_two_that_fits():
     budget = Budget(2 * GIB, GIB // 8)
     answer = smallest_machine(SMALL, budget)
     assert answer.word != DOES_NOT_FIT and answer.num_ranks > 1
@@ -153,9 +150,7 @@ def test_the_smallest_machine_is_the_first_power_of_two_that_fits() -> None:
     ("samples", "micro_batch_size", "num_ranks"),
     [(512, 1, (8,)), (5398, 1, (8,)), (512, 1, (7,)), (512, 3, (6, 12)), (512, 1, (3, 5, 7, 12))],
 )
-def test_a_batch_that_nobody_gave_decides_no_layout(
-    samples: int, micro_batch_size: int, num_ranks: tuple[int, ...]
-) -> None:
+def test_a_batch_that_nobody_gave_decides_no_layout(samples, micro_batch_size, num_ranks):
     batch = usual_batch(samples, micro_batch_size, num_ranks)
     assert samples / 2 < batch <= samples
     assert all(batch % (micro_batch_size * count) == 0 for count in num_ranks)

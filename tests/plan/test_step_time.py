@@ -102,9 +102,7 @@ POLICIES = (
 @pytest.mark.parametrize("backend", ["unfused", "flash"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tp", [1, 4])
-def test_on_an_ideal_machine_a_step_takes_its_hardware_flops(
-    policy: str, tp: int, backend: str
-) -> None:
+def test_on_an_ideal_machine_a_step_takes_its_hardware_flops(policy, tp, backend):
     model = replace(MODEL, attention_backend=backend)
     config = run(model=model, recompute=policy, tensor_model_parallel_size=tp)
     # A flash kernel skips half of its products, which the FLOPs of the logs count.
@@ -128,8 +126,8 @@ def test_on_an_ideal_machine_a_step_takes_its_hardware_flops(
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("policy", ["*:none", "*:full", "*:mlp", "*:ops(matmul)"])
 def test_collectives_that_nothing_hides_take_the_time_of_those_that_are_issued(
-    policy: str, sequence_parallel: bool
-) -> None:
+    policy, sequence_parallel
+):
     config = run(recompute=policy, **TP8, sequence_parallel=sequence_parallel)
     machine = talking(1e-6, 1e11)
     traffic = plan_collectives(
@@ -145,7 +143,7 @@ def test_collectives_that_nothing_hides_take_the_time_of_those_that_are_issued(
 
 
 @pytest.mark.parametrize("layout", [dict(), TP8, PP4])
-def test_more_recomputation_is_never_faster(layout: dict[str, Any]) -> None:
+def test_more_recomputation_is_never_faster(layout):
     policies = ["*:none", "*:layernorm", "*:layernorm+activation", "*:mlp+layernorm", "*:full"]
     found = [step_time(run(recompute=policy, **layout), A100, 16) for policy in policies]
     times = [one.seconds for one in found]
@@ -166,15 +164,13 @@ def test_more_recomputation_is_never_faster(layout: dict[str, Any]) -> None:
         dict(use_torch_fsdp2=True),
     ],
 )
-def test_more_data_parallel_ranks_are_never_slower_at_the_same_batch(
-    data_parallel: dict[str, Any],
-) -> None:
+def test_more_data_parallel_ranks_are_never_slower_at_the_same_batch(data_parallel):
     config = run(batch=512, data_parallel=data_parallel)
     times = [seconds(config, ranks) for ranks in (8, 16, 32, 64, 128)]
     assert times == sorted(times, reverse=True)
 
 
-def test_a_reduction_beside_backward_is_never_slower() -> None:
+def test_a_reduction_beside_backward_is_never_slower():
     def time(**data_parallel: bool) -> StepTime:
         return step_time(run(data_parallel=data_parallel), A100, 16)
 
@@ -194,7 +190,7 @@ def test_a_reduction_beside_backward_is_never_slower() -> None:
 
 
 @pytest.mark.parametrize("kind", ["use_distributed_optimizer", "use_torch_fsdp2"])
-def test_instances_inside_nodes_send_less_between_them(kind: str) -> None:
+def test_instances_inside_nodes_send_less_between_them(kind):
     """Across 4 nodes goes a sum of 1/8 of the gradients on each of 8 cards: 2 x 3/4 of what they
     send together, instead of a reduce-scatter of 31/32. No weights do."""
     slow = replace(A100, between=Link(latency_s=0.0, bandwidth=1e9))
@@ -214,7 +210,7 @@ def test_instances_inside_nodes_send_less_between_them(kind: str) -> None:
         assert across == pytest.approx(1.5 * 32 / 31, rel=0.05)
 
 
-def test_fsdp2_gathers_for_every_micro_batch_and_twice_if_weights_are_freed() -> None:
+def test_fsdp2_gathers_for_every_micro_batch_and_twice_if_weights_are_freed():
     slow = replace(A100, inside=Link(latency_s=0.0, bandwidth=1e9))
 
     def gathers(micro: int = 1, **data_parallel: bool) -> float:
@@ -227,7 +223,7 @@ def test_fsdp2_gathers_for_every_micro_batch_and_twice_if_weights_are_freed() ->
     assert FSDP not in free.terms
 
 
-def test_copies_to_the_host_are_hidden_where_the_bandwidth_is_high_enough() -> None:
+def test_copies_to_the_host_are_hidden_where_the_bandwidth_is_high_enough():
     config = run(recompute="*:none@host")
     slow = step_time(config, replace(A100, host_bandwidth=1e9), 8)
     fast = step_time(config, replace(A100, host_bandwidth=1e12), 8)
@@ -240,7 +236,7 @@ def test_copies_to_the_host_are_hidden_where_the_bandwidth_is_high_enough() -> N
     assert step_time(config, shared, 8).terms[HOST_COPIES] > fast.terms[HOST_COPIES]
 
 
-def test_an_optimizer_on_the_host_takes_its_arithmetic_and_the_copies_that_nothing_hides() -> None:
+def test_an_optimizer_on_the_host_takes_its_arithmetic_and_the_copies_that_nothing_hides():
     """Of 12 layers with 4096 x 4096 weights each, embeddings, and vectors that are 0.1% of all."""
     number, machine = LAYERS * 12 * 4096**2 + (32768 + 2048) * 4096, replace(A100, overlap=1.0)
 
@@ -259,7 +255,7 @@ def test_an_optimizer_on_the_host_takes_its_arithmetic_and_the_copies_that_nothi
     assert taken(overlaps=True) < taken(slow, overlaps=True) < taken(slow)
 
 
-def test_a_graph_takes_no_time_of_the_host_and_lets_no_tensor_go_there() -> None:
+def test_a_graph_takes_no_time_of_the_host_and_lets_no_tensor_go_there():
     small = replace(MODEL, hidden_size=256, num_attention_heads=4)
     plain = run(model=small, recompute="*:full")
     graph = run(model=small, recompute="*:full", training=dict(cuda_graph_impl="full_iteration"))

@@ -43,16 +43,14 @@ def alive_after_forward(name: str, prepare: Callable[[nn.Module], object]) -> in
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_recomputing_every_layer_keeps_no_more_than_transformers_own_checkpointing_does(
-    name: str,
-) -> None:
+def test_recomputing_every_layer_keeps_no_more_than_transformers_own_checkpointing_does(name):
     def own(model: nn.Module) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
 
     assert alive_after_forward(name, policy(name, "*:full")) <= alive_after_forward(name, own)
 
 
-def test_a_verified_replay_that_differs_names_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verified_replay_that_differs_names_the_layer(monkeypatch):
     torch.manual_seed(1)
     model = FAMILIES["GPT-2"].build()
     apply_policy_(model, layers_fqn="transformer.h", policy="*:full", verify=True)
@@ -81,9 +79,7 @@ def test_a_verified_replay_that_differs_names_the_layer(monkeypatch: pytest.Monk
         ("transformer.h", "*:full@split", "as DTensors"),
     ],
 )
-def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(
-    fqn: str, text: str, message: str
-) -> None:
+def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(fqn, text, message):
     model = FAMILIES["GPT-2"].build()
     with pytest.raises(ValueError) as raised:
         apply_policy_(model, layers_fqn=fqn, policy=text)
@@ -105,7 +101,7 @@ class Chain(nn.Module):
         return hidden
 
 
-def test_a_verified_call_holds_what_it_saves_and_the_first_one_copies_as_well() -> None:
+def test_a_verified_call_holds_what_it_saves_and_the_first_one_copies_as_well():
     def peaks(verify: bool) -> list[int]:
         """Returns those of two calls."""
         model = nn.Sequential(Chain())
@@ -124,7 +120,7 @@ def test_a_verified_call_holds_what_it_saves_and_the_first_one_copies_as_well() 
     assert second - unverified == pytest.approx(59 * given.nbytes, rel=0.05)
 
 
-def test_the_first_call_does_not_copy_parameters() -> None:
+def test_the_first_call_does_not_copy_parameters():
     model = nn.Sequential(nn.Linear(1024, 2048))
     apply_policy_(model, layers_fqn="", policy="*:full")
     with allocator_peak() as measured:
@@ -147,9 +143,7 @@ class Wobbles(torch.autograd.Function):
         return grads[0]
 
 
-def test_an_operator_that_does_not_repeat_itself_on_the_device_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_operator_that_does_not_repeat_itself_on_the_device_is_named(monkeypatch):
     class Layer(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
             return Wobbles.apply(hidden.exp()).sin()

@@ -57,7 +57,7 @@ def allocations() -> Iterator[list[int]]:
 
 @pytest.mark.runs(daily=2, ci=5)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_are_the_same_bits_in_every_step(policy: str) -> None:
+def test_gradients_are_the_same_bits_in_every_step(policy):
     ours, plain = build(policy, micro_batches=2), build("*:none", contiguous=False)
     for batches in ((3,), (3, 4), (4, 5)):
         assert (
@@ -76,8 +76,8 @@ def test_gradients_are_the_same_bits_in_every_step(policy: str) -> None:
 )
 @pytest.mark.parametrize("micro_batches", [3])
 def test_there_is_one_allocation_for_each_kind_of_memory_of_the_planned_size(
-    policy: str, sizes: list[int], micro_batches: int
-) -> None:
+    policy, sizes, micro_batches
+):
     model = build(policy, micro_batches=micro_batches)
     with allocations() as made:
         for _ in range(3):
@@ -86,7 +86,7 @@ def test_there_is_one_allocation_for_each_kind_of_memory_of_the_planned_size(
     assert len(model.decoder.stores.storages()) == len(sizes)
 
 
-def test_more_forwards_in_flight_than_slots_is_an_error_that_names_the_flag() -> None:
+def test_more_forwards_in_flight_than_slots_is_an_error_that_names_the_flag():
     model = build("*:full/2", micro_batches=2)
     losses = [model.loss(*sample_tokens(batch)).mean() for batch in (3, 4)]
     with pytest.raises(RuntimeError, match=f"{FLAG}: all 6 slots are in use"):
@@ -100,7 +100,7 @@ def test_more_forwards_in_flight_than_slots_is_an_error_that_names_the_flag() ->
     assert in_use(model) == 0
 
 
-def test_an_arena_that_is_too_small_is_replaced_once_it_is_idle_and_never_shrinks() -> None:
+def test_an_arena_that_is_too_small_is_replaced_once_it_is_idle_and_never_shrinks():
     model, plain = build("*:full/2", micro_batches=1), build("*:full/2", contiguous=False)
     with allocations() as made:
         step(model)
@@ -117,7 +117,7 @@ def test_an_arena_that_is_too_small_is_replaced_once_it_is_idle_and_never_shrink
     assert made == [3 * SLOT, 6 * SLOT, 9 * SLOT] and len(model.decoder.stores.storages()) == 1
 
 
-def test_a_larger_input_than_the_first_is_an_error_and_a_smaller_one_fits() -> None:
+def test_a_larger_input_than_the_first_is_an_error_and_a_smaller_one_fits():
     model, plain = build("*:full"), build("*:full", contiguous=False)
     step(model)
 

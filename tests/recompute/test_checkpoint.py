@@ -42,14 +42,14 @@ def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_every_backward_sees_the_numbers_of_the_forward(rng: RngStreams, times: int) -> None:
+def test_every_backward_sees_the_numbers_of_the_forward(rng, times):
     expected = grads(rng, lambda h, w: noisy(rng, h, w), times=times)
     assert_equal(
         grads(rng, lambda h, w: checkpoint(noisy, rng, h, w, rng=rng), times=times), expected
     )
 
 
-def test_nested_units_equal_none(rng: RngStreams) -> None:
+def test_nested_units_equal_none(rng):
     def nested(hidden: Tensor, weight: Tensor) -> Tensor:
         return checkpoint(
             lambda h, w: noisy(rng, checkpoint(noisy, rng, h, w, rng=rng), w),
@@ -61,7 +61,7 @@ def test_nested_units_equal_none(rng: RngStreams) -> None:
     assert_equal(grads(rng, nested), grads(rng, lambda h, w: noisy(rng, noisy(rng, h, w), w)))
 
 
-def test_other_arguments_pass_as_they_are(rng: RngStreams) -> None:
+def test_other_arguments_pass_as_they_are(rng):
     def function(
         hidden: Tensor, scale: float, nothing: None, pair: tuple[int, int], offset: Tensor
     ) -> Tensor:
@@ -75,7 +75,7 @@ def test_other_arguments_pass_as_they_are(rng: RngStreams) -> None:
     )
 
 
-def test_outputs_may_be_many_and_some_without_gradient(rng: RngStreams) -> None:
+def test_outputs_may_be_many_and_some_without_gradient(rng):
     hidden = torch.tensor([3.0, 1.0, 2.0], requires_grad=True)
     values, indices, nothing = checkpoint(lambda h: (*h.square().sort(), None), hidden, rng=rng)
     assert nothing is None and not indices.requires_grad and indices.tolist() == [1, 2, 0]
@@ -83,19 +83,19 @@ def test_outputs_may_be_many_and_some_without_gradient(rng: RngStreams) -> None:
     assert hidden.grad.tolist() == [6.0, 0.0, 0.0]
 
 
-def test_a_function_without_any_gradient_says_so(rng: RngStreams) -> None:
+def test_a_function_without_any_gradient_says_so(rng):
     output = checkpoint(lambda h: h.detach() * 2, torch.ones(3, requires_grad=True), rng=rng)
     with pytest.raises(RuntimeError, match="no output that requires grad"):
         output.sum().backward()
 
 
-def test_parameters_inside_get_their_gradients_though_no_input_needs_one(rng: RngStreams) -> None:
+def test_parameters_inside_get_their_gradients_though_no_input_needs_one(rng):
     linear = nn.Linear(6, 2)
     checkpoint(linear, torch.ones(4, 6), rng=rng).sum().backward()
     assert torch.equal(linear.weight.grad, torch.full((2, 6), 4.0))
 
 
-def test_a_parameter_may_be_returned(rng: RngStreams) -> None:
+def test_a_parameter_may_be_returned(rng):
     """Its node must not become the parameter's own history: backward would never end."""
     linear = nn.Linear(6, 2)
     output, bias = checkpoint(lambda h: (linear(h), linear.bias), torch.ones(4, 6), rng=rng)
@@ -105,7 +105,7 @@ def test_a_parameter_may_be_returned(rng: RngStreams) -> None:
 
 
 @pytest.mark.parametrize("around", ["forward", "backward"])
-def test_a_replay_sees_the_autocast_of_its_forward(rng: RngStreams, around: str) -> None:
+def test_a_replay_sees_the_autocast_of_its_forward(rng, around):
     dtypes = []
 
     def function(hidden: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class DeviceStreams(RngStreams):
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device(times: int) -> None:
+def test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device(times):
     streams = DeviceStreams()
 
     def function(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device(times
     assert_equal(outcome(lambda h, w: checkpoint(function, h, w, rng=streams)), outcome(function))
 
 
-def test_a_gradient_is_handed_on_in_the_layout_that_backward_gave_it(rng: RngStreams) -> None:
+def test_a_gradient_is_handed_on_in_the_layout_that_backward_gave_it(rng):
     """A sum over it (the weight gradient of a norm before) adds in the order of its strides."""
     strides = []
     for run in (torch.t, lambda h: checkpoint(torch.t, h, rng=rng)):
@@ -160,7 +160,7 @@ def test_a_gradient_is_handed_on_in_the_layout_that_backward_gave_it(rng: RngStr
     assert strides == [(1, 4), (1, 4)]
 
 
-def test_arguments_that_need_no_gradient_get_none(rng: RngStreams) -> None:
+def test_arguments_that_need_no_gradient_get_none(rng):
     hidden, frozen, linear = torch.ones(4, 6, requires_grad=True), torch.ones(4, 6), nn.Linear(6, 6)
     linear.weight.requires_grad_(False)
     checkpoint(lambda a, b: linear(a * b), hidden, frozen, rng=rng).sum().backward()
@@ -171,7 +171,7 @@ def test_arguments_that_need_no_gradient_get_none(rng: RngStreams) -> None:
     assert torch.equal(linear.bias.grad, torch.full((6,), 4.0))
 
 
-def test_an_argument_handed_through_and_a_tensor_returned_or_passed_twice(rng: RngStreams) -> None:
+def test_an_argument_handed_through_and_a_tensor_returned_or_passed_twice(rng):
     def function(hidden: Tensor, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         doubled = hidden * same * 2
         return hidden, doubled, doubled
@@ -182,9 +182,7 @@ def test_an_argument_handed_through_and_a_tensor_returned_or_passed_twice(rng: R
     assert leaf.grad.tolist() == [1 + 44 * 3, 1 + 44 * 5]
 
 
-def test_where_gradients_are_off_nothing_is_kept_and_the_result_is_direct(
-    rng: RngStreams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_gradients_are_off_nothing_is_kept_and_the_result_is_direct(rng, monkeypatch):
     def forbidden(*_: object) -> None:
         raise AssertionError("gradients are off")
 
@@ -199,9 +197,7 @@ def test_where_gradients_are_off_nothing_is_kept_and_the_result_is_direct(
             )  # type: ignore[arg-type]
 
 
-def test_a_side_effect_happens_once_also_in_nested_units_and_with_two_backwards(
-    rng: RngStreams,
-) -> None:
+def test_a_side_effect_happens_once_also_in_nested_units_and_with_two_backwards(rng):
     runs, counted = [], []
 
     def function(hidden: Tensor) -> Tensor:
@@ -217,7 +213,7 @@ def test_a_side_effect_happens_once_also_in_nested_units_and_with_two_backwards(
     assert (len(runs), len(counted)) == (2 + 2 * 3, 2)
 
 
-def test_a_complex_output_has_its_gradient(rng: RngStreams) -> None:
+def test_a_complex_output_has_its_gradient(rng):
     """Only outputs that cannot have one are marked as such."""
     x = torch.arange(6.0)
     expected, actual = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -226,9 +222,7 @@ def test_a_complex_output_has_its_gradient(rng: RngStreams) -> None:
     assert torch.equal(actual.grad, expected.grad)  # type: ignore[arg-type]
 
 
-def test_a_backward_for_chosen_inputs_is_refused_before_it_writes_a_gradient(
-    rng: RngStreams,
-) -> None:
+def test_a_backward_for_chosen_inputs_is_refused_before_it_writes_a_gradient(rng):
     """The backward of a replay reaches every parameter: `torch.autograd.grad` would fill their
     .grad behind the caller's back."""
     linear, x = torch.nn.Linear(6, 6), torch.ones(3, 6, requires_grad=True)
@@ -238,7 +232,7 @@ def test_a_backward_for_chosen_inputs_is_refused_before_it_writes_a_gradient(
 
 
 @pytest.mark.parametrize("current", [DEFAULT, TENSOR_PARALLEL])
-def test_a_unit_inside_an_open_fork_replays_in_that_stream(rng: RngStreams, current: str) -> None:
+def test_a_unit_inside_an_open_fork_replays_in_that_stream(rng, current):
     def run(recompute: bool):  # type: ignore[no-untyped-def]
         def forward(hidden: Tensor, weight: Tensor) -> Tensor:
             with rng.fork(current):

@@ -86,7 +86,7 @@ def equal(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
 
 
 @pytest.mark.parametrize("names", [("linear",), ("linear", "square")])
-def test_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed(names: tuple[str, ...]) -> None:
+def test_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed(names):
     example = Example()
     output, memory = example.forward(*(getattr(Consumers(example), name) for name in names))
     assert memory.expired() and example.calls == ["norm"]
@@ -94,7 +94,7 @@ def test_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed(names: tuple
     assert example.calls == ["norm"] * 2 and equal(example.grads(), kept_grads(example, *names))
 
 
-def test_each_backward_rebuilds_anew() -> None:
+def test_each_backward_rebuilds_anew():
     example = Example()
     kept = Example(after=example.after.detach().clone().requires_grad_())
     output, memory = example.forward(example.linear, torch.square)
@@ -109,7 +109,7 @@ def test_each_backward_rebuilds_anew() -> None:
         )
 
 
-def test_backward_reads_nothing_that_the_forward_left_behind() -> None:
+def test_backward_reads_nothing_that_the_forward_left_behind():
     """Not even where the caller keeps the discarded tensor, and spoils it."""
     example = Example()
     with discarding() as discard_output:
@@ -121,7 +121,7 @@ def test_backward_reads_nothing_that_the_forward_left_behind() -> None:
     assert equal(example.grads(), kept_grads(example, "linear"))
 
 
-def test_a_gradient_that_misses_the_discarded_tensor_rebuilds_it_for_a_later_backward() -> None:
+def test_a_gradient_that_misses_the_discarded_tensor_rebuilds_it_for_a_later_backward():
     example = Example()
     output, _ = example.forward(example.linear)
     (alone,) = torch.autograd.grad(output, [example.after], retain_graph=True)
@@ -137,7 +137,7 @@ def test_a_gradient_that_misses_the_discarded_tensor_rebuilds_it_for_a_later_bac
     )  # type: ignore[arg-type]
 
 
-def test_after_the_layer_nothing_is_held_for_discarding() -> None:
+def test_after_the_layer_nothing_is_held_for_discarding():
     """An address that was discarded may be another tensor's by then."""
     y = numbers(4, 6, seed=1).requires_grad_() * 1
     memory = StorageWeakRef(y.untyped_storage())
@@ -148,7 +148,7 @@ def test_after_the_layer_nothing_is_held_for_discarding() -> None:
     assert memory.expired()
 
 
-def test_the_hooks_that_were_in_force_get_everything_but_the_discarded() -> None:
+def test_the_hooks_that_were_in_force_get_everything_but_the_discarded():
     example, packed, unpacked = Example(), [], []
 
     def pack(tensor: Tensor) -> Tensor:

@@ -269,9 +269,7 @@ def check(
     ("tp_size", "sequence_parallel", "precision"),
     [*SETTINGS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_SETTINGS)],
 )
-def test_gradients_are_unchanged_to_the_bit(
-    tp_size: int, sequence_parallel: bool, precision: torch.dtype | str
-) -> None:
+def test_gradients_are_unchanged_to_the_bit(tp_size, sequence_parallel, precision):
     """Every policy with every precision and every model on one rank, and with every precision on
     two and four."""
     chosen: dict[str, list[str]] = {}
@@ -295,8 +293,8 @@ def test_gradients_are_unchanged_to_the_bit(
     ],
 )
 def test_gradients_of_layers_that_differ_are_unchanged_to_the_bit(
-    tp_size: int, sequence_parallel: bool, precision: torch.dtype, names: list[str]
-) -> None:
+    tp_size, sequence_parallel, precision, names
+):
     can_split = tp_size > 1 and not sequence_parallel
     chosen = [
         name
@@ -318,9 +316,7 @@ def test_gradients_of_layers_that_differ_are_unchanged_to_the_bit(
         pytest.param(1, False, AUTOCAST, marks=pytest.mark.long),
     ],
 )
-def test_gradients_of_experts_are_unchanged_to_the_bit(
-    tp_size: int, sequence_parallel: bool, precision: torch.dtype | str
-) -> None:
+def test_gradients_of_experts_are_unchanged_to_the_bit(tp_size, sequence_parallel, precision):
     can_split = tp_size > 1 and not sequence_parallel
     named = policies(can_split=can_split, module_sets=(*MODULE_SETS, *EXPERT_MODULES))
     kinds = [name for name in named if name in ONE_OF_EACH_KIND or "moe" in name]
@@ -341,7 +337,7 @@ EXPERT_LAYOUTS: dict[str, tuple[int, bool, dict[str, Any]]] = {
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-def test_gradients_of_spread_experts_are_unchanged_to_the_bit(layout: str) -> None:
+def test_gradients_of_spread_experts_are_unchanged_to_the_bit(layout):
     """A replay sends every row to the rank that had it in the forward, and asks for no counts."""
     num_ranks, sequence_parallel, fields = EXPERT_LAYOUTS[layout]
     name = "deepseek" if layout == "ep2" else "mixtral"

@@ -33,14 +33,14 @@ BRIEF = ("GPT-2", "Llama", "Mixtral, router loss", "T5")
         )
     ),
 )
-def test_the_default_call_of_a_family_trains_as_without_a_policy(name: str, text: str) -> None:
+def test_the_default_call_of_a_family_trains_as_without_a_policy(name, text):
     assert faults(name, text) == []
 
 
 @pytest.mark.runs(daily=5, ci=14)
 @pytest.mark.parametrize("text", ["*:full", "*:ops(matmul)"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_losses_that_leave_a_layer_aside_have_their_gradients(name: str, text: str) -> None:
+def test_losses_that_leave_a_layer_aside_have_their_gradients(name, text):
     assert faults(name, text) == []
 
 
@@ -54,18 +54,14 @@ def test_losses_that_leave_a_layer_aside_have_their_gradients(name: str, text: s
         if situation != "two micro-batches"
     ),
 )
-def test_every_way_to_train_gives_the_gradients_of_the_plain_model(
-    name: str, situation: str
-) -> None:
+def test_every_way_to_train_gives_the_gradients_of_the_plain_model(name, situation):
     assert faults(name, "*:full", situation) == []
 
 
 @pytest.mark.runs(daily=0, ci=11)
 @pytest.mark.parametrize("text", ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"])
 @pytest.mark.parametrize("name", NEWER)
-def test_the_default_call_of_a_newer_family_trains_as_without_a_policy(
-    name: str, text: str
-) -> None:
+def test_the_default_call_of_a_newer_family_trains_as_without_a_policy(name, text):
     foreign = newer(name)
     if foreign is None:
         pytest.skip(f"the installed transformers has no {name}")
@@ -80,7 +76,7 @@ def in_every_situation() -> list[tuple[str, str, str]]:
 
 @pytest.mark.runs(daily=0, ci=6)
 @pytest.mark.parametrize("name", EVERY_MODEL)
-def test_every_policy_holds_in_every_situation(name: str) -> None:
+def test_every_policy_holds_in_every_situation(name):
     found = {
         (text, situation): lines
         for model, text, situation in in_every_situation()
@@ -89,7 +85,7 @@ def test_every_policy_holds_in_every_situation(name: str) -> None:
     assert not found
 
 
-def test_generation_reads_its_cache_as_without_a_policy() -> None:
+def test_generation_reads_its_cache_as_without_a_policy():
     def continued(text: str | None) -> torch.Tensor:
         torch.manual_seed(3)
         model = FAMILIES["Llama"].build()
@@ -102,7 +98,7 @@ def test_generation_reads_its_cache_as_without_a_policy() -> None:
     )
 
 
-def test_the_names_of_the_weights_stay_and_load_either_way() -> None:
+def test_the_names_of_the_weights_stay_and_load_either_way():
     torch.manual_seed(3)
     plain_model, model = FAMILIES["BERT"].build(), FAMILIES["BERT"].build()
     apply_policy_(model, layers_fqn="bert.encoder.layer", policy="*:full")

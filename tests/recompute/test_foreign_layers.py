@@ -17,11 +17,11 @@ SHORT = ("*:full", "*:ops(matmul)", "*:full@host")
 
 @pytest.mark.runs(daily=15, ci=30)
 @pytest.mark.parametrize(("name", "text"), pairs(LAYERS, [*SHORT, "*:none@host"]))
-def test_a_layer_of_any_kind_trains_as_without_a_policy_or_is_refused(name: str, text: str) -> None:
+def test_a_layer_of_any_kind_trains_as_without_a_policy_or_is_refused(name, text):
     assert faults(name, text) == []
 
 
-def test_two_lists_that_share_their_weights_add_up() -> None:
+def test_two_lists_that_share_their_weights_add_up():
     class Tied(Chain):
         def __init__(self) -> None:
             super().__init__(Mlp)
@@ -31,7 +31,7 @@ def test_two_lists_that_share_their_weights_add_up() -> None:
     assert differences(train(foreign), train(foreign, prepare=policy_on(foreign, "*:full"))) == []
 
 
-def test_the_same_layer_twice_in_a_list_has_the_gradients_of_both_or_is_refused() -> None:
+def test_the_same_layer_twice_in_a_list_has_the_gradients_of_both_or_is_refused():
     class Shared(Chain):
         def __init__(self) -> None:
             super().__init__(Mlp)
@@ -47,7 +47,7 @@ def test_the_same_layer_twice_in_a_list_has_the_gradients_of_both_or_is_refused(
 
 
 @pytest.mark.parametrize("text", SHORT)
-def test_without_gradients_a_layer_runs_once_and_keeps_nothing(text: str) -> None:
+def test_without_gradients_a_layer_runs_once_and_keeps_nothing(text):
     torch.manual_seed(3)
     model = LAYERS["a tensor"].build().eval()
     expected = chain_loss(model, 0)
@@ -61,7 +61,7 @@ def test_without_gradients_a_layer_runs_once_and_keeps_nothing(text: str) -> Non
         assert torch.equal(chain_loss(model, 0), expected) and len(calls) == 2
 
 
-def test_hooks_on_gradients_run_once() -> None:
+def test_hooks_on_gradients_run_once():
     torch.manual_seed(3)
     model = LAYERS["a tensor"].build()
     apply_policy_(model, layers_fqn="blocks", policy="*:full")
@@ -77,7 +77,7 @@ def test_hooks_on_gradients_run_once() -> None:
 
 
 @pytest.mark.parametrize("text", ["*:full", "*:none@host"])
-def test_a_policy_can_be_taken_off_and_another_put_on(text: str) -> None:
+def test_a_policy_can_be_taken_off_and_another_put_on(text):
     from megatron_lite.recompute.apply import remove_policy_
 
     foreign = chain(Mlp)

@@ -38,13 +38,13 @@ def _ddp(rank: int, world_size: int, names: tuple[str, ...], options: dict[str, 
 
 @pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize("find_unused", [False, True])
-def test_ddp_reduces_the_gradients_of_the_plain_model(find_unused: bool) -> None:
+def test_ddp_reduces_the_gradients_of_the_plain_model(find_unused):
     names = WITH_UNUSED if find_unused else WITHOUT_UNUSED
     assert run_ranks(_ddp, 2, names, dict(find_unused=find_unused), detail=False) == [[], []]
 
 
 @pytest.mark.weekly
-def test_ddp_with_a_static_graph_reduces_the_gradients_of_the_plain_model() -> None:
+def test_ddp_with_a_static_graph_reduces_the_gradients_of_the_plain_model():
     assert run_ranks(
         _ddp, 2, WITHOUT_UNUSED, dict(find_unused=False, static=True), detail=False
     ) == [[], []]
@@ -74,9 +74,7 @@ PLACES: dict[str, tuple[Wrap, bool]] = {
     ("name", "text", "place"),
     covered(product(["a tensor", "named tuple", "GPT-2"], [*TEXTS, "*:none@host"], PLACES)),
 )
-def test_a_compiled_model_with_a_policy_trains_as_without_or_says_why_not(
-    name: str, text: str, place: str
-) -> None:
+def test_a_compiled_model_with_a_policy_trains_as_without_or_says_why_not(name, text, place):
     wrap, first = PLACES[place]
     assert _compiled(name, text, wrap, "aot_eager", first) == []
 
@@ -86,7 +84,7 @@ def test_a_compiled_model_with_a_policy_trains_as_without_or_says_why_not(
     ("place", "text"),
     [("inside of each layer's policy", "*:ops(matmul)"), *((place, "*:full") for place in PLACES)],
 )
-def test_a_compiled_chain_with_a_policy_trains_as_without(place: str, text: str) -> None:
+def test_a_compiled_chain_with_a_policy_trains_as_without(place, text):
     wrap, first = PLACES[place]
     model = MODELS["a tensor"]
     train = partial(train_compiled, model, wrap=wrap, backend="aot_eager", first=first)
@@ -94,7 +92,7 @@ def test_a_compiled_chain_with_a_policy_trains_as_without(place: str, text: str)
 
 
 @pytest.mark.long
-def test_the_default_backend_compiles_a_layer_with_a_policy() -> None:
+def test_the_default_backend_compiles_a_layer_with_a_policy():
     from torch._inductor import config
 
     model = MODELS["a tensor"]

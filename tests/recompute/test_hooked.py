@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ class Outer(InOrder):
     ("policy", "inner", "run"),
     pairs(POLICIES, ["*:full", "*:ops(matmul)", "0:full@host"], [step, twice, second_order]),
 )
-def test_policies_nest(policy: str, inner: str, run: Callable[[nn.Module], list[Tensor]]) -> None:
+def test_policies_nest(policy, inner, run):
     def nested() -> nn.Module:
         model = Model(Outer)
         for layer in model.layers:
@@ -76,9 +75,7 @@ def test_policies_nest(policy: str, inner: str, run: Callable[[nn.Module], list[
     "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
 )
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_copy_of_a_model_has_the_policy_and_is_on_its_own(
-    policy: str, duplicate: Callable[[nn.Module], nn.Module]
-) -> None:
+def test_a_copy_of_a_model_has_the_policy_and_is_on_its_own(policy, duplicate):
     def copied() -> nn.Module:
         model = Model(Norms)
         apply_policy_(model, layers_fqn="layers", policy=policy)
@@ -95,7 +92,7 @@ def test_a_copy_of_a_model_has_the_policy_and_is_on_its_own(
     assert_equal(outcome(copied, None, step), outcome(lambda: Model(Norms), None, step))
 
 
-def test_a_graph_outlives_its_policy() -> None:
+def test_a_graph_outlives_its_policy():
     def taken_off(model: nn.Module) -> list[Tensor]:
         loss = model(batches()[0])
         remove_policy_(model)
@@ -116,7 +113,7 @@ def test_a_graph_outlives_its_policy() -> None:
 @pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize("policy", only(POLICIES, 0, 2))
 @pytest.mark.parametrize("backward", [True, False])
-def test_nothing_of_a_forward_outlives_it(policy: str, backward: bool) -> None:
+def test_nothing_of_a_forward_outlives_it(policy, backward):
     """Also without a backward, and though the layers hold a tensor with its graph in an
     attribute."""
     model = Model(SetsAux)
@@ -131,7 +128,7 @@ def test_nothing_of_a_forward_outlives_it(policy: str, backward: bool) -> None:
     assert calls_alive() - before <= (0 if backward else 3)
 
 
-def test_what_a_backward_did_not_read_does_not_outlive_it() -> None:
+def test_what_a_backward_did_not_read_does_not_outlive_it():
     """A backward that needs one output only leaves the rebuilt tensors of the other one unread."""
     values: list[dict[int, dict[int, Tensor]]] = []
 
@@ -152,7 +149,7 @@ def calls_alive() -> int:
     return sum(type(each) is hooked._LayerCall for each in gc.get_objects())
 
 
-def test_a_replay_knows_that_it_is_one_and_ends_where_backward_has_all_it_reads() -> None:
+def test_a_replay_knows_that_it_is_one_and_ends_where_backward_has_all_it_reads():
     calls: list[str] = []
 
     class Notes(Block):
@@ -178,7 +175,7 @@ def test_a_replay_knows_that_it_is_one_and_ends_where_backward_has_all_it_reads(
     assert not is_recomputing()
 
 
-def test_other_errors_in_a_layer_are_its_own() -> None:
+def test_other_errors_in_a_layer_are_its_own():
     class Fails(Block):
         def forward(self, hidden: Tensor) -> Tensor:
             hidden = self.body(hidden)

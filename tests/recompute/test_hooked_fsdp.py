@@ -67,7 +67,7 @@ def faults(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_fsdp2_shards_a_model_with_a_policy_to_the_same_bits() -> None:
+def test_fsdp2_shards_a_model_with_a_policy_to_the_same_bits():
     run_ranks(faults, 2)
 
 
@@ -116,7 +116,7 @@ def faults_in_fsdp1(rank: int, world_size: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_fsdp1_shards_a_model_with_a_policy_to_the_same_bits() -> None:
+def test_fsdp1_shards_a_model_with_a_policy_to_the_same_bits():
     run_ranks(faults_in_fsdp1, 2)
 
 
@@ -155,5 +155,5 @@ def faults_in_dtensors(rank: int, world_size: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_layers_of_dtensors_train_to_the_same_bits() -> None:
+def test_layers_of_dtensors_train_to_the_same_bits():
     run_ranks(faults_in_dtensors, 2)

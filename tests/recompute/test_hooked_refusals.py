@@ -44,7 +44,7 @@ def run_with(
 
 
 @pytest.mark.parametrize("policy", ["*:full", "*:ops(matmul)", "*:full@host"])
-def test_an_object_among_the_arguments_that_a_layer_changes_is_named(policy: str) -> None:
+def test_an_object_among_the_arguments_that_a_layer_changes_is_named(policy):
     class Takes(Block):
         def forward(self, hidden: Tensor, memory: Stateful | None = None) -> Tensor:
             if memory is not None:
@@ -73,12 +73,12 @@ WRITES: list[tuple[Between, str]] = [
 
 
 @pytest.mark.parametrize(("between", "message"), WRITES)
-def test_what_a_replay_needs_and_was_written_to_is_named(between: Between, message: str) -> None:
+def test_what_a_replay_needs_and_was_written_to_is_named(between, message):
     with pytest.raises(RuntimeError, match=message):
         run_with(Norms, "*:full", between)
 
 
-def test_a_buffer_that_each_forward_changes_may_change_before_backward() -> None:
+def test_a_buffer_that_each_forward_changes_may_change_before_backward():
     """A copy of it is kept, so that the gradients are those of the plain model."""
 
     def changed_in_between(model: nn.Module) -> list[Tensor]:
@@ -94,7 +94,7 @@ def test_a_buffer_that_each_forward_changes_may_change_before_backward() -> None
     assert_equal(recomputed, plain)
 
 
-def test_a_buffer_that_was_written_to_after_the_forward_is_named() -> None:
+def test_a_buffer_that_was_written_to_after_the_forward_is_named():
     class Scaled(Block):
         def __init__(self) -> None:
             super().__init__()
@@ -109,7 +109,7 @@ def test_a_buffer_that_was_written_to_after_the_forward_is_named() -> None:
         run_with(Scaled, "*:full", lambda model, hidden: model.layers[1].scale.add_(1))
 
 
-def test_what_the_first_forward_left_alone_and_a_later_one_writes_to_is_named_once() -> None:
+def test_what_the_first_forward_left_alone_and_a_later_one_writes_to_is_named_once():
     class Later(Block):
         def __init__(self) -> None:
             super().__init__()
@@ -140,7 +140,7 @@ def test_what_the_first_forward_left_alone_and_a_later_one_writes_to_is_named_on
     )
 
 
-def test_a_layer_that_saves_more_or_less_in_a_replay_is_named() -> None:
+def test_a_layer_that_saves_more_or_less_in_a_replay_is_named():
     class Changes(Block):
         def forward(self, hidden: Tensor) -> Tensor:
             return self.body(hidden.detach() if is_recomputing() else hidden.sin())
@@ -150,7 +150,7 @@ def test_a_layer_that_saves_more_or_less_in_a_replay_is_named() -> None:
 
 
 @pytest.mark.parametrize("policy", ["*:full", "*:ops(matmul)"])
-def test_verify_sees_other_values_where_the_shapes_agree(policy: str) -> None:
+def test_verify_sees_other_values_where_the_shapes_agree(policy):
     class Changes(Block):
         def forward(self, hidden: Tensor) -> Tensor:
             return self.body(hidden * (2.0 if is_recomputing() else 1.0))
@@ -161,7 +161,7 @@ def test_verify_sees_other_values_where_the_shapes_agree(policy: str) -> None:
             run_with(Changes, policy, verify=verify)
 
 
-def test_verify_sees_a_lost_edge() -> None:
+def test_verify_sees_a_lost_edge():
     """The same values, saved in the same shapes, from a graph that reaches less."""
 
     class Detaches(Block):
@@ -196,9 +196,7 @@ def test_verify_sees_a_lost_edge() -> None:
         ),
     ],
 )
-def test_a_policy_that_cannot_apply_is_refused_in_the_words_of_this_api(
-    policy: str, message: str
-) -> None:
+def test_a_policy_that_cannot_apply_is_refused_in_the_words_of_this_api(policy, message):
     model = Model(Block)
     with pytest.raises(ValueError, match=message) as raised:
         apply_policy_(model, layers_fqn="layers", policy=policy)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -30,7 +28,7 @@ from tests.support.storages import bytes_by_label
         (dict(offload_modules=("core_attn",)), "*:none"),
     ],
 )
-def test_megatrons_flags_are_policies(flags: dict[str, Any], policy: str) -> None:
+def test_megatrons_flags_are_policies(flags, policy):
     assert str(RecomputeConfig(**flags).policy) == policy
 
 
@@ -46,9 +44,7 @@ def test_megatrons_flags_are_policies(flags: dict[str, Any], policy: str) -> Non
         ),
     ],
 )
-def test_a_part_moves_what_its_module_saves_first_and_nothing_else(
-    variant: str, parts: tuple[str, ...]
-) -> None:
+def test_a_part_moves_what_its_module_saves_first_and_nothing_else(variant, parts):
     """By the meter of saved tensors, which labels each storage with the first module that saved
     it."""
     with tp_state(1) as parallel:

@@ -78,13 +78,8 @@ def gradients(
     ],
 )
 def test_gradients_are_those_without_recomputation(
-    layout: str,
-    tp_size: int,
-    sequence_parallel: bool,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    chosen: tuple[str, ...],
-) -> None:
+    layout, tp_size, sequence_parallel, config, dtype, chosen
+):
     def work(rank: int, world_size: int) -> dict[str, list[str]]:
         found = {}
         with tp_state(tp_size) as parallel:

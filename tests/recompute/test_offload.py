@@ -39,7 +39,7 @@ def rng() -> RngStreams:
 
 @pytest.mark.runs(daily=3, ci=10)
 @pytest.mark.parametrize("policy", [*POLICIES, CONTIGUOUS])
-def test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient(policy: str) -> None:
+def test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient(policy):
     """Two steps of two micro-batches in flight, so that buffers are used again."""
     copy_streams = Late()
     ours, plain = build(policy, copy_streams), build("*:none")
@@ -53,7 +53,7 @@ def test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient(policy: 
 
 
 @pytest.mark.parametrize("policy", ["*:full/2@host", "*:none@host", "*:pointwise@host", CONTIGUOUS])
-def test_two_backwards_through_a_retained_graph_equal_those_without(policy: str) -> None:
+def test_two_backwards_through_a_retained_graph_equal_those_without(policy):
     def outcome(model: GPTModel) -> list[Tensor]:
         draw_alike(model)
         loss = model.loss(*sample_tokens()).mean()
@@ -80,7 +80,7 @@ def grads_of(layer: Layer, policy: str, rng: RngStreams, copy_streams: CopyStrea
     return [leaf.grad]
 
 
-def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng: RngStreams) -> None:
+def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng):
     """It reads what is still on its way."""
 
     def layer(hidden: Tensor, _: Regions) -> Tensor:
@@ -98,7 +98,7 @@ def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng: RngStreams) -
     )
 
 
-def test_a_tensor_that_is_written_to_on_its_way_is_an_error(rng: RngStreams) -> None:
+def test_a_tensor_that_is_written_to_on_its_way_is_an_error(rng):
     """As it is without offload."""
 
     def layer(hidden: Tensor, _: Regions) -> Tensor:

@@ -79,9 +79,7 @@ MATMULS = ("addmm", "mm", "baddbmm", "bmm", FLASH)
         ("unfused", "ops(matmul/2)", {"addmm": 1, "baddbmm": 1}),  # kept: qkv, weights x value, fc1
     ],
 )
-def test_backward_runs_again_exactly_what_is_not_kept(
-    backend: str, policy: str, per_layer: dict[str, int]
-) -> None:
+def test_backward_runs_again_exactly_what_is_not_kept(backend, policy, per_layer):
     """With biases. The last matmul of a layer is never run again: backward does not read its
     result."""
     model = planned(
@@ -96,7 +94,7 @@ def test_backward_runs_again_exactly_what_is_not_kept(
     assert backward.replayed(("native_layer_norm", "relu")) == {"native_layer_norm": 4, "relu": 2}
 
 
-def test_every_second_result_is_counted_anew_in_each_layer_and_each_forward() -> None:
+def test_every_second_result_is_counted_anew_in_each_layer_and_each_forward():
     """A counter of the process would keep other results in the next layer, micro-batch or model."""
     for model in (
         planned("*:ops(matmul/2)", attention_backend="flash"),
@@ -156,8 +154,8 @@ def collectives_of_a_step(
     [(False, {"allreduce_": 1}), (True, {"_allgather_base_": 2, "_reduce_scatter_base_": 1})],
 )
 def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(
-    sequence_parallel: bool, again: dict[str, int]
-) -> None:
+    sequence_parallel, again
+):
     """Repeated are, in each layer: the gathers before qkv and fc1, the sum after proj; that after
     fc2 is the tail."""
     for repeated, watched, kept in run_ranks(
@@ -179,7 +177,7 @@ def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(
         assert by_name == {name: NUM_LAYERS * count for name, count in again.items()}
 
 
-def test_an_in_place_sum_is_an_error_where_results_are_kept() -> None:
+def test_an_in_place_sum_is_an_error_where_results_are_kept():
     def work(rank: int, world_size: int) -> None:
         with tp_state(world_size) as parallel:
             rebuilt(
@@ -197,7 +195,7 @@ def test_an_in_place_sum_is_an_error_where_results_are_kept() -> None:
 
 
 @pytest.mark.parametrize("name", ["aten.native_dropout.default", "aten.bernoulli.p"])
-def test_operators_that_draw_random_numbers_are_refused(name: str) -> None:
+def test_operators_that_draw_random_numbers_are_refused(name):
     with pytest.raises(InputError, match=f"{name}.*draws random numbers"):
         find_operators((name,))
 
@@ -205,7 +203,7 @@ def test_operators_that_draw_random_numbers_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "kernel", [kernel for kernel in GROUPS["attention"] if kernel.startswith("aten.")]
 )
-def test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout(kernel: str) -> None:
+def test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout(kernel):
     results = KeptResults(("attention/2",), skip_tail=True)
     operator = next(
         operator for operator, name in find_operators((kernel,)).items() if name == kernel
@@ -226,14 +224,12 @@ def test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout(kernel: str)
         ("aten.mm.out", "writes into its argument"),
     ],
 )
-def test_operators_that_do_not_exist_or_write_are_refused_when_the_model_is_built(
-    name: str, message: str
-) -> None:
+def test_operators_that_do_not_exist_or_write_are_refused_when_the_model_is_built(name, message):
     with pytest.raises(InputError, match=message):
         planned(f"1:ops(matmul,{name})")
 
 
-def test_a_result_that_is_written_to_later_is_not_kept(rng: RngStreams) -> None:
+def test_a_result_that_is_written_to_later_is_not_kept(rng):
     def function(x: Tensor) -> Tensor:
         return torch.mm(x, x).mul_(2).sin()
 
@@ -244,7 +240,7 @@ def test_a_result_that_is_written_to_later_is_not_kept(rng: RngStreams) -> None:
     assert torch.equal(plain.grad, other.grad)
 
 
-def test_a_result_that_is_written_to_after_the_layer_is_made_again(rng: RngStreams) -> None:
+def test_a_result_that_is_written_to_after_the_layer_is_made_again(rng):
     def function(x: Tensor) -> Tensor:
         return torch.mm(x.sin(), x.T)
 
@@ -255,7 +251,7 @@ def test_a_result_that_is_written_to_after_the_layer_is_made_again(rng: RngStrea
     assert torch.equal(plain.grad, other.grad)
 
 
-def test_a_result_of_inference_may_be_kept_on_the_host() -> None:
+def test_a_result_of_inference_may_be_kept_on_the_host():
     class Infers(Block):
         def forward(self, hidden: Tensor) -> Tensor:
             with torch.inference_mode():
@@ -268,7 +264,7 @@ def test_a_result_of_inference_may_be_kept_on_the_host() -> None:
     assert_equal(found, plain)
 
 
-def test_the_groups_hold_every_fused_attention_kernel_of_this_torch() -> None:
+def test_the_groups_hold_every_fused_attention_kernel_of_this_torch():
     # not fused; of no device here
     apart = {"_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps"}
     names = {
@@ -293,7 +289,7 @@ def three_products(x: Tensor, y: Tensor) -> Tensor:
     return torch.mm(torch.mm(torch.mm(x, y).sin(), y).cos(), y).exp()
 
 
-def test_backward_may_run_twice_and_finds_the_kept_results_again(rng: RngStreams) -> None:
+def test_backward_may_run_twice_and_finds_the_kept_results_again(rng):
     def gradients(run: Callable[..., Tensor]) -> list[Tensor]:
         x, y = torch.eye(3).mul(0.3).requires_grad_(), torch.full((3, 3), 0.2).requires_grad_()
         output = run(x, y).sum()
@@ -307,7 +303,7 @@ def test_backward_may_run_twice_and_finds_the_kept_results_again(rng: RngStreams
     assert all(map(torch.equal, gradients(kept), gradients(three_products)))
 
 
-def test_an_exception_in_a_replay_leaves_everything_as_it_was(rng: RngStreams) -> None:
+def test_an_exception_in_a_replay_leaves_everything_as_it_was(rng):
     @contextmanager
     def failing_in_replays() -> Iterator[None]:
         yield
@@ -335,9 +331,7 @@ def test_an_exception_in_a_replay_leaves_everything_as_it_was(rng: RngStreams) -
     )
 
 
-def test_a_run_that_verifies_finds_what_is_rebuilt_otherwise_beside_kept_results(
-    rng: RngStreams,
-) -> None:
+def test_a_run_that_verifies_finds_what_is_rebuilt_otherwise_beside_kept_results(rng):
     calls = []
 
     def layer(x: Tensor, regions: Regions) -> Tensor:
@@ -352,7 +346,7 @@ def test_a_run_that_verifies_finds_what_is_rebuilt_otherwise_beside_kept_results
     assert calls == [False, True]
 
 
-def test_nothing_kept_or_rebuilt_outlives_the_backward() -> None:
+def test_nothing_kept_or_rebuilt_outlives_the_backward():
     model = planned("*:ops(matmul,attention)", attention_backend="flash", hidden_dropout=0.1)
     with LiveStorages() as live:
         loss = model.loss(*sample_tokens()).mean()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial, update_wrapper
 from threading import Thread
@@ -52,12 +51,12 @@ def assert_right(model: nn.Module, policy: str, given: Tensor) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_scripted_layers_train_as_without_a_policy(policy: str) -> None:
+def test_scripted_layers_train_as_without_a_policy(policy):
     assert_right(InOrder(lambda: torch.jit.script(Normed())), policy, batches()[0])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_lazy_layers_train_as_without_a_policy(policy: str) -> None:
+def test_lazy_layers_train_as_without_a_policy(policy):
     def steps(policy: str) -> list[Tensor]:
         torch.manual_seed(1)
         model = InOrder(lambda: nn.Sequential(Normed(), nn.LazyLinear(6), nn.LazyBatchNorm1d()))
@@ -72,7 +71,7 @@ def test_lazy_layers_train_as_without_a_policy(policy: str) -> None:
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_layers_that_are_compiled_modules_train_as_without_a_policy(policy: str) -> None:
+def test_layers_that_are_compiled_modules_train_as_without_a_policy(policy):
     assert_right(
         InOrder(lambda: torch.compile(Normed(), backend="aot_eager")), policy, batches()[0]
     )
@@ -89,7 +88,7 @@ class Attention(nn.Module):
         return attended.transpose(1, 2).reshape(2, 5, 8)
 
 
-def test_a_choice_of_attention_kernels_around_the_forward_is_that_of_the_replay() -> None:
+def test_a_choice_of_attention_kernels_around_the_forward_is_that_of_the_replay():
     class Chosen(InOrder):
         def forward(self, hidden: Tensor) -> Tensor:
             with sdpa_kernel(SDPBackend.MATH):
@@ -100,7 +99,7 @@ def test_a_choice_of_attention_kernels_around_the_forward_is_that_of_the_replay(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_forward_mode_differentiation_is_that_of_the_plain_model(policy: str) -> None:
+def test_forward_mode_differentiation_is_that_of_the_plain_model(policy):
     """The tangent of the loss is differentiated once more, backward."""
 
     def derivatives() -> list[Any]:
@@ -202,9 +201,7 @@ def without_values_first(model: nn.Module) -> list[Tensor]:
         without_values_first,
     ],
 )
-def test_the_way_of_a_call_changes_no_bit(
-    way: Callable[[nn.Module], list[Tensor]], policy: str
-) -> None:
+def test_the_way_of_a_call_changes_no_bit(way, policy):
     found = []
     for each in ("*:none", policy):
         torch.manual_seed(1)
@@ -222,7 +219,7 @@ def hooked_like_accelerate(layer: nn.Module) -> None:
     layer.forward = update_wrapper(partial(forward, layer), layer.forward)
 
 
-def test_a_policy_is_found_and_removed_under_another_librarys_wrapper() -> None:
+def test_a_policy_is_found_and_removed_under_another_librarys_wrapper():
     model = InOrder(Normed)
     expected = gradients(model, batches()[0])
     apply_policy_(model, layers_fqn="layers", policy="*:full")
@@ -246,7 +243,7 @@ class _Sum(torch.autograd.Function):
         return tuple(grad * ctx.saved_tensors[number] for number in range(4))
 
 
-def test_a_function_that_reads_its_saved_tensors_again_costs_no_replay_each() -> None:
+def test_a_function_that_reads_its_saved_tensors_again_costs_no_replay_each():
     runs: list[int] = []
 
     class Sums(Block):
@@ -278,12 +275,12 @@ class Vector(nn.Module):
 @pytest.mark.parametrize(
     "kind", [Vector, *(partial(kind, 6, 6) for kind in (nn.RNNCell, nn.GRUCell))]
 )
-def test_results_that_a_layer_writes_to_are_computed_again(kind: Any, ops: str) -> None:
+def test_results_that_a_layer_writes_to_are_computed_again(kind, ops):
     given = batches()[0][0] if kind is Vector else batches()[0]
     assert_right(InOrder(kind), f"*:ops({ops})", given)
 
 
-def test_threads_take_turns() -> None:
+def test_threads_take_turns():
     def losses(model: nn.Module) -> list[Tensor]:
         found: dict[int, Tensor] = {}
 

@@ -15,9 +15,7 @@ from tests.support.offload import CONTIGUOUS, POLICIES, Late, build, equal, step
 @pytest.mark.runs(daily=3, ci=9)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batches", [(3,), (3, 4, 5)])
-def test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns(
-    policy: str, batches: tuple[int, ...]
-) -> None:
+def test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns(policy, batches):
     model = build(policy)
     pool = model.decoder.stores.pool
     assert pool.num_bytes == 0
@@ -36,9 +34,7 @@ class Broken(Exception):
 @pytest.mark.runs(daily=3, ci=8)
 @pytest.mark.parametrize("policy", ["*:full@host", "*:none@host", "*:pointwise@host", CONTIGUOUS])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(
-    policy: str, in_backward: bool
-) -> None:
+def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(policy, in_backward):
     copy_streams = Late()
     model, plain = build(policy, copy_streams), build("*:none")
     step(model), step(plain)
@@ -66,7 +62,7 @@ def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(
     assert equal(step(model), step(plain)) and copy_streams.faults == []
 
 
-def test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it() -> None:
+def test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it():
     pool = Pool(pinned=False)
     slot = pool.take(8)
     slot.last_use = "copy 7"

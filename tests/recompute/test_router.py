@@ -94,9 +94,7 @@ def are_equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
 @pytest.mark.runs(daily=5, ci=10)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_router_with_noise_trains_as_in_the_plain_model(
-    name: str, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_router_with_noise_trains_as_in_the_plain_model(name, policy, monkeypatch):
     model, restart = build(name), noise(monkeypatch)
     expected = gradients(model, restart, language_loss)
     apply_policy_(model, layers_fqn="model.layers", policy=policy)
@@ -129,9 +127,7 @@ def squares(model: nn.Module, number: int) -> Tensor:
     return loss
 
 
-def test_a_choice_costs_its_indices_and_survives_a_second_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_choice_costs_its_indices_and_survives_a_second_backward(monkeypatch):
     kept, found, restart = [], [], noise(monkeypatch)
     for policy in ("*:full", None):
         torch.manual_seed(1)
@@ -151,7 +147,7 @@ def test_a_choice_costs_its_indices_and_survives_a_second_backward(
     assert kept[0] == 2 * (hidden + indices + generator) + hidden < kept[1] + 2 * generator
 
 
-def test_a_layer_without_top_k_pays_nothing_and_a_policy_that_says_router_tells_it() -> None:
+def test_a_layer_without_top_k_pays_nothing_and_a_policy_that_says_router_tells_it():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     apply_policy_(model, layers_fqn="", policy="*:full+router")
     with pytest.warns(UserWarning, match=r"says \+router calls top-k"):

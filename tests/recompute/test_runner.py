@@ -32,7 +32,7 @@ def replayed_layers(model: GPTModel) -> list[int]:
     return replayed
 
 
-def test_which_layers_run_again_depends_on_their_place_in_the_stage_alone() -> None:
+def test_which_layers_run_again_depends_on_their_place_in_the_stage_alone():
     """However many models were built and run before."""
     models = [planned(FIRST_TWO) for _ in range(3)]
     assert [replayed_layers(model) for model in models] == [[1, 0]] * 3
@@ -58,9 +58,7 @@ def gradients(recompute: str, frozen: Callable[[str], bool]) -> dict[str, Tensor
 @pytest.mark.runs(daily=7, ci=20)
 @pytest.mark.parametrize("recompute", [UNITS_OF_ONE, UNITS_OF_TWO, FIRST_TWO, REGIONS, MLP_REGION])
 @pytest.mark.parametrize("frozen", FROZEN)
-def test_frozen_weights_get_no_gradient_and_the_others_the_same(
-    frozen: str, recompute: str
-) -> None:
+def test_frozen_weights_get_no_gradient_and_the_others_the_same(frozen, recompute):
     expected, actual = (gradients("*:none", FROZEN[frozen]), gradients(recompute, FROZEN[frozen]))
     assert [name for name, grad in actual.items() if grad is None] == [
         name for name in expected if FROZEN[frozen](name)
@@ -71,7 +69,7 @@ def test_frozen_weights_get_no_gradient_and_the_others_the_same(
 
 
 @pytest.mark.parametrize("recompute", [UNITS_OF_TWO, REGIONS])
-def test_what_runs_between_forward_and_backward_changes_nothing(recompute: str) -> None:
+def test_what_runs_between_forward_and_backward_changes_nothing(recompute):
     """Another micro-batch's forward, an evaluation; and the backwards in any order."""
 
     def outcome(recompute: str, first: int) -> list[Tensor]:
@@ -88,7 +86,7 @@ def test_what_runs_between_forward_and_backward_changes_nothing(recompute: str) 
 
 
 @pytest.mark.parametrize("recompute", [UNITS_OF_TWO, REGIONS])
-def test_backward_leaves_the_streams_as_it_found_them(recompute: str) -> None:
+def test_backward_leaves_the_streams_as_it_found_them(recompute):
     model = planned(recompute, hidden_dropout=0.5, attention_dropout=0.5)
     loss = model.loss(*sample_tokens()).mean()
     model.loss(*sample_tokens(5))  # what is drawn again ends elsewhere
@@ -99,9 +97,7 @@ def test_backward_leaves_the_streams_as_it_found_them(recompute: str) -> None:
     assert all(torch.equal(after.states[name], state) for name, state in before.states.items())
 
 
-def test_a_region_that_no_layer_calls_is_an_error_that_names_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_region_that_no_layer_calls_is_an_error_that_names_what_is_missing(monkeypatch):
     """Else its policy would save nothing, in silence."""
     monkeypatch.setitem(ALL_REGIONS, "rotary", RegionFacts(method="replay", help="a new region"))
     with tp_state(1) as parallel:
@@ -114,7 +110,7 @@ def test_a_region_that_no_layer_calls_is_an_error_that_names_what_is_missing(
 
 
 @pytest.mark.parametrize("region", ALL_REGIONS)
-def test_every_region_is_called_whatever_the_model_lacks(region: str) -> None:
+def test_every_region_is_called_whatever_the_model_lacks(region):
     """In an evaluation there is no dropout, and some layers have no norm before attention."""
     for changes in ({}, dict(norm_position="after"), dict(hidden_dropout=0.0)):
         found = []

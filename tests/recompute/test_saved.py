@@ -66,7 +66,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_of_what_was_moved_is_what_it_was(name: str) -> None:
+def test_a_view_of_what_was_moved_is_what_it_was(name):
     leaf = numbers(4, 6).requires_grad_()
     grad, count = moved_grad(VIEWS[name], leaf)
     assert torch.equal(grad, plain_grad(VIEWS[name], leaf)) and count >= 1
@@ -80,9 +80,7 @@ def test_a_view_of_what_was_moved_is_what_it_was(name: str) -> None:
         lambda x: (x * 2j).conj().view(6, 4) @ x,
     ],
 )
-def test_conjugated_and_negated_views_are_what_they_were(
-    function: Callable[[Tensor], Tensor],
-) -> None:
+def test_conjugated_and_negated_views_are_what_they_were(function):
     """Their bits lie in flags of the tensor, not in its memory."""
     leaf = numbers(4, 6, dtype=torch.complex64).requires_grad_()
     assert torch.equal(moved_grad(function, leaf)[0], plain_grad(function, leaf))
@@ -92,12 +90,12 @@ class Labelled(Tensor):
     pass
 
 
-def test_tensors_of_other_classes_stay() -> None:
+def test_tensors_of_other_classes_stay():
     leaf = numbers(4, 6).requires_grad_()
     assert moved_grad(lambda x: x * numbers(4, 6).as_subclass(Labelled), leaf)[1] == 0
 
 
-def test_an_address_that_is_used_again_is_another_storage() -> None:
+def test_an_address_that_is_used_again_is_another_storage():
     """With many temporaries of one size, freed as soon as they are copied."""
     leaf, seen = numbers(4, 6).requires_grad_(), []
 
@@ -117,7 +115,7 @@ def test_an_address_that_is_used_again_is_another_storage() -> None:
     assert torch.equal(torch.autograd.grad(output, leaf)[0], plain_grad(total, leaf))
 
 
-def test_what_is_not_exchanged_goes_to_the_hooks_in_force_and_the_innermost_come_first() -> None:
+def test_what_is_not_exchanged_goes_to_the_hooks_in_force_and_the_innermost_come_first():
     calls: list[str] = []
 
     def taking(name: str, wanted: int) -> Callable[[Tensor], Copied | None]:
@@ -135,7 +133,7 @@ def test_what_is_not_exchanged_goes_to_the_hooks_in_force_and_the_innermost_come
     assert torch.equal(leaf.grad, plain_grad(lambda x: x.square().sum().square(), leaf))
 
 
-def test_an_output_that_stays_is_freed_with_its_graph_at_once() -> None:
+def test_an_output_that_stays_is_freed_with_its_graph_at_once():
     """Held as it is, it would hold the graph that holds it."""
     gc.disable()
     try:

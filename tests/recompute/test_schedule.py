@@ -47,6 +47,6 @@ def keep(first: int) -> Segment:
         ),
     ],
 )
-def test_the_plan_of_five_layers(flags: dict[str, object], segments: list[Segment]) -> None:
+def test_the_plan_of_five_layers(flags, segments):
     plan = plan_stage(RecomputeConfig(**flags), 5)  # type: ignore[arg-type]
     assert plan == RecomputePlan(tuple(segments)) and plan.num_layers == 5

@@ -57,9 +57,7 @@ def trained_or_error(foreign: Foreign, policy: str | None, **options: Any) -> li
         return None
 
 
-def test_a_replay_does_not_end_before_an_operator_has_filled_what_it_saves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replay_does_not_end_before_an_operator_has_filled_what_it_saves(monkeypatch):
     """RReLU saves its noise, and fills it then. New memory may hold the forward's noise, so equal
     hashes (here: none) prove nothing. Here it holds NaN."""
     monkeypatch.setattr(hooked, "hash_last", lambda tensors, known: [])
@@ -74,7 +72,7 @@ def test_a_replay_does_not_end_before_an_operator_has_filled_what_it_saves(
     assert_equal(found, expected)
 
 
-def test_a_verified_call_hashes_its_weights_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verified_call_hashes_its_weights_twice(monkeypatch):
     """After the forward and after the replay; a linear layer saves views of them as well."""
     torch.manual_seed(1)
     make = [nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 6, bias=False)]
@@ -100,7 +98,7 @@ def test_a_verified_call_hashes_its_weights_twice(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.runs(daily=32, ci=96)
 @pytest.mark.parametrize(("name", "policy", "verify"), pairs(CASES, POLICIES, ["first", False]))
-def test_it_is_equal_or_refused(name: str, policy: str, verify: Any) -> None:
+def test_it_is_equal_or_refused(name, policy, verify):
     foreign = CASES[name]
     verify = verify or ("first" if foreign.may_refuse else False)  # it alone sees these
     expected = trained_or_error(foreign, None)
@@ -113,7 +111,7 @@ def test_it_is_equal_or_refused(name: str, policy: str, verify: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["*:full", "*:ops(matmul)"])
-def test_a_router_that_chooses_otherwise_is_named(policy: str) -> None:
+def test_a_router_that_chooses_otherwise_is_named(policy):
     with pytest.raises(
         RecomputeMismatch, match=r"saved tensor \d+: .*chose otherwise, as a router"
     ):
@@ -124,7 +122,7 @@ def test_a_router_that_chooses_otherwise_is_named(policy: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "verify"), [*zip(POLICIES, ["first", False] * 2, strict=True), ("*:full", False)]
 )
-def test_what_only_counts_is_counted_once(policy: str, verify: Any) -> None:
+def test_what_only_counts_is_counted_once(policy, verify):
     counted: list[Any] = []
 
     def build() -> nn.Module:
@@ -139,7 +137,7 @@ def test_what_only_counts_is_counted_once(policy: str, verify: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_copy_that_shares_the_forward_runs_its_own_weights(policy: str) -> None:
+def test_a_copy_that_shares_the_forward_runs_its_own_weights(policy):
     def shared(model: nn.Module) -> list[Tensor]:
         other = copy.copy(model.layers[1])
         other._modules = {
@@ -159,7 +157,7 @@ def test_a_copy_that_shares_the_forward_runs_its_own_weights(policy: str) -> Non
     )
 
 
-def test_a_scripted_function_that_no_search_finds_is_refused() -> None:
+def test_a_scripted_function_that_no_search_finds_is_refused():
     """Its first replay is its second run, and later calls would agree."""
 
     class Calls(Block):
@@ -174,7 +172,7 @@ def test_a_scripted_function_that_no_search_finds_is_refused() -> None:
         trained(case(Calls), "*:full")
 
 
-def test_bits_that_differ_once_are_not_forgotten() -> None:
+def test_bits_that_differ_once_are_not_forgotten():
     """Nothing can tell whether backward read them."""
     runs = itertools.count()
 
@@ -200,7 +198,7 @@ class _Saves(torch.autograd.Function):
         return grad + ctx.saved_tensors[0].sum(), None
 
 
-def test_a_copy_whose_forward_is_called_by_itself_is_refused() -> None:
+def test_a_copy_whose_forward_is_called_by_itself_is_refused():
     """The call does not tell for which of the two modules it is."""
     model = Model(Block)
     apply_policy_(model, layers_fqn="layers", policy="*:full")
@@ -215,7 +213,7 @@ def test_a_copy_whose_forward_is_called_by_itself_is_refused() -> None:
     copy.deepcopy(model.layers[0]).forward(x)
 
 
-def test_replicas_of_data_parallel_run_their_own_weights() -> None:
+def test_replicas_of_data_parallel_run_their_own_weights():
     def replicated(model: nn.Module) -> list[Tensor]:
         layer = model.layers[1]
         replica = layer._replicate_for_data_parallel()
@@ -247,7 +245,7 @@ class DrawsMoreInReplays(Block):
         return output
 
 
-def test_a_generator_that_moves_alone_is_no_error_but_for_those_who_verify_all() -> None:
+def test_a_generator_that_moves_alone_is_no_error_but_for_those_who_verify_all():
     def run(verify: Any) -> list[Any]:
         torch.manual_seed(0)
         model = Model(DrawsMoreInReplays)
@@ -275,7 +273,7 @@ class Collects(Block):
         return result
 
 
-def test_a_replay_adds_nothing_to_what_a_context_variable_collects() -> None:
+def test_a_replay_adds_nothing_to_what_a_context_variable_collects():
     model = nn.ModuleList(Collects() for _ in range(3))
     apply_policy_(model, policy="*:full", layers_fqn="")
     token = COLLECTED.set(found := [])

@@ -34,7 +34,7 @@ def _callers_tensor(rank: int, world_size: int, grad: bool) -> tuple[bool, bool]
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluation"])
-def test_the_callers_tensor_is_left_alone(grad: bool) -> None:
+def test_the_callers_tensor_is_left_alone(grad):
     assert run_ranks(_callers_tensor, 2, grad) == [(True, True)] * 2
 
 
@@ -77,7 +77,7 @@ def _steps(rank: int, world_size: int) -> list[tuple[list[str], list[Tensor]]]:
     return steps
 
 
-def test_inputs_are_gathered_one_ahead_of_the_replay() -> None:
+def test_inputs_are_gathered_one_ahead_of_the_replay():
     for (_, expected), (events, gradients) in run_ranks(_steps, 2, detail=False):
         assert events == ["gather", "gather", "layer 4", "gather", "layer 2", "layer 0"]
         assert all(map(torch.equal, expected, gradients))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megatron_lite.recompute import surroundings
 from megatron_lite.recompute.surroundings import Surroundings
 
 
-def test_settings_are_read_when_torch_has_put_its_attention_kernels_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_settings_are_read_when_torch_has_put_its_attention_kernels_in_order(monkeypatch):
     """On a GPU torch puts cuDNN's kernel first, at its first call. Read before it, the order would
     give the replay another kernel (tests/gpu/test_gpu_any_model.py has the real case)."""
     order = ["flash"]

@@ -110,16 +110,14 @@ def of_policies(
         ("pythia", 2, 1, False),
     ],
 )
-def test_bits_bytes_and_collectives_of_tiles(
-    variant: str, ranks: int, tp_size: int, sequence_parallel: bool
-) -> None:
+def test_bits_bytes_and_collectives_of_tiles(variant, ranks, tp_size, sequence_parallel):
     """Policies with the same tiles give the same bits, also verified and with the whole tail.
     Against the whole MLP only the sums of weight gradients round otherwise."""
     found = run_ranks(of_policies, ranks, variant, sequence_parallel, tp_size, detail=False)
     assert found == [[]] * ranks
 
 
-def test_the_hooks_of_a_parameter_run_once_with_the_whole_gradient() -> None:
+def test_the_hooks_of_a_parameter_run_once_with_the_whole_gradient():
     """--overlap-grad-reduce sends a gradient from such a hook."""
     with tp_state(1) as parallel:
         plan = plan_of("*:mlp/3", 2)
@@ -136,7 +134,7 @@ def test_the_hooks_of_a_parameter_run_once_with_the_whole_gradient() -> None:
         assert all(torch.equal(seen[one], one.grad) for one in model.parameters())
 
 
-def test_the_transient_peak_falls_by_the_number_of_tiles() -> None:
+def test_the_transient_peak_falls_by_the_number_of_tiles():
     """Of a wide MLP all but a tile is gone; the prediction follows within its bound."""
     flags = f"{CHUNKS} --num-layers 1 --hidden-size 16 --ffn-hidden-size 4096 --vocab-size 255"
     measured = {}
@@ -160,9 +158,7 @@ def test_the_transient_peak_falls_by_the_number_of_tiles() -> None:
         ("*:full+mlp", ["full"]),
     ],
 )
-def test_tiles_that_cannot_be_are_refused(
-    flags: str, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tiles_that_cannot_be_are_refused(flags, words, capsys):
     with pytest.raises(SystemExit):
         parse_args([*SIZES.split(), "--global-batch-size", "2", "--recompute-policy", flags])
     message = capsys.readouterr().err

@@ -172,7 +172,7 @@ def faults(cases: Iterator[Case], policy: str, **options: Any) -> list[str]:
 @pytest.mark.runs(daily=0, ci=2)
 @pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES)
-def test_operators_are_right(policy: str) -> None:
+def test_operators_are_right(policy):
     assert faults(operators(policy), policy) == []
 
 
@@ -180,5 +180,5 @@ def test_operators_are_right(policy: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_modules_are_right(policy: str, training: bool) -> None:
+def test_modules_are_right(policy, training):
     assert faults(modules(policy, training), policy) == []

@@ -80,14 +80,14 @@ HIDDEN, HEADS = [12, 3, 32], [12, 3, 24]
     ],
 )
 def test_a_weight_changed_after_forward_is_found_at_the_first_region_that_reads_it(
-    policy: str, weight: str, message: str
-) -> None:
+    policy, weight, message
+):
     model = gpt(policy)
     parameter = dict(model.named_parameters())[weight]
     assert mismatch(model, lambda: scale_(parameter)).startswith(REBUILT + message)
 
 
-def test_a_mask_redrawn_from_other_numbers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_redrawn_from_other_numbers_is_found(monkeypatch):
     monkeypatch.setattr(RngStreams, "drawn_from", lambda self, state: nullcontext())
     model = gpt("*:dropout")
     assert mismatch(model).startswith(
@@ -95,7 +95,7 @@ def test_a_mask_redrawn_from_other_numbers_is_found(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared(rng: RngStreams) -> None:
+def test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared(rng):
     private = torch.Generator()
 
     def function(hidden: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared(rng: Rn
         output.sum().backward()
 
 
-def test_a_replay_that_draws_more_is_found_though_it_returns_the_same(rng: RngStreams) -> None:
+def test_a_replay_that_draws_more_is_found_though_it_returns_the_same(rng):
     calls = []
 
     def function(hidden: Tensor) -> Tensor:
@@ -145,14 +145,14 @@ class _Averaging(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["*:activation", "*:mlp", UNITS_OF_TWO])
-def test_a_buffer_that_a_region_changes_is_found(policy: str) -> None:
+def test_a_buffer_that_a_region_changes_is_found(policy):
     model = gpt(policy)
     mlp = model.decoder.layers[1].mlp
     vars(mlp)["_activate"] = _Averaging(mlp._activate)
     assert mismatch(model).startswith(REBUILT + "layer 1, ")
 
 
-def test_another_shape_or_path_is_found(rng: RngStreams) -> None:
+def test_another_shape_or_path_is_found(rng):
     runs = []
 
     def function(hidden: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def _wrong_gather(rank: int, world_size: int) -> str:
         return mismatch(model)
 
 
-def test_a_wrong_gather_is_found_at_the_units_input_on_every_rank() -> None:
+def test_a_wrong_gather_is_found_at_the_units_input_on_every_rank():
     assert all(
         message.startswith(f"{REBUILT}layer 2, input: tensor 0 {HIDDEN} differs")
         for message in run_ranks(_wrong_gather, 2)
@@ -206,7 +206,7 @@ def test_a_wrong_gather_is_found_at_the_units_input_on_every_rank() -> None:
 @pytest.mark.parametrize(
     "policy", [UNITS_OF_TWO, "*:core_attn+layernorm+activation+dropout", "*:layernorm+mlp"]
 )
-def test_where_all_is_well_nothing_is_raised_and_no_gradient_changes(policy: str) -> None:
+def test_where_all_is_well_nothing_is_raised_and_no_gradient_changes(policy):
     def grads(policy: str, check: bool) -> list[Tensor]:
         model = gpt(policy, check=check)
         loss = loss_of(model)
@@ -262,7 +262,7 @@ def _of_first(change: Callable[[Tensor], Tensor], outputs: object) -> object:
     "what", ["a norm's output", "the activation", "the residual", "a linear layer"]
 )
 @pytest.mark.parametrize("policy", [UNITS_OF_TWO, "*:mlp+layernorm", "*:ops(matmul)"])
-def test_an_edge_that_only_the_replay_lost_is_found(policy: str, what: str, change: str) -> None:
+def test_an_edge_that_only_the_replay_lost_is_found(policy, what, change):
     """The values agree to the bit, and a gradient would be lost in silence."""
     model = gpt(policy)
     _lose(model, what, LOST[change])

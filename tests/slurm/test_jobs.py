@@ -3,11 +3,8 @@ processes give, bitwise."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import Run
 
 FLAGS = ("--train-iters", "12", "--save-interval", "5")
@@ -16,8 +13,8 @@ FLAGS = ("--train-iters", "12", "--save-interval", "5")
 @pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize(("launcher", "tp_size", "pp_size"), [("torchrun", 2, 1), ("srun", 1, 2)])
 def test_a_job_on_two_nodes_equals_the_same_run_without_slurm(
-    cluster: Cluster, tmp_path: Path, launcher: str, tp_size: int, pp_size: int
-) -> None:
+    cluster, tmp_path, launcher, tp_size, pp_size
+):
     """TP 2 x DP 2 with a TP group on each node; PP 2 x DP 2 with a stage on each."""
     with_slurm, without = (
         Run(folder=tmp_path / name, tp_size=tp_size, pp_size=pp_size, flags=FLAGS)

@@ -76,15 +76,13 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def test_a_fault_after_the_last_checkpoint_fails_the_job_and_is_not_repeated(job: Job) -> None:
+def test_a_fault_after_the_last_checkpoint_fails_the_job_and_is_not_repeated(job):
     done = job.start(f"{job.saved(40)}; exit 3")
     assert (done.returncode, job.called()) == (3, [])
 
 
 @pytest.mark.parametrize("status", [0, 1, 143])
-def test_a_step_that_ends_before_the_run_does_is_requeued_whatever_its_status(
-    job: Job, status: int
-) -> None:
+def test_a_step_that_ends_before_the_run_does_is_requeued_whatever_its_status(job, status):
     """0 too: ranks that were pre-empted, and saved, end with 0, and Slurm would take the job for
     completed."""
     done = job.start(f"{job.saved(8)}; exit {status}")
@@ -92,7 +90,7 @@ def test_a_step_that_ends_before_the_run_does_is_requeued_whatever_its_status(
     assert "requeued: job 7 continues from iteration 8 of 40" in done.stdout
 
 
-def test_what_fails_each_time_at_the_same_iteration_is_requeued_only_so_often(job: Job) -> None:
+def test_what_fails_each_time_at_the_same_iteration_is_requeued_only_so_often(job):
     for _ in range(2):
         assert (job.start("exit 5").returncode, job.called()) == (5, ["requeue 7"])
     done = job.start("exit 5")
@@ -104,7 +102,7 @@ def test_what_fails_each_time_at_the_same_iteration_is_requeued_only_so_often(jo
     assert (job.start("exit 0", MAX_STARTS="1").returncode, job.called()) == (1, [])
 
 
-def test_progress_begins_a_new_count_and_so_does_another_job(job: Job) -> None:
+def test_progress_begins_a_new_count_and_so_does_another_job(job):
     for iteration in (8, 16):
         for _ in range(2):
             assert (job.start("exit 5").returncode, job.called()) == (5, ["requeue 7"])
@@ -119,14 +117,12 @@ def test_progress_begins_a_new_count_and_so_does_another_job(job: Job) -> None:
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PENDING"])
-def test_a_job_that_was_cancelled_stays_so(job: Job, state: str) -> None:
+def test_a_job_that_was_cancelled_stays_so(job, state):
     assert (job.start("exit 1", state=state).returncode, job.called()) == (1, [])
 
 
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
-def test_a_signal_to_the_script_stops_the_ranks_waits_for_them_and_requeues(
-    job: Job, name: str
-) -> None:
+def test_a_signal_to_the_script_stops_the_ranks_waits_for_them_and_requeues(job, name):
     """As often as it happens: it says nothing against the run."""
     step = f"kill -{name} $PPID; sleep 0.3; {job.saved(3)}; exit 1"
     for _ in range(5):
@@ -135,7 +131,7 @@ def test_a_signal_to_the_script_stops_the_ranks_waits_for_them_and_requeues(
         assert "requeued: job 7 continues from iteration 3 of 40" in done.stdout
 
 
-def test_ranks_that_do_not_stop_in_time_do_not_keep_the_job_from_the_queue(job: Job) -> None:
+def test_ranks_that_do_not_stop_in_time_do_not_keep_the_job_from_the_queue(job):
     step = (
         f"kill -USR1 $PPID; for _ in $(seq 100); do grep -q requeue {job.calls} && exit; "
         "sleep 0.1; done"
@@ -154,9 +150,7 @@ def test_ranks_that_do_not_stop_in_time_do_not_keep_the_job_from_the_queue(job: 
         ("--train-iters 8 --lr -1", 2, "--lr must be at least"),
     ],
 )
-def test_wrong_flags_end_the_job_before_a_rank_starts(
-    tmp_path: Path, flags: str, status: int, told: str
-) -> None:
+def test_wrong_flags_end_the_job_before_a_rank_starts(tmp_path, flags, status, told):
     """`check_flags` reads where the run ends from the flags, the last of which win."""
     script = (
         "set -euo pipefail; source examples/slurm/workload.sh; source examples/slurm/restarts.sh; "
@@ -185,7 +179,7 @@ def test_wrong_flags_end_the_job_before_a_rank_starts(
 
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
-def test_any_save_path_is_read_as_it_was_given(tmp_path: Path, locale: str) -> None:
+def test_any_save_path_is_read_as_it_was_given(tmp_path, locale):
     """A finished job must be seen as finished: its pointer lies below this path."""
     given = os.fsencode(tmp_path) + 'Läufe/東京 "a"\\b\tc\nd $(e) ünï'.encode() + b"\xff "
     script = (

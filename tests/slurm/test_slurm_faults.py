@@ -72,7 +72,7 @@ def continues(run: Run, cluster: Cluster, job: int, whole: Run) -> str:
     return log
 
 
-def test_a_killed_task(cluster: Cluster, run: Run, whole: Run) -> None:
+def test_a_killed_task(cluster, run, whole):
     job = run.submit(cluster, "torchrun")
     in_its_middle(run)
     victims = list(processes(run, RANK="1"))
@@ -82,7 +82,7 @@ def test_a_killed_task(cluster: Cluster, run: Run, whole: Run) -> None:
     assert f"requeued: job {job} continues from iteration" in log
 
 
-def test_a_lost_node(cluster: Cluster, run: Run, whole: Run) -> None:
+def test_a_lost_node(cluster, run, whole):
     """The one where rank 0 and the job's script run, so that Slurm has to notice it by itself."""
     if not cluster.namespaces:
         pytest.skip(
@@ -99,7 +99,7 @@ def test_a_lost_node(cluster: Cluster, run: Run, whole: Run) -> None:
 
 
 @pytest.mark.weekly
-def test_a_pre_empted_job(cluster: Cluster, run: Run, whole: Run) -> None:
+def test_a_pre_empted_job(cluster, run, whole):
     """Slurm sends SIGTERM to the tasks. They save and end with status 0, and the job must not count
     as completed."""
     job = run.submit(cluster, "srun")
@@ -113,7 +113,7 @@ def test_a_pre_empted_job(cluster: Cluster, run: Run, whole: Run) -> None:
     assert saved and f"start 1 from iteration {saved[1]} of 40" in log
 
 
-def test_a_job_at_its_time_limit(cluster: Cluster, run: Run, whole: Run) -> None:
+def test_a_job_at_its_time_limit(cluster, run, whole):
     """`--signal=B:USR1@180` signals the job's script alone; here a command does so, which need not
     wait for a minute to pass."""
     job = run.submit(cluster, "torchrun")

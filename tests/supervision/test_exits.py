@@ -3,15 +3,11 @@ nothing had happened."""
 
 from __future__ import annotations
 
-import pytest
-
 from megatron_lite.supervision import exits
 from tests.support.runs import run_to_end, tiny_run
 
 
-def test_a_run_ends_after_its_duration_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_ends_after_its_duration_and_says_why(monkeypatch, capsys):
     # the start, then the end of each iteration; whole numbers, so that no difference is rounded
     times = iter([1000.0, 1059.0, 1060.0, 1061.0])
     monkeypatch.setattr(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megatron_lite.supervision.exits import Pulse
 from tests.support.runs import run_to_end, tiny_run
 
@@ -17,7 +15,7 @@ class Clock:
         return self.seconds
 
 
-def test_a_stretch_may_take_the_timeout_longer_than_the_longest_before_it() -> None:
+def test_a_stretch_may_take_the_timeout_longer_than_the_longest_before_it():
     clock = Clock()
     pulse = Pulse(clock)
     pulse.at("iteration 1", limited=False)
@@ -30,7 +28,7 @@ def test_a_stretch_may_take_the_timeout_longer_than_the_longest_before_it() -> N
     assert pulse.seconds_left(10.0) == 14.0
 
 
-def test_the_loop_tells_how_the_batch_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_tells_how_the_batch_grows(monkeypatch):
     told: list[float] = []
     at = Pulse.at
     monkeypatch.setattr(

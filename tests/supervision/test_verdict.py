@@ -46,13 +46,11 @@ ENDED = {**ALIVE, 2: LEFT}
         ),
     ],
 )
-def test_the_text_names_who_is_missing_or_behind(
-    what: str, later: dict[int, str], text: str
-) -> None:
+def test_the_text_names_who_is_missing_or_behind(what, later, text):
     assert judged(what, later) == Verdict(0, 1, text, with_stacks=what == "late")
 
 
-def test_a_rank_that_had_ended_before_is_not_silent() -> None:
+def test_a_rank_that_had_ended_before_is_not_silent():
     before = {1: LEFT, 2: MOVES[2]}
     verdict = judge(
         Trouble("lost", before=before), {1: LEFT, 2: ALIVE[2]}, OWN, 0, timeout=2.0, graceful=False
@@ -61,7 +59,7 @@ def test_a_rank_that_had_ended_before_is_not_silent() -> None:
 
 
 @pytest.mark.parametrize("graceful", [False, True])
-def test_a_signal_ends_the_run_unless_the_training_loop_takes_care_of_it(graceful: bool) -> None:
+def test_a_signal_ends_the_run_unless_the_training_loop_takes_care_of_it(graceful):
     text = f"SIGTERM; no checkpoint is written ({SAVES} writes one)"
     stop = Verdict(0, 128 + signal.SIGTERM, text)
     assert judged("signal", ALIVE, number=signal.SIGTERM, graceful=graceful) == (
@@ -69,7 +67,7 @@ def test_a_signal_ends_the_run_unless_the_training_loop_takes_care_of_it(gracefu
     )
 
 
-def test_ctrl_c_ends_a_run_that_takes_care_of_other_signals() -> None:
+def test_ctrl_c_ends_a_run_that_takes_care_of_other_signals():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         verdict = judged("signal", ALIVE, number=signal.SIGINT, graceful=True)

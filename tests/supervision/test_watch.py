@@ -16,9 +16,7 @@ from megatron_lite.supervision.watch import Watch
 from tests.support.ports import free_port
 
 
-def test_the_watch_works_with_more_than_1024_open_descriptors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_watch_works_with_more_than_1024_open_descriptors(monkeypatch):
     """select.select refuses a descriptor of 1024 or more, and the thread would end in silence."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limits[1] < 1400:

@@ -300,8 +300,8 @@ def test_a_bf16_weight_that_collects_float32_gradients_gets_the_sum_unrounded():
 
 @pytest.mark.parametrize("seq_length, vocab_size, spread", [(64, 512, 0.05), (33, 1000, 0.5)])
 def test_bf16_chunks_add_less_than_one_rounding_to_the_error_of_the_weights_gradient(
-    seq_length: int, vocab_size: int, spread: float
-) -> None:
+    seq_length, vocab_size, spread
+):
     """The yardstick is the error with all logits at once, against float64.
 
     Without chunks the weight's gradient is rounded once. In chunks each product is rounded, and

@@ -4,7 +4,6 @@ model reads, and wrong settings are refused."""
 from __future__ import annotations
 
 import timeit
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,15 +17,13 @@ from tests.support.gpus import show_gpus
 
 
 @given(peak=st.floats(1e9, 1e15), half=st.floats(0.0, 1e4))
-def test_exact_rates_give_the_curve_that_made_them(peak: float, half: float) -> None:
+def test_exact_rates_give_the_curve_that_made_them(peak, half):
     samples = [(size, peak * size / (size + half)) for size in (16, 64, 128, 1024)]
     found = calibrate.fit(samples)
     assert found == (pytest.approx(peak, rel=1e-3), pytest.approx(half, rel=1e-3, abs=1e-3))
 
 
-def test_a_measured_machine_is_one_that_the_model_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measured_machine_is_one_that_the_model_reads(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(calibrate, "SHAPES", ((32, 32, 32), (64, 64, 8)))
     monkeypatch.setattr(calibrate, "ELEMENTS", 1 << 14)
     path = tmp_path / "here.json"
@@ -40,7 +37,7 @@ def test_a_measured_machine_is_one_that_the_model_reads(
 
 
 @pytest.mark.weekly
-def test_an_update_on_the_host_takes_about_the_time_of_its_bytes() -> None:
+def test_an_update_on_the_host_takes_about_the_time_of_its_bytes():
     """Within a factor of 4: other programs may run beside one of the two measurements."""
     machine = calibrate.measure("cpu", 0.05, load_hardware("cpu"))
     weight = torch.ones(1 << 22, requires_grad=True)
@@ -61,9 +58,7 @@ def test_an_update_on_the_host_takes_about_the_time_of_its_bytes() -> None:
         (dict(links_of="a100-80gb"), "--links-of: name a known machine of this device, cpu"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
-    changes: dict, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_measured_is_refused(changes, fault, monkeypatch):
     if "gpus" in changes:
         show_gpus(monkeypatch, changes.pop("gpus"))
     given = dict(output="here.json", device="cpu", links_of=None, seconds=0.1)

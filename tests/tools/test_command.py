@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import IO
 
 import pytest
@@ -54,13 +53,8 @@ def fail() -> None:
     ],
 )
 def test_rank_0_reports_a_fault_at_once_and_the_others_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-    waits: list[float],
-    rank: int,
-    capsys: pytest.CaptureFixture[str],
-    expected: str,
-    waited: list[float],
-) -> None:
+    monkeypatch, waits, rank, capsys, expected, waited
+):
     become_rank(monkeypatch, rank)
     assert exit_status(fail) == 2
     assert capsys.readouterr().err == expected
@@ -68,9 +62,7 @@ def test_rank_0_reports_a_fault_at_once_and_the_others_after_it(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_alone_reports_a_bad_command_line(
-    monkeypatch: pytest.MonkeyPatch, waits: list[float], rank: int
-) -> None:
+def test_rank_0_alone_reports_a_bad_command_line(monkeypatch, waits, rank):
     become_rank(monkeypatch, rank)
     found = ended(generate.main, "--load x --prompt 1 --top-k -1")
     assert found.status == 2
@@ -78,9 +70,7 @@ def test_rank_0_alone_reports_a_bad_command_line(
     assert waits == [RANK_0_SPEAKS_FIRST_S] * rank
 
 
-def test_a_tool_of_one_process_does_not_mind_a_broken_launch(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tool_of_one_process_does_not_mind_a_broken_launch(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert exit_status(lambda: None) == 0
@@ -97,7 +87,7 @@ def test_a_tool_of_one_process_does_not_mind_a_broken_launch(
     ],
     ids=["explain", "dump", "tool"],
 )
-def test_a_command_whose_output_nobody_reads_dies_of_sigpipe_in_silence(command: list[str]) -> None:
+def test_a_command_whose_output_nobody_reads_dies_of_sigpipe_in_silence(command):
     done = subprocess.run(
         [sys.executable, *command],
         env=environment(),
@@ -114,9 +104,7 @@ def test_a_command_whose_output_nobody_reads_dies_of_sigpipe_in_silence(command:
 @pytest.mark.parametrize(
     "module", ["", "pretrain_gpt.py", "megatron_lite", "megatron_lite.tools.convert"]
 )
-def test_ctrl_c_during_the_imports_is_one_line_and_the_status_of_the_signal(
-    module: str, tmp_path: Path
-) -> None:
+def test_ctrl_c_during_the_imports_is_one_line_and_the_status_of_the_signal(module, tmp_path):
     """The process tells each import on stderr, so that the signal comes after the first ones."""
     script = tmp_path / "megatron-lite"  # as pip writes it
     script.write_text("import sys\nfrom megatron_lite.__main__ import main\nsys.exit(main())\n")
@@ -140,7 +128,7 @@ def test_ctrl_c_during_the_imports_is_one_line_and_the_status_of_the_signal(
     assert rest == ["error: stopped by SIGINT\n"]
 
 
-def test_a_library_s_user_keeps_ctrl_c() -> None:
+def test_a_library_s_user_keeps_ctrl_c():
     code = "import signal, megatron_lite; print(signal.getsignal(signal.SIGINT).__name__)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, check=True

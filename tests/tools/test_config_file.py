@@ -46,7 +46,7 @@ def laughs(levels: int) -> str:
 
 
 @in_one_test("name", ["a.json", "a.yaml", "a.yml", "a.YAML", "a.conf", "a"])
-def test_the_three_formats_give_the_same_values(tmp_path: Path, name: str) -> None:
+def test_the_three_formats_give_the_same_values(tmp_path, name):
     wanted: Any = {"a": {"b": [1, 2.5, True, None, "x"]}, "c": "${a.b}"}
     mark = "\ufeff"  # of a Windows editor
     text = '{"a": {"b": [1, 2.5, true, null, "x"]}, "c": "${a.b}"}'
@@ -94,13 +94,11 @@ def test_the_three_formats_give_the_same_values(tmp_path: Path, name: str) -> No
         ("a", b"{'a': [1", "not JSON"),
     ],
 )
-def test_a_file_that_will_not_do_is_one_line(
-    tmp_path: Path, name: str, text: bytes, message: str
-) -> None:
+def test_a_file_that_will_not_do_is_one_line(tmp_path, name, text, message):
     assert message in fault(tmp_path / name, text)
 
 
-def test_aliases_count_as_often_as_they_are_used(tmp_path: Path) -> None:
+def test_aliases_count_as_often_as_they_are_used(tmp_path):
     assert len(read(tmp_path / "a.yaml", laughs(4))["a3"]) == 9
     for levels in (6, 12, 40):
         assert f"more than {MAX_VALUES} values, aliases included" in fault(
@@ -113,7 +111,7 @@ def test_aliases_count_as_often_as_they_are_used(tmp_path: Path) -> None:
     assert "aliases included" in fault(tmp_path / "a.yaml", "\n".join(merged))
 
 
-def test_a_merge_brings_in_what_the_mapping_has_not(tmp_path: Path) -> None:
+def test_a_merge_brings_in_what_the_mapping_has_not(tmp_path):
     assert read(tmp_path / "a.yaml", "a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  x: 3\nc: {<<: *a}\n") == {
         "a": {"x": 1, "y": 2},
         "b": {"x": 3, "y": 2},
@@ -122,7 +120,7 @@ def test_a_merge_brings_in_what_the_mapping_has_not(tmp_path: Path) -> None:
 
 
 @in_one_test("path", CONFIGS)
-def test_a_file_that_is_cut_off_is_translated_or_one_line(path: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_is_translated_or_one_line(path, tmp_path):
     """Cut at 12 places, and with 12 single bytes changed: never a traceback, never an empty
     answer."""
     content, draw, file = path.read_bytes(), random.Random(path.name), tmp_path / path.name

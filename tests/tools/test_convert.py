@@ -42,9 +42,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("megatron-lite hf", [], "no checkpoint there (no latest_checkpointed_iteration.txt)"),
     ],
 )
-def test_a_wrong_command_is_one_line_and_leaves_nothing(
-    way: str, flags: list[str], message: str, theirs: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_command_is_one_line_and_leaves_nothing(way, flags, message, theirs, tmp_path):
     words = [theirs, tmp_path / "new", way, *flags]
     found = ended(lambda words: converted(*words), words)
     assert found.status == 2 and message in found.err
@@ -52,9 +50,7 @@ def test_a_wrong_command_is_one_line_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_log_gets_a_line_now_and_then(
-    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_gets_a_line_now_and_then(theirs, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "SECONDS_A_LINE", 0.0)
     found = ended(lambda words: converted(*words), [theirs, tmp_path / "new", "hf hf"])
     lines = [line for line in found.err.splitlines() if line.startswith("converted")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ T5: dict[str, Any] = dict(
 
 @pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(("config", "rank"), [(LLAMA, 0), (LLAMA, 4), (MIXTRAL, 0), (T5, 0)])
-def test_fake_tensors_give_the_peak_of_the_real_step(config: dict[str, Any], rank: int) -> None:
+def test_fake_tensors_give_the_peak_of_the_real_step(config, rank):
     machine = load_hardware("h100")
     parsed = transformers.AutoConfig.for_model(**config)
     model = getattr(transformers, config["architectures"][0])(parsed).train()
@@ -75,7 +74,7 @@ def sharded(rank: int, world_size: int) -> int:
     return Measurement(model, lists, step, optimizer, torch.device("cpu"), gauge).peak()
 
 
-def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks() -> None:
+def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
     first, second = run_ranks(sharded, 2)
     settings: Any = dict(seq_length=64, micro_batch_size=2, dtype="fp32", gpus=2)
     fake = fit_config(LLAMA, load_hardware("h100"), None, fsdp=True, **settings)
@@ -103,15 +102,13 @@ def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks() -> None:
     ],
     ids=["vision-language", "speech"],
 )  # fmt: skip
-def test_images_and_spectra_are_made_as_the_configuration_says(config: dict[str, Any]) -> None:
+def test_images_and_spectra_are_made_as_the_configuration_says(config):
     fit = fit_config(config, load_hardware("h100"), None, seq_length=32)
     assert len(fit.policies) == 2
     assert fit.plan.peak == pytest.approx(fit.measured, rel=0.01)
 
 
-def test_the_command_prints_the_verdict_and_the_lines_to_paste(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     words = ["fit", "--hf-config", str(tmp_path), "--gpu", "h100-80gb", "--seq-length", "64"]
     assert main(words) == 0
@@ -138,13 +135,7 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(
         ([], {**LLAMA, "architectures": ["logging"]}, "'logging' is no model of transformers"),
     ],
 )
-def test_a_fault_ends_with_status_2_and_its_reason(
-    words: list[str],
-    config: dict[str, Any],
-    text: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_fault_ends_with_status_2_and_its_reason(words, config, text, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     given = ["fit", "--hf-config", str(path), "--gpu", "h100", "--seq-length", "16", *words]
@@ -154,9 +145,7 @@ def test_a_fault_ends_with_status_2_and_its_reason(
 
 
 @pytest.mark.parametrize("text", ["", "[" * 10**5, '{"a": NaN}', '{"a": 1, "a": 1}', "1" * 5000])
-def test_a_config_that_is_no_json_is_named(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_that_is_no_json_is_named(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)
     assert main(["fit", "--hf-config", str(tmp_path), "--gpu", "h100"]) == 2
     assert f"error: {tmp_path}: " in capsys.readouterr().err

@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,16 +85,14 @@ def naive_nucleus(
     "temperature, top_k, top_p",
     itertools.product((0.3, 1.0, 2.5), (0, 1, 3, 20), (0.05, 0.35, 0.7, 0.95, 1.0)),
 )
-def test_probabilities_are_those_of_a_naive_nucleus(
-    temperature: float, top_k: int, top_p: float
-) -> None:
+def test_probabilities_are_those_of_a_naive_nucleus(temperature, top_k, top_p):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     expected = naive_nucleus(LOGITS.tolist(), temperature, top_k, top_p)
     assert token_probabilities(LOGITS, sampling).tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("temperature", [1e-310, 5e-324, 1e-300])
-def test_the_coldest_temperature_shares_all_among_the_likeliest(temperature: float) -> None:
+def test_the_coldest_temperature_shares_all_among_the_likeliest(temperature):
     """1e-310 as a divisor makes every logit infinite unless the largest is taken off first."""
     sampling = Sampling(temperature=temperature, top_p=1.0)
     assert token_probabilities(LOGITS, sampling).tolist() == [0.0, 0.5, 0.0, 0.0, 0.5, 0.0, 0.0]
@@ -132,13 +129,13 @@ def count_from(model: Any, prompt: list[int], max_new_tokens: int = 1) -> list[i
         )
 
 
-def test_generation_stops_before_the_end_of_document() -> None:
+def test_generation_stops_before_the_end_of_document():
     model = CountingModel()
     assert count_from(model, [3, 4], 20) == [5, 6, 7]
     assert len(model.contexts) == 4
 
 
-def test_logits_that_are_not_finite_are_an_error() -> None:
+def test_logits_that_are_not_finite_are_an_error():
     with pytest.raises(InputError, match="not finite"):
         count_from(lambda tokens: torch.full((1, tokens.shape[1], 4), math.nan), [1])
 
@@ -158,7 +155,7 @@ class ByteTokenizer:
         return bytes(ids).decode(errors="replace")
 
 
-def test_a_character_of_several_tokens_appears_once_it_is_complete() -> None:
+def test_a_character_of_several_tokens_appears_once_it_is_complete():
     tokens = list("né→x".encode())
     assert list(text_pieces(ByteTokenizer(), list(b"caf"), tokens)) == [
         "n",
@@ -175,9 +172,7 @@ def test_a_character_of_several_tokens_appears_once_it_is_complete() -> None:
 # --- checkpoints ---
 
 
-def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_being_read(
-    tmp_path: Path,
-) -> None:
+def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_being_read(tmp_path):
     run = tiny_run()
     stored = json.loads(run.to_json())
     stored["recompute"]["recompute_policy"] = "stage1/*:full"
@@ -209,7 +204,7 @@ def greedy_by_hand(folder: str, prompt: list[int], count: int) -> list[str]:
 @pytest.mark.parametrize(
     "sampling", ["--seed 3 --temperature 1.5 --top-k 9", "--greedy", "--seed 3"]
 )
-def test_tp_2_prints_what_tp_1_prints(checkpoint: str, sampling: str) -> None:
+def test_tp_2_prints_what_tp_1_prints(checkpoint, sampling):
     """30 tokens past a context of 16: the window slides. Only rank 0 prints."""
     arguments = (checkpoint, f"--max-new-tokens 30 {sampling}", PROMPT, "8 1")
     alone = run_main(*arguments)
@@ -228,9 +223,7 @@ MODELS = {
 
 @pytest.mark.runs(daily=2, ci=3)
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_text_is_the_argmax_of_the_models_logits(
-    name: str, checkpoint: str, tmp_path: Path
-) -> None:
+def test_greedy_text_is_the_argmax_of_the_models_logits(name, checkpoint, tmp_path):
     """Of learned positions, and of the models above. An empty prompt starts a document."""
     run_to_end(
         tiny_run(
@@ -251,7 +244,7 @@ def test_greedy_text_is_the_argmax_of_the_models_logits(
     assert output.out.split() == greedy_by_hand(checkpoint, [98], 5)[1:]
 
 
-def test_the_seed_decides_the_draw(checkpoint: str) -> None:
+def test_the_seed_decides_the_draw(checkpoint):
     one, again, other = (
         run_main(checkpoint, f"--temperature 2 --max-new-tokens 12 --seed {seed}")
         for seed in (1, 1, 2)
@@ -259,7 +252,7 @@ def test_the_seed_decides_the_draw(checkpoint: str) -> None:
     assert one == again != other
 
 
-def test_a_prompt_is_read_from_standard_input_on_every_rank(checkpoint: str) -> None:
+def test_a_prompt_is_read_from_standard_input_on_every_rank(checkpoint):
     def prepare(rank: int) -> None:
         sys.stdin = io.TextIOWrapper(io.BytesIO(f"{PROMPT}\n".encode() if rank == 0 else b""))
 
@@ -274,9 +267,7 @@ def test_a_prompt_is_read_from_standard_input_on_every_rank(checkpoint: str) -> 
 # --- bad input ---
 
 
-def test_faults_end_with_status_2_and_one_line(
-    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_end_with_status_2_and_one_line(checkpoint, tmp_path, monkeypatch):
     def check(output: Ended, message: str) -> None:
         assert (output.status, output.out) == (2, "") and message in output.err
         assert output.err.startswith("python -m megatron_lite.tools.generate: error: ")
@@ -304,11 +295,11 @@ def test_faults_end_with_status_2_and_one_line(
         ("--prompt - --prompt -", "read once"),
     ],
 )
-def test_flags_that_contradict_are_refused(arguments: str, message: str) -> None:
+def test_flags_that_contradict_are_refused(arguments, message):
     assert message in fault_of(main, f"--load x --prompt 1 {arguments}")
 
 
-def test_moved_tokenizer_files_replace_the_saved_ones() -> None:
+def test_moved_tokenizer_files_replace_the_saved_ones():
     saved = TokenizerConfig(
         tokenizer_type="HuggingFaceTokenizer", tokenizer_model="old.json", vocab_size=50
     )

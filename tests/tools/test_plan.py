@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def as_json(arguments: Sequence[str], status: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_printed_command_is_parsed_to_the_plan() -> None:
+def test_the_printed_command_is_parsed_to_the_plan():
     fixed = ["--pipeline-model-parallel-size=2", "--gpus", "8", "--memory-budget", "40GiB"]
     fixed += ["--host-memory", "0", "--tensor-model-parallel-size=2"]
     fixed += ["--context-parallel-size", "1"]
@@ -57,7 +56,7 @@ ON_ONE = [*LLAMA, "--gpus", "1", *BATCH, "--micro-batch-size", "1"]
 
 
 @pytest.mark.long
-def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak() -> None:
+def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak():
     text = printed([*ON_ONE, "--host-memory", "0"], status=2)
     assert "does not fit" in text and "The smallest peak that was found is" in text
     assert "optimizer states" in text and "To run" not in text
@@ -66,7 +65,7 @@ def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak() -> No
 
 
 @pytest.mark.long
-def test_optimizer_states_that_fit_in_host_memory_alone_go_there() -> None:
+def test_optimizer_states_that_fit_in_host_memory_alone_go_there():
     """All but 6 bytes of a parameter, weights and the sums of gradients."""
     text = printed(ON_ONE)
     # There also the copies of gradients, and the buffers of weights.
@@ -79,13 +78,13 @@ def test_optimizer_states_that_fit_in_host_memory_alone_go_there() -> None:
 
 
 @pytest.mark.weekly
-def test_a_part_of_the_states_goes_to_a_smaller_host_memory() -> None:
+def test_a_part_of_the_states_goes_to_a_smaller_host_memory():
     less = printed([*ON_ONE, "--host-memory", "100GiB"])
     assert "--optimizer-offload-fraction 0.75" in less.replace("\n", " ")
 
 
 @pytest.mark.long
-def test_where_none_fits_a_command_has_the_fewest_gpus_that_are_enough() -> None:
+def test_where_none_fits_a_command_has_the_fewest_gpus_that_are_enough():
     fixed = ["--reserve", "0", "--memory-budget", "1GiB", "--context-parallel-size", "1"]
     fixed += ["--host-memory", "0", "--tensor-model-parallel-size=1"]
     fixed += ["--pipeline-model-parallel-size", "1"]
@@ -98,7 +97,7 @@ def test_where_none_fits_a_command_has_the_fewest_gpus_that_are_enough() -> None
     assert count > 2 and printed(half, status=2).endswith(f"--gpus {count}\n")
 
 
-def test_what_a_flag_fixes_is_kept() -> None:
+def test_what_a_flag_fixes_is_kept():
     common = [*SMALL, "--gpus", "4", "--recompute-policy", "*:mlp", "--no-bf16"]
     fixed = as_json([*common, "--tensor-model-parallel-size", "2"])
     for one in fixed["verdicts"][0]["plans"]:
@@ -116,14 +115,14 @@ def test_what_a_flag_fixes_is_kept() -> None:
         (16, "--nproc-per-node 8 --nnodes 2"),
     ],
 )
-def test_the_command_starts_no_more_nodes_than_the_ranks_need(gpus: int, nodes: str) -> None:
+def test_the_command_starts_no_more_nodes_than_the_ranks_need(gpus, nodes):
     fixed = ["--micro-batch-size", "1", "--tensor-model-parallel-size", "1"]
     fixed += ["--pipeline-model-parallel-size", "1", "--context-parallel-size", "1"]
     text = printed([*SMALL[:4], "--global-batch-size", "48", *fixed, "--gpus", str(gpus)])
     assert f"torchrun {nodes}" in text.replace("\\\n  ", "")
 
 
-def test_models_come_from_presets_files_runs_and_flags(tmp_path: Path) -> None:
+def test_models_come_from_presets_files_runs_and_flags(tmp_path):
     hf, run = tmp_path / "config.json", tmp_path / "run.json"
     hf.write_text(LLAMA_3_8B)
     run.write_text(small_run(parallel={"tensor_model_parallel_size": 2}).to_json())
@@ -161,14 +160,12 @@ def test_models_come_from_presets_files_runs_and_flags(tmp_path: Path) -> None:
         ([*SMALL, "--mtp-num-layers", "1"], "--mtp-num-layers 1 is not supported here, only 0"),
     ],
 )
-def test_a_fault_in_the_input_is_one_line(
-    arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_in_the_input_is_one_line(arguments, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert re.search(reason, fault_of(plan.main, arguments))
 
 
-def test_a_whole_line_of_a_launch_script_is_planned() -> None:
+def test_a_whole_line_of_a_launch_script_is_planned():
     """It names what it leaves out, and what it assumes for want of the tokenizer's files."""
     lines = json.loads((ROOT / "tests/command_lines/nvidia_gpt_tests.json").read_text())
     names = "gpt3_mcore_te_tp2_pp1_", "--use-distributed-optimizer"
@@ -185,7 +182,7 @@ def test_a_whole_line_of_a_launch_script_is_planned() -> None:
     assert planned.parallel.tensor_model_parallel_size == 2
 
 
-def test_a_memory_limit_is_the_memory_of_a_plan() -> None:
+def test_a_memory_limit_is_the_memory_of_a_plan():
     arguments = [*SMALL, "--memory-limit", "4GiB"]
     verdict = as_json(arguments)["verdicts"][0]
     assert verdict["num_gpus"] == 1, "without --gpus, the fewest that are enough"
@@ -194,7 +191,7 @@ def test_a_memory_limit_is_the_memory_of_a_plan() -> None:
     assert "--memory-limit 4GiB is the memory that a plan may take" in printed(arguments)
 
 
-def test_the_policy_auto_is_what_the_planner_searches() -> None:
+def test_the_policy_auto_is_what_the_planner_searches():
     arguments = [*SMALL, "--gpus", "1", "--memory-budget", "5GiB", "--micro-batch-size=8"]
     own = as_json(arguments)
     assert as_json([*arguments, "--recompute-policy", "auto"]) == own

@@ -32,7 +32,7 @@ EXPERTS = "--num-experts 4 --moe-router-topk 1 --moe-token-dispatcher-type allto
     ],
     ids=["experts", "two exchanges", "tiles"],
 )
-def test_the_command_of_a_plan_trains(flags: str, has: str) -> None:
+def test_the_command_of_a_plan_trains(flags, has):
     found = ended(plan.main, [*SIZES.split(), *flags.split(), "--json", "-"])
     assert found.status == 0, found.err
     command = json.loads(found.out)["verdicts"][0]["plans"][0]["command"]

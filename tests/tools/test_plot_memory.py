@@ -44,7 +44,7 @@ def texts(svg: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
 
 
-def test_a_long_timeline_is_thinned_and_keeps_its_peak() -> None:
+def test_a_long_timeline_is_thinned_and_keeps_its_peak():
     events = [Event(number, "forward", "", "aten.mm", (number, 0, 0, 0)) for number in range(9999)]
     kept = plot_memory.thinned(events)
     assert len(kept) <= plot_memory.MAX_EVENTS and events[-1] in kept
@@ -58,9 +58,7 @@ def test_a_long_timeline_is_thinned_and_keeps_its_peak() -> None:
         ("schema.json", '{"format": "megatron_lite memory timeline", "version": 7}', "version"),
     ],
 )
-def test_a_file_that_will_not_do_is_one_line(
-    two: list[str], tmp_path: Path, name: str, text: str | None, message: str
-) -> None:
+def test_a_file_that_will_not_do_is_one_line(two, tmp_path, name, text, message):
     if text is not None:
         (tmp_path / name).write_text(text)
     words = [two[0], str(tmp_path / name), "--output", str(tmp_path / "m.svg")]
@@ -70,14 +68,12 @@ def test_a_file_that_will_not_do_is_one_line(
 
 
 @pytest.mark.parametrize("output", ["memory.gif", ".svg", "nowhere/m.svg"])
-def test_an_output_that_cannot_be_written_is_one_line(two: list[str], output: str) -> None:
+def test_an_output_that_cannot_be_written_is_one_line(two, output):
     reason = "nowhere" if "/" in output else "must end in .svg or .png"
     assert reason in fault_of(plot_memory.main, [*two, "--output", output])
 
 
-def test_without_matplotlib_the_extra_is_named(
-    two: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_extra_is_named(two, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     text = fault_of(plot_memory.main, [*two, "--output", "m.svg"])
     assert "needs the package matplotlib" in text and "pip install -e '.[plot]'" in text

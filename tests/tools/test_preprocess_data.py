@@ -50,7 +50,7 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"in.jsonl"}
 
 
-def test_documents_are_written_in_order_under_megatrons_name(tmp_path: Path) -> None:
+def test_documents_are_written_in_order_under_megatrons_name(tmp_path):
     assert preprocess(tmp_path).status == 0
     assert files(tmp_path) == {"out_text_document.bin", "out_text_document.idx"}
     assert sequences(tmp_path / "out_text_document") == [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
@@ -59,7 +59,7 @@ def test_documents_are_written_in_order_under_megatrons_name(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("flag", ["--json-keys", "--json-key"])
-def test_each_key_gets_a_dataset(tmp_path: Path, flag: str) -> None:
+def test_each_key_gets_a_dataset(tmp_path, flag):
     assert preprocess(tmp_path, f"{flag} title text").status == 0
     assert sequences(tmp_path / "out_title_document") == [[3], [1], [5]]
     assert sequences(tmp_path / "out_text_document") == [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
@@ -67,7 +67,7 @@ def test_each_key_gets_a_dataset(tmp_path: Path, flag: str) -> None:
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("partitions", [1, 2])
-def test_workers_do_not_change_a_byte(tmp_path: Path, partitions: int) -> None:
+def test_workers_do_not_change_a_byte(tmp_path, partitions):
     source = write_jsonl(
         tmp_path / "in.jsonl", [" ".join(map(str, range(number % 13, 50))) for number in range(200)]
     )
@@ -81,7 +81,7 @@ def test_workers_do_not_change_a_byte(tmp_path: Path, partitions: int) -> None:
     assert written[0] == written[1]
 
 
-def test_partitions_deal_the_lines_out_in_turn(tmp_path: Path) -> None:
+def test_partitions_deal_the_lines_out_in_turn(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", [str(number) for number in range(8)])
     assert preprocess(tmp_path, "--workers 3 --partitions 3", source=source).status == 0
     assert [row[0] for row in sequences(tmp_path / "out_text_document")] == [0, 3, 6, 1, 4, 7, 2, 5]
@@ -107,13 +107,13 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=[line[:20] for line in BAD_LINES])
-def test_a_bad_line_is_named_and_leaves_no_files(tmp_path: Path, line: str) -> None:
+def test_a_bad_line_is_named_and_leaves_no_files(tmp_path, line):
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "1"}\n\n' + line + '\n{"text": "2"}\n')
     assert BAD_LINES[line] in fault(preprocess(tmp_path, source=str(source)), tmp_path)
 
 
-def test_a_bad_line_in_a_worker_ends_the_run_too(tmp_path: Path) -> None:
+def test_a_bad_line_in_a_worker_ends_the_run_too(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", ["1"] * 20 + ["x"] + ["1"] * 20)
     found = preprocess(tmp_path, "--workers 2", source=source, block_bytes=1)
     assert "in.jsonl:21: " in fault(found, tmp_path)
@@ -135,14 +135,12 @@ def test_a_bad_line_in_a_worker_ends_the_run_too(tmp_path: Path) -> None:
         (f"{HF} --tokenizer-model none", "--tokenizer-model none: no such file"),
     ],
 )
-def test_bad_flags_are_one_line_and_status_2(tmp_path: Path, flags: str, message: str) -> None:
+def test_bad_flags_are_one_line_and_status_2(tmp_path, flags, message):
     assert fault(preprocess(tmp_path, flags), tmp_path).startswith(f"{ERROR}{message}")
 
 
 @pytest.mark.parametrize("flags", ["", "--append-eod", "--json-keys title text"])
-def test_an_input_of_empty_texts_is_an_error_and_leaves_no_files(
-    tmp_path: Path, flags: str
-) -> None:
+def test_an_input_of_empty_texts_is_an_error_and_leaves_no_files(tmp_path, flags):
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "", "title": "1"}\n{"text": " ", "title": "2"}\n')
     error = fault(preprocess(tmp_path, flags, source=str(source)), tmp_path)
@@ -150,7 +148,7 @@ def test_an_input_of_empty_texts_is_an_error_and_leaves_no_files(
 
 
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n'])
-def test_no_tokenizer_is_made_of_nothing(tmp_path: Path, content: str) -> None:
+def test_no_tokenizer_is_made_of_nothing(tmp_path, content):
     pytest.importorskip("tokenizers")
     source = tmp_path / "in.jsonl"
     source.write_text(content)
@@ -159,7 +157,7 @@ def test_no_tokenizer_is_made_of_nothing(tmp_path: Path, content: str) -> None:
     assert not (tmp_path / "tokenizer.json").exists()
 
 
-def test_own_tokenizer_end_to_end(tmp_path: Path) -> None:
+def test_own_tokenizer_end_to_end(tmp_path):
     """Train it, tokenize with it, and read the texts back from the .bin."""
     pytest.importorskip("tokenizers")
     from tests.data.test_tokenizers import hugging_face

@@ -145,7 +145,7 @@ PARTS = [
 
 
 @in_one_test("system, part, wanted, notes", PARTS)
-def test_the_flags_and_the_notes(system: str, part: str, wanted: str, notes: str) -> None:
+def test_the_flags_and_the_notes(system, part, wanted, notes):
     """And the launcher accepts the flags."""
     config = parsed(system, part)
     translation = translated(config, system, size(system))
@@ -195,9 +195,7 @@ FILES = [
 
 
 @in_one_test("file, arguments, printed, notes", FILES)
-def test_a_whole_file_is_told_by_its_keys_and_translated(
-    file: str, arguments: str, printed: str, notes: str
-) -> None:
+def test_a_whole_file_is_told_by_its_keys_and_translated(file, arguments, printed, notes):
     found = ended(translate_recompute.main, f"{CONFIGS / file} {arguments}")
     assert found.status == 0, found.err
     assert found.out.removeprefix("--recompute-policy ") == f"{printed}\n"
@@ -221,7 +219,7 @@ def test_a_whole_file_is_told_by_its_keys_and_translated(
         ("hf", "gradient_checkpointing: true, every_n_layers: %d"),
     ],
 )
-def test_every_nth_layer_is_the_one_that_their_counter_reaches(system: str, part: str) -> None:
+def test_every_nth_layer_is_the_one_that_their_counter_reaches(system, part):
     """They add one per layer, then rebuild the layer if n divides the count. The launcher refuses
     a rule that names no layer, and a note says how many it needs."""
     for num_layers in range(1, 9):
@@ -246,9 +244,7 @@ def test_every_nth_layer_is_the_one_that_their_counter_reaches(system: str, part
         ("deepspeed", "tensor_parallel: {autotp_size: 1}", None),
     ],
 )
-def test_the_tensor_parallel_size_of_the_file_is_a_flag(
-    system: str, file: str, found: int | None
-) -> None:
+def test_the_tensor_parallel_size_of_the_file_is_a_flag(system, file, found):
     split = "enable: true, partitioned_checkpointing: true"
     split = "partition_activations: true" if system == "deepspeed" else split
     config = yaml.safe_load(f"{{activation_checkpointing: {{{split}}}, {file}}}")
@@ -285,9 +281,7 @@ REFUSED: list[tuple[str, str, int | None, str]] = [
 
 
 @in_one_test("system, part, tp_size, message", REFUSED)
-def test_what_they_refuse_and_what_they_would_misread_is_an_error(
-    system: str, part: str, tp_size: int | None, message: str
-) -> None:
+def test_what_they_refuse_and_what_they_would_misread_is_an_error(system, part, tp_size, message):
     with pytest.raises(ValueError) as raised:
         translated(parsed(system, part), system, tp_size)
     text = str(raised.value)
@@ -313,16 +307,14 @@ PARTITION = '{"activation_checkpointing": {"partition_activations": true}, "step
         ("missing", "missing.json", "missing.json"),
     ],
 )
-def test_a_file_or_an_option_that_will_not_do_is_one_line(
-    text: str, arguments: str, message: str, tmp_path: Path
-) -> None:
+def test_a_file_or_an_option_that_will_not_do_is_one_line(text, arguments, message, tmp_path):
     (tmp_path / "a.json").write_text(text)
     words = arguments if text == "missing" else f"{tmp_path}/a.json {arguments}"
     assert message in fault_of(translate_recompute.main, words)
     assert ended(translate_recompute.main, "a.json --json a.json").status == 2
 
 
-def test_it_runs_as_a_command_without_torch() -> None:
+def test_it_runs_as_a_command_without_torch():
     program = (
         "import runpy, sys; sys.argv[1:] = sys.argv[2:]; sys.modules['torch'] = None\n"
         "runpy.run_module('megatron_lite.tools.translate_recompute', run_name='__main__')"
@@ -352,7 +344,7 @@ def _words() -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @given(config=_words())
-def test_any_json_is_translated_or_refused(system: str, config: Any) -> None:
+def test_any_json_is_translated_or_refused(system, config):
     """And what is translated says the same as text, also after a shell has split it."""
     try:
         translation = translated(json.loads(json.dumps(config)), system, size(system))

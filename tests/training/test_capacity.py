@@ -4,7 +4,6 @@ tensor is made."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,8 +30,8 @@ CPU = torch.device("cpu")
     [(["max"], 3 << 30), (["1048576"], 1 << 20), ([str(1 << 62)], 3 << 30), ([], 3 << 30)],
 )
 def test_the_limit_of_the_control_group_counts_where_it_is_lower(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[str], expected: int
-) -> None:
+    tmp_path, monkeypatch, limits, expected
+):
     (tmp_path / "meminfo").write_text(
         f"MemTotal: {2 << 20} kB\nMemFree: 1 kB\nSwapTotal: {1 << 20} kB\n"
     )
@@ -46,9 +45,7 @@ def test_the_limit_of_the_control_group_counts_where_it_is_lower(
 @pytest.mark.parametrize(
     "flags", [["--hidden-size", "1000000"], ["--num-layers", "4000", "--hidden-size", "16384"]]
 )
-def test_sizes_beyond_memory_end_the_program_with_status_2_and_one_line(
-    tmp_path: Path, flags: list[str]
-) -> None:
+def test_sizes_beyond_memory_end_the_program_with_status_2_and_one_line(tmp_path, flags):
     """Before --save is taken, and however many layers there are to list."""
     arguments = [
         *SMALL_RUN,
@@ -77,9 +74,7 @@ def _start(config: RunConfig, memory: int | None, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "training", [dict(micro_batch_size=64, global_batch_size=64), dict(micro_batch_size=4)]
 )
-def test_a_predicted_peak_beyond_the_memory_is_refused_without_a_flag(
-    training: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_predicted_peak_beyond_the_memory_is_refused_without_a_flag(training, monkeypatch):
     """Whatever holds it. The margin is half of each estimate: a run that fits always starts."""
     config = tiny_run(**training, learning_rate=0.001)
     peak = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
@@ -94,7 +89,7 @@ def test_a_predicted_peak_beyond_the_memory_is_refused_without_a_flag(
     _start(replace(config, training=allowed), peak.num_bytes // 2, monkeypatch)
 
 
-def test_the_peaks_of_the_ranks_of_one_host_are_added() -> None:
+def test_the_peaks_of_the_ranks_of_one_host_are_added():
     def work(rank: int, world_size: int, memory: int) -> str:
         with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(InputError) as fault:
             _start(config, memory, monkeypatch)
@@ -107,9 +102,7 @@ def test_the_peaks_of_the_ranks_of_one_host_are_added() -> None:
         assert "for the 2 ranks there" in text
 
 
-def test_optimizer_states_beyond_the_memory_of_the_host_are_refused_before_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_optimizer_states_beyond_the_memory_of_the_host_are_refused_before_the_start(monkeypatch):
     """Those of all ranks of a host together; the device has room."""
     run = tiny_run(learning_rate=0.001, optimizer_cpu_offload=True)
     with parallel_state(run.parallel, seed=1) as parallel:

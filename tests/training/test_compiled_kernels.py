@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,9 +115,7 @@ def faults(
     [(LAYOUTS[0], VARIANTS[:1]), *((layout, VARIANTS) for layout in LAYOUTS)],
     ids=str,
 )
-def test_kernels_equal_torchs_operators_and_no_policy_changes_a_bit(
-    layout: Layout, variants: Sequence[str]
-) -> None:
+def test_kernels_equal_torchs_operators_and_no_policy_changes_a_bit(layout, variants):
     """In float64 up to rounding, with dropout: the masks have the same bits."""
     size = layout[0] * layout[1]
     dropout = DROPOUT if layout[1] == 1 else {}
@@ -127,7 +124,7 @@ def test_kernels_equal_torchs_operators_and_no_policy_changes_a_bit(
 
 @pytest.mark.long
 @NEEDS_COMPILER
-def test_no_policy_changes_a_bit_of_a_compiled_run() -> None:
+def test_no_policy_changes_a_bit_of_a_compiled_run():
     assert faults(0, 1, (1, 1, False), ["gpt2"], torch.bfloat16, DROPOUT) == []
 
 
@@ -145,9 +142,7 @@ def test_no_policy_changes_a_bit_of_a_compiled_run() -> None:
     ],
     ids=str,
 )
-def test_the_kept_bytes_are_predicted(
-    tmp_path: Path, model: dict[str, Any], policy: str, statistics: int | None
-) -> None:
+def test_the_kept_bytes_are_predicted(tmp_path, model, policy, statistics):
     """In bf16 LayerNorm keeps float32 statistics, which torch's own kernel rounds to bf16. The
     norms of a float32 residual stream keep their weights in float32, and no bias. Those of queries
     and keys keep views of one storage."""
@@ -179,7 +174,7 @@ def test_the_kept_bytes_are_predicted(
     ],
     ids=str,
 )
-def test_the_peak_of_compiled_kernels_is_predicted(ranks: int, flags: str) -> None:
+def test_the_peak_of_compiled_kernels_is_predicted(ranks, flags):
     """Real kernels, in a real step. With many tokens a layer decides, else the loss."""
     for row in peaks.rows(peaks.Case(flags, f"{flags} --torch-compile", ranks)):
         assert 0.95 < row.ratio < 1.05, row
@@ -187,8 +182,8 @@ def test_the_peak_of_compiled_kernels_is_predicted(ranks: int, flags: str) -> No
 
 @pytest.mark.parametrize("lacks", ["compiler", "headers"])
 def test_a_run_without_a_compiler_ends_with_what_it_lacks_or_goes_on_without(
-    lacks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    lacks, monkeypatch, tmp_path
+):
     if lacks == "compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
         message = "needs a C++ compiler, and there is no"
@@ -211,9 +206,7 @@ def test_a_run_without_a_compiler_ends_with_what_it_lacks_or_goes_on_without(
     assert "torch's own operators: torch's compiler" in line and message in line
 
 
-def test_a_kernel_that_does_not_compile_names_the_function_its_shapes_and_the_flag(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_that_does_not_compile_names_the_function_its_shapes_and_the_flag(monkeypatch):
     def fails(*args: Any) -> Any:
         raise RuntimeError("no registers\nand more")
 
@@ -224,7 +217,7 @@ def test_a_kernel_that_does_not_compile_names_the_function_its_shapes_and_the_fl
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch keeps dtypes equal")
-def test_a_kernel_reads_a_parameter_whose_gradient_has_another_dtype() -> None:
+def test_a_kernel_reads_a_parameter_whose_gradient_has_another_dtype():
     """As in an evaluation after a step, whose bias has 16 bits and a float32 sum of gradients."""
     weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     weight.grad_dtype = None
@@ -234,7 +227,7 @@ def test_a_kernel_reads_a_parameter_whose_gradient_has_another_dtype() -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_shapes_that_vary_do_not_compile_without_end() -> None:
+def test_shapes_that_vary_do_not_compile_without_end():
     kernels = CompiledKernels()
     for count in (*range(1, 30), *range(1, 30)):
         x = torch.randn(count, 5)
@@ -243,9 +236,7 @@ def test_shapes_that_vary_do_not_compile_without_end() -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_layers_micro_batches_and_evaluations_share_their_graphs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_layers_micro_batches_and_evaluations_share_their_graphs(capsys):
     def num_graphs(num_layers: int, num_microbatches: int) -> int:
         training = dict(
             global_batch_size=num_microbatches, train_iters=2, eval_interval=1, torch_compile=True
@@ -260,7 +251,7 @@ def test_layers_micro_batches_and_evaluations_share_their_graphs(
     assert "kernels were compiled in" in capsys.readouterr().out
 
 
-def test_the_device_decides_unless_a_flag_does() -> None:
+def test_the_device_decides_unless_a_flag_does():
     for flags, on_cpu, on_cuda in (
         ({}, False, True),
         (dict(torch_compile=True), True, True),

@@ -39,7 +39,7 @@ def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[t
 
 
 @pytest.mark.long
-def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
+def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients():
     _, expected = kept_and_grads(None, compiled=False)
     kept = []
     for budget in (1.0, 0.5, 0.0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,8 +31,8 @@ def torchs_settings() -> Iterator[None]:
 @pytest.mark.parametrize("policy", ["*:none", "*:full", "*:core_attn+layernorm+mlp"])
 @pytest.mark.parametrize("training", [dict(bf16=True), dict(loss_chunk_size=7)], ids=str)
 def test_no_figure_depends_on_memory_that_nothing_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: dict[str, Any], policy: str
-) -> None:
+    tmp_path, monkeypatch, training, policy
+):
     """torch fills new tensors with NaN and the largest integers in the first run, and the run turns
     that off in the second."""
 
@@ -61,9 +60,7 @@ def test_no_figure_depends_on_memory_that_nothing_has_written(
     assert rows(tmp_path / "poisoned") == rows(tmp_path / "plain")
 
 
-def test_a_kernel_that_promises_nothing_is_refused_and_the_price_is_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_that_promises_nothing_is_refused_and_the_price_is_said(monkeypatch):
     times = iter([3.0, 2.0])
     monkeypatch.setattr(deterministic, "_values", lambda *_: [])
     monkeypatch.setattr(deterministic, "_milliseconds", lambda _: next(times))
@@ -78,9 +75,7 @@ def test_a_kernel_that_promises_nothing_is_refused_and_the_price_is_said(
 
 
 @pytest.mark.parametrize("installed", ["FA3", "FA4", ""])
-def test_flash_is_the_newest_flash_attention_that_runs(
-    monkeypatch: pytest.MonkeyPatch, installed: str
-) -> None:
+def test_flash_is_the_newest_flash_attention_that_runs(monkeypatch, installed):
     """The other one is installed too, and its kernels are not for this GPU."""
     active: list[str] = []
 

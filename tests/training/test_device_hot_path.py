@@ -91,12 +91,12 @@ def check_short_case(number: int) -> None:
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("number", range(len(SHORT)))
-def test_a_step_reads_nothing_and_stays_on_its_device(number: int) -> None:
+def test_a_step_reads_nothing_and_stays_on_its_device(number):
     check_short_case(number)
 
 
 @pytest.mark.long
-def test_so_does_every_layout_and_every_policy() -> None:
+def test_so_does_every_layout_and_every_policy():
     """Every layout and every policy once, in turns of models."""
     models = itertools.cycle(MODELS)
     pairs = sampled(itertools.product(LAYOUTS, POLICIES), every=9, at_most=3)

@@ -152,8 +152,8 @@ LAYOUTS = [
 @pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(("tp_size", "cp_size", "sequence_parallel", "cp_comm_type"), LAYOUTS)
 def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(
-    tp_size: int, cp_size: int, sequence_parallel: bool, cp_comm_type: str
-) -> None:
+    tp_size, cp_size, sequence_parallel, cp_comm_type
+):
     cases = [
         (name, overrides)
         for name, overrides in CASES
@@ -203,7 +203,7 @@ def in_pipeline(rank: int, world_size: int, everywhere: bool = True) -> Outcome:
         return Outcome(loss, {name: grad for name, grad in grads.items() if grad is not None})
 
 
-def test_every_stage_of_a_pipeline_keeps_documents_apart() -> None:
+def test_every_stage_of_a_pipeline_keeps_documents_apart():
     overrides = dict(num_layers=3, untie_embeddings_and_output_weights=True)
     expected = one_by_one("gpt2", range(3), **overrides)
     ranks = run_ranks(in_pipeline, 3, detail=False)
@@ -219,7 +219,7 @@ def test_every_stage_of_a_pipeline_keeps_documents_apart() -> None:
 # --- the loss of a step ----------------------------------------------------------------------
 
 
-def test_a_step_has_the_gradients_of_megatrons_formula() -> None:
+def test_a_step_has_the_gradients_of_megatrons_formula():
     """One of the micro-batches has no token that counts."""
     batches = [packed_batch(seed=1), packed_batch(seed=2)]
     batches[0].loss_mask[:, 3:] = 0.0  # micro-batches of different weight
@@ -254,7 +254,7 @@ def test_a_step_has_the_gradients_of_megatrons_formula() -> None:
             assert difference(want, have) < 1e-12
 
 
-def test_the_means_of_data_parallel_ranks_count_all_of_their_tokens() -> None:
+def test_the_means_of_data_parallel_ranks_count_all_of_their_tokens():
     def work(rank: int, world_size: int) -> list[MaskedMean]:
         with runner_of(Layout(dp=2), variant_config("gpt2")) as runner:
             counts = [[4, 6], [5, 0]][rank]
@@ -280,7 +280,7 @@ class Texts:
         return packed_text(index, batch=1)[0].numpy()
 
 
-def test_an_evaluation_is_the_mean_over_the_tokens_that_count() -> None:
+def test_an_evaluation_is_the_mean_over_the_tokens_that_count():
     with runner_of(Layout(), variant_config("gpt2")) as runner:
         found = Evaluations(
             config=tiny_run(eval_iters=2, micro_batch_size=BATCH, global_batch_size=BATCH),
@@ -298,7 +298,7 @@ def test_an_evaluation_is_the_mean_over_the_tokens_that_count() -> None:
     assert found is not None and found.loss == pytest.approx(total / count, rel=1e-12)
 
 
-def test_the_counts_are_those_of_the_masks_and_say_where_a_sample_cannot_be_read() -> None:
+def test_the_counts_are_those_of_the_masks_and_say_where_a_sample_cannot_be_read():
     with tp_state(1) as parallel:
         shape: dict[str, Any] = dict(
             dataset=Texts(), micro_batch_size=BATCH, num_microbatches=2, parallel=parallel
@@ -310,7 +310,7 @@ def test_the_counts_are_those_of_the_masks_and_say_where_a_sample_cannot_be_read
             last.counts()
 
 
-def test_flops_count_what_documents_attend() -> None:
+def test_flops_count_what_documents_attend():
     with tp_state(1) as parallel:
         batches = MicroBatches(
             dataset=Texts(),
@@ -365,8 +365,8 @@ def without_policy(
 @pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(("variant", "policy"), RUNS)
 def test_a_policy_changes_no_bit_and_every_byte_is_predicted(
-    variant: str, policy: str, without_policy: Callable[[str], list[dict[str, Any]]], tmp_path: Path
-) -> None:
+    variant, policy, without_policy, tmp_path
+):
     """With --recompute-verify a run ends if a kept byte was not predicted, or lives on unseen."""
     flags = f"{FLAGS} {variant} --recompute-verify --recompute-policy"
     expected = without_policy(f"{flags} *:none")
@@ -374,7 +374,7 @@ def test_a_policy_changes_no_bit_and_every_byte_is_predicted(
     assert len(expected) > 1
 
 
-def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, "a")).save(str(path))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -117,9 +116,7 @@ def real_steps(
 
 @pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(("world_size", "num_microbatches", "flags"), [*CASES, *LONG_CASES])
-def test_each_rank_has_the_memory_of_a_real_one(
-    world_size: int, num_microbatches: int, flags: str
-) -> None:
+def test_each_rank_has_the_memory_of_a_real_one(world_size, num_microbatches, flags):
     # Four layers are for virtual stages, and for units of several layers.
     several = VP in flags or "num-layers" in flags
     config = config_of(flags if several else f"{flags} --num-layers 2")
@@ -136,7 +133,7 @@ def test_each_rank_has_the_memory_of_a_real_one(
         assert set(peak.by_category) == {*HELD, *PHASES, HOST}
 
 
-def test_beside_a_gpu_host_memory_is_no_part_of_the_peak() -> None:
+def test_beside_a_gpu_host_memory_is_no_part_of_the_peak():
     config = config_of("--num-layers 2 --recompute-policy *:none@host --no-torch-compile")
     (whole, apart) = (
         dry_run(config, 0, world_size=1, device=device, num_microbatches=1).measured
@@ -162,8 +159,8 @@ def test_beside_a_gpu_host_memory_is_no_part_of_the_peak() -> None:
     ],
 )
 def test_a_step_that_is_derived_from_smaller_ones_has_the_memory_of_the_whole(
-    world_size: int, rank: int, flags: str
-) -> None:
+    world_size, rank, flags
+):
     config, told = config_of(flags), []
     derived = dry_run(config, rank, world_size=world_size, told=told.append)
     whole = dry_run(config, rank, world_size=world_size, in_full=True)
@@ -175,7 +172,7 @@ def test_a_step_that_is_derived_from_smaller_ones_has_the_memory_of_the_whole(
 
 
 @pytest.mark.long
-def test_a_step_whose_memory_is_not_linear_runs_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_memory_is_not_linear_runs_in_full(monkeypatch):
     config = config_of("--num-layers 5")
     monkeypatch.setattr(dry_run_smaller, "most_in_flight", lambda **_: 0)  # nothing is kept
     found = dry_run(config, 0, world_size=1)
@@ -195,8 +192,8 @@ def test_a_step_whose_memory_is_not_linear_runs_in_full(monkeypatch: pytest.Monk
     ],
 )
 def test_more_micro_batches_than_it_runs_by_itself_add_their_losses_only(
-    world_size: int, rank: int, flags: str, loss_bytes: int
-) -> None:
+    world_size, rank, flags, loss_bytes
+):
     config = config_of(f"{flags} --global-batch-size 48")
     own = dry_run(config, rank, world_size=world_size, in_full=True)
     number = own.measured.num_microbatches
@@ -207,7 +204,7 @@ def test_more_micro_batches_than_it_runs_by_itself_add_their_losses_only(
     assert peaks[1].moment == peaks[0].moment
 
 
-def test_the_default_ranks_are_the_first_of_each_kind() -> None:
+def test_the_default_ranks_are_the_first_of_each_kind():
     parallel = config_of(f"{SP} --pipeline-model-parallel-size 8 --num-layers 16").parallel
     assert DryRunConfig().ranks(parallel, 16, world_size=64) == [0, 8, 56]
     uneven = config_of(
@@ -243,9 +240,7 @@ def test_the_default_ranks_are_the_first_of_each_kind() -> None:
         ),
     ],
 )
-def test_a_fault_in_the_flags_is_one_line_and_status_2(
-    flags: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_in_the_flags_is_one_line_and_status_2(flags, message, capsys):
     assert status_of(main, [*SMALL_MODEL, *FLAGS, *flags.split()]) == 2
     assert capsys.readouterr() == ("", f"pretrain_gpt.py: error: {message}\n")
 
@@ -261,12 +256,12 @@ def test_a_fault_in_the_flags_is_one_line_and_status_2(
         ("--hidden-size 40000000000", "no tensor can have these sizes"),
     ],
 )
-def test_what_a_dry_run_cannot_follow_is_refused(flags: str, message: str) -> None:
+def test_what_a_dry_run_cannot_follow_is_refused(flags, message):
     with pytest.raises(InputError, match=f"^{message}"):
         dry_run(config_of(flags), 0, world_size=1)
 
 
-def test_under_a_launcher_only_rank_0_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_under_a_launcher_only_rank_0_runs(capsys):
     dry_run = DryRunConfig(dry_run_ranks=(3,))
     asked = ParsedArguments(config_of(f"{PP} --bf16"), "dry_run_memory", dry_run, ())
     for rank in (0, 1):
@@ -297,7 +292,7 @@ def python(program: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_with_a_log_and_a_checkpoint_imports_nothing_slow(tmp_path: Path) -> None:
+def test_a_run_with_a_log_and_a_checkpoint_imports_nothing_slow(tmp_path):
     words = [*SMALL_RUN, *MOCK, "--train-iters", "2"]
     words += ["--save", str(tmp_path / "saved"), "--metrics-jsonl", str(tmp_path / "metrics.jsonl")]
     words += ["--recompute-policy", "*:pointwise", "--eval-iters", "0"]
@@ -311,7 +306,7 @@ def test_a_run_with_a_log_and_a_checkpoint_imports_nothing_slow(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_a_rank_of_a_model_of_70_billion_parameters_never_holds_a_whole_weight() -> None:
+def test_a_rank_of_a_model_of_70_billion_parameters_never_holds_a_whole_weight():
     """Under a limit of the address space, in which one whole matrix of the MLP has no room."""
     printed = python("""if True:
         import resource

@@ -132,7 +132,7 @@ def outcome(path: Path) -> list[list[float]]:
 
 @pytest.mark.runs(daily=4, ci=8)
 @pytest.mark.parametrize("layout", [*list(LAYOUTS)[:3], *ODD, *list(LAYOUTS)[3:]])
-def test_every_layout_trains_as_one_process_does(layout: str, tmp_path: Path) -> None:
+def test_every_layout_trains_as_one_process_does(layout, tmp_path):
     """Losses, the biases' steps (which the later choices show), and kept bytes to the byte."""
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     layout, settings = ODD.get(layout, (layout, {}))
@@ -158,9 +158,7 @@ def test_every_layout_trains_as_one_process_does(layout: str, tmp_path: Path) ->
         ("ops(matmul,collective)", "ep2"),
     ],
 )
-def test_a_policy_keeps_what_is_predicted_given_the_rows(
-    action: str, layout: str, tmp_path: Path
-) -> None:
+def test_a_policy_keeps_what_is_predicted_given_the_rows(action, layout, tmp_path):
     metrics = tmp_path / "run.jsonl"
 
     def run(rank: int, world_size: int) -> None:
@@ -176,9 +174,7 @@ def test_a_policy_keeps_what_is_predicted_given_the_rows(
 @pytest.mark.parametrize(
     "layout", ["ep2, biases, dropped", "tp2-etp1", "ep2-zero1-whole", "ep2", "tp2-etp1, biases"]
 )
-def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(
-    layout: str, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(layout, tmp_path):
     layout, settings = ODD.get(layout, (layout, {}))
     if settings:
         settings = dict(settings, moe_input_jitter_eps=0.1)
@@ -210,7 +206,7 @@ def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(
 
 
 @pytest.mark.parametrize("settings", [{}, DROPPED, PADDED])
-def test_a_stated_imbalance_gives_the_fullest_rank_so_many_rows(settings: dict[str, Any]) -> None:
+def test_a_stated_imbalance_gives_the_fullest_rank_so_many_rows(settings):
     """At most as many as the experts' capacities; padded ones have these in any case."""
     even, full = (
         config_of("ep2", Path("unused"), plan_moe_imbalance=imbalance, **settings)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ def fp16_run(scaling: dict[str, Any] = CALM, **settings: Any) -> RunConfig:
     return tiny_run(fp16=True, **scaling, **settings)
 
 
-def test_losses_stay_near_those_of_float32(tmp_path: Path) -> None:
+def test_losses_stay_near_those_of_float32(tmp_path):
     """Values are rounded to 11 bits, and the errors of 20 steps add up: 1%. The scale is not in the
     loss."""
     run_to_end(tiny_run(metrics=tmp_path / "fp32", **NO_DROPOUT))
@@ -52,9 +51,7 @@ def test_losses_stay_near_those_of_float32(tmp_path: Path) -> None:
         (dict(loss_scale=16.0), 2),
     ],
 )
-def test_an_overflow_that_no_lower_scale_can_mend_stops_the_run(
-    monkeypatch: pytest.MonkeyPatch, scaling: dict[str, float], iteration: int
-) -> None:
+def test_an_overflow_that_no_lower_scale_can_mend_stops_the_run(monkeypatch, scaling, iteration):
     during_iteration(monkeypatch, (2, 3), OVERFLOW)
     minimum = scaling.get("loss_scale", 2.0)
     with pytest.raises(
@@ -65,8 +62,8 @@ def test_an_overflow_that_no_lower_scale_can_mend_stops_the_run(
 
 
 def test_a_skipped_update_does_not_advance_the_learning_rate_nor_does_a_restart(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     """As in Megatron, where a scale of 2^32 skips some 15 updates before the first one."""
 
     def run(iterations: int, **checkpoint: str) -> list[float]:

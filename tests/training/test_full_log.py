@@ -46,9 +46,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], None]:
     return make
 
 
-def test_a_metrics_file_on_a_full_device_is_said_once_and_training_goes_on(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_metrics_file_on_a_full_device_is_said_once_and_training_goes_on(capsys):
     trainer = run_to_end(run_config(metrics_jsonl="/dev/full"))
     printed = capsys.readouterr()
     assert trainer.progress.iteration == 4 and " 4/4  " in printed.out
@@ -59,9 +57,7 @@ def test_a_metrics_file_on_a_full_device_is_said_once_and_training_goes_on(
     ) in printed.out
 
 
-def test_rows_that_fit_again_are_written_and_the_others_leave_nothing(
-    tmp_path: Path, full: Callable[[range], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_fit_again_are_written_and_the_others_leave_nothing(tmp_path, full, capsys):
     full(range(1, 3))
     run_to_end(run_config(metrics_jsonl=str(tmp_path / "m")))
     lines = (tmp_path / "m").read_text().splitlines()
@@ -77,9 +73,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("lm loss")]
 
 
-def test_points_are_on_the_disk_at_once_and_void_from_where_a_later_start_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_points_are_on_the_disk_at_once_and_void_from_where_a_later_start_goes_on(tmp_path):
     for done, loss in ((0, 5.0), (2, 7.0)):
         start = Progress(iteration=done, consumed_samples=4 * done)
         scalars = TensorBoard(str(tmp_path), start)
@@ -90,9 +84,7 @@ def test_points_are_on_the_disk_at_once_and_void_from_where_a_later_start_goes_o
     assert losses(tmp_path) == [(1, 5.0), (2, 5.0), (3, 7.0)]
 
 
-def test_a_full_disk_at_the_start_ends_no_run_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_at_the_start_ends_no_run_either(tmp_path, monkeypatch, capsys):
     path = tmp_path / "m"
     path.write_text(ROWS)
 
@@ -105,9 +97,7 @@ def test_a_full_disk_at_the_start_ends_no_run_either(
     assert path.read_text() == ROWS
 
 
-def test_standard_output_on_a_full_device_ends_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_standard_output_on_a_full_device_ends_no_run(tmp_path, capsys):
     with open("/dev/full", "w") as device, redirect_stdout(device):
         run_to_end(run_config(metrics_jsonl=str(tmp_path / "m")))
         device.flush()  # as Python does at its end, when an error would be its status
@@ -121,7 +111,7 @@ def test_standard_output_on_a_full_device_ends_no_run(
     assert len(rows(tmp_path / "m")) == 4
 
 
-def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_path: Path) -> None:
+def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_path):
     """Before every call that changes a name. The old text is there under one name, and the next
     start ends as without a kill."""
     number, status, shorter = 0, -1, ROWS[: len(ROWS) // 5 * 3]
@@ -144,7 +134,7 @@ def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_
     assert number > 2
 
 
-def test_the_new_text_is_on_the_disk_before_it_takes_the_files_name(tmp_path: Path) -> None:
+def test_the_new_text_is_on_the_disk_before_it_takes_the_files_name(tmp_path):
     path = tmp_path / "m"
     path.write_text(ROWS)
     with recorded() as calls:

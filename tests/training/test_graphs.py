@@ -81,13 +81,13 @@ def check_same_bits(folder: Path, name: str) -> None:
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("name", RUNS)
-def test_a_captured_run_has_the_bits_of_one_without_graphs(tmp_path: Path, name: str) -> None:
+def test_a_captured_run_has_the_bits_of_one_without_graphs(tmp_path, name):
     """Losses, weights, moments and random states. Dropout is on, and the learning rate moves."""
     check_same_bits(tmp_path, name)
 
 
 @pytest.mark.long
-def test_a_resumed_captured_run_ends_as_an_unbroken_one(tmp_path: Path) -> None:
+def test_a_resumed_captured_run_ends_as_an_unbroken_one(tmp_path):
     for folder, steps, load in (("whole", 10, None), ("parts", 5, None), ("parts", 10, "parts")):
         _run(
             *(0, 1, tmp_path / folder, "full"),
@@ -102,7 +102,7 @@ def test_a_resumed_captured_run_ends_as_an_unbroken_one(tmp_path: Path) -> None:
     assert step_bytes(tmp_path / "parts", 10) == step_bytes(tmp_path / "whole", 10)
 
 
-def test_a_step_that_reads_a_value_is_named_with_the_flag(tmp_path: Path) -> None:
+def test_a_step_that_reads_a_value_is_named_with_the_flag(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         real = StageRunner.train
 

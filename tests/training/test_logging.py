@@ -63,7 +63,7 @@ def record(**changes: Any) -> IterationRecord:
     return IterationRecord(**{**values, **changes})
 
 
-def test_the_flops_of_a_line_are_those_of_the_attended_documents() -> None:
+def test_the_flops_of_a_line_are_those_of_the_attended_documents():
     facts = FACTS._replace(beside_attention=(10_000_000, 11_000_000))
     whole, quarter = (Interval([record(attended=share)], facts) for share in (None, 0.25))
     assert quarter.teraflops == pytest.approx(whole.teraflops * 15 / 30)
@@ -81,12 +81,12 @@ def own_fields(records: list[IterationRecord], facts: RunFacts = FACTS) -> list[
     return fields[start + 1 : stop]
 
 
-def test_utilization_is_flops_over_time_ranks_and_peak() -> None:
+def test_utilization_is_flops_over_time_ranks_and_peak():
     """30 and 41 MFLOP in 50 ms by 2 ranks of 1 GFLOP/s: 0.3 and 0.41."""
     assert own_fields([record()]) == ["tokens/s/GPU: 640.0", "MFU: 30.0%", "HFU: 41.0%"]
 
 
-def test_speeds_are_those_of_the_samples_that_the_iterations_had() -> None:
+def test_speeds_are_those_of_the_samples_that_the_iterations_had():
     """1 and 3 samples in 50 ms each: half of the work, and so of the tokens and FLOPs, of two full
     batches of 4."""
     ramp = [record(global_batch_size=1), record(global_batch_size=3, consumed_samples=16)]
@@ -118,9 +118,7 @@ def _utilization(rank: int, world_size: int, folder: Path) -> None:
         run_to_end(config)
 
 
-def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(
-    tmp_path: Path,
-) -> None:
+def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(tmp_path):
     """A layer runs 13312 - 4096 multiply-adds per token again, a tenth of the 3 x 30720 of a step;
     see below for the figures.
 
@@ -137,9 +135,7 @@ def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_a_peak_that_nobody_measured_is_not_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peak_that_nobody_measured_is_not_known(tmp_path, monkeypatch):
     """Neither an unknown card nor a CPU has one, whatever machine the times are predicted for. A
     file of tools/calibrate.py has one, for a device of its kind."""
     show_gpus(monkeypatch, 1, name="Card X")
@@ -158,7 +154,7 @@ def test_a_peak_that_nobody_measured_is_not_known(
     assert peak_rate(config, GPU, bf16=True).flops is None
 
 
-def test_the_settings_at_the_start_are_those_that_differ() -> None:
+def test_the_settings_at_the_start_are_those_that_differ():
     config = tiny_run(ffn_hidden_size=100, add_bias_linear=False, recompute_policy="*:full")
     lines = short_settings(config)[1:]
     words = [word for line in lines for word in shlex.split(line[line.index("--") :])]
@@ -180,8 +176,8 @@ def finished_run(folder: Path, **logging: Any) -> RunConfig:
 
 
 def test_the_log_file_is_appended_to_and_has_the_error_that_ends_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     path = tmp_path / "new" / "run.log"
     config = replace(finished_run(tmp_path), checkpoint=tiny_run().checkpoint)
     config = with_settings(config, log_file=str(path))

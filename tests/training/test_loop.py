@@ -30,7 +30,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_iteration_has_one_row_with_the_documented_fields(plain: Path) -> None:
+def test_every_iteration_has_one_row_with_the_documented_fields(plain):
     written = [json.loads(line) for line in plain.read_text().splitlines()]
     assert [row["iteration"] for row in written] == list(range(1, 21))
     assert [row["consumed_samples"] for row in written] == list(range(4, 81, 4))
@@ -59,15 +59,15 @@ def test_every_iteration_has_one_row_with_the_documented_fields(plain: Path) -> 
 
 @pytest.mark.parametrize("training", [dict(seed=1234), dict(seed=6), dict(eval_interval=3)])
 def test_the_same_seed_repeats_every_digit_over_evaluations_and_another_does_not(
-    training: dict[str, int], plain: Path, tmp_path: Path
-) -> None:
+    training, plain, tmp_path
+):
     """With dropout on: an evaluation that drew a random number, or left the model in eval mode,
     would show."""
     run_to_end(tiny_run(metrics=tmp_path / "m", **training))
     assert (rows(tmp_path / "m") == rows(plain)) == (training != dict(seed=6))
 
 
-def test_the_global_batch_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
+def test_the_global_batch_is_the_same_however_it_is_cut(tmp_path):
     losses = []
     for size in (1, 2, 4):
         training = dict(micro_batch_size=size, train_iters=8)
@@ -77,9 +77,7 @@ def test_the_global_batch_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
     assert losses[2] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_the_iteration_line_is_what_megatron_parsers_expect(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_iteration_line_is_what_megatron_parsers_expect(tmp_path, capsys):
     """In the log file, and on standard output by a flag."""
     path = tmp_path / "log"
     run_to_end(tiny_run(log_style="megatron", log_file=str(path)))
@@ -102,7 +100,7 @@ def test_the_iteration_line_is_what_megatron_parsers_expect(
     assert re.fullmatch(pattern, lines[0]), lines[0]
 
 
-def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
+def test_tensorboard_has_megatrons_names(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run_to_end(
@@ -137,13 +135,13 @@ def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["metrics_jsonl", "tensorboard_dir"])
-def test_a_log_that_cannot_be_written_is_one_error(tmp_path: Path, kind: str) -> None:
+def test_a_log_that_cannot_be_written_is_one_error(tmp_path, kind):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=kind.replace("_", "-")):
         run_to_end(tiny_run(**{kind: str(tmp_path / "file" / "below")}))
 
 
-def test_a_metrics_file_of_other_contents_is_kept_aside(tmp_path: Path) -> None:
+def test_a_metrics_file_of_other_contents_is_kept_aside(tmp_path):
     path = tmp_path / "m"
     path.write_bytes(b"\xff\n")
     run_to_end(tiny_run(train_iters=1, metrics=path))
@@ -188,9 +186,7 @@ def _config(folder: Path) -> RunConfig:
     )
 
 
-def test_the_scalars_of_every_second_iteration_and_of_evaluations_are_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_scalars_of_every_second_iteration_and_of_evaluations_are_logged(tmp_path, monkeypatch):
     fake = FakeWandb()
     provide(monkeypatch, "wandb", fake)
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -227,15 +223,13 @@ def test_the_scalars_of_every_second_iteration_and_of_evaluations_are_logged(
         (FakeWandb("init"), r"--wandb-project project: cannot be written \(no\)"),
     ],
 )
-def test_a_run_that_cannot_be_begun_is_one_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, message: str
-) -> None:
+def test_a_run_that_cannot_be_begun_is_one_clear_error(tmp_path, monkeypatch, module, message):
     provide(monkeypatch, "wandb", module)
     with pytest.raises(InputError, match=message):
         run_to_end(_config(tmp_path))
 
 
-def test_a_batch_of_evaluations_has_its_own_size_and_training_is_the_same(tmp_path: Path) -> None:
+def test_a_batch_of_evaluations_has_its_own_size_and_training_is_the_same(tmp_path):
     """The same samples in one large batch, and in batches of training's size."""
     found = []
     for evaluation in (

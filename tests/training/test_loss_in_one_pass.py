@@ -197,7 +197,7 @@ def test_the_kept_bytes_are_those_predicted(layout, model, mask, chunk_size):
         assert found.fault is None and found.measured > 0
 
 
-def test_an_evaluation_between_steps_writes_no_gradient() -> None:
+def test_an_evaluation_between_steps_writes_no_gradient():
     config = single()
     with parallel_state(config.parallel, seed=1) as parallel:
         run = Run(config, parallel)
@@ -217,7 +217,7 @@ def spoiled(*arguments: Any) -> RowStatistics:
     return RowStatistics(*(torch.full_like(one, math.nan) for one in row_statistics(*arguments)))
 
 
-def test_a_skipped_step_leaves_no_trace() -> None:
+def test_a_skipped_step_leaves_no_trace():
     """A step of NaN losses lies between two others. Its gradients are in the sums."""
     config = single()
     with parallel_state(config.parallel, seed=1) as parallel:

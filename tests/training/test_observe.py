@@ -47,8 +47,8 @@ MLP_BYTES = 2 * 16 * 1 * 4 * 32 * 4  # layers, s, b, f, float32
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_bytes_that_were_not_predicted_are_a_warning_and_under_verify_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verify: bool
-) -> None:
+    monkeypatch, capsys, verify
+):
     _keep_a_tensor(monkeypatch, [], by_the_graph=True)
     config = tiny_run(train_iters=1, recompute_verify=verify)
     message = f"were predicted (+{MLP_BYTES})"  # torch keeps the ones, not the output
@@ -72,9 +72,7 @@ def test_bytes_that_were_not_predicted_are_a_warning_and_under_verify_an_error(
         )
 
 
-def test_a_tensor_that_lives_on_beside_the_graph_is_an_error_under_verify(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tensor_that_lives_on_beside_the_graph_is_an_error_under_verify(monkeypatch):
     _keep_a_tensor(monkeypatch, [], by_the_graph=False)
     config = tiny_run(train_iters=1, recompute_verify=True)
     with pytest.raises(TrainingError, match=f"{MLP_BYTES} bytes live on"):
@@ -94,7 +92,7 @@ def _train(rank: int, world_size: int, folder: Path, timeline: str | None) -> No
     )
 
 
-def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path):
     plain, recorded = tmp_path / "plain", tmp_path / "recorded"
     run_ranks(_train, 2, plain, None)
     run_ranks(_train, 2, recorded, str(recorded / "timeline.json"))
@@ -116,9 +114,7 @@ def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path: Path) ->
     assert [one.predicted_bytes for one in exact] == [one.measured_bytes for one in exact]
 
 
-def test_a_replay_that_differs_ends_the_program_with_one_line_that_names_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_replay_that_differs_ends_the_program_with_one_line_that_names_it(monkeypatch, capsys):
     calls = iter(range(10**6))
 
     @replaces("_activate", MLP)
@@ -148,7 +144,7 @@ def test_a_replay_that_differs_ends_the_program_with_one_line_that_names_it(
 POLICIES = ("*:full/2", "*:pointwise@host", "*:core_attn+mlp", "*:ops(matmul)")
 
 
-def test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights() -> None:
+def test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights():
     config = tiny_run(
         data_parallel=LAYOUTS["fsdp2, memory-efficient"],
         untie_embeddings_and_output_weights=True,

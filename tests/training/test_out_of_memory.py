@@ -38,7 +38,7 @@ SIZE = (
         (ValueError("not enough memory"), False),
     ],
 )
-def test_errors_of_failed_allocations_are_known(error: Exception, expected: bool) -> None:
+def test_errors_of_failed_allocations_are_known(error, expected):
     assert is_out_of_memory(error) == expected
 
 
@@ -54,7 +54,7 @@ def large_run(**training: Any) -> RunConfig:
     )
 
 
-def test_the_message_has_the_peak_what_holds_it_and_a_policy_that_fits() -> None:
+def test_the_message_has_the_peak_what_holds_it_and_a_policy_that_fits():
     config = large_run()
     whole = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
     limit = int(0.9 * whole.num_bytes)
@@ -74,22 +74,18 @@ def test_the_message_has_the_peak_what_holds_it_and_a_policy_that_fits() -> None
 
 
 @pytest.mark.parametrize(("share", "near"), [(1.01, True), (1.1, False)])
-def test_a_prediction_just_below_the_memory_is_not_blamed_on_something_else(
-    share: float, near: bool
-) -> None:
+def test_a_prediction_just_below_the_memory_is_not_blamed_on_something_else(share, near):
     whole = step_peak(large_run(), 0, device="cpu", dp_cp_size=1, num_microbatches=1)
     text = message_of(large_run(memory_limit=f"{int(share * whole.num_bytes)}B"))
     assert ("within 2% of that" in text and "--recompute-policy" in text) == near
     assert ("something else takes memory" in text) == (not near)
 
 
-def test_the_message_says_so_if_no_policy_fits() -> None:
+def test_the_message_says_so_if_no_policy_fits():
     assert "no way to fit: no recompute policy fits" in message_of(large_run(memory_limit="1MiB"))
 
 
-def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(monkeypatch):
     first_step_fails(monkeypatch, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
 
     def work(rank: int, world_size: int) -> str:
@@ -103,7 +99,7 @@ def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(
     ] * 2
 
 
-def test_the_limit_holds_within_the_block_and_not_after_it() -> None:
+def test_the_limit_holds_within_the_block_and_not_after_it():
     def work(rank: int, world_size: int) -> bool:
         with memory_limited(tiny_run(memory_limit="64MiB"), CPU):
             torch.ones(32 * 2**20, dtype=torch.uint8)
@@ -116,7 +112,7 @@ def test_the_limit_holds_within_the_block_and_not_after_it() -> None:
 
 
 @pytest.mark.long
-def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2() -> None:
+def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2():
     done = run_command(*SIZE.split(), "--memory-limit", "700MiB")
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if "out of memory" in line]
@@ -124,9 +120,7 @@ def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2() -> None:
     assert "The fastest setting that fits: --recompute-policy" in lines[0]
 
 
-def test_the_second_step_is_measured_and_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
-) -> None:
+def test_the_second_step_is_measured_and_compared(monkeypatch, capsys, tmp_path):
     config = large_run(train_iters=4, eval_iters=0)
     measured = dict(log_peak_memory=True, machine="cpu", metrics_jsonl=f"{tmp_path}/metrics.jsonl")
     run_to_end(with_settings(config, **measured))
@@ -144,9 +138,7 @@ def test_the_second_step_is_measured_and_compared(
 @pytest.mark.parametrize(
     ("policy", "contiguous"), [("*:none@host(core_attn+linear_fc1)", False), ("*:full", True)]
 )
-def test_the_measured_peak_has_the_buffers_that_outlive_a_step(
-    policy: str, contiguous: bool
-) -> None:
+def test_the_measured_peak_has_the_buffers_that_outlive_a_step(policy, contiguous):
     """The buffers of @host and the arena are 22 % and 10 % of these peaks."""
     config = tiny_run(
         num_layers=4,

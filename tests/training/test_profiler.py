@@ -39,7 +39,7 @@ def _run(rank: int, world_size: int, folder: Path) -> None:
     )
 
 
-def test_a_trace_holds_the_named_iterations_of_the_named_rank(tmp_path: Path) -> None:
+def test_a_trace_holds_the_named_iterations_of_the_named_rank(tmp_path):
     run_ranks(_run, 2, tmp_path, detail=False)
     traces = list((tmp_path / "tb" / "torch_profile").iterdir())
     assert [trace.name for trace in traces] == ["rank-1.json.gz"]

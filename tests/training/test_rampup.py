@@ -28,9 +28,7 @@ SIZES = [2, 2, 4, 6, 8, 8, 8]
 CONSUMED = [2, 4, 8, 14, 22, 30, 38]
 
 
-def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(tmp_path, capsys):
     schedule = dict(lr=1.0, lr_decay_style="linear", lr_warmup_samples=8)
     length = dict(train_iters=None, train_samples=40)
     logging = dict(metrics=tmp_path / "m", log_interval=1, log_style="megatron")
@@ -63,9 +61,7 @@ def _interleaved(rank: int, world_size: int, folder: Path) -> tuple[str, int]:
     return str(fault.value), run_to_end(ramp).progress.consumed_samples
 
 
-def test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused(tmp_path):
     for message, consumed in run_ranks(_interleaved, 2, tmp_path, detail=False):
         assert message == (
             "--rampup-batch-size 2 3 6: a batch of 5 samples, which this run still has, is not "
@@ -105,7 +101,7 @@ def _in_steps(rank: int, world_size: int, folder: Path) -> str:
     return str(fault.value)
 
 
-def test_a_batch_that_changes_in_steps_is_resumed_in_the_middle(tmp_path: Path) -> None:
+def test_a_batch_that_changes_in_steps_is_resumed_in_the_middle(tmp_path):
     for message in run_ranks(_in_steps, 2, tmp_path, detail=False):
         assert "a batch of 3 samples, which this run still has, is not divisible by" in message
     whole = rows(tmp_path / "whole")
@@ -143,9 +139,7 @@ def walked(
 @pytest.mark.parametrize(
     ("total", "micro", "ranks"), [(23, 2, 3), (24, 2, 3), (7, 1, 1), (50, 4, 2), (31, 2, 4)]
 )
-def test_every_rank_reads_what_the_walk_reads_from_every_point(
-    total: int, micro: int, ranks: int, sharded: bool
-) -> None:
+def test_every_rank_reads_what_the_walk_reads_from_every_point(total, micro, ranks, sharded):
     order, step = CyclicOrder(total, sharded=sharded), micro * ranks
     for consumed in range(0, 4 * total, step):
         consumed -= consumed % step
@@ -158,7 +152,7 @@ def test_every_rank_reads_what_the_walk_reads_from_every_point(
             ] == expected
 
 
-def test_a_resume_within_a_step_and_too_little_data_are_errors() -> None:
+def test_a_resume_within_a_step_and_too_little_data_are_errors():
     order = CyclicOrder(24, sharded=True)
     with pytest.raises(InputError, match=r"18 consumed samples are no multiple of .* 4 x 2 data-"):
         order(18, 4, 0, 2, 0)
@@ -183,12 +177,10 @@ def iteration(
 @pytest.mark.parametrize(
     ("micro_batch_size", "dp_size"), [(1, 1), (2, 1), (1, 3), (2, 3), (4, 3), (3, 4), (1, 12)]
 )
-def test_an_iteration_reads_the_same_samples_at_every_data_parallel_size(
-    micro_batch_size: int, dp_size: int
-) -> None:
+def test_an_iteration_reads_the_same_samples_at_every_data_parallel_size(micro_batch_size, dp_size):
     ranks = iteration(36, 12, micro_batch_size, dp_size)
     assert sorted(sample for rank in ranks for sample in rank) == list(range(36, 48))
 
 
-def test_a_rank_takes_contiguous_slices_of_each_step() -> None:
+def test_a_rank_takes_contiguous_slices_of_each_step():
     assert iteration(24, 8, 2, 2) == [[24, 25, 28, 29], [26, 27, 30, 31]]

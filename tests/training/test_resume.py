@@ -69,7 +69,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.runs(daily=2, ci=5)
 @pytest.mark.parametrize("name", CASES)
-def test_three_iterations_a_restart_and_three_more_equal_six(tmp_path: Path, name: str) -> None:
+def test_three_iterations_a_restart_and_three_more_equal_six(tmp_path, name):
     """Weights, moments, master weights, random-number streams (dropout is on) and every logged
     loss, over an evaluation. The kept bytes are as predicted."""
     ranks, settings = CASES[name]
@@ -126,8 +126,8 @@ def _told(output: str) -> list[str]:
 
 
 def test_a_run_on_the_same_processor_is_told_nothing_and_one_on_another_both(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     _run(tmp_path)
     kept = Metadata.read(step_directory(tmp_path, 2)).computed_on
     assert kept == loop.described(torch.device("cpu"))

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.config.run import RunConfig
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
@@ -44,9 +42,7 @@ def _rates(folder: Path, name: str) -> list[float]:
     return [row["learning_rate"] for row in rows(folder / f"{name}.jsonl")]
 
 
-def test_a_run_that_takes_the_checkpoints_schedule_equals_the_uninterrupted_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_takes_the_checkpoints_schedule_equals_the_uninterrupted_run(tmp_path, capsys):
     """Through two restarts, of which the second finds the schedule of the first run."""
     _run(tmp_path, "whole", FIRST, iterations=6)
     _run(tmp_path, "first", FIRST, iterations=2)
@@ -64,9 +60,7 @@ def test_a_run_that_takes_the_checkpoints_schedule_equals_the_uninterrupted_run(
     assert "changed since the checkpoint: --lr " not in printed
 
 
-def test_a_run_follows_its_flags_and_tells_how_they_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_follows_its_flags_and_tells_how_they_differ(tmp_path, capsys):
     _run(tmp_path, "first", FIRST, iterations=2)
     _run(tmp_path, "flags", OTHER, iterations=6, load="first")
     line = (

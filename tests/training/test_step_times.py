@@ -43,8 +43,8 @@ def _figures(text: str) -> list[list[str]]:
 
 
 def test_figures_read_one_step_late_are_those_of_their_own_step_and_wait_for_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capsys
+):
     """The late device gives zeros to who reads before the event, and notes each wait."""
     run_to_end(_config(tmp_path / "early"))
     early = _figures(capsys.readouterr().out)
@@ -68,9 +68,7 @@ def test_figures_read_one_step_late_are_those_of_their_own_step_and_wait_for_no_
 
 
 @pytest.mark.parametrize(("as_graph", "is_said"), [(20.0, True), (58.0, False), (None, False)])
-def test_the_end_of_a_run_says_what_a_graph_would_save(
-    as_graph: float | None, is_said: bool
-) -> None:
+def test_the_end_of_a_run_says_what_a_graph_would_save(as_graph, is_said):
     summary = RunSummary(
         step_ms_predicted=43.0, step_ms_measured=61.0, step_ms_as_graph=as_graph, machine="h200"
     )
@@ -79,7 +77,7 @@ def test_the_end_of_a_run_says_what_a_graph_would_save(
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "muon"}, {"timing_log_level": 1}], ids=str)
-def test_a_run_that_no_graph_can_hold_ends_without_that_word(settings: dict[str, Any]) -> None:
+def test_a_run_that_no_graph_can_hold_ends_without_that_word(settings):
     config = tiny_run(machine="h100", **settings)
     rank: Any = SimpleNamespace(device=torch.device("cuda"), world_size=1)
     summary = summary_of(config, rank, None, [1.0, 1.0, 1.0])

@@ -20,7 +20,7 @@ TIMES = {"forward-backward": [1.5, 12.25], "optimizer": [0.0, 3.0], "batch-gener
 
 @pytest.mark.parametrize("option", ["minmax", "max", "all"])
 @pytest.mark.filterwarnings("ignore")  # its imports warn of packages that it can do without
-def test_the_text_is_that_of_megatron_core(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_is_that_of_megatron_core(option, monkeypatch):
     oracle = pytest.importorskip("megatron.core.timers").Timers(2, option)
     seconds = torch.tensor(list(TIMES.values())).T / 1000.0
     monkeypatch.setattr(oracle, "_get_elapsed_time_all_ranks", lambda *_: seconds)
@@ -50,9 +50,7 @@ def _run(
 
 
 @pytest.mark.parametrize("pp_size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_each_level_shows_its_timers_and_changes_no_figure(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], pp_size: int
-) -> None:
+def test_each_level_shows_its_timers_and_changes_no_figure(tmp_path, capfd, pp_size):
     for level in (0, 1, 2):
         found = run_ranks(_run, 2, tmp_path, level, "minmax", pp_size, detail=False)
         assert [one["reads a clock"] for one in found] == [level > 0] * 2

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,9 +36,7 @@ ARGUMENTS = """
 @pytest.mark.parametrize(
     "format_name", ["megatron", pytest.param("megatron-dist", marks=pytest.mark.long)]
 )
-def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(
-    format_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(format_name, tmp_path, capsys):
     theirs, ours = tmp_path / "a folder of theirs", tmp_path / "ours"
     checkpoint = dict(save=str(ours), save_interval=2)
     run_to_end(tiny_run(train_iters=2, **checkpoint))
@@ -60,7 +56,7 @@ def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(
     assert run_to_end(config).progress.iteration == 3
 
 
-def test_each_format_names_the_other_one(tmp_path: Path) -> None:
+def test_each_format_names_the_other_one(tmp_path):
     save(tmp_path / "legacy", tiny_config(num_layers=5), LAYOUTS["one file"])
     with pytest.raises(InputError, match="one of --from megatron$"):
         FORMATS["megatron-dist"].source(tmp_path / "legacy")
@@ -83,9 +79,7 @@ def test_each_format_names_the_other_one(tmp_path: Path) -> None:
         ({}, "momentum, and only those of Adam"),
     ],
 )
-def test_what_megatron_lacks_is_refused_by_name(
-    change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_what_megatron_lacks_is_refused_by_name(change, message, tmp_path):
     source = WeightSource(
         model=tiny_config(**change),
         true_vocab_size=9,
@@ -98,7 +92,7 @@ def test_what_megatron_lacks_is_refused_by_name(
             FORMATS[name].write(source, tmp_path / "out", lambda _: None)
 
 
-def test_every_field_of_the_model_is_an_argument_of_megatron_or_is_listed() -> None:
+def test_every_field_of_the_model_is_an_argument_of_megatron_or_is_listed():
     """A new field of ModelConfig belongs to ARGUMENTS, or to the fields that are refused."""
     named = set(MODEL_FIELDS) - NOT_TAKEN - set(ONLY_HERE)
     assert named == {*ARGUMENTS.split(), *EXPERT_FIELDS}

@@ -73,9 +73,7 @@ def save(
     ("stacked", "settings"),
     [(True, LLAMA), (False, LLAMA), (True, {**EXPERTS, "moe_layer_freq": 1}), (False, EXPERTS)],
 )
-def test_stacked_and_numbered_layers_are_read(
-    stacked: bool, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_stacked_and_numbered_layers_are_read(stacked, settings, tmp_path):
     config = tiny_config(**settings)
     weights = save(tmp_path, stacked=stacked, config=config)
     source = dist_source(tmp_path)
@@ -124,7 +122,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 
 
 @in_one_test("kind", CHANGES)
-def test_a_damaged_or_malicious_metadata_is_one_clear_error(kind: str, tmp_path: Path) -> None:
+def test_a_damaged_or_malicious_metadata_is_one_clear_error(kind, tmp_path):
     root = Path(mkdtemp(dir=tmp_path))
     weights = save(root)
     change, message = CHANGES[kind]
@@ -136,7 +134,7 @@ def test_a_damaged_or_malicious_metadata_is_one_clear_error(kind: str, tmp_path:
             source.read(name)
 
 
-def test_missing_and_cut_files_are_one_clear_error(tmp_path: Path) -> None:
+def test_missing_and_cut_files_are_one_clear_error(tmp_path):
     with pytest.raises(InputError, match="holds no checkpoint of the format megatron-dist"):
         dist_source(tmp_path)
     weights = save(tmp_path)
@@ -155,7 +153,7 @@ def test_missing_and_cut_files_are_one_clear_error(tmp_path: Path) -> None:
         dist_source(tmp_path)
 
 
-def test_parameters_that_the_model_lacks_or_the_file_lacks_are_named(tmp_path: Path) -> None:
+def test_parameters_that_the_model_lacks_or_the_file_lacks_are_named(tmp_path):
     save(tmp_path / "more", decoder__layers__mlp__router__weight=torch.ones(5, 2))
     with pytest.raises(InputError, match=r"holds decoder\.layers\.0\.mlp\.router\.weight"):
         dist_source(tmp_path / "more")
@@ -170,7 +168,7 @@ def test_parameters_that_the_model_lacks_or_the_file_lacks_are_named(tmp_path: P
 
 
 @pytest.mark.parametrize("master", ["param", "fp32_param"])
-def test_states_that_are_kept_by_parameter_are_read(master: str, tmp_path: Path) -> None:
+def test_states_that_are_kept_by_parameter_are_read(master, tmp_path):
     """As the distributed optimizer saves them with --dist-ckpt-optim-fully-reshardable."""
     save(tmp_path / "weights")
     weights = dist_source(tmp_path / "weights")

@@ -129,9 +129,7 @@ LAYOUTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("layout", "tp", "tied"), pairs(LAYOUTS, [1, 2], [True, False]))
-def test_every_layout_gives_the_whole_weights(
-    layout: str, tp: int, tied: bool, tmp_path: Path
-) -> None:
+def test_every_layout_gives_the_whole_weights(layout, tp, tied, tmp_path):
     config = tiny_config(**LLAMA, untie_embeddings_and_output_weights=not tied)
     weights = save(tmp_path, config, LAYOUTS[layout], tp=tp)
     source = check(tmp_path, weights)
@@ -253,14 +251,12 @@ ONE = dict(stages=LAYOUTS["one file"])
         (experts_as(in_one_matrix), EXPERTS, {**ONE, "ep": 4}),
     ],
 )
-def test_the_forms_of_every_release_are_read(
-    rename: Any, settings: dict[str, Any], how: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_forms_of_every_release_are_read(rename, settings, how, tmp_path):
     config, root = tiny_config(**{"num_layers": 5, **settings}), Path(mkdtemp(dir=tmp_path))
     assert check(root, save(root, config, rename=rename, **how)).model == config
 
 
-def test_experts_that_are_split_otherwise_or_missing_are_refused(tmp_path: Path) -> None:
+def test_experts_that_are_split_otherwise_or_missing_are_refused(tmp_path):
     def without_number_3(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:
         return (
             (one.replace("experts.3.", "experts.5."), part)
@@ -278,7 +274,7 @@ def test_experts_that_are_split_otherwise_or_missing_are_refused(tmp_path: Path)
             legacy_source(root)
 
 
-def test_a_release_and_the_folder_of_an_iteration_are_found(tmp_path: Path) -> None:
+def test_a_release_and_the_folder_of_an_iteration_are_found(tmp_path):
     weights = save(tmp_path, tiny_config(**LLAMA), LAYOUTS["one file"])
     check(tmp_path / "iter_0000040", weights)
     (tmp_path / "iter_0000040").rename(tmp_path / "release")
@@ -286,7 +282,7 @@ def test_a_release_and_the_folder_of_an_iteration_are_found(tmp_path: Path) -> N
     check(tmp_path, weights)
 
 
-def test_arguments_of_older_releases_are_read(tmp_path: Path) -> None:
+def test_arguments_of_older_releases_are_read(tmp_path):
     """Padding stays if the size of the vocabulary is not known."""
     config = tiny_config(**LLAMA, position_embedding_type="rope")
     more = dict(norm_epsilon=None, layernorm_epsilon=1e-5, position_embedding_type=None)
@@ -312,9 +308,7 @@ def test_arguments_of_older_releases_are_read(tmp_path: Path) -> None:
         (dict(tensor_model_parallel_size=2), "TP 2 x PP 1 x EP 1 ranks, and lacks mp_rank_01/"),
     ],
 )
-def test_arguments_that_do_not_fit_are_one_clear_error(
-    change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_arguments_that_do_not_fit_are_one_clear_error(change, message, tmp_path):
     config, root = tiny_config(**LLAMA), Path(mkdtemp(dir=tmp_path))
     save(root, config, LAYOUTS["one file"], **change)
     with pytest.raises(InputError, match=message):
@@ -323,7 +317,7 @@ def test_arguments_that_do_not_fit_are_one_clear_error(
             source.read(name)
 
 
-def test_missing_and_damaged_files_are_one_clear_error(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_one_clear_error(tmp_path):
     def refused(message: str, path: Path = tmp_path) -> None:
         with pytest.raises(InputError, match=message):
             legacy_source(path)
@@ -353,7 +347,7 @@ def test_missing_and_damaged_files_are_one_clear_error(tmp_path: Path) -> None:
     refused("TP 2 x PP 1 x EP 1 ranks, and lacks mp_rank_01/")
 
 
-def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
+def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path):
     config = tiny_config(**LLAMA)
     weights = weights_of(config)
     source = WeightSource(

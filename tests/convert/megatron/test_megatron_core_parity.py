@@ -115,8 +115,8 @@ CASES += [("mixtral", 1, F32)]
 @pytest.mark.parametrize(("name", "tp_size", "dtype"), CASES)
 @pytest.mark.parametrize("format_name", SOURCES)
 def test_a_converted_checkpoint_has_megatron_cores_logits_loss_and_states(
-    saved: Any, format_name: str, name: str, tp_size: int, dtype: torch.dtype
-) -> None:
+    saved, format_name, name, tp_size, dtype
+):
     root, ranks = saved(name, tp_size, dtype)
     source = FORMATS[format_name].source(root / SOURCES[format_name])
     assert source.true_vocab_size == 61 and source.dtype == dtype
@@ -143,9 +143,7 @@ def test_a_converted_checkpoint_has_megatron_cores_logits_loss_and_states(
     ("name", "dtype"),
     [("llama", F32), ("experts", F32), pytest.param("llama", BF16, marks=pytest.mark.long)],
 )
-def test_a_round_trip_is_bitwise(
-    saved: Any, tmp_path: Path, target_name: str, name: str, dtype: torch.dtype
-) -> None:
+def test_a_round_trip_is_bitwise(saved, tmp_path, target_name, name, dtype):
     """From torch_dist to this project's format, to Megatron's formats, and back."""
     root, _ = saved(name, 1, dtype)
     first = FORMATS["megatron-dist"].source(root / "dist")
@@ -193,8 +191,8 @@ def load(
 )
 @pytest.mark.parametrize("format_name", SOURCES)
 def test_megatron_core_loads_an_exported_checkpoint_strictly(
-    saved: Any, tmp_path: Path, format_name: str, name: str, tp_size: int
-) -> None:
+    saved, tmp_path, format_name, name, tp_size
+):
     root, before = saved(name, tp_size)
     source = FORMATS["megatron"].source(root / "legacy")
     options = dict(tp_size=tp_size) if format_name == "megatron" else {}

@@ -91,9 +91,7 @@ EVIL = {
 
 
 @in_one_test("kind", EVIL)
-def test_a_malicious_or_damaged_pickle_is_one_error_and_runs_nothing(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_malicious_or_damaged_pickle_is_one_error_and_runs_nothing(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = archive(tmp_path / "evil.pt", EVIL[kind])
     with pytest.raises(InputError) as error:
@@ -133,7 +131,7 @@ def _tensor(numel: int, *, offset: int = 0, shape: Any = (4,), stride: Any = (1,
         dict(numel=4, shape=("a",)),
     ],
 )
-def test_a_tensor_outside_of_its_storage_is_refused(case: dict[str, Any], tmp_path: Path) -> None:
+def test_a_tensor_outside_of_its_storage_is_refused(case, tmp_path):
     """The bytes beside the storage are other members and the end of the archive."""
     contents = struct.pack("<4f", 1, 2, 3, 4)
     good = read(archive(tmp_path / "good.pt", _tensor(4), **{"0": contents}))
@@ -143,7 +141,7 @@ def test_a_tensor_outside_of_its_storage_is_refused(case: dict[str, Any], tmp_pa
         read(path)
 
 
-def test_bombs_of_operations_and_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bombs_of_operations_and_bytes_are_refused(monkeypatch):
     monkeypatch.setattr(torch_file, "MOST_OPERATIONS", 1000)
     monkeypatch.setattr(torch_file, "MOST_BYTES", 10_000)
     for data, message in (
@@ -154,7 +152,7 @@ def test_bombs_of_operations_and_bytes_are_refused(monkeypatch: pytest.MonkeyPat
             read_pickle(data, "f")
 
 
-def test_nested_references_cost_no_time() -> None:
+def test_nested_references_cost_no_time():
     """Each list holds the one before it twice: 2^60 values, if anybody walked through them."""
     data = b"\x80\x02]q\x00" + b"".join(
         b"](h" + bytes([n]) + b"h" + bytes([n]) + b"eq" + bytes([n + 1]) for n in range(60)
@@ -163,7 +161,7 @@ def test_nested_references_cost_no_time() -> None:
     assert found[0] is found[1]
 
 
-def test_python_s_own_pickles_of_plain_values_are_read_alike() -> None:
+def test_python_s_own_pickles_of_plain_values_are_read_alike():
     plain = {
         "numbers": [0, -1, 300, 2**40, -(2**70), 1.5, True, None],
         "texts": ("a", "\u00e4" * 300, b"bytes"),
@@ -181,7 +179,7 @@ def test_python_s_own_pickles_of_plain_values_are_read_alike() -> None:
         assert found[2].fields["a"] == 1 and found[2].fields["path"].kind == "pathlib.PosixPath"
 
 
-def test_an_operation_that_nobody_has_thought_about_is_refused() -> None:
+def test_an_operation_that_nobody_has_thought_about_is_refused():
     """Of those allowed, each that can import, call, set or make a key is replaced."""
     opcodes = {one.name: one.code.encode("latin-1") for one in pickletools.opcodes}
     base, ours = pickle._Unpickler.dispatch, torch_file._Machine.dispatch  # type: ignore[attr-defined]
@@ -195,7 +193,7 @@ def test_an_operation_that_nobody_has_thought_about_is_refused() -> None:
             read_pickle(opcodes[operation] + b"1\n1\n\x01\x01.".ljust(99, b"\0"), "f")
 
 
-def test_files_of_other_kinds_are_named(tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_named(tmp_path):
     old, cut, empty, packed, big, other = (tmp_path / f"{number}.pt" for number in range(6))
     torch.save({"a": torch.ones(3)}, old, _use_new_zipfile_serialization=False)
     torch.save({"a": torch.ones(300)}, cut)
@@ -224,9 +222,7 @@ def test_files_of_other_kinds_are_named(tmp_path: Path) -> None:
 
 
 @in_one_test("member", [b"data.pkl", b"data/0"])
-def test_a_member_that_is_packed_or_claims_more_bytes_than_there_are_is_refused(
-    member: bytes, tmp_path: Path
-) -> None:
+def test_a_member_that_is_packed_or_claims_more_bytes_than_there_are_is_refused(member, tmp_path):
     """Else a small file could ask for any amount of memory."""
     path = archive(tmp_path / "t.pt", _tensor(4), **{"0": bytes(16)})
     data = path.read_bytes()
@@ -238,7 +234,7 @@ def test_a_member_that_is_packed_or_claims_more_bytes_than_there_are_is_refused(
             read(path)
 
 
-def test_tensors_of_every_dtype_and_layout_are_torch_s(tmp_path: Path) -> None:
+def test_tensors_of_every_dtype_and_layout_are_torch_s(tmp_path):
     """Also inside another file, at an odd place."""
     whole = torch.arange(24.0).view(4, 6)
     parameter = torch.nn.Parameter(whole.clone())
@@ -265,7 +261,7 @@ def test_tensors_of_every_dtype_and_layout_are_torch_s(tmp_path: Path) -> None:
     assert read(path)["shared"][1:3, 2:].unique().tolist() == [7.0]
 
 
-def test_a_part_of_a_file_reaches_no_other_part(tmp_path: Path) -> None:
+def test_a_part_of_a_file_reaches_no_other_part(tmp_path):
     """A directory may name members before its part: small parts could then hold large tensors."""
     first = archive(tmp_path / "first", _tensor(4), **{"0": bytes(16)}).read_bytes()
     directory = first[first.index(b"PK\x01\x02") :]
