@@ -1,13 +1,10 @@
 """Settings of every test: one thread before any fork, and no CUDA outside the tests marked
 `gpu`."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os
 import signal
-from collections.abc import Generator
 
 # Inductor reads it when it is imported. Its threads that compile would not survive the forks: a
 # rank would wait for them for ever.
@@ -29,7 +26,7 @@ from tests.support.ranks import IS_LONG
 try:
     from hypothesis import HealthCheck, settings
 except ImportError:  # benchmarks/gpu.sh runs tests/gpu also where nothing but pytest is installed
-    settings = None  # type: ignore[assignment, misc]
+    settings = None
 
 # run_ranks forks this process. A fork hangs in its first parallel loop once the parent has started
 # OpenMP's threads.
@@ -66,7 +63,7 @@ NO_BF16_ATTENTION = "pack_vnni2 is only supported when avx512 is supported"
 
 
 @functools.cache
-def _torch_lacks_bf16_attention() -> bool:
+def _torch_lacks_bf16_attention():
     query = torch.ones(1, 1, 64, 4, dtype=torch.bfloat16)
     try:
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
@@ -76,7 +73,7 @@ def _torch_lacks_bf16_attention() -> bool:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, object, object]:
+def pytest_runtest_call():
     """Skips a test for torch's own missing kernel, where plain torch fails in the same way."""
     try:
         return (yield)
@@ -86,14 +83,14 @@ def pytest_runtest_call() -> Generator[None, object, object]:
         raise
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """`pytest -m gpu` sees the GPUs. Any other run hides them: CUDA does not survive the forks, and
     the CPU is the subject."""
     if config.getoption("markexpr", default="").strip() != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Takes what was imported and collected out of the garbage collector's hands: looking through
     it takes a second each time, and in a forked rank it copies every page.
 
@@ -105,14 +102,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_earlier_files_left_is_out_of_the_collectors_hands() -> None:
+def what_earlier_files_left_is_out_of_the_collectors_hands():
     """Else a collection takes seconds after some thousand tests, and measuring code calls many."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     """Tells run_ranks whether the test is `long` or `weekly`. Such a test checks further settings
     of what a test of the default run checks, with the same collectives."""
     further = item.get_closest_marker("long") or item.get_closest_marker("weekly")
@@ -120,16 +117,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Marks the cases of tests with the mark `runs`, and skips those marked `gpu` without a GPU."""
-    by_test: dict[tuple[object, str], list[pytest.Item]] = {}
+    by_test = {}
     for item in items:
         if item.get_closest_marker("runs"):
-            by_test.setdefault((item.path, item.originalname), []).append(item)  # type: ignore[attr-defined]
+            by_test.setdefault((item.path, item.originalname), []).append(item)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device (benchmarks/gpu.sh)"))
     for cases in by_test.values():
-        numbers = cases[0].get_closest_marker("runs").kwargs  # type: ignore[union-attr]
+        numbers = cases[0].get_closest_marker("runs").kwargs
         for kind, number in (
             ("weekly", len(cases)),
             ("long", numbers["ci"]),

@@ -11,18 +11,15 @@ Variables of examples/quickstart.sh, such as STEPS and OUTPUT, reach it. `.ci/ru
 needs bash, git and a package index, and nothing else than Python's standard library.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.docs.marks import COMMANDS, ROOT, Block, blocks
+from tests.docs.marks import COMMANDS, ROOT, blocks
 
 README = ROOT / "README.md"
 TESTS = "bash tests/run.sh"
@@ -30,7 +27,7 @@ TESTS = "bash tests/run.sh"
 OF_THIS_PROCESS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VENV")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Runs the blocks and returns the exit status of the first command that fails, or 0."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.fresh_machine",
@@ -50,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(text, clone, new_shell(os.environ))
 
 
-def script(page: Path, *, without_tests: bool = False, venv: str = ".venv") -> str:
+def script(page, *, without_tests=False, venv=".venv"):
     """Returns the blocks of a page as one program of bash, which stops at the first failure.
 
     venv: the environment that commands activate instead of `.venv`.
@@ -63,7 +60,7 @@ def script(page: Path, *, without_tests: bool = False, venv: str = ".venv") -> s
     return "\n".join(parts).replace("source .venv/", f"source {shlex.quote(venv)}/") + "\n"
 
 
-def _commands(block: Block, *, without_tests: bool) -> list[str]:
+def _commands(block, *, without_tests):
     where = f"{block.page.name}:{block.start + 1}"
     if block.language == "python":
         return [f"echo {shlex.quote(f'>>> {where}')}", "python - <<'END'", block.text, "END"]
@@ -75,7 +72,7 @@ def _commands(block: Block, *, without_tests: bool) -> list[str]:
     ]
 
 
-def new_shell(variables: Mapping[str, str]) -> dict[str, str]:
+def new_shell(variables):
     """Returns these variables without those of a Python environment that is active."""
     own = {Path(sys.prefix, "bin"), Path(variables.get("VIRTUAL_ENV", sys.prefix), "bin")}
     path = os.pathsep.join(
@@ -87,7 +84,7 @@ def new_shell(variables: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "PATH": path}
 
 
-def run(text: str, where: Path, variables: Mapping[str, str]) -> int:
+def run(text, where, variables):
     """Runs a program of bash in a folder. Returns its exit status, and names a failure."""
     with tempfile.NamedTemporaryFile("w", suffix=".sh", encoding="utf-8") as file:
         file.write(text)

@@ -14,8 +14,6 @@ machine's kernels, so the files are not kept in the repository.
 version of the script can drive an old checkout.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import itertools
@@ -25,7 +23,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 TINY = (
@@ -122,7 +119,7 @@ LAYOUTS = {
 MORE_LAYOUTS = {**LAYOUTS, "dp2-fsdp2": (2, "--use-torch-fsdp2")}
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for the files")
     parser.add_argument(
@@ -144,7 +141,7 @@ def main() -> int:
     return 0
 
 
-def explain_cases() -> Iterator[tuple[str, int, str]]:
+def explain_cases():
     """Yields the name, the number of ranks and the flags of every model with every policy and
     layout."""
     batch = "--global-batch-size 8"
@@ -164,7 +161,7 @@ def explain_cases() -> Iterator[tuple[str, int, str]]:
         yield f"{model}_split_{precision}", 2, flags
 
 
-def train_cases() -> Iterator[tuple[str, int, str]]:
+def train_cases():
     """Yields the name, the number of ranks and the flags of the runs that are trained."""
     for model, policy in itertools.product(("gpt", "qwen"), POLICIES):
         yield f"{model}_{policy}_tp1", 1, f"{TINY} {MODELS[model]} {POLICIES[policy]} {TRAIN}"
@@ -183,7 +180,7 @@ def train_cases() -> Iterator[tuple[str, int, str]]:
     )
 
 
-def wide_cases() -> Iterator[tuple[str, int, str]]:
+def wide_cases():
     """Yields the name, the number of ranks and the flags of the runs with wide shapes."""
     for name, (model, layout, length, further) in WIDE_CASES.items():
         ranks, parallel = MORE_LAYOUTS[layout]
@@ -191,12 +188,12 @@ def wide_cases() -> Iterator[tuple[str, int, str]]:
         yield name, ranks, f"{sizes} {parallel} {further} {WIDE_TRAIN}"
 
 
-def explained(root: Path, ranks: int, flags: str) -> str:
+def explained(root, ranks, flags):
     """Returns the report of --explain-recompute, or the refusal."""
     return _run(root, 1, f"{flags} --explain-recompute", cwd=root)
 
 
-def trained(root: Path, ranks: int, flags: str) -> str:
+def trained(root, ranks, flags):
     """Returns the metrics without times, and the checksums of the checkpoint's tensors."""
     with tempfile.TemporaryDirectory() as folder:
         output = _run(
@@ -221,7 +218,7 @@ def trained(root: Path, ranks: int, flags: str) -> str:
         return "\n".join(lines) + "\n"
 
 
-def _run(root: Path, ranks: int, flags: str, *, cwd: Path) -> str:
+def _run(root, ranks, flags, *, cwd):
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     launcher = [sys.executable, *(several if ranks > 1 else ())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}

@@ -1,8 +1,6 @@
 """What a command line is told: faults in one line with exit status 2, notices for what does less
 than it says."""
 
-from __future__ import annotations
-
 import itertools
 import shlex
 from dataclasses import replace
@@ -10,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import pretrain_gpt
-from arguments import ParsedArguments, build_parser, parse_args, supported_flags, topics
+from arguments import build_parser, parse_args, supported_flags, topics
 from megatron_lite.cli.help import EXAMPLE, MOST_USED, TOPICS
 from megatron_lite.config.megatron_flags import NO_EFFECT, ONLY_VALUE, REFUSED, WHOSE
 from megatron_lite.config.run import RunConfig
@@ -24,12 +22,12 @@ RUN = (
 )
 
 
-def fault(words: str) -> str:
+def fault(words):
     """The one line that a command line is refused with, without the program's name."""
     return fault_of(parse_args, words).removeprefix("pretrain_gpt.py: error: ")
 
 
-def faults_of(words: str) -> list[str]:
+def faults_of(words):
     """The faults of a command line that has several."""
     found = ended(parse_args, words)
     assert (found.status, found.out) == (2, "")
@@ -39,7 +37,7 @@ def faults_of(words: str) -> list[str]:
     return [line.removeprefix("  - ") for line in lines]
 
 
-def parse(words: str) -> ParsedArguments:
+def parse(words):
     return parse_args(f"{RUN} {words}".split())
 
 
@@ -57,7 +55,7 @@ def test_a_refused_flag_says_why(flag):
     assert found.startswith(f"{WHOSE.get(flag, 'Megatron')}'s {flag} ") and REFUSED[flag] in found
 
 
-def words_of(flag: str) -> str:
+def words_of(flag):
     return flag if build_parser()._option_string_actions[flag].nargs == 0 else f"{flag} 1"
 
 
@@ -189,14 +187,14 @@ def test_vocabulary_files_alone_mean_the_gpt2_tokenizer_as_in_megatron():
     assert parse_args(run).config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
 
 
-def help_of(words: str) -> str:
+def help_of(words):
     """What --help prints."""
     found = ended(parse_args, f"--help {words}")
     assert (found.status, found.err) == (0, "")
     return found.out
 
 
-def flags_in(text: str) -> set[str]:
+def flags_in(text):
     """The flags that a help describes: those at the start of a line."""
     lines = [line.strip().split("  ")[0] for line in text.splitlines() if line.startswith("  -")]
     words = [word.rstrip(",") for line in lines for word in line.split()]

@@ -1,7 +1,5 @@
 """The command megatron-lite: its subcommands, what they import, and its wheel."""
 
-from __future__ import annotations
-
 import email
 import shlex
 import subprocess
@@ -154,7 +152,7 @@ def test_a_wheel_is_complete_and_its_command_runs_elsewhere(tmp_path):
     assert "fits" in run(installed, *planning, cwd=elsewhere).stdout
 
 
-def _check_metadata(wheel: zipfile.ZipFile) -> None:
+def _check_metadata(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     about = email.message_from_bytes(wheel.read(name))
     versions = {f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)}
@@ -179,7 +177,7 @@ def test_train_runs_on_two_ranks_as_a_module():
     assert "finished at iteration 12 of 12" in log.stdout
 
 
-def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(*words, cwd=ROOT):
     """What a command prints that must not fail.
 
     In another folder than the checkout, the checkout's modules are not on the path.

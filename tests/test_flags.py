@@ -1,12 +1,9 @@
 """One flag for each field of the configuration, with Megatron-LM's name, type and default."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 from arguments import build_parser, parse_args, supported_flags, topics
 from megatron_lite.config import megatron_flags
@@ -44,14 +41,14 @@ BASE = (
 )
 
 
-def actions() -> dict[str, Any]:
+def actions():
     """Every supported flag with its argparse action."""
     parser = build_parser()
     return {name: parser._option_string_actions[name] for name in supported_flags(parser)}
 
 
 @functools.cache
-def parsed_fields(words: str) -> dict[str, Any]:
+def parsed_fields(words):
     config = parse_args(f"{BASE} {words}".split()).config
     assert parse_args(flags_of(config)).config == config, "the way back is exact"
     text = config.to_json()
@@ -119,7 +116,7 @@ def test_a_flag_without_effect_takes_as_many_values_as_in_megatron():
         assert (1 if nargs is None else nargs) == theirs[flag], flag
 
 
-def megatron_releases() -> dict[str, int | str]:
+def megatron_releases():
     """Every spelling of a flag in the releases v1.0 to 2026-08, with the number of its values.
 
     The file has the first and the last release with the flag, too.

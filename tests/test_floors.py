@@ -5,8 +5,6 @@ Reads the sources; imports nothing of the project. Imports inside functions and 
 TYPE_CHECKING` count too.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -67,7 +65,7 @@ IN_FOLDERS = [path for path in LIBRARY if path.parent.name != PACKAGE]
 SOURCES = [*LIBRARY, *(path for name in ROOF if (path := ROOT / f"{name}.py").exists())]
 
 
-def imports_of(source: str, module: str) -> set[str]:
+def imports_of(source, module):
     """Dotted names of all modules, and of all names taken from modules, that `source` imports."""
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -80,7 +78,7 @@ def imports_of(source: str, module: str) -> set[str]:
     return found
 
 
-def faults_of(source: str, module: str) -> list[str]:
+def faults_of(source, module):
     """What in `source` breaks a rule of the layout, where it is the text of `module`
     ("megatron_lite.model.layer")."""
     folder = module.split(".")[1]
@@ -108,14 +106,14 @@ def faults_of(source: str, module: str) -> list[str]:
     return faults
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def reached_from(module: str) -> set[str]:
+def reached_from(module):
     """Returns the project's modules that `module` imports, themselves or through others, late
     imports among them."""
-    names, waiting, found = {module_name(path) for path in LIBRARY}, [module], set[str]()
+    names, waiting, found = {module_name(path) for path in LIBRARY}, [module], set()
     while waiting:
         name = waiting.pop()
         if name in names - found:

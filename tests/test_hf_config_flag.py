@@ -1,10 +1,6 @@
 """`--hf-config FILE`: a model's shape from a config.json, and flags that override it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,7 @@ from tests.support.commands import fault_of
 RUN = ["--seq-length", "64", "--micro-batch-size", "1"]
 
 
-def written(folder: Path, text: str, **values: Any) -> str:
+def written(folder, text, **values):
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(text), **values}))
     return str(path)
@@ -48,7 +44,7 @@ def test_flags_override_the_file_and_a_notice_names_both(tmp_path):
 
 
 def test_what_does_not_map_exactly_is_refused(tmp_path):
-    def fault(*flags: str) -> str:
+    def fault(*flags):
         return fault_of(parse_args, [*RUN, "--hf-config", *flags])
 
     path = written(tmp_path, LLAMA_3_8B, rope_scaling={"rope_type": "dynamic", "factor": 2.0})

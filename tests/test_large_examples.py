@@ -2,15 +2,12 @@
 table are what the code predicts, and each script trains with the sizes of SIZE=tiny.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 
 import pytest
 
 from arguments import parse_args
-from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import GIB
 from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.predict.states import rank_parameter_count
@@ -26,7 +23,7 @@ AS_IT_IS = "as it is"
 HEADING = "#      kept, bytes   in flight   at the peak, bytes  in all, GiB"
 
 
-def config_of(name: str, settings: str = "", **environment: str) -> RunConfig:
+def config_of(name, settings="", **environment):
     """settings: variables, then flags, as they are written around a script's name."""
     variables = dict(word.split("=") for word in settings.split() if re.match("[A-Z_]+=", word))
     flags = settings.split()[len(variables) :]
@@ -37,7 +34,7 @@ def config_of(name: str, settings: str = "", **environment: str) -> RunConfig:
     return parsed.config
 
 
-def processes(command: list[str]) -> int:
+def processes(command):
     per_node = int(command[command.index("--nproc_per_node") + 1])
     return per_node * (int(command[command.index("--nnodes") + 1]) if "--nnodes" in command else 1)
 
@@ -45,7 +42,7 @@ def processes(command: list[str]) -> int:
 class Facts:
     """What is predicted of a script's first pipeline rank."""
 
-    def __init__(self, name: str, settings: str = "") -> None:
+    def __init__(self, name, settings=""):
         self.config = config_of(name, settings)
         report = explain(self.config, "cuda")
         self.plan = report.own.plan
@@ -62,7 +59,7 @@ class Facts:
 
 
 @functools.cache
-def facts_of(name: str, settings: str = "") -> Facts:
+def facts_of(name, settings=""):
     return Facts(name, settings)
 
 

@@ -1,7 +1,5 @@
 """pretrain_gpt.py from the outside: torchrun, srun's variables, one process."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest
@@ -14,7 +12,7 @@ from tests.support.runs import rows
 pytestmark = pytest.mark.slow
 
 
-def run_tasks(*of_each_rank: list[str]) -> tuple[list[int], list[str]]:
+def run_tasks(*of_each_rank):
     """Statuses and outputs of the program under srun's variables, with these arguments on each
     rank."""
     port = free_port()

@@ -1,24 +1,21 @@
 """`--local_rank=N`, as DeepSpeed's launcher and old launchers of torch pass it, on its way from the
 command line to the run."""
 
-from __future__ import annotations
-
 import pytest
 
 import pretrain_gpt
 from megatron_lite.cli import pretrain
-from megatron_lite.parallel.launch import Launch
 from tests.support.commands import MOCK, SMALL_RUN
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def launches(monkeypatch):
     """The launch of each training that `main` begins, without the training."""
-    found: list[Launch] = []
+    found = []
 
-    def begun(config: object, notices: object, launch: Launch, program: str) -> int:
+    def begun(config, notices, launch, program):
         found.append(launch)
         return 0
 

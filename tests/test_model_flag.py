@@ -1,8 +1,6 @@
 """`--model NAME`: a known model's shape and vocabulary, flags that override it, and the report that
 `megatron-lite explain` prints of it."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

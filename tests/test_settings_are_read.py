@@ -1,8 +1,6 @@
 """No setting is ignored silently: every config field is read somewhere outside the place that
 defines and checks it."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import typing
@@ -22,11 +20,11 @@ FIELDS = [
 ]
 
 
-def _attributes_read(path: Path) -> set[str]:
+def _attributes_read(path):
     """Attribute names in a file, without the rules in __post_init__ of config classes."""
-    names: set[str] = set()
+    names = set()
 
-    def visit(node: ast.AST) -> None:
+    def visit(node):
         if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
             return
         if isinstance(node, ast.Attribute):
@@ -39,7 +37,7 @@ def _attributes_read(path: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def read() -> set[str]:
+def read():
     return set().union(*(_attributes_read(path) for path in PACKAGE.rglob("*.py")))
 
 

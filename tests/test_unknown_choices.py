@@ -1,7 +1,5 @@
 """Every choice of a flag has an entry in each table that builds, prices and counts it."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_lite.config import data_settings, optimizer_settings

@@ -1,11 +1,7 @@
 """Each benchmark runs, and its rows have what can be checked without a clock."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ FULL, TORCH = "uniform 1, no tail skip", "torch layers, reentrant"
 TINY = "--device cpu --preset tiny --dtype float32 --threads 1 --repeats 1"
 
 
-def report(module: Any, words: str | list[str], folder: Path) -> list[dict[str, Any]]:
+def report(module, words, folder):
     file = folder / "new" / "report.json"
     words = words.split() if isinstance(words, str) else words
     assert module.main([*words, "--json", str(file)]) == 0

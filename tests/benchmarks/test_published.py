@@ -1,7 +1,5 @@
 """The errors of the time model against measured and published runs, as in docs/planning.md."""
 
-from __future__ import annotations
-
 import statistics
 
 from benchmarks.published import correlation, rows

@@ -1,7 +1,5 @@
 """benchmarks/two_cards.sh, rehearsed over gloo."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.two_cards import LAYOUTS, POLICIES, main

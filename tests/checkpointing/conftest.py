@@ -1,15 +1,11 @@
 """Fixtures of the tests of checkpoints."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
-from tests.support.starts import Saved, saved_model
+from tests.support.starts import saved_model
 
 
 @pytest.fixture(scope="module")
-def saved() -> Iterator[Saved]:
+def saved():
     with saved_model() as found:
         yield found

@@ -1,23 +1,17 @@
 """A background save writes what a save in the foreground would have, and what becomes of it is
 known to all ranks alike."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import threading
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron_lite.checkpointing import saver
-from megatron_lite.checkpointing.state import Snapshot
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import loop
 from megatron_lite.training.build_trainer import build_trainer
@@ -42,24 +36,24 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def warm() -> None:
+def warm():
     """What a run imports late need not be imported again by each fork."""
     run_to_end(tiny_run(train_iters=1, eval_iters=0))
 
 
-def train(rank: int, world_size: int, config: RunConfig) -> None:
+def train(rank, world_size, config):
     run_to_end(config)
 
 
 class Steps:
     """The training steps that this rank has made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._made, self._changed = 0, threading.Condition()
 
-    def count(self, patch: pytest.MonkeyPatch) -> None:
+    def count(self, patch):
         @replaces("train_step", loop)
-        def counted(step: Any, *args: object, **options: object) -> object:
+        def counted(step, *args, **options):
             result = step(*args, **options)
             with self._changed:
                 self._made += 1
@@ -68,7 +62,7 @@ class Steps:
 
         counted(patch)
 
-    def wait_until(self, number: int) -> None:
+    def wait_until(self, number):
         """Waits until so many steps have been made."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._made >= number, HANG_S)
@@ -81,11 +75,11 @@ def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path, layou
     after it has been made."""
     world_size, shape = LAYOUTS[layout]
 
-    def slow_train(rank: int, world_size: int, config: RunConfig) -> None:
+    def slow_train(rank, world_size, config):
         steps = Steps()
 
         @replaces("write", saver.StepWriter)
-        def late(real: Any, self: saver.StepWriter, snapshot: Snapshot) -> list[str]:
+        def late(real, self, snapshot):
             steps.wait_until(min(snapshot.iteration + 1, 5))
             return real(self, snapshot)
 
@@ -94,12 +88,12 @@ def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path, layou
             late(patch)
             train(rank, world_size, config)
 
-    def config_of(folder: str, *, async_save: bool) -> RunConfig:
+    def config_of(folder, *, async_save):
         return tiny_run(
             **shape,
             train_iters=5,
             eval_iters=0,
-            bf16=bf16,  # type: ignore[arg-type]
+            bf16=bf16,
             save=str(tmp_path / folder),
             save_interval=1,
             async_save=async_save,
@@ -117,7 +111,7 @@ def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path, layou
         assert found[0] == found[1] != {}, step
 
 
-def fail_on_rank_1(rank: int, world_size: int, config: RunConfig, held: int, ended: Any) -> str:
+def fail_on_rank_1(rank, world_size, config, held, ended):
     """What the rank raised, and after which iteration. The thread of rank 0 ends later than that of
     rank 1.
 
@@ -127,7 +121,7 @@ def fail_on_rank_1(rank: int, world_size: int, config: RunConfig, held: int, end
     steps = Steps()
 
     @replaces("write", saver.StepWriter)
-    def ends_in_order(real: Any, self: saver.StepWriter, snapshot: Snapshot) -> list[str]:
+    def ends_in_order(real, self, snapshot):
         try:
             return real(self, snapshot)
         finally:
@@ -137,7 +131,7 @@ def fail_on_rank_1(rank: int, world_size: int, config: RunConfig, held: int, end
                 assert ended.acquire(timeout=HANG_S)
 
     @replaces("save_file", saver)
-    def failing(save_file: Any, tensors: dict[str, Tensor], path: str) -> None:
+    def failing(save_file, tensors, path):
         if rank == 1 and "iter_0000004" in path:
             steps.wait_until(held)
             raise OSError("disk full")
@@ -189,12 +183,12 @@ def test_a_run_that_fails_still_finishes_the_save_under_way(tmp_path, monkeypatc
     calls, failed = iter(range(100)), threading.Event()
 
     @replaces("write", saver.StepWriter)
-    def held(real: Any, self: saver.StepWriter, snapshot: Snapshot) -> list[str]:
+    def held(real, self, snapshot):
         assert failed.wait(HANG_S)
         return real(self, snapshot)
 
     @replaces("train_step", loop)
-    def failing(step: Any, *args: object, **options: object) -> object:
+    def failing(step, *args, **options):
         if next(calls) == 3:
             failed.set()
             raise TrainingError("the loss is gone")

@@ -5,22 +5,17 @@ A name is worth nothing before the data that it names are on the disk, and nothi
 what replaces it is.
 """
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from megatron_lite.checkpointing.step_files import LATEST
 from tests.support.checkpoints import flip_bit
-from tests.support.starts import Saved
-from tests.support.syscalls import Call, recorded
+from tests.support.syscalls import recorded
 
 
 @pytest.fixture(scope="module")
-def three_steps(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Path:
+def three_steps(tmp_path_factory, saved):
     """Step 1 is good, 2 is damaged, 3 is later than where a run goes on from."""
     root = tmp_path_factory.mktemp("beginning")
     saved.start(root, 0, [1, 2, 3])
@@ -30,11 +25,11 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Path:
 
 
 @pytest.fixture
-def root(tmp_path: Path, three_steps: Path) -> Path:
+def root(tmp_path, three_steps):
     return shutil.copytree(three_steps, tmp_path / "steps")
 
 
-def calls_of_a_save(root: Path, saved: Saved) -> list[Call]:
+def calls_of_a_save(root, saved):
     """It sets steps 2 and 3 aside, and deletes step 1 and the old step 2."""
     with recorded() as calls:
         assert saved.start(root, 1, [2], save_keep_last=1) == 1
@@ -45,7 +40,7 @@ def calls_of_a_save(root: Path, saved: Saved) -> list[Call]:
     return calls
 
 
-def index(calls: list[Call], name: str, where: Callable[[Call], bool], *, after: int = -1) -> int:
+def index(calls, name, where, *, after=-1):
     """The place of the first such call after another one."""
     found = next(
         (
@@ -59,7 +54,7 @@ def index(calls: list[Call], name: str, where: Callable[[Call], bool], *, after:
     return found
 
 
-def published(calls: list[Call], root: Path) -> int:
+def published(calls, root):
     return index(
         calls,
         "rename",
@@ -67,7 +62,7 @@ def published(calls: list[Call], root: Path) -> int:
     )
 
 
-def pointed(calls: list[Call], root: Path) -> int:
+def pointed(calls, root):
     return index(calls, "rename", lambda call: call.target == str(root / LATEST))
 
 

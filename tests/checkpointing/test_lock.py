@@ -1,7 +1,5 @@
 """One run at a time writes into a directory, and of the starts of a job the latest one."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -14,9 +12,7 @@ from tests.support.ranks import run_ranks
 from tests.support.saves import saving_run, train
 
 
-def holder(
-    job: str = "7", starts: tuple[int, int] = (0, 0), token: str = "a", run: str = "r"
-) -> Holder:
+def holder(job="7", starts=(0, 0), token="a", run="r"):
     return Holder(
         job=job, run=run, requeues=starts[0], restarts=starts[1], host="node1", pid=42, token=token
     )

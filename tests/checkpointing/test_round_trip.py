@@ -1,14 +1,8 @@
 """Weights and optimizer states go through any layout of ranks and come back in every bit."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from safetensors.torch import load_file
 
-from megatron_lite.config.run import RunConfig
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
@@ -16,7 +10,7 @@ ITERATIONS = 3
 TP2, PP2 = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2)
 INSTANCES = dict(num_distributed_optimizer_instances=2)
 # ranks, and the settings in which the runs differ
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS = {
     "one rank": (1, {}),
     "one rank, 99 rows and no padding": (
         1,
@@ -41,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 HERE = "TP 2, sequence parallel, DP 2, ZeRO-1"
 
 
-def config_of(layout: str, untied: bool, **checkpoint: str) -> RunConfig:
+def config_of(layout, untied, **checkpoint):
     return tiny_run(
         num_layers=4,
         attention_dropout=0.0,
@@ -56,11 +50,11 @@ def config_of(layout: str, untied: bool, **checkpoint: str) -> RunConfig:
     )
 
 
-def run(rank: int, world_size: int, config: RunConfig) -> None:
+def run(rank, world_size, config):
     run_to_end(config)
 
 
-def tensors(folder: Path) -> dict[str, dict[str, Any]]:
+def tensors(folder):
     step = folder / f"iter_{ITERATIONS:07d}"
     return {
         kind: load_file(step / f"{kind}_pp00_tp00of01.safetensors")
@@ -69,7 +63,7 @@ def tensors(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["tied", "untied"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(request, tmp_path_factory):
     """Trained in one layout, and written again by one rank: the reference."""
     folder, untied = tmp_path_factory.mktemp("saved"), request.param
     there = str(folder / "there")

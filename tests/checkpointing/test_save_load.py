@@ -6,13 +6,9 @@ A run goes on with the data that its checkpoint has read; with any other only wh
 to.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,14 +17,12 @@ from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
-from megatron_lite.config.run import RunConfig
-from megatron_lite.training.loop import Trainer
 from megatron_lite.training.step import TrainingError
 from tests.support.corpora import written
 from tests.support.runs import run_to_end, step_bytes, tiny_run
 
 
-def run(iterations: int, training: dict[str, Any] | None = None, **checkpoint: Any) -> Trainer:
+def run(iterations, training=None, **checkpoint):
     """Paths may be given as such."""
     where = {
         name: str(value) if isinstance(value, Path) else value for name, value in checkpoint.items()
@@ -154,7 +148,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path):
     assert not (tmp_path / LATEST).exists()
 
 
-def made(root: Path) -> Path:
+def made(root):
     (root / "run" / "checkpoint" / "iter_0000020").mkdir(parents=True)
     (root / "run" / "checkpoint" / LATEST).write_text("20")
     (root / "hf").mkdir()
@@ -184,18 +178,12 @@ def test_the_answer_has_what_to_give(tmp_path, load, answer):
     assert answer.format(root=root) in text
 
 
-def write(prefix: Path, seed: int = 1, documents: int = 40) -> str:
+def write(prefix, seed=1, documents=40):
     draw = random.Random(seed)
     return written(prefix, ([draw.randrange(99) for _ in range(37)] for _ in range(documents)))
 
 
-def config_of(
-    data: dict[str, Any],
-    *,
-    train_iters: int = 3,
-    training: dict[str, Any] | None = None,
-    **checkpoint: Any,
-) -> RunConfig:
+def config_of(data, *, train_iters=3, training=None, **checkpoint):
     config = tiny_run(
         **dict(train_iters=train_iters, eval_iters=0, **(training or {})), **checkpoint
     )
@@ -203,18 +191,18 @@ def config_of(
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+def begun(tmp_path):
     data = dict(data_path=(write(tmp_path / "a"), write(tmp_path / "b", 2)))
     run_to_end(config_of(data, save=str(tmp_path / "steps")))
     return tmp_path, data
 
 
-def other_tokens(folder: Path) -> dict[str, Any]:
+def other_tokens(folder):
     """As many documents of the same lengths."""
     return dict(data_path=(str(folder / "a"), write(folder / "b", 3)))
 
 
-CHANGES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+CHANGES = {
     "tokens": (other_tokens, "files"),
     "more documents": (
         lambda folder: dict(data_path=(str(folder / "a"), write(folder / "b", 2, 41))),

@@ -3,13 +3,9 @@
 What is kept: never less than the flags say, and always the step that was just saved.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
-from pathlib import Path
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +22,7 @@ from tests.support.starts import saved_model
 CHANGES = ("replace", "rename", "unlink", "fsync", "rmdir")
 
 
-def newest(root: Path) -> str:
+def newest(root):
     return newest_good_step(root, candidates(root), step_fault, fallback=True).step.name
 
 
@@ -38,12 +34,12 @@ def test_a_kill_while_a_step_is_saved_again_costs_no_step(tmp_path, saved):
         root.mkdir()
         saved.start(root, 0, [6])
 
-        def publish(self: SaveDirectory, *args: Any, number: int = number, **options: Any) -> Any:
+        def publish(self, *args, number=number, **options):
             dies_before(number, [(os, name) for name in CHANGES])
             return real(self, *args, **options)
 
-        def killed(root: Path = root, publish: Any = publish) -> None:
-            SaveDirectory.publish = publish  # type: ignore[method-assign]
+        def killed(root=root, publish=publish):
+            SaveDirectory.publish = publish
             saved.start(root, 1, [6])
 
         status = status_of_fork(killed)
@@ -70,7 +66,7 @@ def test_a_step_that_cannot_be_set_aside_is_a_notice(tmp_path, saved, monkeypatc
     flip_bit(step_directory(tmp_path, 4) / "model_pp00_tp00of01.safetensors", 4001)
     real = os.replace
 
-    def replace(source: Any, target: Any) -> None:
+    def replace(source, target):
         if ".superseded" in str(target):
             raise PermissionError(1, "Operation not permitted", str(source))
         real(source, target)
@@ -145,5 +141,5 @@ def test_steps_that_were_set_aside_go_once_the_run_has_come_as_far(tmp_path):
         assert names(tmp_path) == sorted(["iter_0000008", "iter_0000010", aside[3]])
 
 
-def names(root: Path) -> list[str]:
+def names(root):
     return sorted(path.name for path in root.glob("iter_*"))

@@ -8,14 +8,9 @@ Readers follow the highest start, also where a start that was given up for lost 
 pointer or a step in spite of the lock.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +22,6 @@ from megatron_lite.checkpointing.start import candidates, newest_good_step, step
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from tests.support.checkpoints import flip_bit
-from tests.support.starts import Saved
 
 RENAMES = ("replace", "rename")
 CALLS = (*RENAMES, "fsync", "mkdir", "unlink", "rmdir", "link")
@@ -35,21 +29,15 @@ REAL = {name: getattr(os, name) for name in CALLS}
 REAL["fsync"] = lambda descriptor: None  # it takes most of the test's time
 
 
-def held_before(
-    patch: pytest.MonkeyPatch,
-    calls: tuple[str, ...],
-    number: int,
-    began: tuple[type, str],
-    meanwhile: Callable[[], None],
-) -> None:
+def held_before(patch, calls, number, began, meanwhile):
     """Calls `meanwhile` before that call of these functions, counted from 0 once `began` is called.
 
     began: a class and the name of its method.
     """
     count = -1
 
-    def wrapped(real: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
+    def wrapped(real):
+        def call(*args, **kwargs):
             nonlocal count
             if count >= 0:
                 count += 1
@@ -61,7 +49,7 @@ def held_before(
 
     real_began = getattr(*began)
 
-    def counting(*args: object, **kwargs: object) -> object:
+    def counting(*args, **kwargs):
         nonlocal count
         count = max(count, 0)
         return real_began(*args, **kwargs)
@@ -72,7 +60,7 @@ def held_before(
 
 
 @pytest.fixture(scope="module")
-def beginning(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Path:
+def beginning(tmp_path_factory, saved):
     """A directory in which steps 1 and 2 are good, 4 is damaged, and 3 is later than where a run
     goes on from."""
     root = tmp_path_factory.mktemp("beginning")
@@ -82,7 +70,7 @@ def beginning(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Path:
     return root
 
 
-def contents(root: Path) -> dict[str, bytes]:
+def contents(root):
     """All files that a reader looks at."""
     return {
         str(path.relative_to(root)): path.read_bytes()
@@ -92,16 +80,14 @@ def contents(root: Path) -> dict[str, bytes]:
     }
 
 
-def check_held(
-    root: Path, saved: Saved, calls: tuple[str, ...], number: int, later: list[int]
-) -> bool:
+def check_held(root, saved, calls, number, later):
     """Holds a start before a call, while a later one saves these iterations. Returns whether the
     start came to that call."""
-    at_the_end: dict[str, bytes] = {}
-    begun: tuple[Any, str] = (SaveDirectory, "remove_leftovers")
+    at_the_end = {}
+    begun = (SaveDirectory, "remove_leftovers")
     remove_leftovers = SaveDirectory.remove_leftovers
 
-    def take_over() -> None:
+    def take_over():
         with pytest.MonkeyPatch.context() as inner:  # the later start is not held
             for name in CALLS:
                 inner.setattr(os, name, REAL[name])
@@ -126,9 +112,7 @@ def check_held(
     return True
 
 
-def check_all(
-    folder: Path, beginning: Path, saved: Saved, calls: tuple[str, ...], later: list[int]
-) -> int:
+def check_all(folder, beginning, saved, calls, later):
     """Holds a start before each of these calls by turns; how many there are."""
     number = 0
     while check_held(shutil.copytree(beginning, folder / str(number)), saved, calls, number, later):
@@ -161,7 +145,7 @@ def test_a_later_start_takes_away_what_an_earlier_one_could_still_publish(tmp_pa
 
 
 @pytest.fixture(scope="module")
-def two_starts(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Path:
+def two_starts(tmp_path_factory, saved):
     """Start 1 saved 2, 4 and 6; 6 is damaged. Start 2 went on from 4, and saved 5 and 8."""
     root = tmp_path_factory.mktemp("two")
     saved.start(root, 0, [2, 4, 6])
@@ -171,11 +155,11 @@ def two_starts(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Path:
 
 
 @pytest.fixture
-def root(tmp_path: Path, two_starts: Path) -> Path:
+def root(tmp_path, two_starts):
     return shutil.copytree(two_starts, tmp_path / "steps")
 
 
-def rewrite(step: Path, drop: tuple[str, ...] = (), **values: object) -> None:
+def rewrite(step, drop=(), **values):
     """Changes fields of a manifest, and not its time."""
     path = step / MANIFEST
     time = path.stat().st_mtime_ns
@@ -184,7 +168,7 @@ def rewrite(step: Path, drop: tuple[str, ...] = (), **values: object) -> None:
     os.utime(path, ns=(time, time))
 
 
-def start_of(root: Path, step: int) -> int:
+def start_of(root, step):
     return json.loads((root / f"iter_{step:07d}" / MANIFEST).read_text())["start"]
 
 
@@ -265,7 +249,7 @@ def test_steps_without_numbers_are_used_as_before(root, saved, numbered):
 
 
 def test_a_step_that_goes_between_the_pointer_and_the_list_is_told(root, monkeypatch):
-    def saved_steps(root: Path) -> list[int]:
+    def saved_steps(root):
         shutil.rmtree(root / "iter_0000008")
         return [2, 4, 5, 6]
 

@@ -1,7 +1,5 @@
 """Flags of forks of Megatron-LM: each changes what it should, or nothing."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -30,13 +30,13 @@ class Failure(NamedTuple):
     faults: str
 
 
-def command_lines(name: str) -> list[tuple[str, list[str]]]:
+def command_lines(name):
     rows = json.loads((FOLDER / f"{name}.json").read_text())
     return [(row["source"], row["arguments"]) for row in rows]
 
 
 @cache
-def failures(name: str) -> list[Failure]:
+def failures(name):
     """The command lines of a file that do not start, with the faults as they are printed."""
     found = []
     for source, arguments in command_lines(name):

@@ -1,8 +1,6 @@
 """`--config-json FILE` and a flag that is an alternative to what the file says: the flag wins, and
 says what it replaces."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -23,7 +21,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 CASES = json.loads(Path(__file__).with_name("alternatives.json").read_text())
 
 
-def dumped(words: str, folder: Path) -> list[str]:
+def dumped(words, folder):
     path = folder / "run.json"
     path.write_text(parse_args(words.split()).config.to_json())
     return ["--config-json", str(path)]

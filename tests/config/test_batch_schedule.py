@@ -1,8 +1,6 @@
 """The batch size by consumed samples: Megatron's rule, and what follows from it for the length of a
 run."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from megatron_lite.config.batch_schedule import BatchSchedule, parse_steps
 from megatron_lite.config.training import TrainingConfig
 
 
-def ramp(start: int, increment: int, samples: int, full: int, **sizes: int) -> BatchSchedule:
+def ramp(start, increment, samples, full, **sizes):
     """sizes: micro_batch_size and dp_size, where they are not 1."""
     return TrainingConfig(
         micro_batch_size=sizes.get("micro_batch_size", 1),
@@ -84,7 +82,7 @@ def test_a_schedule_of_any_size_is_computed_at_once():
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> BatchSchedule:
+def steps(draw):
     """Sizes that grow and shrink, at samples that no batch needs to begin with."""
     samples = sorted(draw(st.sets(st.integers(1, 300), max_size=5)))
     sizes = [draw(st.integers(1, 20)) for _ in range(len(samples) + 1)]

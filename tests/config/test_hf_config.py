@@ -1,9 +1,6 @@
 """Published config.json files: what they become, and what has no counterpart."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -70,7 +67,7 @@ PARAMETERS = {
 }
 
 
-def changed(text: str, **values: Any) -> dict[str, Any]:
+def changed(text, **values):
     return {**json.loads(text), **values}
 
 

@@ -3,11 +3,8 @@
 The presets: their published numbers of parameters, and the one error.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.states import parameter_count
 
 
-def plain() -> dict[str, Any]:
+def plain():
     config = run_config(
         num_layers=2,
         hidden_size=16,
@@ -29,7 +26,7 @@ def plain() -> dict[str, Any]:
         seq_length=8,
         vocab_size=99,
     )
-    values: dict[str, Any] = json.loads(config.to_json())
+    values = json.loads(config.to_json())
     return values
 
 
@@ -125,7 +122,7 @@ EXACT = {
 ROUNDED = {"gpt3-175b": 175, "22b": 22, "175b": 175, "530b": 530, "1t": 1000}
 
 
-def count(name: str) -> int:
+def count(name):
     known = preset(name)
     return parameter_count(ModelConfig(**known.fields), known.vocab_size)
 

@@ -1,10 +1,7 @@
 """Windows and layers without rotary embedding: what the flags' text means, which layers it names,
 and what is refused."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +13,7 @@ from megatron_lite.config.model import ModelConfig
 ROPE = {"position_embedding_type": "rope"}
 
 
-def model(num_layers: int = 6, **settings: Any) -> ModelConfig:
+def model(num_layers=6, **settings):
     return ModelConfig(
         num_layers=num_layers,
         hidden_size=16,
@@ -26,12 +23,12 @@ def model(num_layers: int = 6, **settings: Any) -> ModelConfig:
     )
 
 
-def windowed(config: ModelConfig) -> list[int]:
+def windowed(config):
     """1 for each layer with a window."""
     return [int(config.layer_window(layer) is not None) for layer in range(config.num_layers)]
 
 
-def unrotated(config: ModelConfig) -> list[int]:
+def unrotated(config):
     """1 for each layer without rotary embedding."""
     return [int(not config.layer_rotates(layer)) for layer in range(config.num_layers)]
 
@@ -52,7 +49,7 @@ def test_the_layers_are_those_of_megatron_core():
         from megatron.core.transformer.transformer_config import TransformerConfig
         from megatron.core.transformer.utils import is_layer_window_attention
 
-    def theirs(pattern: Any) -> Any:
+    def theirs(pattern):
         return list(pattern) if isinstance(pattern, tuple) else pattern
 
     for num_layers in (1, 4, 6, 12):

@@ -1,14 +1,11 @@
 """Megatron's other ways to say a setting become fields, with a notice."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from arguments import ParsedArguments, parse_args
+from arguments import parse_args
 from megatron_lite.config.megatron_flags import translate_values
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
@@ -20,15 +17,15 @@ BASE = (
 )
 
 
-def parsed(flags: str) -> ParsedArguments:
+def parsed(flags):
     return parse_args([*BASE.split(), *flags.split()])
 
 
-def fault(flags: str) -> str:
+def fault(flags):
     return ended(parse_args, f"{BASE} {flags}").err
 
 
-def notices(flags: str) -> str:
+def notices(flags):
     return "\n".join(parsed(flags).notices)
 
 
@@ -42,7 +39,7 @@ def test_a_hierarchical_exchange_is_read_as_the_ring():
     assert parsed(" ".join(flags_of(listed))).config == listed
     # A file may say how many ranks there are.
     for has_file, kind in ((False, "p2p"), (True, "a2a")):
-        given: dict[str, Any] = {"cp_comm_type": ["a2a"]}
+        given = {"cp_comm_type": ["a2a"]}
         translate_values(given, has_file=has_file)
         assert given["cp_comm_type"] == kind
 

@@ -1,19 +1,15 @@
 """Notices of settings that do nothing, or less than they say: which there are, and that one
 function gives all of a run."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from arguments import parse_args
 from megatron_lite.config.notices import notices
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.training.summary import here
 from tests.support.pairs import in_one_test
 from tests.support.runs import tiny_run
@@ -83,7 +79,7 @@ def test_a_number_of_ranks_that_holds_no_model_is_an_error():
         notices(_run(dict(tp=2)), "placement", world_size=3)
 
 
-def _run(sizes: dict[str, int], **options: Any) -> RunConfig:
+def _run(sizes, **options):
     """The run with these sizes of "tp" and "pp"."""
     return tiny_run(
         **options,

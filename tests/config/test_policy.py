@@ -4,8 +4,6 @@ Which operators `ops(...)` may name, which of their results are kept, and what a
 names without effect.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -25,7 +23,6 @@ from megatron_lite.config.policy import (
 )
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import MODULES
-from megatron_lite.config.run import RunConfig
 from megatron_lite.recompute.recompute_plan import RecomputePlan, segments
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.runs import tiny_run
@@ -129,11 +126,11 @@ FULL = dict(recompute_granularity="full")
 def test_megatrons_flags_and_the_policy_that_says_the_same_give_equal_plans(flags, policy):
     assert plan_stage(RecomputeConfig(**flags), 5) == plan_stage(
         RecomputeConfig(recompute_policy=policy), 5
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_layers_units_and_stages_go_by_their_numbers():
-    def units(policy: str, num_layers: int, stage: int = 0) -> list[tuple[int, int]]:
+    def units(policy, num_layers, stage=0):
         plan = plan_stage(RecomputeConfig(recompute_policy=policy), num_layers, stage)
         return [(one.first_layer, one.num_layers) for one in plan.segments if one.unit]
 
@@ -265,7 +262,7 @@ def test_an_unknown_name_is_an_error(text, message):
     assert message in str(raised.value) and ", in the rule " in str(raised.value)
 
 
-def run_with(policy: str, *, tp_size: int = 1, **model: object) -> RunConfig:
+def run_with(policy, *, tp_size=1, **model):
     return tiny_run(tp_size=tp_size, **dict(model), recompute_policy=policy)
 
 

@@ -6,13 +6,9 @@ Amounts of memory as texts.
 The default of --loss-chunk-size: chunks of 512 tokens wherever they cost nothing.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +18,6 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.notices import notices
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.plain import MOST_SIZE
-from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import fields_of, run_fields, topics
 from megatron_lite.config.setting import spelling
 from megatron_lite.config.training import TrainingConfig
@@ -48,7 +43,7 @@ def test_a_broken_rule_is_one_line_with_flag_value_and_fix(broken, message, kept
     parse_args([*RUN.split(), *shlex.split(kept)])
 
 
-def wrong_values() -> Iterator[tuple[str, str, Any, str]]:
+def wrong_values():
     """Of each field with a rule about its value: a value that breaks it, and the rule."""
     for name, one in run_fields().items():
         facts, bounds = one.facts, {}
@@ -82,7 +77,7 @@ def test_a_value_beyond_its_rule_is_told_with_flag_rule_and_value(name, flag, va
     assert said.startswith(f"{flag} must be ") and rule in said and f"(got {value!r})" in said
 
 
-SMALLEST: dict[type, dict[str, Any]] = {
+SMALLEST = {
     ModelConfig: {
         "num_layers": 2,
         "hidden_size": 16,
@@ -94,7 +89,7 @@ SMALLEST: dict[type, dict[str, Any]] = {
 }
 
 
-def build(config_class: type, **changes: Any) -> Any:
+def build(config_class, **changes):
     return config_class(**{**SMALLEST[config_class], **changes})
 
 
@@ -200,7 +195,7 @@ TWO_PASSES = (
 )
 
 
-def config_of(flags: str) -> RunConfig:
+def config_of(flags):
     return parse_args(f"{BASE} {flags}".split()).config
 
 

@@ -1,8 +1,6 @@
 """Which layers a stage has, by hand, and the arithmetic that is told where they cannot be
 divided."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -11,7 +9,7 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import stages, stages_of_rank
 
 
-def of(**fields: int) -> ParallelConfig:
+def of(**fields):
     axes = ("tensor", "pipeline")
     return ParallelConfig(
         **{
@@ -21,7 +19,7 @@ def of(**fields: int) -> ParallelConfig:
     )
 
 
-def layers(parallel: ParallelConfig, num_layers: int) -> list[list[range]]:
+def layers(parallel, num_layers):
     return [
         [
             range(stage.first_layer, stage.first_layer + stage.num_layers)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
 from megatron_lite.parallel.sequence_spans import ContextParallel, select
-from megatron_lite.parallel.state import ParallelState
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
@@ -26,7 +25,7 @@ class Results(NamedTuple):
     value: Tensor
 
 
-def inputs(groups: int, *, size: float = 2.0) -> list[Tensor]:
+def inputs(groups, *, size=2.0):
     """query, key, value and the output's gradient, whole, in float64. size: the softmax rows are
     far from even."""
     generator = torch.Generator().manual_seed(5)
@@ -36,7 +35,7 @@ def inputs(groups: int, *, size: float = 2.0) -> list[Tensor]:
     ]
 
 
-def formula(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> Results:
+def formula(query, key, value, grad):
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     repeats = HEADS // key.shape[2]
     keys, values = (leaf.repeat_interleave(repeats, 2) for leaf in leaves[1:])
@@ -46,17 +45,17 @@ def formula(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> Results:
     return Results(output.detach(), *torch.autograd.grad(output, leaves, grad))
 
 
-def place_of(parallel: ParallelState, comm_type: str) -> ContextParallel:
+def place_of(parallel, comm_type):
     return ContextParallel(
         group=parallel.cp_group, rank=parallel.cp_rank, size=parallel.cp_size, comm_type=comm_type
     )
 
 
-def of_rank(tensors: list[Tensor] | Results, cp: ContextParallel) -> list[Tensor]:
+def of_rank(tensors, cp):
     return [select(tensor, cp.spans(S // cp.size), 0) for tensor in tensors]
 
 
-def rows_of_different_sizes(rank: int, world_size: int) -> list[bool]:
+def rows_of_different_sizes(rank, world_size):
     """Scores of 1e3: exp of one overflows, and one part outweighs the others by any factor."""
     with tp_state(1, cp_size=world_size) as parallel:
         cp = place_of(parallel, "p2p")

@@ -10,10 +10,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.operations import Collective
-from megatron_lite.description.sizes import Sizes
-from megatron_lite.recompute.recompute_plan import RecomputePlan
 from tests.memory.test_activations import figures, models
 from tests.memory.test_activations import policies as all_policies
 from tests.memory.test_collectives import by_kind_and_bytes
@@ -41,7 +37,7 @@ class Layout(NamedTuple):
     sequence_parallel: bool = False
     cp_comm_type: str | tuple[str, ...] = "p2p"
 
-    def sizes(self, dtype: torch.dtype = torch.float32) -> Sizes:
+    def sizes(self, dtype=torch.float32):
         return tiny_sizes(
             self.tp_size,
             sequence_parallel=self.sequence_parallel,
@@ -51,7 +47,7 @@ class Layout(NamedTuple):
         )
 
 
-def wrong_bytes(rank: int, world_size: int, layout: Layout, every: int) -> tuple[int, list[str]]:
+def wrong_bytes(rank, world_size, layout, every):
     """How many cases were measured, and those where prediction and measurement differ. Takes each
     `every`-th of all cases."""
     wrong = []
@@ -98,7 +94,7 @@ def test_predicted_bytes_are_the_measured_ones(layout, every):
         assert wrong == [] and count > 10
 
 
-def plans_of(layout: Layout) -> dict[str, RecomputePlan]:
+def plans_of(layout):
     """More than two ranks run every third: they are slow."""
     plans = sending_policies(can_split=layout.tp_size > 1 and not layout.sequence_parallel)
     return dict(
@@ -110,9 +106,7 @@ def plans_of(layout: Layout) -> dict[str, RecomputePlan]:
     )
 
 
-def sent(
-    rank: int, world_size: int, layout: Layout, config: ModelConfig
-) -> dict[str, tuple[Counter, Counter]]:
+def sent(rank, world_size, layout, config):
     """By policy: what the forward sent, and what the backward did, its replays included."""
     found = {}
     with tp_state(layout.tp_size, cp_size=layout.cp_size) as parallel:
@@ -152,7 +146,7 @@ def sent(
 )
 def test_every_policy_sends_what_is_predicted(layout, backend):
     config = variant_config("llama", num_layers=3, attention_backend=backend)
-    expected: dict[str, tuple[Counter[Collective], Counter[Collective]]] = {}
+    expected = {}
     for name, plan in plans_of(layout).items():
         exchange = plan_collectives(config, plan, layout.sizes(torch.bfloat16))
         expected[name] = Counter(exchange.forward), Counter(exchange.backward + exchange.replay)

@@ -1,8 +1,6 @@
 """No recompute policy changes a bit over context-parallel ranks: loss and every gradient
 torch.equal to keeping everything."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -25,15 +23,7 @@ CONTEXT_MODELS = {
 }
 
 
-def faults(
-    rank: int,
-    world_size: int,
-    tp_size: int,
-    sequence_parallel: bool,
-    name: str,
-    comm_type: str,
-    dtype: torch.dtype,
-) -> dict[str, list[str]]:
+def faults(rank, world_size, tp_size, sequence_parallel, name, comm_type, dtype):
     """{policy: what it changed}, empty if nothing did. Four ranks run every third policy: they are
     slow."""
     outcomes, found = {}, {}

@@ -1,14 +1,10 @@
 """Whole runs with --context-parallel-size: data, loss, evaluation, checkpoints, reports."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.training.evaluate import evaluations_of
 from tests.support.changes import with_settings
 from tests.support.ranks import run_ranks
@@ -28,15 +24,15 @@ LLAMA = dict(
 ITERATIONS = 10
 
 
-def shared(config: RunConfig, cp_size: int, **fields: Any) -> RunConfig:
+def shared(config, cp_size, **fields):
     return with_settings(config, context_parallel_size=cp_size, **fields)
 
 
-def run_of(model: dict[str, Any], **fields: Any) -> RunConfig:
+def run_of(model, **fields):
     return tiny_run(**model, train_iters=ITERATIONS, **fields)
 
 
-def validated(rank: int, world_size: int, config: RunConfig) -> float:
+def validated(rank, world_size, config):
     trainer = run_to_end(config)
     assert trainer.datasets.valid is not None
     return evaluations_of(trainer).loss(trainer.datasets.valid).loss

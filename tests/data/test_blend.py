@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -11,18 +6,16 @@ from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data import blend
 from megatron_lite.data.blend import BlendIndex, build_blend_index, kept_blend_index
 from megatron_lite.data.data_paths import normalized, parse_data_path
-from megatron_lite.data.datasets import Datasets, MockDataset, build_datasets
+from megatron_lite.data.datasets import MockDataset, build_datasets
 from tests.support.corpora import written
 
 
-def write(prefix: Path, *, first_id: int, documents: int = 20, length: int = 11) -> str:
+def write(prefix, *, first_id, documents=20, length=11):
     starts = range(first_id, first_id + documents * length, length)
     return written(prefix, (range(start, start + length) for start in starts))
 
 
-def build(
-    *data_path: str, num_samples: tuple[int, int, int] = (30, 4, 2), split: str = "6,3,1"
-) -> Datasets:
+def build(*data_path, num_samples=(30, 4, 2), split="6,3,1"):
     return build_datasets(
         DataConfig(seq_length=5, data_path=data_path, split=split),
         vocab_size=1000,
@@ -81,7 +74,7 @@ def test_a_blend_with_a_part_that_lacks_the_split_names_it(tmp_path):
 # --- the index ---
 
 
-def plain(weights: tuple[float, ...], size: int) -> BlendIndex:
+def plain(weights, size):
     counts = [0] * len(weights)
     dataset, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
     for n in range(size):
@@ -92,7 +85,7 @@ def plain(weights: tuple[float, ...], size: int) -> BlendIndex:
     return BlendIndex(dataset, sample)
 
 
-def drawn(random: np.random.RandomState) -> tuple[float, ...]:
+def drawn(random):
     """Weights of one of seven kinds: equal, whole numbers, powers, tiny, huge, sparse, any."""
     number = int(random.randint(1, 13))
     kinds = (
@@ -117,7 +110,7 @@ def test_rows_equal_the_loop(warm_up, guess_is_wrong, monkeypatch):
         monkeypatch.setattr(blend, name, value)
     random = np.random.RandomState(warm_up)
 
-    def wrong(shares: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    def wrong(shares, starts):
         counts = random.randint(0, 9, size=(len(starts), len(shares))).astype(float)
         counts[:, 0] += starts - counts.sum(axis=1)
         return counts
@@ -136,7 +129,7 @@ def test_rows_equal_the_loop(warm_up, guess_is_wrong, monkeypatch):
 def test_a_large_blend_is_built_once_and_kept(tmp_path, monkeypatch):
     weights = normalized([3, 1, 2])
 
-    def kept(size: int, shares: tuple[float, ...] = weights) -> BlendIndex:
+    def kept(size, shares=weights):
         return kept_blend_index(shares, size, data_cache_path=str(tmp_path / "c"), prefix="no/use")
 
     monkeypatch.setattr(blend, "KEPT_FROM", 100)
@@ -159,7 +152,7 @@ def test_a_blend_index_of_other_datasets_is_not_used(monkeypatch):
     good = build_blend_index(weights, 50)._asdict()
     monkeypatch.setattr(blend, "KEPT_FROM", 1)
     monkeypatch.setattr(blend, "kept_arrays", lambda *_, fault: {"dataset": fault, "sample": 0})
-    fault: Any = kept_blend_index(weights, 50, data_cache_path=None, prefix="").dataset
+    fault = kept_blend_index(weights, 50, data_cache_path=None, prefix="").dataset
     assert fault(good) is None
     for change in (
         {"dataset": good["dataset"] + np.int16(1)},

@@ -4,32 +4,28 @@ A --data-path that names no token files: the message has what to give, or the co
 them.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.data_paths import parse_split, read_data_paths, split_documents
-from megatron_lite.data.datasets import Datasets, build_datasets
+from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.indexed import IndexedDataset
 from tests.data.test_blend import write
 
 
-def config(**fields: Any) -> DataConfig:
+def config(**fields):
     return DataConfig(seq_length=5, **fields)
 
 
-def built(**fields: Any) -> Datasets:
+def built(**fields):
     return build_datasets(config(**fields), vocab_size=1000, seed=3, num_samples=(60, 7, 5))
 
 
-def samples(datasets: Datasets) -> list[list[list[int]] | None]:
+def samples(datasets):
     return [
         None if one is None else [one[number].tolist() for number in range(len(one))]
         for one in (datasets.train, datasets.valid, datasets.test)
@@ -102,7 +98,7 @@ def test_a_bad_split_names_itself_and_the_rule(split):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

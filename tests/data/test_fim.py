@@ -1,10 +1,6 @@
 """Documents rearranged for filling in the middle, against a reading of Megatron's rules."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +8,7 @@ import pytest
 from arguments import parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.data.datasets import Datasets, build_datasets
+from megatron_lite.data.datasets import build_datasets
 from tests.support.commands import fault_of
 from tests.support.corpora import written
 from tests.support.ranks import run_ranks
@@ -24,7 +20,7 @@ PREFIX, MIDDLE, SUFFIX, PAD, END, FILE = range(8, 14)
 DOCUMENTS = ("abcdab", "", "e", "dabédcbabcedaab<file>ab<file><file>cdea", "abab", "cde<file>dab")
 
 
-def tokenizer_at(folder: Path) -> TokenizerConfig:
+def tokenizer_at(folder):
     """Letters, two merges "ab" and "cd", and six special tokens."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {word: number for number, word in enumerate([*LETTERS, "ab", "cd"])}
@@ -40,9 +36,9 @@ def tokenizer_at(folder: Path) -> TokenizerConfig:
     return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
 
 
-def encoded(text: str) -> list[int]:
+def encoded(text):
     """The ids of a text, pair by pair from the left."""
-    ids: list[int] = []
+    ids = []
     while text:
         length = 2 if text.startswith(("ab", "cd")) else 1
         ids.append([*LETTERS, "ab", "cd"].index(text[:length]))
@@ -50,19 +46,19 @@ def encoded(text: str) -> list[int]:
     return ids
 
 
-def decoded(ids: list[int]) -> str:
+def decoded(ids):
     return "".join([*LETTERS, "ab", "cd", *[""] * 6][number] for number in ids)
 
 
-def document(text: str) -> list[int]:
+def document(text):
     pieces = [encoded(piece) for piece in text.split("<file>")]
     return [*pieces[0], *(id for piece in pieces[1:] for id in (FILE, *piece)), END]
 
 
-def expected_of(sample: list[int], random: Any, config: DataConfig) -> list[int]:
+def expected_of(sample, random, config):
     """Megatron's rules, token by token."""
 
-    def permuted(ids: list[int], rate: float | None) -> list[int]:
+    def permuted(ids, rate):
         text = decoded(ids)
         if random.binomial(1, rate) == 0:
             return ids
@@ -76,9 +72,9 @@ def expected_of(sample: list[int], random: Any, config: DataConfig) -> list[int]
             return [PREFIX, SUFFIX] + c + [MIDDLE] + a + b
         return [PREFIX] + a + [SUFFIX] + c + [MIDDLE] + b
 
-    def between(ids: list[int], token: int, rule: Any) -> list[int]:
-        found: list[int] = []
-        part: list[int] = []
+    def between(ids, token, rule):
+        found = []
+        part = []
         for number in ids:
             if number != token:
                 part.append(number)
@@ -87,7 +83,7 @@ def expected_of(sample: list[int], random: Any, config: DataConfig) -> list[int]
                 part = []
         return found + rule(part)
 
-    def whole(ids: list[int]) -> list[int]:
+    def whole(ids):
         if config.fim_split_sample is None or FILE not in ids:
             return permuted(ids, config.fim_rate)
         if random.binomial(1, config.fim_rate) == 0:
@@ -98,7 +94,7 @@ def expected_of(sample: list[int], random: Any, config: DataConfig) -> list[int]
     return (found + [PAD] * len(sample))[: len(sample)]
 
 
-def built(folder: Path, seed: int = 7, **fields: Any) -> Datasets:
+def built(folder, seed=7, **fields):
     prefix = folder / "data"
     if not prefix.with_suffix(".bin").exists():
         written(prefix, map(document, DOCUMENTS))
@@ -110,7 +106,7 @@ def built(folder: Path, seed: int = 7, **fields: Any) -> Datasets:
     )
 
 
-PLAIN: dict[str, Any] = {"fim_rate": 0.7, "fim_spm_rate": 0.4}
+PLAIN = {"fim_rate": 0.7, "fim_spm_rate": 0.4}
 SPLIT = {**PLAIN, "fim_split_sample": "<file>", "fim_fragment_rate": 0.6}
 
 
@@ -127,7 +123,7 @@ SPLIT = {**PLAIN, "fim_split_sample": "<file>", "fim_fragment_rate": 0.6}
 )
 def test_samples_are_those_of_megatrons_rules_with_a_generator_for_each(tmp_path, fields):
     found = built(tmp_path, **fields)
-    off = dataclasses.replace(found.train.data, fim_data=False)  # type: ignore[attr-defined]
+    off = dataclasses.replace(found.train.data, fim_data=False)
     plain = build_datasets(off, vocab_size=14, seed=7, num_samples=(40, 9, 0))
     assert found.valid is not None and plain.valid is not None and found.test is None
     changed = 0
@@ -166,7 +162,7 @@ def test_a_resumed_run_on_two_stages_reads_the_same_samples_to_the_bit(tmp_path)
     built(tmp_path)
     tokenizer = vars(tokenizer_at(tmp_path))
 
-    def run(folder: str, **checkpoint: Any) -> None:
+    def run(folder, **checkpoint):
         run_to_end(
             tiny_run(
                 **{name: tokenizer[name] for name in ("tokenizer_type", "tokenizer_model")},
@@ -185,7 +181,7 @@ def test_a_resumed_run_on_two_stages_reads_the_same_samples_to_the_bit(tmp_path)
             )
         )
 
-    def work(rank: int, world_size: int) -> None:
+    def work(rank, world_size):
         run("whole")
         run("parts", exit_interval=2)
         run("parts", load=str(tmp_path / "parts"))

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,19 +14,19 @@ from tests.support.limits import HANG_S
 LENGTHS = (3, 11, 1, 6, 9, 2, 7)
 
 
-def write(prefix: Path, lengths: tuple[int, ...] = LENGTHS, first_id: int = 0) -> IndexedDataset:
+def write(prefix, lengths=LENGTHS, first_id=0):
     """Documents whose token ids count up over the whole file, so that an id tells where it
     stood."""
     ends = list(itertools.accumulate(lengths, initial=first_id))
     return IndexedDataset(written(prefix, itertools.starmap(range, itertools.pairwise(ends))))
 
 
-def dataset(indexed: IndexedDataset, **options: Any) -> GPTDataset:
+def dataset(indexed, **options):
     given = dict(documents=(0, 7), num_samples=None, seq_length=4, seed=5, vocab_size=100)
     return GPTDataset(indexed, **{**given, **options})
 
 
-def rows(data: GPTDataset) -> list[list[int]]:
+def rows(data):
     return [data[number].tolist() for number in range(len(data))]
 
 

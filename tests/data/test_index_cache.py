@@ -1,8 +1,6 @@
 """The index cache returns what was built, whatever has happened to its files, and says so where it
 had to build again."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -19,17 +17,17 @@ LENGTHS = np.array([3, 11, 1, 6, 9, 2, 7], np.int32)
 KEY = {"kind": "test", "seed": 5}
 
 
-def build() -> dict[str, np.ndarray]:
+def build():
     return build_sample_index(
         LENGTHS, first_document=2, num_samples=30, seq_length=4, seed=5
     )._asdict()
 
 
-def fault(arrays: dict[str, np.ndarray]) -> str | None:
+def fault(arrays):
     return sample_index_fault(arrays, LENGTHS, first_document=2)
 
 
-def arrays_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+def arrays_equal(one, other):
     return list(one) == list(other) and all(
         one[name].dtype == other[name].dtype and np.array_equal(one[name], other[name])
         for name in one
@@ -39,18 +37,18 @@ def arrays_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bo
 class Cache:
     """A cache that is filled."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.read()
         (self.path,) = (path for path in folder.iterdir() if path.is_dir())
         self.files = {path.name: path.read_bytes() for path in sorted(self.path.iterdir())}
 
-    def read(self) -> dict[str, np.ndarray]:
+    def read(self):
         return cached_arrays(str(self.folder), KEY, build, fault=fault)
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(index_cache, "sync", lambda path: None)
     return Cache(tmp_path / "cache")
 
@@ -62,10 +60,10 @@ def test_any_flipped_bit_is_found(cache):
     class IsBuiltAgain(Exception):
         pass
 
-    def build_again() -> dict[str, np.ndarray]:
+    def build_again():
         raise IsBuiltAgain
 
-    def read() -> dict[str, np.ndarray]:
+    def read():
         return cached_arrays(str(cache.folder), KEY, build_again, fault=fault)
 
     for name, content in cache.files.items():
@@ -77,26 +75,26 @@ def test_any_flipped_bit_is_found(cache):
     assert arrays_equal(read(), build())
 
 
-def _flipped(path: Path) -> None:
+def _flipped(path):
     flip_bit(path, 301)
 
 
-def _cut(path: Path) -> None:
+def _cut(path):
     path.write_bytes(path.read_bytes()[:-5])
 
 
-def _link(path: Path) -> None:
+def _link(path):
     elsewhere = path.parents[2] / "elsewhere"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
 
 
-def _pipe(path: Path) -> None:
+def _pipe(path):
     path.unlink()
     os.mkfifo(path)
 
 
-def _device(path: Path) -> None:
+def _device(path):
     path.unlink()
     path.symlink_to("/dev/zero")
 
@@ -134,7 +132,7 @@ def test_numbers_that_point_nowhere_are_not_used_despite_their_checksum(
 
 
 def test_an_undamaged_copy_in_a_folder_that_cannot_be_written_is_read(cache, monkeypatch):
-    def read_only(*args: object, **options: object) -> None:
+    def read_only(*args, **options):
         raise OSError("read-only file system")
 
     monkeypatch.setattr(os, "makedirs", read_only)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path
@@ -17,15 +15,15 @@ DOCUMENTS = [[5, 1, 4], [2], [9, 8, 7, 6, 3]]
 
 def idx_bytes(
     *,
-    magic: bytes = b"MMIDIDX\0\0",
-    version: int = 1,
-    code: int = 8,
-    lengths: tuple[int, ...] = (3, 1, 5),
-    offsets: tuple[int, ...] = (0, 6, 8),
-    documents: tuple[int, ...] = (0, 1, 2, 3),
-    sequences: int | None = None,
-    document_count: int | None = None,
-) -> bytes:
+    magic=b"MMIDIDX\0\0",
+    version=1,
+    code=8,
+    lengths=(3, 1, 5),
+    offsets=(0, 6, 8),
+    documents=(0, 1, 2, 3),
+    sequences=None,
+    document_count=None,
+):
     """An .idx by hand, with struct alone; by default the one of DOCUMENTS in u16."""
     return b"".join(
         [
@@ -44,7 +42,7 @@ def idx_bytes(
 BIN_BYTES = struct.pack("<9H", 5, 1, 4, 2, 9, 8, 7, 6, 3)
 
 
-def write_bytes(prefix: Path, idx: bytes, tokens: bytes) -> str:
+def write_bytes(prefix, idx, tokens):
     Path(f"{prefix}.idx").write_bytes(idx)
     Path(f"{prefix}.bin").write_bytes(tokens)
     return str(prefix)

@@ -1,13 +1,10 @@
 """The same files and the same settings through megatron-core, which is installed for this alone:
 every token has to agree."""
 
-from __future__ import annotations
-
 import warnings
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,18 +32,14 @@ with warnings.catch_warnings():
 VOCAB_SIZE = 1000
 
 
-def write(
-    prefix: Path, *, seed: int, documents: int, longest: int = 59, vocab_size: int = VOCAB_SIZE
-) -> str:
+def write(prefix, *, seed, documents, longest=59, vocab_size=VOCAB_SIZE):
     random = np.random.RandomState(seed)
     lengths = random.randint(1, longest + 1, size=documents)
     texts = (random.randint(0, vocab_size, size=length) for length in lengths)
     return written(prefix, texts, vocab_size=vocab_size)
 
 
-def megatron_datasets(
-    data: DataConfig, *, seed: int, num_samples: tuple[int, int, int]
-) -> list[Any]:
+def megatron_datasets(data, *, seed, num_samples):
     tokenizer = SimpleNamespace(
         vocab_size=VOCAB_SIZE, eod=VOCAB_SIZE + 1, pad=VOCAB_SIZE + 2, unique_identifiers={}
     )
@@ -118,8 +111,8 @@ def test_training_validation_and_test_tokens_agree(tmp_path, words, num_samples)
         for split, text in words.items()
     }
     if "data" in words:
-        paths["split"] = "70, 20, 10"  # type: ignore[assignment]
-    data = DataConfig(seq_length=16, **paths)  # type: ignore[arg-type]
+        paths["split"] = "70, 20, 10"
+    data = DataConfig(seq_length=16, **paths)
     assert compared(data, num_samples) >= num_samples[0]
 
 
@@ -134,7 +127,7 @@ def test_a_few_short_documents_give_the_same_tokens(tmp_path, case):
         assert compared(data, (most, 0, 0)) >= most
 
 
-def compared(data: DataConfig, num_samples: tuple[int, int, int]) -> int:
+def compared(data, num_samples):
     """Compares every sample of every split. Returns how many there are."""
     ours = build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=num_samples)
     theirs = megatron_datasets(data, seed=9, num_samples=num_samples)

@@ -1,33 +1,29 @@
-from __future__ import annotations
-
 import base64
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
 from megatron_lite.data import tokenizer_files
-from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer, resolve_vocabulary
+from megatron_lite.data.tokenizers import build_tokenizer, resolve_vocabulary
 
 TEXT = "low lower\nnewest — naïve 東京 🙂 <|endoftext|>"
 
 
-def hugging_face(path: Path | str) -> Tokenizer:
+def hugging_face(path):
     return build_tokenizer(
         TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
     )
 
 
-def gpt2(folder: Path) -> Tokenizer:
+def gpt2(folder):
     names = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
     return build_tokenizer(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **names))
 
 
-def byte_characters() -> list[str]:
+def byte_characters():
     """GPT-2's letter for each byte 0..255: printable bytes stand for themselves, the others move up
     past 255."""
     printable = [
@@ -39,7 +35,7 @@ def byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(moved)) for byte in range(256)]
 
 
-def write_gpt2(folder: Path) -> Tokenizer:
+def write_gpt2(folder):
     """256 bytes, three merges, and the end of a document: ids 0-255, 256 "lo", 257 "low", 258 "er",
     259."""
     tokens = [*byte_characters(), "lo", "low", "er", "<|endoftext|>"]
@@ -50,9 +46,7 @@ def write_gpt2(folder: Path) -> Tokenizer:
     return gpt2(folder)
 
 
-def write_hugging_face(
-    folder: Path, *, special: str | None = "</s>", truncation: bool = False
-) -> Path:
+def write_hugging_face(folder, *, special="</s>", truncation=False):
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {token: number for number, token in enumerate(["a", "b", "c", "ab", "Ġ"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b")]))
@@ -120,7 +114,7 @@ def test_a_tokenizer_config_that_cannot_be_read_is_named(tmp_path, content):
 
 
 def test_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given(tmp_path):
-    def config(vocab_size: int | None) -> TokenizerConfig:
+    def config(vocab_size):
         return TokenizerConfig(
             tokenizer_type="HuggingFaceTokenizer",
             tokenizer_model=str(tmp_path),
@@ -163,7 +157,7 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"]
 
 
 @pytest.fixture(scope="module")
-def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sentences(tmp_path_factory):
     """A SentencePiece model of 300 pieces."""
     sentencepiece = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
@@ -195,7 +189,7 @@ def test_sentencepiece_equals_megatron_core(sentences, kind):
     assert ours.detokenize(ours.tokenize("the fox 東京")) == "the fox 東京"
 
 
-def entries(*more: bytes) -> list[dict[str, Any]]:
+def entries(*more):
     """The bytes and more tokens."""
     tokens = [*(bytes([number]) for number in range(256)), *more]
     return [
@@ -211,13 +205,13 @@ def entries(*more: bytes) -> list[dict[str, Any]]:
 MORE = (b"th", b"the", b" q", b"12", b"  ", b"\n\n", b"HT", b"xx", b"xxxx")
 
 
-def _written(folder: Path, content: object) -> Path:
+def _written(folder, content):
     path = folder / "t.json"
     path.write_text(json.dumps(content))
     return path
 
 
-def _config(path: Path, **fields: Any) -> TokenizerConfig:
+def _config(path, **fields):
     return TokenizerConfig(
         **{
             "tokenizer_type": "TikTokenizer",
@@ -267,7 +261,7 @@ def test_the_files_of_tiktoken_travel_too(tmp_path):
     assert build_tokenizer(tokenizer_files.read_from(config, tmp_path)).eod == 2
 
 
-def _changed(number: int, **fields: object) -> list[dict[str, Any]]:
+def _changed(number, **fields):
     return [{**entry, **(fields if entry["rank"] == number else {})} for entry in entries(*MORE)]
 
 

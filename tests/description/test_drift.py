@@ -9,25 +9,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    Operation,
-)
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.measure.meter import kept_for_backward, running_modules
-from megatron_lite.parallel.state import ParallelState
 from tests.memory.test_replay_flops import FORMULAS
 from tests.support import pairs
 from tests.support.dispatch import Dispatches
@@ -48,7 +39,7 @@ KINDS = {
     "alltoall_base_": ALL_TO_ALL,
 }
 # Fields of ParallelConfig of layouts in which two ranks hold different experts.
-EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+EXPERT_LAYOUTS = {
     "ep2": SENT,
     "ep2, all tokens gathered": GATHERED,
     "ep2, tp2 shares no expert": dict(SENT, tp_size=2, expert_tensor_parallel_size=1),
@@ -68,13 +59,13 @@ class Figures(NamedTuple):
 class Watched(Dispatches):
     """Records the FLOPs of matmuls and the kinds of collectives by the module that runs."""
 
-    def __init__(self, running: list[str]) -> None:
+    def __init__(self, running):
         super().__init__()
         self.running = running
-        self.flops: defaultdict[str, list[int]] = defaultdict(list)
-        self.collectives: defaultdict[str, list[str]] = defaultdict(list)
+        self.flops = defaultdict(list)
+        self.collectives = defaultdict(list)
 
-    def saw(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+    def saw(self, func, args, kwargs, results):
         module = place(self.running[-1] if self.running else "")
         formula = FORMULA_OF.get(func._overloadpacket)
         if formula is not None:
@@ -83,16 +74,14 @@ class Watched(Dispatches):
             self.collectives[module].append(KINDS[func.name().split("::")[1]])
 
 
-def place(module: str) -> str:
+def place(module):
     """Returns the module whose operation this is: the norms of query and key are one operation."""
     for norm in (".q_layernorm", ".k_layernorm", ".kv_layernorm"):
         module = module.removesuffix(norm)
     return "embedding" if module.startswith("embedding") else module
 
 
-def measured(
-    config: ModelConfig, parallel: ParallelState, *, sequence_parallel: bool, dtype: torch.dtype
-) -> tuple[dict[str, Figures], tuple[tuple[int, int], ...]]:
+def measured(config, parallel, *, sequence_parallel, dtype):
     """Returns the figures of every module in one forward, and the rows of each layer's experts."""
     model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
     with (
@@ -101,11 +90,11 @@ def measured(
     ):
         with Watched(running) as watched:
             loss = model.loss(*sample_tokens())
-        kept: Counter[str] = Counter()
+        kept = Counter()
         for storage in meter.storages().values():
             kept[place(storage.label)] += storage.num_bytes
         del loss
-    parameters: defaultdict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    parameters = defaultdict(list)
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
         short = (
@@ -125,16 +114,14 @@ def measured(
     }, rows
 
 
-def described(config: ModelConfig, sizes: Sizes) -> dict[str, Figures]:
+def described(config, sizes):
     """Returns the same figures as the description has them."""
-    prefixed: list[tuple[str, Operation]] = [
-        ("", one) for one in embedding_operations(config, sizes)
-    ]
+    prefixed = [("", one) for one in embedding_operations(config, sizes)]
     for number, layer in enumerate(describe_layers(config, sizes, NUM_LAYERS)):
         prefixed += [(f"decoder.layers.{number}.", one) for one in layer.operations]
     prefixed += [("", one) for one in head_operations(config, sizes)]
-    seen: dict[str, set[str]] = defaultdict(set)
-    found: dict[str, Figures] = {}
+    seen = defaultdict(set)
+    found = {}
     for prefix, operation in prefixed:
         module = f"{prefix}{operation.module}".removesuffix(".")
         # Tables are one storage for all layers; other names are unique within a layer.
@@ -161,20 +148,18 @@ def described(config: ModelConfig, sizes: Sizes) -> dict[str, Figures]:
     return found
 
 
-def wrong(
-    rank: int, world_size: int, sequence_parallel: bool, layout: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def wrong(rank, world_size, sequence_parallel, layout=None):
     """Returns {configuration: {module: (measured, described)}} where the two differ.
 
     layout: fields of ParallelConfig that spread experts.
     """
-    found: dict[str, Any] = {}
+    found = {}
     cases = list(
         product(VARIANTS, ("flash", "unfused"), (0.0, 0.1), (torch.float32, torch.bfloat16))
     )
     if not pairs.FULL_GRIDS:
         cases = pairs.covered(cases)
-    fields: dict[str, Any] = dict(tp_size=world_size)
+    fields = dict(tp_size=world_size)
     if layout is not None:
         names = ("mixtral", "deepseek", "gshard")
         cases = [(name, "flash", 0.0, torch.float32) for name in names]

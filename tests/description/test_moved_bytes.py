@@ -4,13 +4,8 @@ The model lies on torch's meta device: operators have shapes and run nothing, an
 branches of a GPU.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.sizes import Sizes
@@ -26,7 +21,7 @@ WRITE_ONLY = {"copy_", "zero_", "fill_"}
 BATCH, SEQ_LENGTH = 2, 256
 # RMSNorm is many operators on the meta device, and one kernel on a GPU.
 LLAMA = dict(position_embedding_type="rope", swiglu=True, add_bias_linear=False)
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "gpt2": dict(),
     "relu": dict(squared_relu=True, position_embedding_type="none"),
     "llama": dict(**LLAMA, group_query_attention=True, num_query_groups=4),
@@ -35,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def moved(tensor: Tensor) -> int:
+def moved(tensor):
     """Returns the bytes of a tensor's elements in memory. An expanded dim counts once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -46,11 +41,11 @@ def moved(tensor: Tensor) -> int:
 class Moves(Dispatches):
     """Sums the bytes of the inputs and outputs of all operators but matmuls and views."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num_bytes = 0
 
-    def saw(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+    def saw(self, func, args, kwargs, results):
         name = func.overloadpacket.__name__
         if func.is_view or name in MATMULS | SHAPES_ALONE:
             return
@@ -60,7 +55,7 @@ class Moves(Dispatches):
         self.num_bytes += sum(map(moved, [*inputs.values(), *tensors_in(results)]))
 
 
-def dispatched(config: ModelConfig) -> tuple[int, int]:
+def dispatched(config):
     """Returns the bytes that forward and backward of a model move."""
     with torch.device("meta"):
         context = RankContext(

@@ -1,14 +1,11 @@
 """The table of regions against the description of a layer, and against what the flags say of it."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 
 import pytest
 
 from megatron_lite.config.regions import MODULES, REGIONS, SHARED_EXPERTS, nested, without_nested
-from megatron_lite.description.operations import LayerDescription, RegionEntry
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from tests.support.equality import VARIANTS, variant_config
@@ -19,7 +16,7 @@ SIZES = Sizes(
 
 
 @cache
-def layers() -> list[LayerDescription]:
+def layers():
     return [
         describe_layer(
             variant_config(variant, attention_backend=backend, hidden_dropout=0.1), SIZES
@@ -28,7 +25,7 @@ def layers() -> list[LayerDescription]:
     ]
 
 
-def entries(layer: LayerDescription, region: str) -> list[RegionEntry]:
+def entries(layer, region):
     return [
         entry
         for operation in layer.operations

@@ -4,21 +4,15 @@ TEXTS has the functions of the marks `made by: NAME`, FIGURES those of `<!--=NAM
 those that make a whole file. All are quick: they run no command.
 """
 
-from __future__ import annotations
-
 import argparse
 import textwrap
-from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
-from typing import Any
 
 from arguments import build_parser
 from benchmarks import published
 from megatron_lite.api import run_config
 from megatron_lite.config import policy
 from megatron_lite.config.regions import REGIONS
-from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
@@ -35,7 +29,7 @@ GIB = 2**30
 
 
 @lru_cache
-def outcomes() -> dict[str, dict[str, int]]:
+def outcomes():
     """Returns {engine: {outcome: rows}} of the first table of docs/who-is-right.md."""
     page = (ROOT / "docs" / "who-is-right.md").read_text(encoding="utf-8")
     lines = page.split("Rows by outcome:\n\n")[1].split("\n\n")[0].splitlines()
@@ -45,18 +39,18 @@ def outcomes() -> dict[str, dict[str, int]]:
     }
 
 
-def right(engine: str) -> str:
+def right(engine):
     """Returns how many rows of who-is-right.md an engine trains exactly, or up to rounding."""
     found = outcomes()[engine]
     return str(found["equal to the bit"] + found["equal up to rounding"])
 
 
-def wrong(engine: str) -> str:
+def wrong(engine):
     """Returns how many rows an engine trains in another way, without an error."""
     return str(outcomes()[engine]["silently other"])
 
 
-def situations() -> str:
+def situations():
     """Returns the number of rows."""
     return str(sum(outcomes()["ours, `full`"].values()))
 
@@ -64,7 +58,7 @@ def situations() -> str:
 # What a policy keeps and costs
 
 
-def ladder_run(text: str) -> RunConfig:
+def ladder_run(text):
     """Returns Llama 3 8B on 8 GPUs, as examples/large/llama3_8b.sh has it, with a policy."""
     return run_config(
         preset="llama3-8b",
@@ -97,7 +91,7 @@ LADDER = (
 )
 
 
-def expert_run(text: str) -> RunConfig:
+def expert_run(text):
     """Returns Qwen3-30B-A3B with its experts over 8 ranks, with a policy."""
     return run_config(
         preset="qwen3-30b-a3b",
@@ -114,12 +108,7 @@ def expert_run(text: str) -> RunConfig:
     )
 
 
-def ladder(
-    run: Callable[[str], RunConfig] = ladder_run,
-    policies: Sequence[str] = LADDER,
-    *,
-    ranks: int = 2,
-) -> str:
+def ladder(run=ladder_run, policies=LADDER, *, ranks=2):
     """Returns the table of some policies, from most kept bytes to fewest."""
     lines = [
         "| `--recompute-policy` | kept on the GPU, GiB | in host memory, GiB | whole peak, GiB "
@@ -140,7 +129,7 @@ def ladder(
     return "\n".join(lines)
 
 
-def drawn_run() -> RunConfig:
+def drawn_run():
     """Returns the 22B model of 2205.05198 on 8 GPUs, whose layer has every region."""
     return run_config(
         preset="22b",
@@ -156,7 +145,7 @@ def drawn_run() -> RunConfig:
     )
 
 
-def regions_table() -> str:
+def regions_table():
     """Returns the table of regions, from config/regions.py."""
     again = {
         "replay": "the region",
@@ -170,14 +159,14 @@ def regions_table() -> str:
     return "\n".join(lines)
 
 
-def grammar() -> str:
+def grammar():
     """Returns the grammar of a policy, from the docstring of config/policy.py."""
     lines = (policy.__doc__ or "").split("\n\n")
     (found,) = [part for part in lines if part.startswith("    policy ")]
     return textwrap.dedent(found)
 
 
-def flags_page() -> str:
+def flags_page():
     """Returns docs/flags.md: every flag of the launcher, by the groups of its --help."""
     parser = build_parser()
     lines = [
@@ -207,12 +196,12 @@ def flags_page() -> str:
 # Pictures and texts
 
 
-def runs(group: str, by: str) -> str:
+def runs(group, by):
     """Returns the errors of the time model against runs: see benchmarks/published.py."""
     return "\n".join(published.summary(published.rows(group), by))
 
 
-def picture(draw: Callable[[], Any]) -> str:
+def picture(draw):
     """Returns a picture as SVG."""
     import matplotlib
 
@@ -222,7 +211,7 @@ def picture(draw: Callable[[], Any]) -> str:
         return svg_text(draw())
 
 
-def memory_figure() -> Any:
+def memory_figure():
     """Returns the picture of the README, as tools/plot_memory makes it."""
     from megatron_lite.memory.measure.timeline import read_timeline
     from megatron_lite.tools.plot_memory import draw
@@ -231,7 +220,7 @@ def memory_figure() -> Any:
     return draw([read_timeline(str(path)) for path in files])
 
 
-def terminal_row() -> str:
+def terminal_row():
     """Returns the heading and one row of the terminal, of made-up figures."""
     import torch
 
@@ -271,7 +260,7 @@ def terminal_row() -> str:
     )
 
 
-TEXTS: dict[str, Callable[[], str]] = {
+TEXTS = {
     "expert-ladder": partial(ladder, expert_run, EXPERT_LADDER, ranks=64),
     "grammar": grammar,
     "ladder": ladder,
@@ -282,13 +271,13 @@ TEXTS: dict[str, Callable[[], str]] = {
     "terminal-row": terminal_row,
     "torch-versions": lambda: torch_versions.table(torch_versions.recorded()),
 }
-FIGURES: dict[str, Callable[[], str]] = {
+FIGURES = {
     "situations": situations,
     "right.ours": partial(right, "ours, `full`"),
     "right.torch": partial(right, "torch, non-reentrant"),
     "wrong.torch": partial(wrong, "torch, non-reentrant"),
 }
-FILES: dict[Path, Callable[[], str]] = {
+FILES = {
     ROOT / "docs" / "pictures" / "memory.svg": partial(picture, memory_figure),
     ROOT / "docs" / "pictures" / "layer.svg": lambda: picture(lambda: layer_figure(drawn_run())),
     ROOT / "docs" / "flags.md": flags_page,

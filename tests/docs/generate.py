@@ -8,19 +8,16 @@
 tests/docs/marks.py explains the marks in the pages.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.docs import figures, outputs
-from tests.docs.marks import GENERATED, INLINE, PAGES, Block, blocks, name_of, with_texts
+from tests.docs.marks import GENERATED, INLINE, PAGES, blocks, name_of, with_texts
 
 
-def made(block: Block) -> str:
+def made(block):
     """Returns the text that a generated block should have."""
     if block.kind == "output of":
         return outputs.kept(outputs.output(block.value), block.settings)
@@ -32,12 +29,12 @@ def made(block: Block) -> str:
     return figures.TEXTS[block.value]().rstrip("\n")
 
 
-def is_quick(block: Block) -> bool:
+def is_quick(block):
     """Whether the text is made without a command."""
     return block.kind in ("record", "made by")
 
 
-def remade(page: Path, choose: Callable[[Block], bool] = lambda block: True) -> str:
+def remade(page, choose=lambda block: True):
     """Returns the page with its generated blocks and figures made again.
 
     choose: which of the blocks are made again.
@@ -50,7 +47,7 @@ def remade(page: Path, choose: Callable[[Block], bool] = lambda block: True) -> 
     )
 
 
-def difference(page: Path, choose: Callable[[Block], bool] = lambda block: True) -> str:
+def difference(page, choose=lambda block: True):
     """Returns what differs between a page and what the commands make; "" if nothing does."""
     name = name_of(page)
     return "\n".join(
@@ -64,7 +61,7 @@ def difference(page: Path, choose: Callable[[Block], bool] = lambda block: True)
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Returns the exit status: 1 if --check finds a difference."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.docs.generate", description=__doc__.splitlines()[0]

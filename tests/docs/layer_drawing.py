@@ -4,15 +4,10 @@ The picture is made of the description of a layer (megatron_lite/description/), 
 predictions of memory count.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
-from typing import Any
 
 from megatron_lite.config.regions import POINTWISE, REGIONS
-from megatron_lite.config.run import RunConfig
-from megatron_lite.description.operations import LayerDescription
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.kept_tensors import kept_calls, layer_terms
@@ -27,9 +22,9 @@ COLORS = {  # of the regions: Paul Tol's "bright" scheme
 POLICIES = ("none", "pointwise", "mlp", "ops(matmul,attention)", "full")
 
 
-def kept_by(layer: LayerDescription, policy: str, sizes: Sizes) -> Counter[str]:
+def kept_by(layer, policy, sizes):
     """Returns the bytes that are kept, by the operation beside which the picture shows them."""
-    kept: Counter[str] = Counter()
+    kept = Counter()
     if policy == "full" or policy.startswith("ops("):
         kept[layer.operations[0].name] = layer.input.num_bytes
         if policy != "full":
@@ -45,7 +40,7 @@ def kept_by(layer: LayerDescription, policy: str, sizes: Sizes) -> Counter[str]:
     return kept
 
 
-def layer_figure(config: RunConfig) -> Any:
+def layer_figure(config):
     """Returns the picture of the first layer of a run on GPUs."""
     from matplotlib import pyplot
 

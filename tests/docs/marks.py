@@ -23,7 +23,6 @@ The benchmarks that write into a page themselves have marks of their own (THEIR_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,25 +62,25 @@ class Block:
     lines: tuple[str, ...] = field(repr=False)
 
     @property
-    def text(self) -> str:
+    def text(self):
         """The text without the fences."""
         return "\n".join(self.lines)
 
     @property
-    def name(self) -> str:
+    def name(self):
         """Where it stands, for messages and test names."""
         return f"{name_of(self.page)}:{self.start + 1}"
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     """Returns the path from the repository's root, and the whole path of a file elsewhere."""
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
-def blocks(page: Path, text: str | None = None) -> Iterator[Block]:
+def blocks(page, text=None):
     """Yields every fenced block of a page, and every table with a mark, in order."""
     lines = (page.read_text(encoding="utf-8") if text is None else text).splitlines()
-    pending: tuple[str, str, tuple[tuple[str, str], ...]] | None = None
+    pending = None
     theirs = False  # inside of a part that a benchmark writes
     number = 0
     while number < len(lines):
@@ -118,14 +117,7 @@ def blocks(page: Path, text: str | None = None) -> Iterator[Block]:
         number += 1
 
 
-def _block(
-    page: Path,
-    mark: tuple[str, str, tuple[tuple[str, str], ...]] | None,
-    language: str,
-    start: int,
-    stop: int,
-    lines: list[str],
-) -> Block:
+def _block(page, mark, language, start, stop, lines):
     kind, value, settings = mark or ("", "", ())
     indent = len(lines[start - 1]) - len(lines[start - 1].lstrip()) if language != "table" else 0
     return Block(
@@ -140,7 +132,7 @@ def _block(
     )
 
 
-def with_texts(text: str, found: list[tuple[Block, str]]) -> str:
+def with_texts(text, found):
     """Returns the page with these texts in place of those of its blocks."""
     lines = text.splitlines()
     for block, new in sorted(found, key=lambda pair: -pair[0].start):

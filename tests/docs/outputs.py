@@ -1,13 +1,10 @@
 """What the commands of the pages print, and the parts of it that a page shows."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -57,7 +54,7 @@ MEMORY = (
 
 
 @contextmanager
-def folder() -> Iterator[Path]:
+def folder():
     """A new folder with links to what the repository's root has, to run commands in."""
     with tempfile.TemporaryDirectory() as name:
         for entry in ROOT.iterdir():
@@ -66,7 +63,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def run(command: str, where: Path, *, timeout: float = HANG_S) -> str:
+def run(command, where, *, timeout=HANG_S):
     """Returns what the command prints on both streams. An exit status above 1 is an error.
 
     Status 1 is that of `tools/plan` if a plan fits only in a part of the reserve.
@@ -92,21 +89,21 @@ def run(command: str, where: Path, *, timeout: float = HANG_S) -> str:
 
 
 @lru_cache
-def output(command: str) -> str:
+def output(command):
     """Returns what a command that takes seconds prints, in a folder of its own."""
     with folder() as where:
         return run(command, where)
 
 
 @lru_cache
-def printed(program: str) -> str:
+def printed(program):
     """Returns what a Python program prints."""
     with folder() as where:
         Path(where, "program.py").write_text(program, encoding="utf-8")
         return run("python program.py", where)
 
 
-def record(name: str) -> str:
+def record(name):
     """Returns the output in docs/records. Its first line must have the command of COMMANDS."""
     first, _, text = (RECORDS / f"{name}.txt").read_text(encoding="utf-8").partition("\n")
     if first != f"$ {COMMANDS[name]}":
@@ -114,7 +111,7 @@ def record(name: str) -> str:
     return text.rstrip("\n")
 
 
-def write_record(name: str) -> None:
+def write_record(name):
     """Runs the command of a record, in minutes, and writes the record.
 
     The quickstart runs in the repository itself, whose environment it uses. OUTPUT names the folder
@@ -132,7 +129,7 @@ def write_record(name: str) -> None:
     (RECORDS / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
-def kept(text: str, settings: tuple[tuple[str, str], ...]) -> str:
+def kept(text, settings):
     """Returns the lines that a page shows.
 
     settings: of a mark. ("keep", "A .. B"): from the first line that contains A, after those kept
@@ -140,7 +137,7 @@ def kept(text: str, settings: tuple[tuple[str, str], ...]) -> str:
     greatest length of a line.
     """
     lines = text.splitlines()
-    shown: list[str] = []
+    shown = []
     last = 0
     for key, value in settings:
         if key == "keep":
@@ -158,7 +155,7 @@ def kept(text: str, settings: tuple[tuple[str, str], ...]) -> str:
     return "\n".join(lines)
 
 
-def _range(lines: list[str], place: int, value: str) -> tuple[int, int]:
+def _range(lines, place, value):
     more = re.fullmatch(r"(.*) \+\+ (\d+)", value)
     first, dots, last = value.partition(" .. ")
     if more:
@@ -169,7 +166,7 @@ def _range(lines: list[str], place: int, value: str) -> tuple[int, int]:
     return start, (_find(lines, start, last) if dots else start) + 1
 
 
-def _find(lines: list[str], place: int, text: str) -> int:
+def _find(lines, place, text):
     for number in range(place, len(lines)):
         if text in lines[number]:
             return number

@@ -1,7 +1,5 @@
 """docs/adding.md: its files and tables exist, and what it adds works, as it is written there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "adding.md").read_text()
 
 
-def copy_with(section: str, folder: Path) -> Path:
+def copy_with(section, folder):
     """Returns a copy of the package with the differences of a section. A difference has no numbers
     of lines: what it takes away, and what stands around it, must stand there once."""
     shutil.copytree(ROOT / "megatron_lite", folder / "megatron_lite")
@@ -40,7 +37,7 @@ def copy_with(section: str, folder: Path) -> Path:
     return folder
 
 
-def ran(folder: Path, *words: str) -> str:
+def ran(folder, *words):
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     return subprocess.run(
         [sys.executable, *words],
@@ -59,7 +56,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def losses(folder: Path, *runs: list[str]) -> list[list[float]]:
+def losses(folder, *runs):
     """Trains each run, and compares the kept bytes with their prediction."""
     files = [folder / f"{number}.jsonl" for number in range(len(runs))]
     fixed = [*SMALL_RUN, *MOCK, "--eval-iters", "0", "--train-iters", "3", "--metrics-jsonl"]
@@ -67,7 +64,7 @@ def losses(folder: Path, *runs: list[str]) -> list[list[float]]:
     ran(folder, "-c", TRAIN, json.dumps(lines))
     found = []
     for file in files:
-        rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
         for row in rows:
             assert row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0
         found.append([value for row in rows for value in (row["lm_loss"], row["grad_norm"])])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,6 @@ from typing import NamedTuple
 import pytest
 
 from arguments import parse_args
-from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.recompute.schedule import plan_stage
@@ -21,7 +19,7 @@ from megatron_lite.tools.translators import PARTITIONING, translated
 from tests.support.pairs import in_one_test
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming-from.md").read_text()
-MODEL = shlex.split(re.search(r"```\n(--num-layers [^`]*)```", PAGE)[1])  # type: ignore[index]
+MODEL = shlex.split(re.search(r"```\n(--num-layers [^`]*)```", PAGE)[1])
 
 
 class Row(NamedTuple):
@@ -34,7 +32,7 @@ class Row(NamedTuple):
     tp_size: int
 
 
-def tables() -> Iterator[tuple[str, str, list[str]]]:
+def tables():
     """(heading above, last cell of the table's head, cells) of every row on the page."""
     heading = last = ""
     for line, following in zip(PAGE.splitlines(), [*PAGE.splitlines()[1:], ""], strict=True):
@@ -63,12 +61,12 @@ HERE = ("torchtitan", "here")
 
 
 @lru_cache
-def parsed(words: tuple[str, ...], tp_size: int) -> RunConfig:
+def parsed(words, tp_size):
     """The run of the page's model with these flags."""
     return parse_args([*MODEL, "--tensor-model-parallel-size", str(tp_size), *words]).config
 
 
-def run_of(row: Row) -> RunConfig:
+def run_of(row):
     return parsed(row.ours, row.tp_size)
 
 

@@ -1,16 +1,13 @@
 """The commands of the pages work, one after the other, and their flags exist."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from arguments import build_parser, supported_flags
-from tests.docs.marks import COMMANDS, PAGES, ROOT, Block, blocks
+from tests.docs.marks import COMMANDS, PAGES, ROOT, blocks
 from tests.docs.outputs import folder, run
 
 RUN = {page: [block for block in blocks(page) if block.kind == "run"] for page in PAGES}
@@ -18,7 +15,7 @@ RUN = {page: [block for block in blocks(page) if block.kind == "run"] for page i
 LAUNCHER = r"pretrain_gpt\.py |megatron[-_]lite train "
 
 
-def script(block: Block, where: Path, number: int) -> str:
+def script(block, where, number):
     """The command that runs a block in a folder."""
     if block.language == "bash":
         # torchrun by itself needs a host name that resolves, which not every machine has

@@ -1,7 +1,5 @@
 """Every figure and every block of output on the pages is made by a command, and is not stale."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.docs import figures

@@ -1,12 +1,8 @@
 """Every link of the pages leads somewhere: files, headings in them, and pictures. And what some
 pages list is what there is: folders, families of models, and tests of faults."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 
 from megatron_lite.config.hf_config import FAMILIES, REASONS
 from tests.docs.marks import PAGES, ROOT
@@ -15,14 +11,14 @@ from tests.support.pairs import in_one_test
 CHECKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "examples").rglob("README.md"))]
 
 
-def without_code(text: str) -> str:
+def without_code(text):
     return re.sub(r"^( *)```.*?^\1```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 @lru_cache
-def anchors(page: Path) -> frozenset[str]:
+def anchors(page):
     """The anchors of a page's headings, as GitHub makes them."""
-    found: list[str] = []
+    found = []
     for title in re.findall(r"^#+ (.*)$", without_code(page.read_text()), re.MULTILINE):
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).replace("`", "").strip().lower()
         anchor = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
@@ -30,7 +26,7 @@ def anchors(page: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def links(page: Path) -> Iterator[str]:
+def links(page):
     text = re.sub(r"`[^`\n]*`", "", without_code(page.read_text()))
     yield from re.findall(r'\]\(([^)\s]+)(?: "[^"]*")?\)', text)
 
@@ -86,5 +82,5 @@ def test_reliability_names_tests_that_exist_and_every_file_of_faults():
     assert files and files <= {path for _, path, _ in found}
 
 
-def text_of(page: str) -> str:
+def text_of(page):
     return (ROOT / "docs" / f"{page}.md").read_text()

@@ -1,7 +1,5 @@
 """The last part of docs/coming-from.md: every name on our side exists."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

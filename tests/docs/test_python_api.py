@@ -1,7 +1,5 @@
 """Every block of code under "From Python" runs, and the functions keep their word."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """requirements.lock names the versions of constraints.txt, each with the hashes of its files, and
 no place to get them from."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

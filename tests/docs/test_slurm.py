@@ -1,8 +1,6 @@
 """docs/slurm.md explains every option of the job scripts in examples/slurm/, and nothing that is
 not in them."""
 
-from __future__ import annotations
-
 import re
 
 from tests.support.commands import ROOT

@@ -1,7 +1,5 @@
 """One range of torch: in setup.py, in messages of the library, in the script and on the page."""
 
-from __future__ import annotations
-
 import re
 from datetime import date
 
@@ -12,7 +10,7 @@ from tests.docs.marks import ROOT
 SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
-def release(version: str) -> tuple[int, ...]:
+def release(version):
     """Returns (2, 13) of "2.13" and of "2.13.0"."""
     return tuple(int(part) for part in version.split("."))[:2]
 

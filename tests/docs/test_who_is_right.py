@@ -1,12 +1,8 @@
 """docs/who-is-right.md: its tables are those that its command makes, and none of our cells says
 that training goes wrong."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +18,6 @@ from benchmarks.who_is_right import (
     OURS,
     TABLES,
     UNSEEN,
-    Row,
     main,
 )
 from tests.support.mutants import replaces
@@ -32,7 +27,7 @@ PAGE = PATH.read_text()
 GENERATED = PAGE.split(BEGIN)[1].split(END)[0]
 
 
-def rows() -> Iterator[tuple[str, dict[str, str]]]:
+def rows():
     """The name of every row, and its cells by engine. Without the summary."""
     for part in GENERATED.split("### ")[1:]:
         lines = [
@@ -89,7 +84,7 @@ def test_the_command_makes_the_tables_of_the_page(tmp_path, monkeypatch):
         pytest.skip("the page was made with other versions")
     trained, of_page, numbers = [], dict(rows()), itertools.count()
 
-    def cells_of(real: Any, row: Row) -> list[str]:
+    def cells_of(real, row):
         found = of_page[row.name]
         if next(numbers) % 3 or any("hangs" in cell for cell in found.values()):
             return list(found.values())
@@ -102,7 +97,7 @@ def test_the_command_makes_the_tables_of_the_page(tmp_path, monkeypatch):
     assert without_rounding(page.read_text()) == without_rounding(PAGE)
 
 
-def without_rounding(page: str) -> list[str]:
+def without_rounding(page):
     """The page without what depends on how a CPU's kernels round, which is never a cell of ours:
     those are equal to the bit."""
     lines = []

@@ -4,16 +4,12 @@ tests/torch_versions.sh runs the tests with each release, and this module on the
 results lie in docs/records/torch_versions.json, one row for each release.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform
 import sys
-from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from tests.docs.marks import ROOT
@@ -22,7 +18,7 @@ RECORD = ROOT / "docs" / "records" / "torch_versions.json"
 HEAD = "| torch | passed | failed | skipped | Python | day |\n|---|---|---|---|---|---|"
 
 
-def row(report: Path, day: date) -> dict[str, Any]:
+def row(report, day):
     """Returns the result of a run, from the report VERSION.xml that pytest has written."""
     suites = ElementTree.parse(report).getroot().iter("testsuite")
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
@@ -40,7 +36,7 @@ def row(report: Path, day: date) -> dict[str, Any]:
     }
 
 
-def table(rows: Iterable[dict[str, Any]]) -> str:
+def table(rows):
     """Returns the rows as a table, the oldest release first."""
     lines = [
         "| {torch} | {passed:,} | {failed:,} | {skipped:,} | {python} | {day} |".format(**one)
@@ -49,17 +45,17 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join([HEAD, *lines])
 
 
-def recorded() -> list[dict[str, Any]]:
+def recorded():
     """Returns the rows of the record."""
-    rows: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = json.loads(RECORD.read_text(encoding="utf-8"))
     return rows
 
 
-def _number(version: str) -> tuple[int, ...]:
+def _number(version):
     return tuple(int(part) for part in version.split("."))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Prints the table of some reports. Returns 1 if a test failed or none ran, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.docs.torch_versions")
     parser.add_argument("--write", action="store_true", help="put the rows into the record")

@@ -2,15 +2,12 @@
 one clear error, or the step before it is used. Nothing hangs, nothing ends in a traceback, and
 nothing else is loaded than what was saved."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ from torch import Tensor
 from megatron_lite.checkpointing.metadata import MANIFEST, FileRow, Manifest
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from tests.support.checkpoints import sign
@@ -37,7 +33,7 @@ State = dict[str, Tensor]
 Load = Callable[[Path], tuple[str, State]]
 
 
-def config_of(**checkpoint: object) -> RunConfig:
+def config_of(**checkpoint):
     return tiny_run(
         num_layers=1,
         hidden_size=8,
@@ -49,7 +45,7 @@ def config_of(**checkpoint: object) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good(tmp_path_factory):
     """Steps 1 and 2."""
     folder = tmp_path_factory.mktemp("good") / "steps"
     run_to_end(config_of(save=str(folder), save_interval=1))
@@ -57,13 +53,13 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def load(good: Path) -> Iterator[Load]:
+def load(good):
     """What a run says, and all tensors that it begins with; none where it refuses."""
     config = config_of()
     with parallel_state(config.parallel, seed=1) as parallel:
         trainer = build_trainer(config, parallel)
 
-        def outcome(folder: Path) -> tuple[str, State]:
+        def outcome(folder):
             try:
                 notices = loaded_into(trainer, parallel, config_of(load=str(folder)))
             except InputError as error:
@@ -74,14 +70,14 @@ def load(good: Path) -> Iterator[Load]:
 
 
 @pytest.fixture(scope="module")
-def known(good: Path, load: Load, tmp_path_factory: pytest.TempPathFactory) -> dict[str, State]:
+def known(good, load, tmp_path_factory):
     """What either step holds."""
     before = shutil.copytree(good, tmp_path_factory.mktemp("before") / "steps")
     (before / LATEST).write_text("1")
     return {NEWEST: load(good)[1], BEFORE: load(before)[1]}
 
 
-def edit(path: Path, places: str, value: object) -> None:
+def edit(path, places, value):
     """Gives the value to each place, whose names have spaces between them."""
     found = json.loads(path.read_text())
     for place in places.split(", "):
@@ -128,11 +124,11 @@ def test_a_value_that_no_run_has_is_named_and_the_step_before_is_used(
     assert same(found, known[BEFORE])
 
 
-def to_zeros(path: Path) -> None:
+def to_zeros(path):
     path.symlink_to("/dev/zero")
 
 
-def to_a_file_elsewhere(path: Path) -> None:
+def to_a_file_elsewhere(path):
     elsewhere = path.parents[2] / "elsewhere"
     elsewhere.write_bytes(b"")
     path.symlink_to(elsewhere)
@@ -173,7 +169,7 @@ def test_weights_of_another_kind_or_shape_are_refused(tmp_path, good, load, chan
     assert not found and str(path) in text and message in text
 
 
-def places_in(values: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def places_in(values, before=()):
     """The way to every value in a JSON text."""
     items = enumerate(values) if isinstance(values, list) else ()
     items = values.items() if isinstance(values, dict) else items

@@ -2,23 +2,18 @@
 from the good step before it, to the bytes of a run that nothing happened to. Never anything
 else."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megatron_lite.checkpointing.metadata import MANIFEST, MOST_BYTES
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run import RunConfig
 from tests.support.checkpoints import flip_bit, sign
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
@@ -32,13 +27,13 @@ FILES = ["config.json", "metadata.json", "parameters_pp00.json", MODEL, OPTIMIZE
 Printed = pytest.CaptureFixture[str]
 
 
-def run_of(folder: Path, **settings: Any) -> RunConfig:
+def run_of(folder, **settings):
     settings = {"save_interval": 2, **settings}
     return saving_run(folder, LAST, metrics=folder.with_name("rows"), **settings)
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(tmp_path_factory):
     """Steps 2 and 4, of one rank."""
     folder = tmp_path_factory.mktemp("begun") / "steps"
     run_to_end(run_of(folder, stop=4, load=False))
@@ -46,20 +41,20 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, begun: Path) -> Path:
+def whole(tmp_path_factory, begun):
     """The whole run's, with all its rows."""
     folder = tmp_path_factory.mktemp("whole") / "steps"
     run_to_end(run_of(folder, load=False))
     return folder
 
 
-def copy_of(begun: Path, folder: Path) -> Path:
+def copy_of(begun, folder):
     shutil.copytree(begun, folder)
     shutil.copy(begun.with_name("rows"), folder.with_name("rows"))
     return folder
 
 
-def ends_as(whole: Path, folder: Path) -> bool:
+def ends_as(whole, folder):
     """In weights, states and every logged loss."""
     assert rows(folder.with_name("rows")) == rows(whole.with_name("rows"))
     return step_bytes(folder, LAST) == step_bytes(whole, LAST) != {}
@@ -112,7 +107,7 @@ def test_on_two_ranks_both_go_back_whichever_reads_the_damage(tmp_path):
         assert ends_as(whole, folder), file
 
 
-def set_pointer(folder: Path, text: str | None) -> None:
+def set_pointer(folder, text):
     (folder / LATEST).unlink() if text is None else (folder / LATEST).write_text(text)
 
 
@@ -190,12 +185,12 @@ def test_a_step_of_another_name_format_or_shape_of_manifest_is_damaged(tmp_path,
     assert f"longer than {MOST_BYTES} bytes" in str(step_fault(step))
 
 
-def begins_with(folder: Path) -> dict[str, Tensor]:
+def begins_with(folder):
     return loaded_state(run_of(folder, save=None, save_interval=None))
 
 
 @pytest.fixture(scope="module")
-def good(begun: Path) -> dict[str, dict[str, Tensor]]:
+def good(begun):
     """The state of either step, by its name."""
     states = {}
     for step, pointer in ((BEFORE, "2"), (NEWEST, "4")):

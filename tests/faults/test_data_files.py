@@ -1,15 +1,11 @@
 """Data files that are truncated, swapped or foreign end the run on all ranks; index caches survive
 a kill at any point."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,24 +28,24 @@ RUN = [
 ]
 
 
-def _write(prefix: Path, *, documents: int = 40, length: int = 30, first: int = 0) -> Path:
+def _write(prefix, *, documents=40, length=30, first=0):
     texts = (np.arange(length) + first + document % 20 for document in range(documents))
     return Path(written(prefix, texts))
 
 
-def _file(prefix: Path, kind: str) -> Path:
+def _file(prefix, kind):
     return prefix.with_name(f"{prefix.name}.{kind}")
 
 
-def _truncate(prefix: Path, kind: str) -> None:
+def _truncate(prefix, kind):
     os.truncate(_file(prefix, kind), _file(prefix, kind).stat().st_size - 10)
 
 
-def _swap(prefix: Path, kind: str) -> None:
+def _swap(prefix, kind):
     shutil.copy(_file(_write(prefix.with_name("other"), documents=39), kind), _file(prefix, kind))
 
 
-def _foreign_ids(prefix: Path, kind: str) -> None:
+def _foreign_ids(prefix, kind):
     """Another data set's .bin of the very same size: sizes cannot tell, its ids do."""
     shutil.copy(_file(_write(prefix.with_name("other"), first=70), kind), _file(prefix, kind))
 
@@ -93,9 +89,7 @@ def test_node_local_caches_one_of_them_empty_give_the_same_run(tmp_path):
     for name in ("shared", "0", "1"):
         (tmp_path / name).mkdir()
 
-    def trains(
-        name: str, folder: Callable[[int], str]
-    ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    def trains(name, folder):
         save, metrics = tmp_path / f"save {name}", tmp_path / f"rows {name}"
         with program(
             [*common, "--save", str(save), "--metrics-jsonl", str(metrics)],
@@ -117,7 +111,7 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
     arrays = {"order": np.arange(7)[::-1], "starts": np.arange(10).reshape(5, 2)}
     folder, built, status = str(tmp_path), 0, -1
 
-    def build() -> dict[str, np.ndarray]:
+    def build():
         nonlocal built
         built += 1
         return arrays
@@ -127,7 +121,7 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
     changes += [(index_cache, name) for name in ("sync", "write_synced")]
     while status != 0:
 
-        def killed_at(point: int = points) -> None:
+        def killed_at(point=points):
             dies_before(point, changes)
             cached_arrays(folder, {"point": point}, build)
 
@@ -149,7 +143,7 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
 def test_a_killed_index_build_ends_the_other_rank_and_the_next_run_builds_it(tmp_path):
     prefix = _write(tmp_path / "data")
 
-    def prepare(rank: int) -> None:
+    def prepare(rank):
         if rank == 1:
             happens("index", lambda: os.kill(os.getpid(), signal.SIGKILL))
         else:

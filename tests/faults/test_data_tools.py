@@ -1,8 +1,6 @@
 """The data tools leave nothing half written, and nothing running: full disks, signals, killed
 parents, lines without an end."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,10 +9,8 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,12 +27,12 @@ from tests.support.limits import HANG_S
 ERROR = "python -m megatron_lite.tools.preprocess_data: error: "
 
 
-def _corpus(path: Path, lines: int, text: str = "1 2 3") -> Path:
+def _corpus(path, lines, text="1 2 3"):
     path.write_text((json.dumps({"text": text}) + "\n") * lines)
     return path
 
 
-def _flags(source: Path, prefix: Path, *more: str) -> list[str]:
+def _flags(source, prefix, *more):
     words = f"--input {source} --output-prefix {prefix} --tokenizer-type NullTokenizer"
     return [*words.split(), "--vocab-size", "50", *more]
 
@@ -95,7 +91,7 @@ def test_workers_end_with_a_parent_that_is_killed_and_the_next_run_removes_its_p
 
 
 @contextmanager
-def _endless(folder: Path, workers: int) -> Iterator[subprocess.Popen[str]]:
+def _endless(folder, workers):
     """The tool in the middle of an input that does not end, in a group of processes of its own."""
     script = folder / "program.py"  # a file, which the workers import too
     script.write_text("""if __name__ == "__main__":
@@ -133,7 +129,7 @@ def _endless(folder: Path, workers: int) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def _children(pid: int) -> list[int]:
+def _children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -166,9 +162,9 @@ def test_a_line_without_an_end_is_not_read_to_its_end(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20  # KiB
 
 
-def _bytes_read() -> int:
+def _bytes_read():
     """How much this process has read from files so far."""
-    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
 # --- the order in which a pair is replaced ---
@@ -177,7 +173,7 @@ CHANGES = [*((os, name) for name in ("unlink", "replace")), (indexed, "sync")]
 OLD, NEW = ([1, 2, 3], [4]), ([5], [6, 7, 8])  # of one size: no check of sizes tells them apart
 
 
-def _read(prefix: str) -> tuple[list[int], ...] | str:
+def _read(prefix):
     try:
         found = IndexedDataset(prefix)
     except InputError as error:
@@ -186,11 +182,11 @@ def _read(prefix: str) -> tuple[list[int], ...] | str:
 
 
 def test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx(tmp_path):
-    prefix, seen, status, points = str(tmp_path / "a"), set[str](), -1, 0
+    prefix, seen, status, points = str(tmp_path / "a"), set(), -1, 0
     while status != 0:
         written(prefix, OLD)
 
-        def killed_before(change: int = points) -> None:
+        def killed_before(change=points):
             dies_before(change, CHANGES)
             written(prefix, NEW)
 
@@ -208,11 +204,11 @@ def test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx(t
 def test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need(tmp_path, monkeypatch):
     """A name reaches the disk when its folder is synced: between the end of the old index and the
     new .bin lies such a sync."""
-    prefix, calls = str(tmp_path / "a"), list[str]()
+    prefix, calls = str(tmp_path / "a"), []
     written(prefix, OLD)
 
-    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+    def recorded(name, function):
+        def call(*args):
             target = getattr(args[-1], "name", args[-1])
             calls.append(
                 f"{name} {os.path.basename(str(target)).replace(f'.tmp-{os.getpid()}', '.tmp')}"
@@ -237,7 +233,7 @@ def test_a_reader_that_a_writer_overtakes_does_not_mix_the_pairs(tmp_path, monke
     written(prefix, OLD)
     check = IndexedDataset._check_index
 
-    def overtaken(self: IndexedDataset) -> int:
+    def overtaken(self):
         size = check(self)
         monkeypatch.setattr(IndexedDataset, "_check_index", check)
         written(prefix, NEW)

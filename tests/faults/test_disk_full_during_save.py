@@ -1,21 +1,15 @@
 """A disk that is full, or a directory that has become read-only: one message, the checkpoints
 before it as they were, nothing left behind, and the same final weights once there is room."""
 
-from __future__ import annotations
-
 import resource
 import shutil
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from megatron_lite.checkpointing import saver
-from megatron_lite.checkpointing.state import Snapshot
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.logging_settings import LOG_FILE
-from megatron_lite.config.run import RunConfig
 from tests.support.disks import check_can_mount, make_read_only, make_writable
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
@@ -25,15 +19,13 @@ LAST = 5
 run_of = partial(saving_run, last=LAST, tp_size=2, save_interval=2)
 
 
-def train_with(
-    rank: int, world_size: int, config: RunConfig, prepare: Callable[[int], None]
-) -> str:
+def train_with(rank, world_size, config, prepare):
     prepare(rank)
     return train(rank, world_size, config)
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(tmp_path_factory):
     """A directory with the checkpoint of iteration 2."""
     run_to_end(tiny_run(train_iters=1, eval_iters=0))
     folder = tmp_path_factory.mktemp("begun") / "steps"
@@ -42,14 +34,14 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, begun: Path) -> dict[str, bytes]:
+def whole(tmp_path_factory, begun):
     """The final files of a run that nothing happens to."""
     folder = shutil.copytree(begun, tmp_path_factory.mktemp("whole") / "steps")
     run_ranks(train, 2, run_of(folder), detail=False)
     return step_bytes(folder, LAST)
 
 
-def check(folder: Path, begun: Path, messages: list[str], reasons: tuple[str, ...]) -> None:
+def check(folder, begun, messages, reasons):
     """Both ranks raised the same, rank 0 in its own name, about the last save, and the directory is
     as it was. But for the log file, to which lines are appended."""
     said = f"InputError: --save {folder}: the checkpoint of iteration {LAST} could not be written"
@@ -65,12 +57,12 @@ def check(folder: Path, begun: Path, messages: list[str], reasons: tuple[str, ..
             assert now.read_bytes() == path.read_bytes(), path
 
 
-def text_is_full(folder: Path, rank: int) -> None:
+def text_is_full(folder, rank):
     """The file is the device that is always full. (That of tensors has a random name.)"""
 
     real = saver._write_files
 
-    def writing(temporary: Path, snapshot: Snapshot) -> saver.Rows:
+    def writing(temporary, snapshot):
         if rank == 0:
             (temporary / "manifest.json").symlink_to("/dev/full")
         return real(temporary, snapshot)
@@ -78,23 +70,23 @@ def text_is_full(folder: Path, rank: int) -> None:
     saver._write_files = writing
 
 
-def files_are_limited(folder: Path, rank: int) -> None:
+def files_are_limited(folder, rank):
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
 
-def folder_is_closed(folder: Path, rank: int) -> None:
+def folder_is_closed(folder, rank):
     """After the run has begun. The kernel says so in one of two ways, by who asks."""
 
     real = saver.StepWriter.write
 
-    def writing(self: saver.StepWriter, snapshot: Snapshot) -> list[str]:
+    def writing(self, snapshot):
         if rank == 0:
-            saver.StepWriter.write = real  # type: ignore[method-assign]
+            saver.StepWriter.write = real
             make_read_only(folder)
         return real(self, snapshot)
 
-    saver.StepWriter.write = writing  # type: ignore[method-assign]
+    saver.StepWriter.write = writing
 
 
 FULL = ("No space left on device",)

@@ -1,15 +1,9 @@
 """Weights that ranks hold alike and that part: found at the next comparison, with rank and tensor,
 and never saved."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
-from megatron_lite.config.run import RunConfig
-from megatron_lite.training.loop import Trainer
 from megatron_lite.training.step import TrainingError
 from tests.support.rank_faults import SHAPES, during_iteration, in_shape, run_until_it_ends
 from tests.support.ranks import run_ranks
@@ -22,29 +16,22 @@ FC1, NORM, TIED = (
 )
 
 
-def run_config(shape: str, interval: int | None, **settings: Any) -> RunConfig:
+def run_config(shape, interval, **settings):
     training = dict(
         train_iters=6, eval_iters=0, check_weight_hash_across_dp_replicas_interval=interval
     )
     return in_shape(tiny_run(**training, **settings), shape)
 
 
-def _perturbed(
-    rank: int,
-    world_size: int,
-    config: RunConfig,
-    odd: int | None,
-    name: str,
-    state: str | None = None,
-) -> tuple[str | None, int]:
+def _perturbed(rank, world_size, config, odd, name, state=None):
     """The error, and the last iteration, of a run in which one value of one rank changes by one ulp
     after iteration 3."""
-    trainers: list[Trainer] = []
+    trainers = []
 
     class ULP:
-        def __enter__(self) -> None: ...
+        def __enter__(self): ...
 
-        def __exit__(self, *_: object) -> None:
+        def __exit__(self, *_):
             if rank != odd:
                 return
             trainer = trainers[0]

@@ -39,7 +39,7 @@ class Tool(NamedTuple):
     words: str
 
 
-def hf_model(folder: Path) -> None:
+def hf_model(folder):
     pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
     saved_peer("llama", folder / "in")
@@ -47,8 +47,8 @@ def hf_model(folder: Path) -> None:
     (folder / "in" / "merges.txt").write_text("#version: 0.2\na b\n")
 
 
-def converted_to(target: str) -> Callable[[Path], None]:
-    def prepare(folder: Path) -> None:
+def converted_to(target):
+    def prepare(folder):
         hf_model(folder)
         assert converted(folder / "in", folder / "mid", f"hf {target}") == 0
         shutil.rmtree(folder / "in")
@@ -56,19 +56,19 @@ def converted_to(target: str) -> Callable[[Path], None]:
     return prepare
 
 
-def run(folder: Path) -> None:
+def run(folder):
     config = tiny_run(train_iters=2, eval_iters=0, metrics=folder / "in" / "m.jsonl")
     (folder / "in").mkdir()
     run_to_end(with_checkpoint(config, save=str(folder / "in" / "steps"), save_interval=1))
 
 
-def lines(folder: Path) -> None:
+def lines(folder):
     pytest.importorskip("tokenizers")
     (folder / "in.jsonl").write_text('{"text": "to be or not to be"}\n')
     save_tokenizer(folder)
 
 
-def config(folder: Path) -> None:
+def config(folder):
     (folder / "ds.json").write_text(json.dumps({"activation_checkpointing": {"cpu_offload": True}}))
     (folder / "run.json").write_text(tiny_run().to_json())
     (folder / "timeline.json").write_text("{}")
@@ -103,19 +103,19 @@ TOOLS = {
 }
 
 
-def pipe(path: Path, outside: Path) -> None:
+def pipe(path, outside):
     os.mkfifo(path)
 
 
-def device(path: Path, outside: Path) -> None:
+def device(path, outside):
     path.symlink_to("/dev/zero")
 
 
-def link(path: Path, outside: Path) -> None:
+def link(path, outside):
     path.symlink_to(outside)
 
 
-def status(tool: Tool, folder: Path) -> object:
+def status(tool, folder):
     for name in ("out", "out.html", "out.svg"):
         shutil.rmtree(folder / name, ignore_errors=True)
     return status_of(tool.main, tool.words.format(folder).split())

@@ -1,13 +1,10 @@
 """A rank that hangs ends the run on the others after the timeout, with the stacks of all threads
 and its name."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal
 import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -25,13 +22,11 @@ RUN = [
 TENSOR, PIPELINE = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
 
 
-def _at(
-    rank: int, place: str, iteration: int, action: Callable[[], object]
-) -> Callable[[int], None]:
+def _at(rank, place, iteration, action):
     return lambda own: happens(place, action, iteration=iteration) if own == rank else None
 
 
-def _stopped() -> None:
+def _stopped():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -45,7 +40,7 @@ def _stopped() -> None:
     ],
 )
 def test_a_stopped_rank_is_named_after_the_timeout(layout, rank, place, where):
-    def check(limit: float) -> None:
+    def check(limit):
         arguments = [*RUN, f"{limit:g}", *layout]
         with program(arguments, ranks=2, prepare=_at(rank, place, 3, _stopped)) as run:
             assert run.wait(1 - rank) == [1], run.everything()
@@ -63,10 +58,10 @@ def test_a_rank_that_waits_outside_a_collective_writes_its_own_stack():
     """As when a file system does not answer: the process lives, and its stack says where it
     hangs."""
 
-    def hangs_here() -> None:
+    def hangs_here():
         threading.Event().wait()
 
-    def check(limit: float) -> None:
+    def check(limit):
         with program(
             [*RUN, f"{limit:g}", *TENSOR], ranks=2, prepare=_at(1, "step", 3, hangs_here)
         ) as run:
@@ -84,11 +79,11 @@ def test_a_rank_that_waits_outside_a_collective_writes_its_own_stack():
 def test_a_checkpoint_and_a_first_iteration_may_take_longer_than_the_timeout(tmp_path):
     """On all ranks alike; the first iteration is under --distributed-timeout-minutes."""
 
-    def check(limit: float) -> None:
-        def waits() -> None:
+    def check(limit):
+        def waits():
             threading.Event().wait(1.5 * limit)
 
-        def prepare(rank: int) -> None:
+        def prepare(rank):
             happens("step", waits, iteration=1)
             happens("saving", waits, iteration=2)
 

@@ -6,16 +6,11 @@ every kind of change: it sets both aside, publishes a step, moves the pointer, a
 good step once the new one is durable.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -23,7 +18,6 @@ import torch.distributed as dist
 from megatron_lite.checkpointing import saver
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST
-from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_gather_bytes
 from tests.support.checkpoints import flip_bit
 from tests.support.ranks import RankFailure, run_ranks
@@ -35,9 +29,7 @@ CHANGES = ("mkdir", "fsync", "replace", "rename", "unlink", "rmdir")
 run_of = partial(saving_run, last=LAST, tp_size=2)
 
 
-def train_until_killed(
-    rank: int, world_size: int, config: RunConfig, victim: int, number: int, takes_all: bool
-) -> None:
+def train_until_killed(rank, world_size, config, victim, number, takes_all):
     """The victim is killed before its change of this number, counted from 0 in its first save.
 
     takes_all: after it has killed the others.
@@ -45,8 +37,8 @@ def train_until_killed(
     pids = [int(pid) for pid in all_gather_bytes(str(os.getpid()).encode(), dist.group.WORLD)]
     count = 0
 
-    def counted(real: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: Any, **options: Any) -> object:
+    def counted(real):
+        def call(*args, **options):
             nonlocal count
             if count == number:
                 for pid in sorted(pids, key=os.getpid().__eq__) if takes_all else [os.getpid()]:
@@ -58,18 +50,18 @@ def train_until_killed(
 
     real_write = saver.StepWriter.write
 
-    def writing(self: saver.StepWriter, snapshot: Any) -> list[str]:
+    def writing(self, snapshot):
         if rank == victim:
             for name in CHANGES:
                 setattr(os, name, counted(getattr(os, name)))
         return real_write(self, snapshot)
 
-    saver.StepWriter.write = writing  # type: ignore[method-assign]
+    saver.StepWriter.write = writing
     run_to_end(config)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def whole(tmp_path_factory):
     """The final files of an uninterrupted run."""
     # what it imports need not be imported again by each fork
     run_to_end(tiny_run(train_iters=1, eval_iters=0))
@@ -79,7 +71,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def damaged(tmp_path_factory):
     """A directory of three steps, of which only the first is good."""
     folder = tmp_path_factory.mktemp("damaged") / "steps"
     run_ranks(train, 2, run_of(folder, stop=3, load=False), detail=False)

@@ -1,13 +1,9 @@
 """A rank that is killed ends the run on all ranks, soon, with its name; resumed, the run ends with
 the same bytes."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -27,20 +23,20 @@ RUN = [
 ]
 
 
-def _dies() -> None:
+def _dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _killed(rank: int, place: str, iteration: int) -> Callable[[int], None]:
+def _killed(rank, place, iteration):
     return lambda own: happens(place, _dies, iteration=iteration) if own == rank else None
 
 
-def _into(folder: Path) -> list[str]:
+def _into(folder):
     return [*RUN, *f"--save {folder}/save --metrics-jsonl {folder}/rows".split()]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """The run that nothing happens to: its checkpoints and its rows."""
     folder = tmp_path_factory.mktemp("whole")
     completes(*_into(folder))
@@ -74,7 +70,7 @@ def test_the_others_name_it_and_the_resumed_run_equals_an_uninterrupted_one(
 def test_a_rank_that_dies_in_a_save_ends_the_others(tmp_path, victim, function, more):
     """In the middle of a rank's files, once every rank knows all files, and after the manifest."""
 
-    def prepare(rank: int) -> None:
+    def prepare(rank):
         if rank == victim:
             setattr(saver, function, lambda *_: _dies())
 
@@ -84,10 +80,10 @@ def test_a_rank_that_dies_in_a_save_ends_the_others(tmp_path, victim, function, 
 
 
 def test_a_rank_with_a_fault_of_its_own_says_it_alone():
-    def fails() -> None:
+    def fails():
         raise ArithmeticError("a fault of rank 1")
 
-    def prepare(rank: int) -> None:
+    def prepare(rank):
         if rank == 1:
             happens("backward", fails, iteration=2)
 

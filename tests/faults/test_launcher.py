@@ -1,8 +1,6 @@
 """What torchrun makes of a killed rank and of signals: the whole program under it, as a user starts
 it."""
 
-from __future__ import annotations
-
 import os
 import re
 import select
@@ -11,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -31,9 +28,7 @@ RUN = [
 
 
 @contextmanager
-def _torchrun(
-    tmp_path: Path, *arguments: str, launcher: tuple[str, ...] = ()
-) -> Iterator[subprocess.Popen[bytes]]:
+def _torchrun(tmp_path, *arguments, launcher=()):
     """Starts it, and waits for its fifth iteration. Output goes to tmp_path/log."""
     words = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc_per_node 2"
     line = [sys.executable, *shlex.split(words), *launcher, str(ROOT / "pretrain_gpt.py")]
@@ -61,7 +56,7 @@ def _torchrun(
         process.wait()
 
 
-def _workers(process: subprocess.Popen[bytes]) -> list[int]:
+def _workers(process):
     """In rank order: torchrun starts them so."""
     try:
         return [
@@ -99,5 +94,5 @@ def test_ranks_whose_launcher_died_of_a_signal_that_it_does_not_handle_end(tmp_p
     assert "torchrun on rank 0's node is gone" in (tmp_path / "log").read_text()
 
 
-def _wait_for_the_end_of(pidfd: int, timeout: float = HANG_S) -> None:
+def _wait_for_the_end_of(pidfd, timeout=HANG_S):
     assert select.select([pidfd], [], [], timeout)[0]

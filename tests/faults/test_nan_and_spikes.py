@@ -1,22 +1,16 @@
 """A loss or a gradient that is not finite, on one rank: the update is skipped on all alike, said,
 written down, and nothing else changes. A spike of the loss is skipped in the same way."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.loss_scale import SETTLED, WINDOW, MeanLossState, SpikeGuard
 from megatron_lite.optim.optimizer import Optimizer, OptimizerStep
-from megatron_lite.training.loop import Trainer
 from megatron_lite.training.skipped import SKIPPED_BATCHES
 from tests.support.changes import with_settings
 from tests.support.rank_faults import (
@@ -51,27 +45,20 @@ CASES = [
 ]
 
 
-def run_config(shape: str, **settings: Any) -> RunConfig:
+def run_config(shape, **settings):
     model = NO_DROPOUT if shape == "cp2" else {}
     training = dict(train_iters=5, eval_iters=0, **settings.pop("training", {}))
     return in_shape(tiny_run(**model, **training, **settings), shape)
 
 
-def _poisoned(
-    rank: int,
-    world_size: int,
-    config: RunConfig,
-    where: str,
-    value: float,
-    iterations: tuple[int, ...],
-) -> Any:
+def _poisoned(rank, world_size, config, where, value, iterations):
     """This rank's tensors at the end, what changed in the poisoned iterations, the progress, the
     error, the number of updates, and the state of the loss scale."""
-    changed: list[str] = []
-    trainers: list[Trainer] = []
+    changed = []
+    trainers = []
 
     @contextmanager
-    def fault() -> Any:
+    def fault():
         before = tensors_of(trainers[0])
         with Poison(where, value) if rank == world_size - 1 else contextmanager(lambda: (yield))():
             yield
@@ -90,20 +77,20 @@ def _poisoned(
     )
 
 
-def _left_out(rank: int, world_size: int, config: RunConfig, iterations: tuple[int, ...]) -> Any:
+def _left_out(rank, world_size, config, iterations):
     """The same run, in which the optimizer does nothing in those iterations."""
     true_step = Optimizer.step
 
     @contextmanager
-    def no_update() -> Any:
-        def step(optimizer: Optimizer, *_: Any, **__: Any) -> OptimizerStep:
+    def no_update():
+        def step(optimizer, *_, **__):
             optimizer.layout.gradients.reduce_()
             nothing = torch.zeros(())
             return OptimizerStep(nothing, nothing, torch.zeros(1))
 
-        Optimizer.step = step  # type: ignore[method-assign]
+        Optimizer.step = step
         yield
-        Optimizer.step = true_step  # type: ignore[method-assign]
+        Optimizer.step = true_step
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         during_iteration(monkeypatch, iterations, no_update)
@@ -112,12 +99,12 @@ def _left_out(rank: int, world_size: int, config: RunConfig, iterations: tuple[i
     return tensors_of(trainer)
 
 
-def written(folder: Path) -> list[dict[str, Any]]:
+def written(folder):
     """The rows about skipped batches."""
     return [json.loads(line) for line in (folder / SKIPPED_BATCHES).read_text().splitlines()]
 
 
-def check_skips_one(shape: str, config: RunConfig, where: str, value: float, at: int) -> None:
+def check_skips_one(shape, config, where, value, at):
     """Not a bit of weights, moments and masters changes in that iteration, and the rest of the run
     is one in which the update was never made."""
     ranks = SHAPES[shape].ranks
@@ -157,7 +144,7 @@ def test_so_many_in_a_row_stop_the_run_with_one_message_and_it_goes_on_from_its_
     config = run_config("dp2", training=dict(max_skipped_updates=3))
     config = with_settings(config, train_iters=9)
 
-    def run(save: Path, load: Path | None, iterations: tuple[int, ...]) -> list[Any]:
+    def run(save, load, iterations):
         saved = dict(save=str(save), load=load and str(load), save_interval=4)
         fault = ("gradient", math.nan, iterations)
         return run_ranks(_poisoned, 2, with_checkpoint(config, **saved), *fault, detail=False)
@@ -223,7 +210,7 @@ def test_an_overflow_of_a_float16_run_halves_the_scale_on_all_ranks_and_never_co
 # Spikes.
 
 
-def spike_config(shape: str, ratio: float | None, **settings: Any) -> RunConfig:
+def spike_config(shape, ratio, **settings):
     config = run_config(shape, **settings)
     return with_settings(
         config, train_iters=SETTLED + 6, global_batch_size=2, skip_update_on_spike=ratio

@@ -1,16 +1,12 @@
 """A pickle in the place of any file that the program reads does not run: the file is refused, or
 not used."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,24 +37,24 @@ from tests.support.saves import saving_run
 class Payload:
     """Makes a folder when it is unpickled."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self.mark = str(mark)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (self.mark,)
 
 
-def as_pickle(mark: Path) -> bytes:
+def as_pickle(mark):
     return pickle.dumps(Payload(mark))
 
 
-def as_torch_file(mark: Path) -> bytes:
+def as_torch_file(mark):
     buffer = io.BytesIO()
     torch.save({"weight": Payload(mark)}, buffer)
     return buffer.getvalue()
 
 
-def as_numpy_file(mark: Path) -> bytes:
+def as_numpy_file(mark):
     buffer = io.BytesIO()
     np.save(buffer, np.array([Payload(mark)], dtype=object), allow_pickle=True)
     return buffer.getvalue()
@@ -69,7 +65,7 @@ SAMPLE = "--load {} --prompt 1 --distributed-backend gloo --max-new-tokens 1"
 
 
 @pytest.fixture
-def mark(tmp_path: Path) -> Path:
+def mark(tmp_path):
     return tmp_path / "it ran"
 
 
@@ -135,7 +131,7 @@ TRAIN = (
 IDS, MOCK = "--vocab-size 9 ", "--mock-data "
 HF, TEXT = "--tokenizer-type HuggingFaceTokenizer ", "--input {0} --output-prefix {1} "
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file {0} --merge-file {0}"
-COMMANDS: list[tuple[Callable[[list[str]], int], str]] = [
+COMMANDS = [
     (pretrain_gpt.main, TRAIN + IDS + MOCK + "--config-json {0}"),
     (pretrain_gpt.main, TRAIN + MOCK + HF + "--tokenizer-model {0}"),
     (pretrain_gpt.main, TRAIN + MOCK + GPT2),

@@ -1,14 +1,9 @@
 """A read that the system refuses is no damage: it is tried again, and then the run stops. It never
 falls back to an earlier step for it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,22 +21,22 @@ Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(tmp_path_factory):
     folder = tmp_path_factory.mktemp("begun") / "steps"
     run_to_end(saving_run(folder, 2, load=False))
     return folder
 
 
 @pytest.fixture
-def steps(tmp_path: Path, begun: Path) -> Path:
+def steps(tmp_path, begun):
     return shutil.copytree(begun, tmp_path / "steps")
 
 
-def refusing(patch: Patch, name: str, number: int, *, times: int) -> Callable[[], int]:
+def refusing(patch, name, number, *, times):
     """os.open refuses the file of this name so many times. Returns a function that counts."""
     real, calls = os.open, 0
 
-    def refused(path: Any, *arguments: Any, **named: Any) -> int:
+    def refused(path, *arguments, **named):
         nonlocal calls
         if str(path).endswith(name):
             calls += 1
@@ -91,10 +86,10 @@ def test_a_read_that_is_refused_for_a_moment_is_tried_again(number, name, steps,
     assert "loaded the checkpoint of iteration 2" in text and "warning" not in text
 
 
-def failing_saves(patch: Patch, number: int, *, times: int) -> None:
+def failing_saves(patch, number, *, times):
     real, calls = saver.save_file, 0
 
-    def failing(tensors: Any, path: str) -> None:
+    def failing(tensors, path):
         nonlocal calls
         calls += 1
         if calls <= times:

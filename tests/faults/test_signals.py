@@ -1,14 +1,10 @@
 """SIGTERM, SIGUSR1 or SIGUSR2 to one rank or to the launcher: all ranks stop at the same point,
 save, and lose nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shlex
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,10 +26,10 @@ RUN = [
 ]
 
 
-def _gets(rank: int, place: str, *names: str, iteration: int = 0) -> Callable[[int], None]:
+def _gets(rank, place, *names, iteration=0):
     """The rank gets these signals there, all at once."""
 
-    def send() -> None:
+    def send():
         numbers = [signal.Signals[name] for name in names]
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         for number in numbers:
@@ -43,12 +39,12 @@ def _gets(rank: int, place: str, *names: str, iteration: int = 0) -> Callable[[i
     return lambda own: happens(place, send, iteration=iteration) if own == rank else None
 
 
-def _losses(text: str) -> list[str]:
+def _losses(text):
     return [line for line in text.splitlines() if " loss at iteration " in line]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+def whole(tmp_path_factory):
     """The run that nothing happens to: its files, and its validation and test losses."""
     folder = tmp_path_factory.mktemp("whole")
     into = f"--save {folder}/save --metrics-jsonl {folder}/rows"
@@ -99,7 +95,7 @@ def test_before_the_first_iteration_all_stop_at_once(tmp_path, place, rank, name
     into = f"--save {tmp_path}/save --data-cache-path {cache}"
     arguments = [*RUN, *_corpus(tmp_path), *into.split()]
 
-    def prepare(own: int) -> None:
+    def prepare(own):
         _gets(rank, place, name)(own)
         if own != rank:
             builds_second(cache)
@@ -124,16 +120,16 @@ def test_further_signals_at_the_end_of_a_saved_run_do_not_change_its_status(
     """As Slurm sends them: once when the time is nearly over, and again. The second one comes when
     the groups are left."""
 
-    def prepare(rank: int) -> None:
+    def prepare(rank):
         _gets(1, "forward", "SIGTERM", iteration=2)(rank)
         destroy = dist.destroy_process_group
 
-        def late() -> None:
+        def late():
             for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):
                 os.kill(os.getpid(), signal.Signals[name])
             destroy()
 
-        dist.destroy_process_group = late  # type: ignore[assignment]
+        dist.destroy_process_group = late
 
     with program(
         [*RUN, *MOCK, "--save", str(tmp_path)],
@@ -149,10 +145,10 @@ def test_further_signals_at_the_end_of_a_saved_run_do_not_change_its_status(
 # --- Ctrl-C ---
 
 
-def _interrupted(place: str, *ranks: int, iteration: int = 0) -> Callable[[int], None]:
+def _interrupted(place, *ranks, iteration=0):
     """These ranks get SIGINT there. A shell's job in the background would ignore it."""
 
-    def prepare(rank: int) -> None:
+    def prepare(rank):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for one in ranks:
             _gets(one, place, "SIGINT", iteration=iteration)(rank)
@@ -194,22 +190,22 @@ def test_ctrl_c_is_one_line_and_no_traceback(tmp_path, place, iteration, ranks):
 def test_ctrl_c_to_a_rank_that_cannot_be_interrupted_ends_the_run_too():
     """Its main thread waits for a collective, or as here for something else, outside of Python."""
 
-    def prepare(rank: int) -> None:
+    def prepare(rank):
         _interrupted("model")(rank)
         if rank == 1:
 
-            def stuck(*args: object, **options: object) -> None:
+            def stuck(*args, **options):
                 os.kill(os.getpid(), signal.SIGINT)
                 ctypes.CDLL(None).pause()
                 ctypes.CDLL(None).sleep(3600)
 
-            build.build_datasets = stuck  # type: ignore[assignment]
+            build.build_datasets = stuck
 
     with program([*RUN, *MOCK], ranks=2, prepare=prepare) as run:
         assert set(run.wait()) <= {-signal.SIGINT, 128 + signal.SIGINT}, run.everything()
         assert len(run.messages()) == 1 and "Traceback" not in run.everything()
 
 
-def _corpus(folder: Path) -> list[str]:
+def _corpus(folder):
     prefix = written(folder / "data", (np.arange(30) + document for document in range(40)))
     return f"--vocab-size 98 --split 80,10,10 --data-path {prefix}".split()

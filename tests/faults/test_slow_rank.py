@@ -1,17 +1,12 @@
 """A rank that holds the others up is named with its ratio; where none does, nobody is."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.model.layer import TransformerLayer
 from megatron_lite.parallel.collectives import WAITING
 from megatron_lite.supervision.slow_rank import RankTime, slow_ranks
@@ -22,7 +17,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import tiny_run
 
 
-def times(*ms: float, stages: tuple[int, ...] | None = None) -> list[RankTime]:
+def times(*ms, stages=None):
     return [
         RankTime(rank, 0 if stages is None else stages[rank], f"node{rank // 2}", one)
         for rank, one in enumerate(ms)
@@ -48,17 +43,17 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other():
     assert "slow rank: 3 (node1) 2.0x the median of 2 ranks of pipeline rank 1" in line
 
 
-def run_config(shape: str, ranks: int) -> RunConfig:
+def run_config(shape, ranks):
     config = in_shape(tiny_run(train_iters=6, eval_iters=0, global_batch_size=ranks), shape)
     logging = LoggingConfig(log_interval=3, log_straggler=True, straggler_ratio=3.0)
     return replace(config, logging=logging)
 
 
-def _run(rank: int, world_size: int, config: RunConfig, seconds: float) -> bool:
+def _run(rank, world_size, config, seconds):
     """Whether nothing is timed afterwards. Rank 1 sleeps so long in each of two layers' forward."""
 
     @replaces("forward", TransformerLayer)
-    def slowly(forward: Any, layer: TransformerLayer, *inputs: Any) -> Tensor:
+    def slowly(forward, layer, *inputs):
         if rank == 1:
             time.sleep(seconds)
         return forward(layer, *inputs)
@@ -77,7 +72,7 @@ def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(capfd, shape,
     sleep takes some 10 ms, and several times as long where other work takes the processors: the
     sleep is long enough to be told from that, or becomes so."""
 
-    def check(seconds: float) -> None:
+    def check(seconds):
         found = run_ranks(_run, ranks, run_config(shape, ranks), seconds, detail=False)
         assert found == [True] * ranks
         named = re.findall(

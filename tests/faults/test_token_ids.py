@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,9 +14,7 @@ import torch.distributed as dist
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.data.datasets import build_datasets
-from megatron_lite.training.loop import Trainer
 from tests.support.changes import with_settings
 from tests.support.corpora import written
 from tests.support.rank_faults import SHAPES, in_shape, run_until_it_ends
@@ -26,12 +24,12 @@ from tests.support.runs import step_bytes, tiny_run, with_checkpoint
 VOCABULARY = 99  # 98 and the one that NullTokenizer adds
 
 
-def write_corpus(prefix: Path) -> None:
+def write_corpus(prefix):
     """Twelve documents of 40 tokens."""
     written(prefix, ((np.arange(40) * 7 + number * 11) % VOCABULARY for number in range(12)))
 
 
-def corpus_config(prefix: Path, shape: str, **settings: Any) -> RunConfig:
+def corpus_config(prefix, shape, **settings):
     config = in_shape(tiny_run(train_iters=8, eval_iters=0, **settings), shape)
     return replace(
         config, data=DataConfig(seq_length=16, data_path=(str(prefix),), split="100,0,0")
@@ -46,7 +44,7 @@ class Spot(NamedTuple):
     document: int
 
     @classmethod
-    def in_sample(cls, prefix: Path, config: RunConfig, sample: int) -> Spot:
+    def in_sample(cls, prefix, config, sample):
         """The second token of a sample."""
         data = build_datasets(
             config.data, vocab_size=VOCABULARY, seed=config.training.seed, num_samples=(32, 0, 0)
@@ -57,17 +55,17 @@ class Spot(NamedTuple):
         start = int(np.argmax((windows == data[sample][:4]).all(1)))
         return cls(prefix.with_suffix(".bin"), document * 40 + start + 1, document)
 
-    def write(self, token: int) -> int:
+    def write(self, token):
         """Puts it there. Returns what stood there."""
         ids = np.memmap(self.path, np.uint16, mode="r+")
         before, ids[self.place] = int(ids[self.place]), token
         return before
 
 
-def _run(rank: int, world_size: int, config: RunConfig, bad: Spot | None = None) -> Any:
+def _run(rank, world_size, config, bad=None):
     """bad: what goes bad once every rank has opened the data."""
 
-    def corrupt(_: Trainer) -> None:
+    def corrupt(_):
         if world_size > 1:
             dist.barrier()
         if bad is not None and rank == 0:

@@ -1,7 +1,5 @@
 """`device`: the CPU in every run, and the GPU under the mark `gpu`. `cuda`: the GPU alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,17 +13,17 @@ WEEKLY = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         if item.name.partition("[")[0] in WEEKLY and not item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.weekly)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
+def device(request):
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu)])
-def cuda(request: pytest.FixtureRequest) -> torch.device:
+def cuda(request):
     return torch.device(request.param, 0)

@@ -4,14 +4,11 @@
 out. With pytest-xdist four tests run at a time.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -20,10 +17,10 @@ ROOT = FOLDER.parents[1]
 class Recorder:
     """Collects by test: outcome "passed", "failed" or "skipped", seconds, and the reason."""
 
-    def __init__(self) -> None:
-        self.results: dict[str, dict[str, Any]] = {}
+    def __init__(self):
+        self.results = {}
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
+    def pytest_runtest_logreport(self, report):
         # a fixture that fails, or a skip before the call
         if report.when == "call" or report.outcome != "passed":
             skipped = isinstance(report.longrepr, tuple)
@@ -34,7 +31,7 @@ class Recorder:
             }
 
 
-def main() -> int:
+def main():
     """0 where no test failed and at least one passed, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

@@ -4,35 +4,31 @@ suite tries the test itself."""
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.model.attention import CoreAttention
 from megatron_lite.model.dropout import dropout
-from megatron_lite.model.gpt import GPTModel, ModelStages
+from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.batches import MicroBatch
-from megatron_lite.training.step import StageRunner, StepResult, train_step
+from megatron_lite.training.step import StageRunner, train_step
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config
 from tests.support.runs import tiny_run
 
 if TYPE_CHECKING:
-    from megatron_lite.config.run import RunConfig
-    from megatron_lite.training.loop import Trainer
+    pass
 
 CPU = torch.device("cpu")
-ARCHITECTURES: dict[str, dict[str, object]] = {
+ARCHITECTURES = {
     "gpt2": dict(add_qkv_bias=True),
     "llama": dict(
         position_embedding_type="rope",
@@ -52,12 +48,12 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
 }
 
 
-def on(device: torch.device, seed: int = 7) -> ParallelState:
+def on(device, seed=7):
     """The state of a run of one rank on that device."""
     return ParallelState(device=device, rng=RngStreams(device, seed=seed))
 
 
-def batch_on(device: torch.device, seed: int = 3) -> MicroBatch:
+def batch_on(device, seed=3):
     tokens, labels = sample_tokens(seed)
     return MicroBatch(tokens.to(device), labels.to(device))
 
@@ -68,7 +64,7 @@ class Gradients:
     grads: dict[str, Tensor]
 
 
-def gradients(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Gradients:
+def gradients(config, device, dtype):
     """Loss and gradients of one batch, on the CPU in float64."""
     model = build_tiny_model(config, on(device), dtype=dtype)
     batch = batch_on(device)
@@ -84,7 +80,7 @@ def gradients(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     )
 
 
-def relative_error(ours: Tensor, reference: Tensor) -> float:
+def relative_error(ours, reference):
     """Norm of the difference / norm of the reference."""
     return ((ours - reference).norm() / reference.norm()).item()
 
@@ -125,9 +121,7 @@ def test_16_bits_stay_near_float64(device):
                     assert error < weight, (name, dtype, parameter)
 
 
-def attention_and_gradients(
-    backend: str, device: torch.device, dtype: torch.dtype, **settings: Any
-) -> list[Tensor]:
+def attention_and_gradients(backend, device, dtype, **settings):
     """Output and input gradients of [s 24, b 2, 4 heads over 2 groups, d 64]."""
     config = tiny_config(
         attention_backend=backend, num_attention_heads=4, kv_channels=64, **settings
@@ -163,7 +157,7 @@ def test_all_kernels_of_attention_agree(device):
 def test_a_snapshot_replays_dropout_masks(device):
     rng, ones = RngStreams(device, seed=11), torch.ones(400, device=device)
 
-    def masks() -> Tensor:
+    def masks():
         return torch.cat(
             [dropout(ones, 0.3, rng, name) for name in (DEFAULT, TENSOR_PARALLEL, DEFAULT)]
         )
@@ -188,9 +182,7 @@ def test_streams_of_a_gpu_leave_the_cpus_generator_alone(cuda):
 # --- the training step ---
 
 
-def small_step(
-    device: torch.device, dtype: torch.dtype = torch.float32
-) -> tuple[GPTModel, Optimizer, ParallelState]:
+def small_step(device, dtype=torch.float32):
     parallel = on(device)
     model = build_tiny_model(
         tiny_config(hidden_dropout=0.1, attention_dropout=0.1), parallel, dtype=dtype
@@ -198,15 +190,13 @@ def small_step(
     return model, Optimizer(model, OptimizerConfig(), parallel), parallel
 
 
-def one_step(
-    model: GPTModel, optimizer: Optimizer, parallel: ParallelState, batch: MicroBatch
-) -> StepResult:
+def one_step(model, optimizer, parallel, batch):
     return train_step(
         StageRunner(ModelStages([model]), parallel), optimizer, [batch, batch], learning_rate=1e-2
     )
 
 
-def weights_and_states(model: GPTModel, optimizer: Optimizer) -> dict[str, Tensor]:
+def weights_and_states(model, optimizer):
     states = {
         f"{name}/{key}": value.detach().clone()
         for name, state in optimizer.states.items()
@@ -218,7 +208,7 @@ def weights_and_states(model: GPTModel, optimizer: Optimizer) -> dict[str, Tenso
     }
 
 
-def all_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+def all_equal(ours, theirs):
     return ours.keys() == theirs.keys() and all(
         torch.equal(value, theirs[name]) for name, value in ours.items()
     )
@@ -251,7 +241,7 @@ def test_a_step_never_waits_for_the_gpu(cuda):
 # --- whole runs ---
 
 
-def tiny_run_on(device: torch.device, folder: Path, **training: Any) -> RunConfig:
+def tiny_run_on(device, folder, **training):
     """20 iterations on mock data, with dropout unless `training` says dropout=0."""
     folder.mkdir()
     probability = training.pop("dropout", 0.1)
@@ -269,12 +259,12 @@ def tiny_run_on(device: torch.device, folder: Path, **training: Any) -> RunConfi
 
 
 @contextmanager
-def quiet() -> Iterator[io.StringIO]:
+def quiet():
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()):
         yield output
 
 
-def finish(config: RunConfig, device: torch.device) -> Trainer:
+def finish(config, device):
     """Runs it, on that device, and leaves torch's deterministic mode as it was."""
     from tests.support.runs import run_to_end
 
@@ -287,7 +277,7 @@ def finish(config: RunConfig, device: torch.device) -> Trainer:
     return trainer
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder):
     from tests.support.runs import rows
 
     return rows(folder / "metrics.jsonl")
@@ -319,14 +309,14 @@ def test_a_deterministic_run_repeats_bit_for_bit(device, tmp_path):
         assert all_equal(ends[0], ends[1])
 
 
-def check_resumed(device: torch.device, folder: Path, **training: Any) -> list[dict[str, Any]]:
+def check_resumed(device, folder, **training):
     """10 iterations, a checkpoint, 10 more: weights, moments and losses, bit for bit, with dropout.
 
     Returns the rows. training: with `loss_scaling`, a field of the run.
     """
     scaling = training.pop("loss_scaling", None)
 
-    def config_of(name: str, **more: Any) -> RunConfig:
+    def config_of(name, **more):
         config = tiny_run_on(device, folder / name, **training, deterministic_mode=True, **more)
         return config if scaling is None else replace(config, loss_scaling=scaling)
 

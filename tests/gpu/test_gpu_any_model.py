@@ -1,8 +1,6 @@
 """`apply_policy_` on a device, in a fresh process: torch orders its attention kernels at the first
 call, and the first replay uses that of the forward."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

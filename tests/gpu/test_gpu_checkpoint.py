@@ -1,7 +1,5 @@
 """Checkpoints of a run on a device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.gpu.test_gpu import finish, tiny_run_on

@@ -3,10 +3,8 @@ their exchange in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,34 +29,34 @@ class InMemory:
     parts: list[Tensor]
     totals: list[Tensor] = field(default_factory=list)
 
-    def rank(self) -> int:
+    def rank(self):
         return self.own
 
-    def size(self) -> int:
+    def size(self):
         return len(self.parts)
 
 
-def parts_in_memory(own: Tensor, group: Any) -> Iterator[tuple[int, Tensor]]:
+def parts_in_memory(own, group):
     for step in range(group.size()):
         source = (group.rank() - step) % group.size()
         yield source, group.parts[source]
 
 
 class SumInMemory:
-    def __init__(self, like: Tensor, group: Any) -> None:
+    def __init__(self, like, group):
         self._group = group
 
-    def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
+    def add(self, source, tokens, key, value):
         self._group.totals[source][0, tokens] += key
         self._group.totals[source][1, tokens] += value
 
-    def result(self) -> Tensor:
+    def result(self):
         """Not complete yet: other ranks follow."""
         return torch.zeros_like(self._group.totals[self._group.rank()])
 
 
 @contextmanager
-def memory_as_an_exchange() -> Iterator[None]:
+def memory_as_an_exchange():
     EXCHANGES["memory"] = Exchange(parts_in_memory, SumInMemory)
     try:
         yield
@@ -66,7 +64,7 @@ def memory_as_an_exchange() -> Iterator[None]:
         del EXCHANGES["memory"]
 
 
-def inputs(groups: int) -> list[Tensor]:
+def inputs(groups):
     """query, key, value and the output's gradient, whole."""
     generator = torch.Generator().manual_seed(5)
     return [
@@ -75,7 +73,7 @@ def inputs(groups: int) -> list[Tensor]:
     ]
 
 
-def over_ranks(whole: list[Tensor]) -> list[Tensor]:
+def over_ranks(whole):
     """Output, and the gradients of query, key and value, in the order of the ranks' tokens."""
     spans = [ContextParallel(rank=rank, size=SIZE).spans(S // SIZE) for rank in range(SIZE)]
     shards = [[select(tensor, of_rank, 0) for tensor in whole] for of_rank in spans]
@@ -84,7 +82,7 @@ def over_ranks(whole: list[Tensor]) -> list[Tensor]:
     found = []
     with memory_as_an_exchange():
         for rank, (query, key, value, grad) in enumerate(shards):
-            group: Any = InMemory(rank, parts, totals)
+            group = InMemory(rank, parts, totals)
             cp = ContextParallel(group=group, rank=rank, size=SIZE, comm_type="memory")
             query.requires_grad_()
             output = context_parallel_attention(
@@ -96,7 +94,7 @@ def over_ranks(whole: list[Tensor]) -> list[Tensor]:
     return [torch.cat(tensors) for tensors in zip(*found, strict=True)]
 
 
-def alone(whole: list[Tensor]) -> list[Tensor]:
+def alone(whole):
     """The same by the formula, in float64 on the CPU."""
     query, key, value = (tensor.clone().requires_grad_() for tensor in whole[:3])
     keys, values = (

@@ -1,13 +1,9 @@
 """A budget holds on a GPU: what its allocator says, the prediction, the bits and `@host`."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.api import apply_policy_, fit_memory_, remove_policy_
 from megatron_lite.fit.gauges import CudaGauge
@@ -18,13 +14,13 @@ from megatron_lite.fit.measurement import CANDIDATES, FULL, ON_HOST, Measurement
 class Layer(nn.Module):
     """Attention and an MLP, each with a norm and a residual."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
         self.inner, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         """Returns [b, s, width]."""
         batch, length, width = hidden.shape
         heads = self.qkv(self.norm(hidden)).view(batch, length, 3, width // 64, 64)
@@ -38,12 +34,12 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Eight layers and a head."""
 
-    def __init__(self, width: int = 512) -> None:
+    def __init__(self, width=512):
         super().__init__()
         self.embedding, self.head = nn.Embedding(1000, width), nn.Linear(width, 1000)
         self.layers = nn.ModuleList(Layer(width) for _ in range(8))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         """Returns the loss of predicting the tokens themselves."""
         hidden = self.embedding(tokens)
         for layer in self.layers:
@@ -51,7 +47,7 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
 
 
-def trained(model: nn.Module, tokens: Tensor) -> list[Tensor]:
+def trained(model, tokens):
     """Returns the gradients of a step."""
     model.zero_grad()
     model(tokens).backward()
@@ -67,7 +63,7 @@ def test_the_peak_of_the_allocator_is_within_the_budget(cuda):
         tokens = torch.randint(1000, (8, 512), device=cuda)
         plain = trained(model, tokens)
         model.zero_grad()
-        step: Any = lambda: model(tokens).backward()  # noqa: E731
+        step = lambda: model(tokens).backward()  # noqa: E731
         whole = fit_memory_(model, None, step=step)
         whole.remove()
         smallest = least(model, step)
@@ -99,7 +95,7 @@ def test_host_memory_is_a_candidate_that_saves_memory_of_the_gpu(cuda):
     assert options["full@host"].held < 0
 
 
-def least(model: nn.Module, step: Callable[[], Any]) -> int:
+def least(model, step):
     """Returns the bytes of a step in which every layer is rebuilt."""
     apply_policy_(model, layers_fqn="layers", policy="*:full")
     step()

@@ -1,21 +1,15 @@
 """float16 and its loss scale on a device."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_lite.config.optimizer_settings import LossScaleConfig, OptimizerConfig
-from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.state import ParallelState
 from tests.gpu.test_gpu import batch_on, check_resumed, on, one_step
 from tests.support.models import build_tiny_model, tiny_config
 
 
-def scaled_step(
-    device: torch.device, config: LossScaleConfig
-) -> tuple[GPTModel, Optimizer, ParallelState]:
+def scaled_step(device, config):
     parallel = on(device)
     model = build_tiny_model(
         tiny_config(hidden_dropout=0.1, attention_dropout=0.1), parallel, dtype=torch.float16
@@ -36,7 +30,7 @@ def test_a_scaled_step_never_waits_for_the_gpu_whether_or_not_it_overflows(cuda)
     torch.cuda.set_sync_debug_mode("error")
     try:
         fine = one_step(model, optimizer, parallel, batch)
-        next(model.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+        next(model.parameters()).grad.fill_(torch.inf)
         overflowed = optimizer.step(1e-2)
         after = one_step(model, optimizer, parallel, batch)
     finally:

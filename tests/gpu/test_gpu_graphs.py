@@ -1,13 +1,10 @@
 """Captured steps, collectives of groups of one rank, and torch's sanitizer, on a device."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -33,7 +30,7 @@ POLICIES = (None, "*:full", "0:core_attn+dropout; 1:layernorm+activation")
 def test_captured_steps_have_the_bits_of_others(cuda, tmp_path):
     """With dropout, under three policies, in three precisions, and while the batch grows."""
     ramp = dict(global_batch_size=4, rampup_batch_size=(2, 2, 16))
-    cases: list[tuple[str | None, dict[str, Any]]] = [
+    cases = [
         *((policy, dict(bf16=True)) for policy in POLICIES),
         ("*:full", dict(fp16=True, skip_update_on_spike=2.0)),
         ("*:full", ramp),
@@ -67,7 +64,7 @@ def test_collectives_of_groups_of_one_change_nothing(device, tmp_path):
     for impl in graphs:
         for data_parallel in (DataParallelConfig(), shared):
             name = f"{impl}-{data_parallel.use_distributed_optimizer}"
-            options: dict[str, Any] = dict(train_iters=6, deterministic_mode=True)
+            options = dict(train_iters=6, deterministic_mode=True)
             alone = tiny_run_on(device, tmp_path / f"alone-{name}", **options)
             grouped = tiny_run_on(
                 device, tmp_path / f"grouped-{name}", **options, cuda_graph_impl=impl

@@ -1,8 +1,6 @@
 """What watches over a run, on a device: hashes, the running mean of the loss, the probe of a slow
 GPU."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_lite.config.logging_settings import LoggingConfig

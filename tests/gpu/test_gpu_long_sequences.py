@@ -1,11 +1,8 @@
 """Packed documents and an MLP in tiles, on any device: against formulas in float64 on the CPU."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from megatron_lite.context_parallel.attention_kernels import Readable
 from megatron_lite.context_parallel.documents import CuSeqlens
@@ -16,17 +13,17 @@ BOUNDS = (0, 1, 40, 96, 160, 192)
 REACH = 16
 
 
-def draw(*shape: int, seed: int) -> Tensor:
+def draw(*shape, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-def inputs(groups: int) -> list[Tensor]:
+def inputs(groups):
     """query, key, value and the output's gradient, [s, b, a, d]."""
     return [draw(S, B, heads, D, seed=heads) for heads in (HEADS, groups, groups, HEADS)]
 
 
-def by_formula(whole: list[Tensor], reach: int | None) -> list[Tensor]:
+def by_formula(whole, reach):
     """The output, and the gradients of query, key and value, of each document alone."""
     query, key, value = (tensor.clone().requires_grad_() for tensor in whole[:3])
     keys, values = (each.repeat_interleave(HEADS // each.shape[2], 2) for each in (key, value))

@@ -4,22 +4,15 @@ waiting.
 Written like test_gpu.py, for `run.py`. On the CPU the tests that take a `device` try themselves.
 """
 
-from __future__ import annotations
-
 import gc
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
-from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.offload import CudaCopyStreams
@@ -41,23 +34,16 @@ class SlowCopyStreams(CudaCopyStreams):
     """Every copy begins about a millisecond late: what does not wait for it reads, frees or writes
     too early."""
 
-    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Any) -> Any:
+    def _copy(self, stream, target, source, after):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(2_000_000)  # clock cycles
         return super()._copy(stream, target, source, after)
 
 
-def build(
-    policy: str,
-    device: torch.device,
-    *,
-    contiguous: bool = False,
-    dtype: torch.dtype = torch.float32,
-    **overrides: object,
-) -> GPTModel:
+def build(policy, device, *, contiguous=False, dtype=torch.float32, **overrides):
     """Unfused attention, whose gradients are the same bits in every run; with dropout."""
     recompute = RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous)
-    fields: dict[str, object] = dict(
+    fields = dict(
         num_layers=NUM_LAYERS,
         hidden_dropout=0.1,
         attention_dropout=0.1,
@@ -72,7 +58,7 @@ def build(
     )
 
 
-def step(model: GPTModel, *seeds: int, **shape: int) -> list[Tensor]:
+def step(model, *seeds, **shape):
     """Gradients of micro-batches that are all in flight before the first backward. The random
     numbers are the same each time."""
     device = model.context.device
@@ -87,7 +73,7 @@ def step(model: GPTModel, *seeds: int, **shape: int) -> list[Tensor]:
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def deterministic():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
@@ -96,7 +82,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def same(first: list[Tensor], second: list[Tensor]) -> bool:
+def same(first, second):
     return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
 
 
@@ -132,7 +118,7 @@ def test_copies_that_come_late_change_no_gradient(cuda):
 def test_a_graph_that_is_dropped_while_copies_are_on_their_way_spoils_nothing(cuda):
     """What was called back and never read is freed only when it has arrived."""
 
-    def breaks(*_: Any) -> None:
+    def breaks(*_):
         raise InterruptedError
 
     with deterministic():
@@ -151,7 +137,7 @@ def test_a_graph_that_is_dropped_while_copies_are_on_their_way_spoils_nothing(cu
             assert same(step(model), step(plain))
 
 
-def kept_bytes(model: GPTModel, device: torch.device) -> tuple[int, int]:
+def kept_bytes(model, device):
     """(on the device, in host memory), of one micro-batch."""
     with kept_for_backward(exclude=model.parameters()) as meter:
         loss = model.loss(*(tensor.to(device) for tensor in sample_tokens())).mean()
@@ -161,7 +147,7 @@ def kept_bytes(model: GPTModel, device: torch.device) -> tuple[int, int]:
     return found
 
 
-def predicted_bytes(model: GPTModel, sizes: Sizes) -> tuple[int, int]:
+def predicted_bytes(model, sizes):
     return activation_bytes(model.config, model.decoder.plan, sizes), host_bytes(
         model.config, model.decoder.plan, sizes
     )

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from arguments import parse_args
-from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.observe import own_step_peak
 from tests.memory.step_peaks import measure
@@ -50,7 +49,7 @@ class Case(NamedTuple):
     micro_batches: int = 2
 
     @property
-    def config(self) -> RunConfig:
+    def config(self):
         """The run of the row."""
         config = parse_args(f"{SIZES} {self.flags}".split()).config
         data_parallel_size = config.parallel.data_parallel_size(self.ranks)
@@ -58,7 +57,7 @@ class Case(NamedTuple):
         return replace(config, training=replace(config.training, global_batch_size=batch))
 
 
-def policy(text: str) -> str:
+def policy(text):
     """Returns the flag of a recompute policy."""
     return f"--recompute-policy {text}"
 
@@ -153,12 +152,12 @@ class Row:
     moment: str
 
     @property
-    def ratio(self) -> float:
+    def ratio(self):
         """Predicted over measured."""
         return self.predicted_bytes / self.measured_bytes
 
 
-def row_of_rank(rank: int, world_size: int, case: Case) -> Row:
+def row_of_rank(rank, world_size, case):
     """Returns the row of this rank. Every rank calls it at the same time."""
     config = case.config
     with parallel_state(config.parallel, seed=config.training.seed) as parallel:
@@ -173,7 +172,7 @@ def row_of_rank(rank: int, world_size: int, case: Case) -> Row:
     )
 
 
-def rows(case: Case) -> list[Row]:
+def rows(case):
     """Runs a case. Returns the row of every rank; ranks of equal sizes give one row."""
     found = run_ranks(row_of_rank, case.ranks, case, detail=False)
     return list({(row.predicted_bytes, row.measured_bytes): row for row in found}.values())

@@ -7,19 +7,14 @@ by the first step count. The figure has every tensor of the process, with the al
 and the copies that gloo's collectives make. Memory outside of torch's allocator is not part of it.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import gloo_has_freed
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatches, document_rules, masked_mean
 from megatron_lite.training.build_trainer import build_stages
@@ -29,7 +24,7 @@ STEP = "the measured step"
 LEARNING_RATE = 1e-4
 
 
-def measure(config: RunConfig, parallel: ParallelState, *, num_microbatches: int) -> int:
+def measure(config, parallel, *, num_microbatches):
     """Returns the most bytes allocated at once in this rank's second step.
 
     Every rank of the run calls it at the same time.
@@ -69,7 +64,7 @@ def measure(config: RunConfig, parallel: ParallelState, *, num_microbatches: int
     return _peak(profile)
 
 
-def samples(config: RunConfig) -> _Samples:
+def samples(config):
     """Returns a dataset of random token ids for the run."""
     return _Samples(config)
 
@@ -77,22 +72,22 @@ def samples(config: RunConfig) -> _Samples:
 class _Samples:
     """A dataset of random token ids."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config):
         self._config = config
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 1 << 30
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index):
         size = self._config.data.seq_length + 1
         return np.random.default_rng(index).integers(
             self._config.tokenizer.true_vocab_size, size=size, dtype=np.int64
         )
 
 
-def _peak(profile: Any) -> int:
+def _peak(profile):
     """Returns the most bytes that were allocated at once during the marked step."""
-    events: list[tuple[int, int, int]] = []
+    events = []
     begins = ends = 0
     pending = list(profile.profiler.kineto_results.experimental_event_tree())
     while pending:
@@ -103,7 +98,7 @@ def _peak(profile: Any) -> int:
         if type(event.extra_fields).__name__.endswith("Allocation"):
             fields = event.extra_fields
             events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    alive: dict[int, int] = {}
+    alive = {}
     total = most = 0
     for time, address, size in sorted(events, key=lambda event: event[0]):
         if size > 0:  # memory that another thread freed is used again

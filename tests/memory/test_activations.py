@@ -4,19 +4,16 @@ that live. No tolerance."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_sizes, tp_state
@@ -55,11 +52,11 @@ class Figures(NamedTuple):
     predicted_on_host: int
 
     @property
-    def agree(self) -> bool:
+    def agree(self):
         return (self.saved, self.saved_on_host) == (self.predicted, self.predicted_on_host)
 
 
-def policies(*, can_split: bool) -> Iterator[RecomputeConfig]:
+def policies(*, can_split):
     """None, every set of regions, units of one and two layers, results of operators; some in host
     memory or in one allocation."""
     split = ("*:full@split", "0:full@split;*:none", "*:full/2@split+host")
@@ -78,16 +75,16 @@ def policies(*, can_split: bool) -> Iterator[RecomputeConfig]:
 
 
 def figures(
-    config: ModelConfig,
-    recompute: RecomputeConfig,
-    parallel: ParallelState,
+    config,
+    recompute,
+    parallel,
     *,
-    sequence_parallel: bool,
-    dtype: torch.dtype,
-    live: LiveStorages | None = None,
-    loss_chunk_size: int | None = None,
-    cp_comm_type: str | tuple[str, ...] = "p2p",
-) -> Figures:
+    sequence_parallel,
+    dtype,
+    live=None,
+    loss_chunk_size=None,
+    cp_comm_type="p2p",
+):
     plan = plan_stage(recompute, config.num_layers)
     model = build_tiny_model(
         config,
@@ -124,7 +121,7 @@ def figures(
     )
 
 
-def models() -> Iterator[ModelConfig]:
+def models():
     """Every variant x attention x dropout in attention, in the residual, in both or in neither."""
     for name, backend, softmax_in_fp32 in itertools.product(
         VARIANTS, ("flash", "unfused"), (False, True)
@@ -140,9 +137,7 @@ def models() -> Iterator[ModelConfig]:
             )
 
 
-def differences(
-    rank: int, world_size: int, sequence_parallel: bool, every: int
-) -> tuple[int, list[str]]:
+def differences(rank, world_size, sequence_parallel, every):
     """How many cases were measured, and those where prediction and measurement differ. Takes each
     `every`-th of all cases."""
     wrong = []
@@ -188,7 +183,7 @@ def test_predicted_bytes_are_the_measured_ones(tp_size, sequence_parallel, every
         assert wrong == [] and count > 8
 
 
-def living(rank: int, world_size: int, sequence_parallel: bool) -> list[Figures]:
+def living(rank, world_size, sequence_parallel):
     found = []
     with tp_state(world_size) as parallel:
         for name, recompute in sampled(

@@ -1,10 +1,7 @@
 """The collectives of a plan against those that torch dispatches in a real forward and backward, to
 the byte."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -18,9 +15,7 @@ from megatron_lite.description.operations import (
     SHIFT,
     Collective,
 )
-from megatron_lite.memory.predict.kept_tensors import Traffic
-from megatron_lite.recompute.recompute_plan import RecomputePlan
-from tests.support.collectives import Sent, recorded_collectives
+from tests.support.collectives import recorded_collectives
 from tests.support.equality import variant_config
 from tests.support.models import (
     BATCH,
@@ -64,7 +59,7 @@ POLICIES = (
 SPLIT = ("*:full@split", "*:full/2@split", "*:full/3@split", "0:mlp;1:none;2:full@split")
 
 
-def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
+def policies(*, can_split):
     """Every policy, with and without its tail; NUM_LAYERS is not divisible by 2."""
     plans = {
         policy: plan_of(policy, NUM_LAYERS) for policy in (*POLICIES, *(SPLIT if can_split else ()))
@@ -74,15 +69,13 @@ def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
     }
 
 
-def some_policies(*, can_split: bool) -> dict[str, RecomputePlan]:
+def some_policies(*, can_split):
     return dict(sampled(policies(can_split=can_split).items(), every=3, at_most=2))
 
 
-def by_kind_and_bytes(
-    sent: list[Sent], element_bytes: int, *, tokens: int = BATCH * SEQ_LENGTH
-) -> Counter[Collective]:
+def by_kind_and_bytes(sent, element_bytes, *, tokens=BATCH * SEQ_LENGTH):
     """Sums of the cross-entropy are float32: one or two numbers per token."""
-    found: Counter[Collective] = Counter()
+    found = Counter()
     for one in sent:
         if one.name == "recv_":  # the other half of a shift
             continue
@@ -92,9 +85,7 @@ def by_kind_and_bytes(
     return found
 
 
-def measured(
-    rank: int, world_size: int, sequence_parallel: bool, dtype: torch.dtype
-) -> dict[str, tuple[Counter, Counter]]:
+def measured(rank, world_size, sequence_parallel, dtype):
     """By policy: what the forward sent, and what the backward did, its replays included."""
     sent = {}
     with tp_state(world_size) as parallel:
@@ -112,9 +103,7 @@ def measured(
     return sent
 
 
-def predicted(
-    plan: RecomputePlan, tp_size: int, *, sequence_parallel: bool, element_bytes: int = 4
-) -> Traffic:
+def predicted(plan, tp_size, *, sequence_parallel, element_bytes=4):
     return plan_collectives(
         MODEL,
         plan,
@@ -147,10 +136,10 @@ def test_a_replay_of_experts_repeats_the_collectives_that_its_policy_says(dispat
     config = variant_config("mixtral", num_layers=NUM_LAYERS)
     plans = {policy: plan_of(policy, NUM_LAYERS) for policy in EXPERT_POLICIES}
 
-    def kinds(collectives: Iterable[Collective]) -> Counter[str]:
+    def kinds(collectives):
         return Counter(one.kind for one in collectives)
 
-    def sent(rank: int, world_size: int) -> dict[str, tuple[Counter[str], Counter[str]]]:
+    def sent(rank, world_size):
         found = {}
         layout = dict(expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher)
         with tp_state(1, **layout) as parallel:

@@ -1,7 +1,5 @@
 """Bytes, peaks and FLOPs of models whose layers differ by number: predicted equals measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -34,9 +32,7 @@ POLICIES = (
 FLASH = next(config for name, config in MODELS.items() if name.startswith("SDPA"))
 
 
-def wrong_bytes(
-    rank: int, world_size: int, sequence_parallel: bool
-) -> dict[str, test_activations.Figures]:
+def wrong_bytes(rank, world_size, sequence_parallel):
     found = {}
     with tp_state(world_size) as parallel:
         for name, config in MODELS.items():

@@ -4,8 +4,6 @@ Attention is mostly unfused here: the counter knows torch's flash kernels of CUD
 nothing for the one of a CPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,15 +1,10 @@
 """The list of a layer's operators against what torch dispatches in its forward; what is held when a
 layer has been rebuilt."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
 from megatron_lite.config.policy import IN_GROUPS
-from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from tests.support.dispatch import Dispatches, tensors_in
 from tests.support.equality import VARIANTS, variant_config
@@ -20,26 +15,24 @@ from tests.support.ranks import run_ranks
 NUM_LAYERS = 2
 
 
-def sizes(tp_size: int, sequence_parallel: bool, dtype: torch.dtype = torch.float32) -> Sizes:
+def sizes(tp_size, sequence_parallel, dtype=torch.float32):
     return tiny_sizes(tp_size, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize)
 
 
 class InGroups(Dispatches):
     """The operators that some group holds, in order, with the bytes of their results."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[tuple[str, int]] = []
+        self.seen = []
 
-    def saw(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+    def saw(self, func, args, kwargs, results):
         if str(func) in IN_GROUPS:
             found = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(results))
             self.seen.append((str(func), found))
 
 
-def wrong_lists(
-    rank: int, world_size: int, sequence_parallel: bool
-) -> dict[str, tuple[list, list]]:
+def wrong_lists(rank, world_size, sequence_parallel):
     """By variant, attention and dtype: (dispatched, listed), where they differ. In layers that may
     keep any result."""
     pairs = {}

@@ -1,9 +1,6 @@
 """The running sum of live storages equals a count that reads every storage anew."""
 
-from __future__ import annotations
-
 import weakref
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,14 +23,12 @@ from tests.support.storages import address
 class Checked(LiveStorages):
     """Compares the sum with the sizes of all storages that operators returned, after each one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.all: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.all = {}
         self.compared = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(result, torch.Tensor):
             storage = result.untyped_storage()

@@ -1,8 +1,6 @@
 """The meter: what a forward keeps, to the byte, by torch's hooks; and the same figure from the
 storages that live."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref
@@ -21,15 +19,15 @@ PLANS = ("*:none", "*:full/2", "*:core_attn+layernorm+activation", "*:mlp")
 ROW = 4 * 7  # bytes of a float32 row of 7
 
 
-def leaf(*shape: int) -> Tensor:
+def leaf(*shape):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
-def parameter_grads(model: nn.Module) -> list[Tensor]:
+def parameter_grads(model):
     grads = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     assert all(grad is not None for grad in grads)
-    return grads  # type: ignore[return-value]
+    return grads
 
 
 def test_a_storage_counts_once_and_whole_however_often_and_in_whichever_views_it_is_saved():
@@ -44,13 +42,13 @@ class Twice(torch.autograd.Function):
     """2 x, from which the derivative is found in a strange way."""
 
     @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def]
+    def forward(ctx, x):
         doubled = 2 * x
         ctx.save_for_backward(doubled, x)
         return doubled
 
     @staticmethod
-    def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_output):
         return grad_output * ctx.saved_tensors[0] / ctx.saved_tensors[1]
 
 
@@ -64,7 +62,7 @@ def test_what_custom_functions_save_counts_and_comes_back():
 
 
 @pytest.mark.parametrize("function", [Tensor.exp, Twice.apply], ids=["exp", "Twice"])
-def test_the_count_keeps_nothing_alive_not_even_a_saved_output(function):  # type: ignore[no-untyped-def]
+def test_the_count_keeps_nothing_alive_not_even_a_saved_output(function):
     """A hook that held the very output that its graph saved would make a cycle."""
     gc.disable()
     try:

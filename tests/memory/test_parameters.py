@@ -1,17 +1,13 @@
 """Counted parameters are those of the real model, in every layout; published models have their
 published size."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.states import parameter_count
-from megatron_lite.model.gpt import GPTModel
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, padded_vocab_size, tp_state
 from tests.support.ranks import run_ranks
@@ -19,13 +15,11 @@ from tests.support.ranks import run_ranks
 MODELS = {name: variant_config(name, num_layers=3) for name in VARIANTS}
 
 
-def held(model: GPTModel) -> int:
+def held(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _held_by_stages(
-    rank: int, world_size: int, config: ModelConfig, parallel: ParallelConfig
-) -> list[int]:
+def _held_by_stages(rank, world_size, config, parallel):
     with tp_state(world_size) as state:
         return [
             held(build_tiny_model(config, state, stage=stage))

@@ -4,26 +4,18 @@ each rebuilding, exactly."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import MODULES
-from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.measure.meter import KeptForBackward, kept_for_backward
+from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.stage_course import replays_of
-from megatron_lite.parallel.collectives import Started
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute import checkpoint, offload
 from megatron_lite.recompute import region_runner as regions
-from megatron_lite.recompute.recompute_plan import RecomputePlan
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, plan_of, sample_tokens, tiny_sizes, tp_state
 from tests.support.mutants import replaces
@@ -67,20 +59,20 @@ SPLIT = (
 DENSE = [name for name in VARIANTS if "num_experts" not in VARIANTS[name]]
 
 
-def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
+def policies(*, can_split):
     return {
         policy: plan_of(policy, NUM_LAYERS) for policy in (*POLICIES, *(SPLIT if can_split else ()))
     }
 
 
 @contextmanager
-def rebuilt_tensors(watch: list[int], meter: KeptForBackward) -> Iterator[None]:
+def rebuilt_tensors(watch, meter):
     """Appends to `watch` what is held whenever a tensor is saved, and whenever a discarded tensor,
     a mask or a split input has been made again, or a tensor has come back from host memory: those
     live without being saved by anyone."""
-    unsaved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+    unsaved = {}
 
-    def look() -> None:
+    def look():
         held = {address: storage.num_bytes for address, storage in meter.storages().items()}
         alive = ((address, reference()) for address, reference in unsaved.items())
         watch.append(
@@ -91,34 +83,34 @@ def rebuilt_tensors(watch: list[int], meter: KeptForBackward) -> Iterator[None]:
             )
         )
 
-    def noted(tensor: Tensor) -> Tensor:
+    def noted(tensor):
         (address,) = addresses([tensor])
         unsaved[address] = weakref.ref(tensor.untyped_storage())
         look()
         return tensor
 
     @replaces("rebuilt_outputs", checkpoint)
-    def rebuilding(rebuild: Any, node: Any) -> Any:
+    def rebuilding(rebuild, node):
         return noted(rebuild(node))
 
     @replaces("again", regions.Redraw)
-    def redrawing(redraw: Any, self: regions.Redraw, state: Tensor) -> Tensor:
+    def redrawing(redraw, self, state):
         return noted(redraw(self, state))
 
     @replaces("start_all_gather_first_dim", checkpoint)
-    def gathering(gather: Any, tensor: Tensor, group: ProcessGroup) -> Started:
+    def gathering(gather, tensor, group):
         started = gather(tensor, group)
         noted(started.result)
         return started
 
     @replaces("call_back", offload._OnHost)
-    def calling_back(call_back: Any, self: Any) -> None:
+    def calling_back(call_back, self):
         is_new = self._returned is None
         call_back(self)
         if is_new and self._returned is not None:
             noted(self._returned)
 
-    def pack(tensor: Tensor) -> object:
+    def pack(tensor):
         saved = meter.pack(tensor)
         look()
         return saved
@@ -132,13 +124,11 @@ def rebuilt_tensors(watch: list[int], meter: KeptForBackward) -> Iterator[None]:
         yield
 
 
-def measured(
-    config: ModelConfig, plan: RecomputePlan, parallel: ParallelState, *, sequence_parallel: bool
-) -> Fullest:
+def measured(config, plan, parallel, *, sequence_parallel):
     model = build_tiny_model(
         config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32, plan=plan
     )
-    held: list[int] = []
+    held = []
     with kept_for_backward(exclude=model.parameters()) as meter:
         loss = model.loss(*sample_tokens()).mean()
         forward = meter.total_bytes()
@@ -147,21 +137,17 @@ def measured(
     return Fullest(forward, max(held, default=0))
 
 
-def sizes(tp_size: int, *, sequence_parallel: bool) -> Sizes:
+def sizes(tp_size, *, sequence_parallel):
     return tiny_sizes(tp_size, sequence_parallel=sequence_parallel)
 
 
-def predicted(
-    config: ModelConfig, plan: RecomputePlan, tp_size: int, *, sequence_parallel: bool
-) -> Fullest:
+def predicted(config, plan, tp_size, *, sequence_parallel):
     here = sizes(tp_size, sequence_parallel=sequence_parallel)
     replays = (one.held_bytes for one in replays_of(config, plan, here))
     return Fullest(activation_bytes(config, plan, here), max(replays, default=0))
 
 
-def differences(
-    rank: int, world_size: int, config: ModelConfig, sequence_parallel: bool
-) -> dict[str, tuple[Fullest, Fullest]]:
+def differences(rank, world_size, config, sequence_parallel):
     """{policy: (measured, predicted)} where they differ."""
     pairs = {}
     with tp_state(world_size) as parallel:

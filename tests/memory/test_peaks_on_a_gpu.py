@@ -5,16 +5,12 @@ measured when products rounded weight gradients and the loss had blocks of rows 
 predicted that way.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from arguments import parse_args
-from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import whole_model
 from megatron_lite.description import model_ends, sizes
 from megatron_lite.description.model_ends import loss_blocks
@@ -30,12 +26,12 @@ LOWEST, HIGHEST = -0.003, 0.01
 
 
 @pytest.fixture
-def earlier_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def earlier_kernels(monkeypatch):
     for module, name in ((model_ends, "has_gradient_tensor"), (sizes, "has_gradient_tensor")):
         monkeypatch.setattr(module, name, lambda device: True)
 
 
-def config_of(row: dict[str, Any]) -> RunConfig:
+def config_of(row):
     flags = [*row["flags"].split(), "--mock-data", "--lr", "1e-4", "--no-torch-compile"]
     return parse_args(flags).config
 

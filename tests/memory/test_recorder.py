@@ -1,34 +1,28 @@
 """Recorded timelines: the same gradients, every byte in one category, each operator in its phase
 and module."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.measure.recorder import record_timeline
-from megatron_lite.memory.measure.timeline import Timeline
-from megatron_lite.model.gpt import GPTModel
-from megatron_lite.parallel.state import ParallelState
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 
 TOKENS, LABELS = sample_tokens()
 UNIFORM_2 = "*:full/2"
 
 
-def tiny_model(parallel: ParallelState, policy: str, *, dropout: float = 0.1) -> GPTModel:
+def tiny_model(parallel, policy, *, dropout=0.1):
     config = tiny_config(hidden_dropout=dropout, attention_dropout=dropout)  # 3 layers
     return build_tiny_model(config, parallel, dtype=torch.float32, plan=policy)
 
 
-def mean_loss(model: GPTModel) -> Tensor:
+def mean_loss(model):
     return model.loss(TOKENS, LABELS).mean()
 
 
-def recorded(policy: str) -> Timeline:
+def recorded(policy):
     with tp_state(1) as parallel:
         model = tiny_model(parallel, policy)
         return record_timeline(model, lambda: mean_loss(model), name="x")
@@ -61,7 +55,7 @@ def test_the_peak_is_that_of_live_storages():
 
 
 def test_replays_are_told_from_backward_layer_by_layer_from_the_last_unit():
-    def order(phase: str) -> list[str]:
+    def order(phase):
         layers = [
             ".".join(event.module.split(".")[:3])
             for event in recorded(UNIFORM_2).events

@@ -1,21 +1,17 @@
 """Hardware FLOPs of recompute plans against torch's own counter, to the last FLOP, and against
 figures worked out by hand."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import MODULES
 from megatron_lite.config.regions import LAYERNORM, MLP_REGION
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.flops import hardware_flops
-from megatron_lite.recompute.recompute_plan import RecomputePlan
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.flash_flops import FORMULAS
 from tests.support.models import (
@@ -30,7 +26,7 @@ from tests.support.pairs import only, subsets
 BATCH, SEQ_LENGTH = 3, 8
 
 
-def plans(num_layers: int) -> dict[str, RecomputePlan]:
+def plans(num_layers):
     """Every policy, with every combination of regions, with and without tail skip."""
     policies = (
         *("*:none", "*:full", "*:full/2", "*:full/3", "0:full; *:none", "0-2:full; *:none"),
@@ -50,13 +46,7 @@ def plans(num_layers: int) -> dict[str, RecomputePlan]:
     }
 
 
-def counted(
-    config: ModelConfig,
-    plan: RecomputePlan | None,
-    tp_size: int,
-    *,
-    sequence_parallel: bool = False,
-) -> int:
+def counted(config, plan, tp_size, *, sequence_parallel=False):
     """FLOPs of forward and backward that torch counts on this rank."""
     with tp_state(tp_size) as parallel:
         model = build_tiny_model(
@@ -67,7 +57,7 @@ def counted(
     return counter.get_total_flops()
 
 
-def predicted(config: ModelConfig, plan: RecomputePlan, tp_size: int = 1) -> int:
+def predicted(config, plan, tp_size=1):
     return hardware_flops(
         config,
         plan,
@@ -79,9 +69,7 @@ def predicted(config: ModelConfig, plan: RecomputePlan, tp_size: int = 1) -> int
     )
 
 
-def wrong_figures(
-    config: ModelConfig, named: dict[str, RecomputePlan], of_ranks: list[list[int]]
-) -> dict[str, tuple[int, int]]:
+def wrong_figures(config, named, of_ranks):
     """{plan: (counted over all ranks, predicted)} where the two differ. of_ranks: each rank's count
     of every plan."""
     totals = map(sum, zip(*of_ranks, strict=True))

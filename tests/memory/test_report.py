@@ -1,19 +1,15 @@
 """The report of --explain-recompute: its figures add up and are those of the run, and each note is
 made where it holds, and only there."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from arguments import parse_args
-from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.explain.recompute_report import Report, explain, likely_device
+from megatron_lite.memory.explain.recompute_report import explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.flops import hardware_flops, replay_flops, step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
@@ -76,12 +72,12 @@ RUNS = {
 CASES = [(run, policy) for run, policies in RUNS.items() for policy in policies]
 
 
-def config_of(words: str) -> RunConfig:
+def config_of(words):
     return parse_args(words.split()).config
 
 
 @functools.cache
-def report_of(words: str, device: str = "cuda") -> Report:
+def report_of(words, device="cuda"):
     return explain(config_of(words), device)
 
 
@@ -164,8 +160,8 @@ def test_the_other_policies_are_priced_as_they_would_be_run(words):
     assert peaks == sorted(peaks, reverse=True)
     splits = sizes.tp_size > 1 and not sizes.sequence_parallel
     assert any("distributed" in name for name in names) == splits
-    shape: dict[str, Any] = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
-    head: dict[str, Any] = dict(shape, padded_vocab_size=sizes.padded_vocab_size)
+    shape = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
+    head = dict(shape, padded_vocab_size=sizes.padded_vocab_size)
     for row in report.policies:
         plan = plan_stage(row.config.recompute, config.model.num_layers)
         own = Sizes.of(row.config, device="cuda")

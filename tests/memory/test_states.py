@@ -1,19 +1,13 @@
 """The predicted bytes of weights, gradients and optimizer states are those that a run holds."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
@@ -52,24 +46,24 @@ OF_ZERO1 = (
 )
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
+def bytes_of(tensors):
     """Returns the bytes of the storages, each once."""
     local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
     return sum(storage.nbytes() for storage in distinct(local))
 
 
-def held(run: RunConfig) -> tuple[RankStates, RankStates]:
+def held(run):
     """Returns the bytes that this rank holds after one step, and those predicted."""
     with parallel_state(run.parallel, seed=1) as parallel:
         trainer = build_trainer(run, parallel)
-        grads: list[Tensor] = []
+        grads = []
         publish = trainer.optimizer.layout.publish
 
-        def remember() -> None:
+        def remember():
             grads.extend(piece.grad for piece in trainer.optimizer.layout.pieces)
             publish()
 
-        trainer.optimizer.layout.publish = remember  # type: ignore[method-assign]
+        trainer.optimizer.layout.publish = remember
         trainer.run()
         weights = list(trainer.model.parameters())
         local = [one.to_local() if isinstance(one, DTensor) else one for one in weights]
@@ -79,7 +73,7 @@ def held(run: RunConfig) -> tuple[RankStates, RankStates]:
         own |= addresses(piece.master for piece in masters)
         link = trainer.optimizer._rule.link
 
-        def states(on_host: bool) -> Iterator[Tensor]:
+        def states(on_host):
             for piece in pieces:
                 for value in trainer.optimizer.states[piece.name].values():
                     if piece.on_host == on_host and not own & addresses([value]):
@@ -103,14 +97,12 @@ def held(run: RunConfig) -> tuple[RankStates, RankStates]:
     return found, told
 
 
-def differing(rank: int, world_size: int, runs: dict[str, RunConfig]) -> dict[str, Any]:
+def differing(rank, world_size, runs):
     both = {name: held(run) for name, run in runs.items()}
     return {name: (found, told) for name, (found, told) in both.items() if found != told}
 
 
-def run_of(
-    layout: str, variant: str, *, rule: str = "adam", pp_size: int = 1, **settings: Any
-) -> RunConfig:
+def run_of(layout, variant, *, rule="adam", pp_size=1, **settings):
     bf16 = settings.pop("bf16", False)
     run = tiny_run(
         **({**VARIANTS[variant], "hidden_size": 48}),

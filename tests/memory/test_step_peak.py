@@ -1,14 +1,11 @@
 """The predicted peak of a whole step against the peak of a real one, and the sums behind it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 
 from arguments import parse_args
 from megatron_lite.config import row_blocks
-from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages_of_rank
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.stage_course import stage_course
@@ -101,7 +98,7 @@ SOON = {*IN_EVERY_RUN, "documents, windows", "a large vocabulary, own units"}
 BOUND = 0.05
 
 
-def check(case: Case) -> None:
+def check(case):
     """Compares the prediction for each rank with the peak of a real step."""
     for row in rows(case):
         assert abs(row.ratio - 1.0) < BOUND, row
@@ -119,7 +116,7 @@ def test_the_peak_of_a_real_step_is_predicted_within_five_per_cent(case):
     check(case)
 
 
-def random_case(seed: int) -> Case:
+def random_case(seed):
     """Returns a run with settings drawn at random."""
     draw = random.Random(seed)
     ranks, layout, policies = draw.choice(LAYOUTS)
@@ -184,7 +181,7 @@ def test_a_backward_frees_what_the_forward_left(case):
             assert forward.other + backward.other == -received
 
 
-def run_of(flags: str) -> RunConfig:
+def run_of(flags):
     """Returns the config of a run with these flags on top of the benchmark's sizes."""
     return parse_args(f"{SIZES} --global-batch-size 16 {flags}".split()).config
 

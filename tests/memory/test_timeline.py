@@ -1,11 +1,7 @@
 """A timeline's file: what is written comes back, and what is not a timeline is refused in one
 line."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +25,7 @@ TIMELINE = Timeline(
 )
 
 
-def document(tmp_path: Path) -> dict[str, Any]:
+def document(tmp_path):
     write_timeline(TIMELINE, str(tmp_path / "good.json"))
     return json.loads((tmp_path / "good.json").read_text())
 

@@ -1,8 +1,6 @@
 """Core attention against a loop over heads, rows and keys; and what causality means for the whole
 model."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Dropout: which stream each mask comes from, one byte per element, the right statistics, and
 nothing at evaluation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

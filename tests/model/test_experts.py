@@ -1,21 +1,15 @@
 """A mixture-of-experts layer in odd routings and in replays."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.experts import MixtureOfExperts
 from megatron_lite.model.router import Router
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.grouped_linear import grouped_linear
@@ -37,7 +31,7 @@ DEEPSEEK = dict(
 )
 
 
-def config_of(**overrides: Any) -> ModelConfig:
+def config_of(**overrides):
     return ModelConfig(
         **{
             **dict(
@@ -57,9 +51,7 @@ def config_of(**overrides: Any) -> ModelConfig:
 
 
 @contextmanager
-def layer_of(
-    config: ModelConfig, dtype: torch.dtype = torch.float64
-) -> Iterator[tuple[MixtureOfExperts, Regions]]:
+def layer_of(config, dtype=torch.float64):
     with tp_state(1) as parallel:
         context = RankContext.of(parallel, sequence_parallel=False, params_dtype=dtype)
         layer = MixtureOfExperts(config, context)
@@ -67,7 +59,7 @@ def layer_of(
         yield layer, regions_of(parallel.rng)
 
 
-def regions_of(rng: RngStreams) -> Regions:
+def regions_of(rng):
     return Regions(rebuilt=frozenset(), rng=rng, layer=0, skip_region_tails=False, verify=False)
 
 
@@ -172,7 +164,7 @@ def test_a_replay_sends_every_token_to_the_same_experts(policy, variant, after, 
     noise = torch.Generator().manual_seed(5)
     plain = Router._chosen
 
-    def noisy(self: Router, logits: Tensor, columns: int) -> tuple[Tensor, ...]:
+    def noisy(self, logits, columns):
         return plain(self, logits + torch.randn(logits.shape, generator=noise), columns)
 
     monkeypatch.setattr(Router, "_chosen", noisy)

@@ -1,7 +1,5 @@
 """Rows that pad the tables of words."""
 
-from __future__ import annotations
-
 from tests.support.equality import variant_config
 from tests.support.models import (
     VOCAB_SIZE,

@@ -1,12 +1,7 @@
 """A residual stream in float32: what a layer computes with it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
@@ -15,9 +10,9 @@ from tests.support.models import build_tiny_model, sample_tokens, tp_state
 def test_a_float32_residual_stream_is_the_exact_sum_of_its_branches():
     """The branches are computed in 16 bits, and nothing rounds their sum."""
     config = variant_config("gpt2", num_layers=2, fp32_residual_connection=True)
-    seen: dict[str, Tensor] = {}
+    seen = {}
 
-    def note(name: str) -> Callable[..., None]:
+    def note(name):
         return lambda module, inputs, output: seen.update(
             {name: output, f"input of {name}": inputs[0]}
         )
@@ -47,4 +42,4 @@ def test_a_float32_residual_stream_is_the_exact_sum_of_its_branches():
     )
     assert torch.equal(seen["layer.input_layernorm"], normed.bfloat16())
     assert seen["decoder"].dtype == torch.bfloat16
-    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}  # type: ignore[union-attr]
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -7,16 +7,11 @@ of its scores (float64 instead of float32), and `torch.topk` of whole numbers, w
 come in any order, so that "the first tokens" would not be the first.
 """
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from megatron_lite.model.experts import MixtureOfExperts
 from tests.model.test_experts import DEEPSEEK, B, H, S, config_of, layer_of, regions_of
 from tests.support.equality import difference
 from tests.support.ranks import run_ranks
@@ -27,14 +22,14 @@ with warnings.catch_warnings():
     import megatron.core.models.gpt  # noqa: F401  once, and not in each process
 
 STEPS, MICRO_BATCHES, SCALE, RATE = 4, 2, 0.5, 0.01
-SIGMOID: dict[str, Any] = {**DEEPSEEK, "moe_shared_expert_intermediate_size": None}
+SIGMOID = {**DEEPSEEK, "moe_shared_expert_intermediate_size": None}
 LOSSES = dict(moe_aux_loss_coeff=0.25, moe_z_loss_coeff=0.125)
 EVERY_LOSS = dict(
     moe_router_load_balancing_type=("seq_aux_loss", "aux_loss", "global_aux_loss"),
     moe_aux_loss_coeff=(0.25, 0.5, 0.125),
 )
 TIGHT = dict(moe_expert_capacity_factor=0.8, moe_router_topk=3)
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "aux_loss": LOSSES,
     "seq_aux_loss": {**LOSSES, "moe_router_load_balancing_type": "seq_aux_loss"},
     "global_aux_loss": {**LOSSES, "moe_router_load_balancing_type": "global_aux_loss"},
@@ -60,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def their_layer(ours: MixtureOfExperts) -> Any:
+def their_layer(ours):
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -79,11 +74,11 @@ def their_layer(ours: MixtureOfExperts) -> Any:
     return layer
 
 
-def named(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def named(layer):
     return list(layer.named_parameters())
 
 
-def whole(ours: nn.Module, name: str, of: str = "data") -> Tensor:
+def whole(ours, name, of="data"):
     """The part of our parameter, or of its gradient, that theirs of this name is."""
     found = dict(ours.named_parameters())
     _, expert, own = name.partition("local_experts.")
@@ -93,18 +88,18 @@ def whole(ours: nn.Module, name: str, of: str = "data") -> Tensor:
     return getattr(found[f"experts.{rest}"], of)[int(number)]
 
 
-def topk_of_first(of: Tensor, k: int, dim: int = -1, plain: Any = torch.topk, **more: Any) -> Any:
+def topk_of_first(of, k, dim=-1, plain=torch.topk, **more):
     if of.is_floating_point():
         return plain(of, k, dim, **more)
     found = of.sort(dim=dim, descending=True, stable=True)
     return found.values.narrow(dim, 0, k), found.indices.narrow(dim, 0, k)
 
 
-def softmax(of: Tensor, dim: int, plain: Any = torch.softmax, **_: Any) -> Tensor:
+def softmax(of, dim, plain=torch.softmax, **_):
     return plain(of, dim)
 
 
-def errors(rank: int, world_size: int, case: str) -> dict[str, float]:
+def errors(rank, world_size, case):
     """By step and tensor: the largest error, relative to the largest value."""
     from megatron.core.transformer.moe.moe_utils import (
         MoEAuxLossAutoScaler,
@@ -114,10 +109,10 @@ def errors(rank: int, world_size: int, case: str) -> dict[str, float]:
     from tests.support.megatron_core import on_cpu
 
     config = config_of(**{"moe_ffn_hidden_size": 24, **CASES[case]})
-    found: dict[str, float] = {}
+    found = {}
     with on_cpu(1), layer_of(config) as (ours, regions):
-        torch.topk, torch.softmax = topk_of_first, softmax  # type: ignore[assignment]
-        torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+        torch.topk, torch.softmax = topk_of_first, softmax
+        torch.Tensor.float = torch.Tensor.double
         torch.compiler.set_stance("force_eager")  # it compiles small parts, for seconds
         for name, parameter in named(ours):
             if name.endswith(".bias"):  # zeros would hide mistakes

@@ -2,17 +2,12 @@
 rotation on some layers alone.
 """
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
-from megatron_lite.config.model import ModelConfig
 from tests.support.equality import LATENT, difference
 from tests.support.models import (
     VOCAB_SIZE,
@@ -34,7 +29,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "full attention": {},
     "every layer": dict(window_size=(3, 0)),
     "every second layer": dict(window_size=(3, 0), window_attn_skip_freq=2, no_rope_freq=2),
@@ -54,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def our_config(name: str) -> ModelConfig:
+def our_config(name):
     return tiny_config(
         num_layers=4,
         position_embedding_type="rope",
@@ -69,13 +64,11 @@ def our_config(name: str) -> ModelConfig:
 class CoreAttention(DotProductAttention):
     """Their attention without a GPU, to which their latent attention also tells sizes of heads."""
 
-    def __init__(
-        self, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any
-    ) -> None:
+    def __init__(self, *args, k_channels=0, v_channels=0, **options):
         super().__init__(*args, **options)
 
 
-def their_model(name: str) -> nn.Module:
+def their_model(name):
     from tests.support.megatron_core import their_config
 
     ours = our_config(name)
@@ -109,7 +102,7 @@ def their_model(name: str) -> nn.Module:
     return model.double()  # its norms are float32 under any params_dtype
 
 
-def results(model: nn.Module, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def results(model, logits, labels):
     """Logits, and the loss's gradient of each parameter by its name."""
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     return {
@@ -118,7 +111,7 @@ def results(model: nn.Module, logits: Tensor, labels: Tensor) -> dict[str, Tenso
     }
 
 
-def errors(rank: int, world_size: int) -> dict[str, float]:
+def errors(rank, world_size):
     """By model and tensor: the largest error, relative to the largest value."""
     from tests.support.megatron_core import on_cpu
 
@@ -129,7 +122,7 @@ def errors(rank: int, world_size: int) -> dict[str, float]:
         }
 
 
-def errors_of(name: str) -> dict[str, float]:
+def errors_of(name):
     tokens, labels = sample_tokens()
     with tp_state(1) as parallel:
         ours = build_tiny_model(our_config(name), parallel)

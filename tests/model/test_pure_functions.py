@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,12 +24,12 @@ from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
 EPSILON = 1e-5
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up):
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
-def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(heads, cos, sin):
     """Complex numbers whose parts lie half of the rotated channels apart."""
     half = cos.shape[-1] // 2
     turns = torch.complex(cos[..., :half], sin[..., :half])
@@ -37,7 +37,7 @@ def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag, heads[..., 2 * half :]), -1)
 
 
-def neighbours_rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def neighbours_rotated(heads, cos, sin):
     """Complex numbers whose parts are neighbours."""
     size = cos.shape[-2] * 2
     pairs = torch.view_as_complex(heads[..., :size].unflatten(-1, (-1, 2)).contiguous())
@@ -45,7 +45,7 @@ def neighbours_rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned.flatten(-2), heads[..., size:]), -1)
 
 
-def random(*shape: int, seed: int = 1) -> Tensor:
+def random(*shape, seed=1):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -100,13 +100,13 @@ CASES = {
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.005}
 
 
-def check(case: Case, kernels: CompiledKernels | None, dtype: torch.dtype) -> None:
+def check(case, kernels, dtype):
     inputs = [tensor.to(dtype).requires_grad_() for tensor in case.inputs]
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     expected = case.exact(*wide)
     grad = expected.detach().cos().to(dtype)
     before = grad.clone()
-    kept: list[Tensor] = []
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
         output = applied(case.pair, kernels, *inputs, **case.constants)
     of_inputs = [tensor.data_ptr() for tensor in inputs[case.pair.kept]]
@@ -150,7 +150,7 @@ def test_a_part_of_a_tensor_is_rotated_and_normalised_where_it_lies():
     for name in ("rotation", "RMSNorm", "LayerNorm"):
         pair, _, (x, *others), _, constants = CASES[name]
         view = torch.cat((x, x), 2)[:, :, : x.shape[2]]
-        results: list[Any] = []
+        results = []
         for one in (x, view):
             leaf = one.detach().requires_grad_()
             output = applied(pair, None, leaf, *others, **constants)

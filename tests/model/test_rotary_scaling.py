@@ -1,14 +1,10 @@
 """Scaled rotary embeddings: the tables of transformers and of megatron-core, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.config.hf_config import from_hf
 from megatron_lite.config.model import ModelConfig
@@ -27,7 +23,7 @@ SCALINGS = [
 ]
 
 
-def cosines(scaling: RotaryScaling, length: int = LENGTH) -> Tensor:
+def cosines(scaling, length=LENGTH):
     tables = rotary_tables(
         length, CHANNELS, BASE, device=torch.device("cpu"), dtype=torch.float32, scaling=scaling
     )
@@ -38,7 +34,7 @@ LONGROPE = dict(
     short_factor=[1 + i / 10 for i in range(32)], long_factor=[1 + i for i in range(32)]
 )
 # Rules of transformers with their parameters, and of which length the sequences are.
-RULES: dict[str, tuple[dict[str, Any], int]] = {
+RULES = {
     "llama3 by 8": (dict(rope_type="llama3", factor=8.0, **LLAMA3), LENGTH),
     "llama3 by 32": (dict(rope_type="llama3", factor=32.0, **LLAMA3), LENGTH),
     "yarn": (dict(rope_type="yarn", factor=4.0), LENGTH),
@@ -95,7 +91,7 @@ def test_tables_equal_those_of_megatron_core(scaling):
         CHANNELS,
         1.0,
         rotary_base=BASE,
-        seq_len_interpolation_factor=scaling.position_factor,  # type: ignore[arg-type]
+        seq_len_interpolation_factor=scaling.position_factor,
         rope_scaling=scaling.frequency_factor is not None,
         rope_scaling_factor=scaling.frequency_factor or 8.0,
         use_cpu_initialization=True,

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.model.gpt import GPTModel
@@ -39,7 +38,7 @@ class Result:
     grads: dict[str, Tensor]
 
 
-def theirs(name: str, dtype: torch.dtype) -> tuple[ModelConfig, dict[str, Tensor], Result]:
+def theirs(name, dtype):
     """Our configuration, the weights under our names, and what transformers computes with them."""
     model = PEERS[name]().to(dtype)
     config = our_config(model)
@@ -58,9 +57,7 @@ def theirs(name: str, dtype: torch.dtype) -> tuple[ModelConfig, dict[str, Tensor
     return config, weights, Result(logits.detach(), loss.detach(), grads)
 
 
-def ours(
-    config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, tp_size: int
-) -> Result:
+def ours(config, weights, dtype, tp_size):
     """The same on this rank."""
     with tp_state(tp_size) as parallel:
         context = RankContext.of(parallel, sequence_parallel=True, params_dtype=dtype)
@@ -86,7 +83,7 @@ def ours(
         )
 
 
-def ours_in_stages(config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> Result:
+def ours_in_stages(config, weights, dtype):
     """The same from two pipeline stages, each with its own weights, one after the other."""
     split = stages(ParallelConfig(pipeline_model_parallel_size=2), config.num_layers)
     tokens, labels = sample_tokens()
@@ -106,7 +103,7 @@ def ours_in_stages(config: ModelConfig, weights: dict[str, Tensor], dtype: torch
         loss.backward()
         with torch.no_grad():
             logits = last(hidden_states)
-        grads: dict[str, Tensor] = {}
+        grads = {}
         for model in (first, last):
             for name, parameter in model.named_parameters():
                 grad = whole_tensor(parameter.grad, parameter, parallel)

@@ -1,15 +1,11 @@
 """Attention windows and layers without rotary embedding: against the softmax formula and
 torch's own masked attention."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megatron_lite.context_parallel.documents import CuSeqlens
 from megatron_lite.model import attention as core_attention
@@ -21,15 +17,13 @@ S, B, A, D = 9, 2, 6, 4
 SCALE = D**-0.5
 
 
-def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def draw(*shape, seed, dtype=torch.float64):
     return torch.randn(
         *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     ).to(dtype)
 
 
-def heads(
-    groups: int, *, s: int = S, b: int = B, a: int = A, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, Tensor]:
+def heads(groups, *, s=S, b=B, a=A, dtype=torch.float64):
     """query, key and value that need gradients."""
     shapes = ((s, b, a, D), (s, b, groups, D), (s, b, groups, D))
     query, key, value = (
@@ -39,7 +33,7 @@ def heads(
     return query, key, value
 
 
-def core(backend: str, *, layer: int = 0, **overrides: Any) -> CoreAttention:
+def core(backend, *, layer=0, **overrides):
     config = tiny_config(
         attention_backend=backend, num_attention_heads=A, kv_channels=D, **overrides
     )
@@ -47,7 +41,7 @@ def core(backend: str, *, layer: int = 0, **overrides: Any) -> CoreAttention:
         return CoreAttention(config, parallel.rng, layer=layer)
 
 
-def formula(query: Tensor, key: Tensor, value: Tensor, reach: int) -> Tensor:
+def formula(query, key, value, reach):
     """[s, b, a, d], [s, b, g, d] -> [s, b, a d] in float64: row i reads the keys i - reach .. i."""
     query, key, value = query.double(), key.double(), value.double()
     places = torch.arange(query.shape[0])

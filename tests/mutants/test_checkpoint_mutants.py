@@ -1,13 +1,9 @@
 """Mistakes in how checkpoints reach the disk, in who may change a directory and in what is read,
 each put back: a named test must fail."""
 
-from __future__ import annotations
-
 import os
-from io import FileIO
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,12 +25,12 @@ Patch = pytest.MonkeyPatch
 
 
 @replaces("os", data_files)
-def nothing_is_synced(real: ModuleType) -> SimpleNamespace:
+def nothing_is_synced(real):
     return SimpleNamespace(**{**vars(real), "fsync": lambda descriptor: None})
 
 
 @replaces("_rename", SaveDirectory)
-def the_pointer_comes_first(rename: Any, self: SaveDirectory, source: Path, target: Path) -> None:
+def the_pointer_comes_first(rename, self, source, target):
     if ".tmp" in source.name and target.name.startswith("iter_"):
         (self.root / "early").write_text(str(int(target.name[5:])))
         os.rename(self.root / "early", self.root / directory.LATEST)
@@ -51,13 +47,13 @@ def a_step_that_was_taken_away_too_late_stays_away(_, self, step, target):
     self._rename(step, target)
 
 
-def links_and_pipes_are_read(patch: Patch) -> None:
+def links_and_pipes_are_read(patch):
     @replaces("input_size", metadata)
-    def size(_: Any, path: Path) -> int:
+    def size(_, path):
         return path.stat().st_size
 
     @replaces("open_input", data_files)
-    def opened(_: Any, path: Path) -> FileIO:
+    def opened(_, path):
         return path.open("rb", buffering=0)
 
     for part in (size, opened):
@@ -65,7 +61,7 @@ def links_and_pipes_are_read(patch: Patch) -> None:
 
 
 @replaces("_replace", log_files)
-def the_old_text_moves_away_before_the_new_one_is_there(_: Any, path: str, text: str) -> None:
+def the_old_text_moves_away_before_the_new_one_is_there(_, path, text):
     os.replace(path, path + ".previous")
     Path(path).write_text(text)
 

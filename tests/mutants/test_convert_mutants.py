@@ -1,33 +1,27 @@
 """Mistakes in reading weights of other systems, each put in: a named test must fail."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert import hf
 from megatron_lite.convert.megatron import dist, source
 from tests.convert.megatron import test_dist_layouts, test_legacy_layouts
 from tests.model import test_transformers_parity as parity
-from tests.support.mutants import Fault, Mutant, each_is_seen, replaces
+from tests.support.mutants import Mutant, each_is_seen, replaces
 
 pytest.importorskip("transformers")
 
 
-def joined_by(name: str, join: Callable[[Sequence[Tensor], ModelConfig], Tensor]) -> Fault:
+def joined_by(name, join):
     """Returns a fault of how a layout joins its parts.
 
     A round trip does not see such a fault if the other direction has it too.
     """
 
     @replaces(name, hf.LAYOUTS)
-    def fault(layout: Any) -> Any:
+    def fault(layout):
         return layout._replace(join=join)
 
     fault.__name__ = f"{name} is joined wrongly"

@@ -1,9 +1,6 @@
 """Mistakes that only a GPU would punish, each put into a training step: a named test must fail."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 from megatron_lite.parallel import collectives
 from megatron_lite.recompute.offload import CudaCopyStreams
@@ -15,30 +12,28 @@ from tests.training.test_device_hot_path import check_short_case
 
 
 @replaces("wait", CudaCopyStreams)
-def nothing_waits_for_a_copy(wait: Any, self: Any, mark: Any) -> None:
+def nothing_waits_for_a_copy(wait, self, mark):
     pass
 
 
 @replaces("wait", collectives.Started)
-def a_collective_is_read_before_it_ends(wait: Any, self: Any) -> Any:
+def a_collective_is_read_before_it_ends(wait, self):
     return self.result
 
 
 @replaces("read", StepEnd)
-def figures_are_read_before_their_event(
-    read: Any, self: StepEnd, earlier: StepEnd
-) -> tuple[dict[str, float], float]:
+def figures_are_read_before_their_event(read, self, earlier):
     figures = dict(zip(self._names, self._values.tolist(), strict=True))
     return figures, read(self, earlier)[1]
 
 
 @replaces("replay", graphs.Graph)
-def a_graph_keeps_the_first_batch(replay: Any, self: Any, inputs: Any) -> Any:
+def a_graph_keeps_the_first_batch(replay, self, inputs):
     return replay(self, inputs._replace(batches=self._inputs.batches))
 
 
 @replaces("replay", graphs.Graph)
-def a_graph_repeats_its_random_numbers(replay: Any, self: Any, inputs: Any) -> Any:
+def a_graph_repeats_its_random_numbers(replay, self, inputs):
     before = self._rng.snapshot()
     result = replay(self, inputs)
     self._rng.restore(before)
@@ -46,9 +41,9 @@ def a_graph_repeats_its_random_numbers(replay: Any, self: Any, inputs: Any) -> A
 
 
 @replaces("_shared_states", graphs)
-def a_graph_does_not_go_back_for_a_replay(_shared_states: Any, stretches: Any) -> Any:
+def a_graph_does_not_go_back_for_a_replay(_shared_states, stretches):
     """Each seed has one state, as if all of its draws came one after the other."""
-    begins: dict[int, Any] = {}
+    begins = {}
     numbers = []
     for (seed, offset), _ in stretches:
         begins.setdefault(seed, (seed, offset))

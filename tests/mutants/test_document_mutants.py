@@ -1,7 +1,5 @@
 """Mistakes with the documents of a sequence, each put back: a named test must fail."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_lite.model import attention as core_attention

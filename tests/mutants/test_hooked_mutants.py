@@ -1,7 +1,5 @@
 """Mistakes in the engine for any model, each put back: a named test must fail."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 from megatron_lite.recompute import call_arguments as arguments
@@ -36,7 +34,7 @@ def saved_values_are_not_compared(_, self, tensor):
     pass
 
 
-def case(name: str) -> dict[str, object]:
+def case(name):
     return dict(name=name, policy="*:full", verify=False)
 
 

@@ -1,7 +1,5 @@
 """Mistakes in keeping the results of operators, each put back: a named test must fail."""
 
-from __future__ import annotations
-
 from megatron_lite.parallel import collectives
 from megatron_lite.recompute import ops
 from megatron_lite.tensor_parallel import layers as linear

@@ -1,15 +1,10 @@
 """Mistakes of the model, of the layouts over ranks and of the optimizer, each put back: a named
 test must fail."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.model import dispatch, layer, router
 from megatron_lite.optim import grad_buffer, host_link, layouts, stored
@@ -34,106 +29,94 @@ Patch = pytest.MonkeyPatch
 
 
 @replaces("_arrived", host_link.HostLink)
-def the_host_reads_a_stale_gradient(real: Any, self: Any, mark: Any) -> None:
+def the_host_reads_a_stale_gradient(real, self, mark):
     pass
 
 
 @replaces("_arrived", grad_buffer.GradBuffer)
-def the_host_gets_the_gradient_of_the_first_micro_batch(
-    real: Any, self: grad_buffer.GradBuffer, name: str
-) -> None:
+def the_host_gets_the_gradient_of_the_first_micro_batch(real, self, name):
     if name not in self._given:
         self._give(name)
 
 
 @replaces("join", host_link.HostLink)
-def a_gradient_is_clipped_before_it_has_left(real: Any, self: Any) -> None:
+def a_gradient_is_clipped_before_it_has_left(real, self):
     pass
 
 
 @replaces("weight", layouts.Replicated)
-def a_forward_reads_a_weight_before_it_has_come_back(real: Any, self: Any, name: str) -> Any:
+def a_forward_reads_a_weight_before_it_has_come_back(real, self, name):
     return self._parameters[name]
 
 
 @replaces("send", host_link.HostLink)
-def a_buffer_is_overwritten_under_its_copy(real: Any, self: Any, part: Any, values: Tensor) -> None:
+def a_buffer_is_overwritten_under_its_copy(real, self, part, values):
     self._sent = [None, None]
     real(self, part, values)
 
 
 @replaces("take_", layouts.Piece)
-def a_loaded_weight_leaves_the_copy_on_the_host(
-    real: Any, self: layouts.Piece, target: Tensor, whole: Tensor
-) -> None:
+def a_loaded_weight_leaves_the_copy_on_the_host(real, self, target, whole):
     if not (self.on_host and target is self.master):
         real(self, target, whole)
 
 
 @replaces("write_", stored)
-def a_moment_is_rounded_twice(
-    real: Any, state: Tensor, part: slice, values: Tensor, chances: Any = None
-) -> None:
+def a_moment_is_rounded_twice(real, state, part, values, chances=None):
     real(state, part, values.bfloat16().float(), chances)
 
 
 @replaces("_either_neighbour", stored)
-def a_main_weight_is_rounded_twice(real: Any, values: Tensor, chances: Tensor) -> Tensor:
-    nearest: Tensor = real(values.half().float(), chances)
+def a_main_weight_is_rounded_twice(real, values, chances):
+    nearest = real(values.half().float(), chances)
     return nearest
 
 
 @replaces("noise", stored)
-def every_update_has_the_same_noise(real: Any, key: int, update: Tensor, *place: Any) -> Any:
+def every_update_has_the_same_noise(real, key, update, *place):
     return real(key, update * 0, *place)
 
 
 @replaces("there", dispatch.Journey)
-def a_token_is_lost_on_its_way(real: Any, self: dispatch.Journey, rows: Tensor) -> Tensor:
-    moved: Tensor = real(self, rows)
+def a_token_is_lost_on_its_way(real, self, rows):
+    moved = real(self, rows)
     return moved * (torch.arange(moved.shape[0]) > 0).view(-1, *[1] * (moved.dim() - 1))
 
 
 @replaces("__init__", grad_buffer.Bucket)
-def gradients_of_experts_are_summed_over_all_ranks(
-    real: Any, self: grad_buffer.Bucket, layout: Any, flat: Tensor, place: Any, *, tied: bool
-) -> None:
+def gradients_of_experts_are_summed_over_all_ranks(real, self, layout, flat, place, *, tied):
     real(self, layout, flat, place, tied=tied)
     if torch.distributed.is_initialized() and any(".experts." in name for name in layout.places):
         self.others = torch.distributed.group.WORLD
 
 
 @replaces("__init__", grad_buffer.Bucket)
-def shares_are_summed_over_the_wrong_ranks(
-    real: Any, self: grad_buffer.Bucket, layout: Any, flat: Tensor, place: Any, *, tied: bool
-) -> None:
+def shares_are_summed_over_the_wrong_ranks(real, self, layout, flat, place, *, tied):
     real(self, layout, flat, place, tied=tied)
     if place.num_instances > 1:
         self.others = self.shard_group
 
 
 @replaces("start_step", router.Router)
-def the_losses_of_a_router_are_scaled_twice(real: Any, self: router.Router, scale: Any) -> None:
+def the_losses_of_a_router_are_scaled_twice(real, self, scale):
     real(self, scale * scale)
 
 
 @replaces("of", region_runner.Choices)
-def a_replay_chooses_experts_anew(real: Any, self: Any, layer: int, choose: Any) -> Any:
+def a_replay_chooses_experts_anew(real, self, layer, choose):
     return choose()
 
 
 @replaces("__init__", grouped_linear.GroupedLinear)
-def every_rank_adds_the_bias(real: Any, self: Any, *args: Any, **options: Any) -> None:
+def every_rank_adds_the_bias(real, self, *args, **options):
     real(self, *args, **options)
     self._adds_bias = True
 
 
 @replaces("__init__", layer.TransformerBlock)
-def layers_count_from_the_start_of_their_stage(
-    real: Any, self: Any, model: Any, context: Any, plan: Any, stage: Any
-) -> None:
+def layers_count_from_the_start_of_their_stage(real, self, model, context, plan, stage):
     @replaces("TransformerLayer", layer)
-    def shifted(one: Any, model: Any, context: Any, number: int) -> Any:
+    def shifted(one, model, context, number):
         return one(model, context, number - stage.first_layer)
 
     with pytest.MonkeyPatch.context() as inner:
@@ -142,18 +125,14 @@ def layers_count_from_the_start_of_their_stage(
 
 
 @replaces("_mlp", layer.TransformerLayer)
-def a_replay_leaves_out_the_matmul_before_a_norm(
-    real: Any, self: layer.TransformerLayer, hidden_states: Any, regions: Any, skip_tail: bool
-) -> Any:
+def a_replay_leaves_out_the_matmul_before_a_norm(real, self, hidden_states, regions, skip_tail):
     if self.post_mlp_layernorm is None:
         return real(self, hidden_states, regions, skip_tail)
     return self.post_mlp_layernorm(self.mlp(hidden_states, regions, skip_tail))
 
 
 @replaces("gradient", MicroBatchLoss)
-def the_loss_mask_is_forgotten(
-    gradient: Any, self: MicroBatchLoss, labels: Tensor, mask: Tensor | None, number: int
-) -> Any:
+def the_loss_mask_is_forgotten(gradient, self, labels, mask, number):
     return gradient(self, labels, torch.ones_like(mask) if mask is not None else None, number)
 
 
@@ -167,18 +146,18 @@ def each_end_keeps_its_own_gradient_of_a_tied_embedding(_, pipelines, pp_group):
     return None
 
 
-def the_kernel_writes_after_the_hook(patch: Patch) -> None:
+def the_kernel_writes_after_the_hook(patch):
     """When all buckets have been sent: right without overlap."""
-    waiting: list[Callable[[], None]] = []
+    waiting = []
 
     @replaces("_add", weight_gradient)
-    def later(add: Any, kernel: Any, total: Tensor, parameter: Any, *operands: Tensor) -> None:
+    def later(add, kernel, total, parameter, *operands):
         if parameter.grad is None:
             parameter.grad = total.zero_()
         waiting.append(partial(add, kernel, total, parameter, *operands))
 
     @replaces("reduce_", grad_buffer.GradBuffer)
-    def reduced(reduce_: Any, self: grad_buffer.GradBuffer) -> None:
+    def reduced(reduce_, self):
         with torch.no_grad():
             while waiting:
                 waiting.pop(0)()
@@ -189,14 +168,14 @@ def the_kernel_writes_after_the_hook(patch: Patch) -> None:
 
 
 @replaces("whole_states", Optimizer)
-def the_momentum_is_not_saved(real: Any, self: Optimizer, name: str) -> dict[str, Tensor]:
+def the_momentum_is_not_saved(real, self, name):
     return {
         key: value if key != MOMENTUM else torch.zeros_like(value)
         for key, value in real(self, name).items()
     }
 
 
-def gradients_are_freed_whoever_reads_them(patch: Patch) -> None:
+def gradients_are_freed_whoever_reads_them(patch):
     for fault in (
         replaces("FREE_TO_DROP", fsdp)(lambda _: 100),
         replaces("_owns_storage_alone", fsdp)(lambda _, tensor: True),
@@ -205,7 +184,7 @@ def gradients_are_freed_whoever_reads_them(patch: Patch) -> None:
 
 
 @replaces("__init__", grad_buffer.Bucket)
-def tied_gradients_are_not_added(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def tied_gradients_are_not_added(init, self, *args, **kwargs):
     init(self, *args, **kwargs)
     self.tied = False
 

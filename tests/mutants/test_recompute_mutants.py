@@ -5,8 +5,6 @@ Here: randomness, units of layers, split inputs, and what goes in and out of the
 test_region_mutants.py.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest
@@ -61,7 +59,7 @@ def parts_are_gathered_in_the_wrong_order(whole_input, ctx, shard):
     return whole_input(ctx, shard).roll(1, 0)
 
 
-def the_callers_tensor_becomes_its_part(patch: Patch) -> None:
+def the_callers_tensor_becomes_its_part(patch):
     """In evaluation too, which never undoes it."""
 
     @replaces("split_for_rank", engine)

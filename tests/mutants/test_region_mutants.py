@@ -1,8 +1,6 @@
 """Mistakes in the regions of a layer, each put back: a named test must fail. Discarding tensors,
 tail skip, verification."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 from megatron_lite.model import layer

@@ -1,10 +1,7 @@
 """Mistakes in the data tools, the index cache and the start, each put back: a named test must
 fail."""
 
-from __future__ import annotations
-
 import os
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,7 @@ def the_old_index_stays_until_the_new_one_is_there(unlink, path, *rest):
 
 
 @replaces("_publish", IndexedDatasetWriter)
-def names_are_not_synced(publish: Any, self: IndexedDatasetWriter) -> None:
+def names_are_not_synced(publish, self):
     with pytest.MonkeyPatch.context() as inner:
         replaces("sync", indexed)(lambda *_: None)(inner)
         publish(self)

@@ -1,11 +1,7 @@
 """Mistakes in offloading and in the arena, each put back: a named test must fail."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from megatron_lite.recompute.offload import Offload, _OnHost
-from megatron_lite.recompute.pool import Pool, Slot
+from megatron_lite.recompute.pool import Pool
 from megatron_lite.recompute.stores import Arena
 from tests.recompute import test_arena, test_offload
 from tests.support.mutants import Mutant, each_is_seen, replaces
@@ -17,20 +13,20 @@ def originals_are_freed_before_they_are_copied(_, self):
 
 
 @replaces("take", Pool)
-def a_buffer_is_given_to_two(take: Any, self: Pool, num_bytes: int) -> Slot:
+def a_buffer_is_given_to_two(take, self, num_bytes):
     slot = take(self, num_bytes)
     self.add(slot._whole, slot.last_use)
     return slot
 
 
 @replaces("call_back", _OnHost)
-def backward_does_not_wait_for_the_copy_back(call_back: Any, self: _OnHost) -> None:
+def backward_does_not_wait_for_the_copy_back(call_back, self):
     call_back(self)
     self._is_awaited = True
 
 
 @replaces("take", Arena)
-def a_slot_is_free_as_soon_as_it_is_taken(take: Any, self: Arena, num_bytes: int) -> Slot:
+def a_slot_is_free_as_soon_as_it_is_taken(take, self, num_bytes):
     slot = take(self, num_bytes)
     self.add(slot._whole)
     return slot

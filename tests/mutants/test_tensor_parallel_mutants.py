@@ -1,12 +1,8 @@
 """Known tensor-parallel mistakes, each put back: a named comparison with one rank must see it."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_lite.model import norm
 from megatron_lite.optim import optimizer as norms
@@ -41,9 +37,7 @@ def residual_masks_differ_over_ranks(_, self):
 
 
 @replaces("add_weight_product_", cross_entropy)
-def chunks_add_up_in_bf16(
-    add: Any, total: Tensor, rows: Tensor, grad_rows: Tensor, *, first: bool
-) -> None:
+def chunks_add_up_in_bf16(add, total, rows, grad_rows, *, first):
     add(total, rows, grad_rows, first=first)
     total.copy_(total.bfloat16())
 

@@ -1,13 +1,9 @@
 """Skipped steps of every update rule."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.optimizer import Optimizer
@@ -16,7 +12,7 @@ from tests.optim.test_optimizer import CONFIG, Plain
 from tests.support.models import tp_state
 
 
-def optimizer_of(model: nn.Module, parallel: Any, impl: str) -> Optimizer:
+def optimizer_of(model, parallel, impl):
     config = OptimizerConfig(**CONFIG, clip_grad=0.05, optimizer=impl)
     return Optimizer(model, config, parallel)
 

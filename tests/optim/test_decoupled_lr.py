@@ -1,10 +1,7 @@
 """--decoupled-lr: the word embedding and the output layer have a learning rate of their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from tests.support.layouts import LAYOUTS, backward, build
@@ -14,9 +11,7 @@ from tests.support.ranks import run_ranks
 ENDS = {"embedding.word_embeddings.weight", "output_layer.weight"}
 
 
-def _weights(
-    rank: int, world_size: int, layout: str, optimizer: str, variant: str
-) -> list[dict[str, Tensor]]:
+def _weights(rank, world_size, layout, optimizer, variant):
     """The weights after a step at rate 0.02, at 0.005, and at 0.02 with 0.005 at the ends."""
     found = []
     with tp_state(1) as parallel:

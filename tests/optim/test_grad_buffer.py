@@ -1,13 +1,10 @@
 """Buckets: what is in them, when they are sent and what is sent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
@@ -25,35 +22,31 @@ OVERLAP = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=70)
 class Chain(nn.Module):
     """Four vectors of 40 weights, used one after the other."""
 
-    def __init__(
-        self, *, dtype: torch.dtype = torch.float32, partial: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, *, dtype=torch.float32, partial=()):
         super().__init__()
         for number, name in enumerate(NAMES):
             spec = ParameterSpec(global_shape=(40,), sum_grad_over_tp=name in partial)
             weight = torch.linspace(0.5, 1.5, 40, dtype=dtype) + number
             self.register_parameter(name, mark(nn.Parameter(weight), spec))
 
-    def forward(self, x: Tensor, names: tuple[str, ...] = NAMES) -> Tensor:
+    def forward(self, x, names=NAMES):
         for name in names:
             x = (x * self.get_parameter(name)).tanh()
         return x.sum()
 
 
-def buffer_of(model: Chain, parallel: Any, config: DataParallelConfig | None = None) -> GradBuffer:
+def buffer_of(model, parallel, config=None):
     return GradBuffer(dict(model.named_parameters()), parallel, config)
 
 
-def inputs(rank: int, number: int = 0) -> Tensor:
+def inputs(rank, number=0):
     return torch.linspace(-1.0, 1.0, 40) * (rank + 1 + 10 * number)
 
 
-def sent_during_two_micro_batches(
-    config: DataParallelConfig, *, announced: bool = True
-) -> list[list[Sent]]:
+def sent_during_two_micro_batches(config, *, announced=True):
     """By rank 0 of 2: in the first backward, in the last one, and in reduce_()."""
 
-    def work(rank: int, world_size: int) -> list[list[Sent]]:
+    def work(rank, world_size):
         with tp_state(1) as parallel:
             model = Chain()
             buffer = buffer_of(model, parallel, config)
@@ -125,7 +118,7 @@ def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(used
     """Gradients are those of the replicas without overlap. Ranks that skip other weights would wait
     for each other in vain."""
 
-    def work(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    def work(rank, world_size):
         found = []
         with tp_state(1) as parallel:
             for config in (DataParallelConfig(), OVERLAP):
@@ -151,7 +144,7 @@ def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(used
 
 
 def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error():
-    def work(rank: int, world_size: int) -> str:
+    def work(rank, world_size):
         with tp_state(1) as parallel:
             model = Chain()
             buffer = buffer_of(model, parallel, OVERLAP)
@@ -170,10 +163,10 @@ def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error():
     )
 
 
-def reduced(world_size: int, config: DataParallelConfig, parts: list[list[float]]) -> list[float]:
+def reduced(world_size, config, parts):
     """What ranks with these micro-batch gradients get for their sum, with bf16 weights."""
 
-    def work(rank: int, world_size: int) -> list[float]:
+    def work(rank, world_size):
         with tp_state(1) as parallel:
             model = Chain(dtype=torch.bfloat16)
             optimizer = Optimizer(model, OptimizerConfig(clip_grad=0.0), parallel, config)

@@ -24,7 +24,7 @@ from tests.training.test_resume import MUON, ROUNDED, SCALE, SEQUENCE
 class LateLink(HostLink):
     """Copies that another one may wait for take place at the last moment, in their order."""
 
-    def _copy(self, side: Any, target: Tensor, source: Tensor) -> Any:
+    def _copy(self, side, target, source):
         returns = any(source.data_ptr() == one.data_ptr() for one in self._weights)
         queue = vars(self).setdefault(f"queue {returns}", [])
         queue.append(late := Late(queue, target, source))
@@ -32,12 +32,12 @@ class LateLink(HostLink):
             late.synchronize()
         return late
 
-    def join(self) -> None:
+    def join(self):
         super().join()
         for late in self._taken.values():
             late.synchronize()
 
-    def wait_for(self, name: str) -> None:
+    def wait_for(self, name):
         if name in self._returning:
             self._returning.pop(name).synchronize()
 
@@ -47,7 +47,7 @@ class Late(NamedTuple):
     target: Tensor
     source: Tensor
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         while any(one is self for one in self.queue):
             _, target, source = self.queue.pop(0)
             target.copy_(source)
@@ -55,7 +55,7 @@ class Late(NamedTuple):
 
 HOST, FOLDERS = dict(optimizer_cpu_offload=True), ("plain", "late, plain", "early", "late")
 # by name: the ranks, and the settings of tiny_run
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
+CASES = {
     "fp16, some on the host, skipped steps": (
         1,
         dict(SCALE, loss_scale_window=9.0, optimizer_offload_fraction=0.4),
@@ -75,7 +75,7 @@ def test_overlap_changes_no_bit(name, tmp_path, monkeypatch):
     ranks, settings = CASES[name]
     monkeypatch.setattr(optimizer_settings, "PART", 1000)  # elements, of up to 4096
 
-    def work(rank: int, world_size: int) -> None:
+    def work(rank, world_size):
         for folder in FOLDERS:
             monkeypatch.setattr(host_link, "HostLink", LateLink if "late" in folder else HostLink)
             place = dict(HOST, overlap_cpu_optimizer_d2h_h2d="plain" not in folder)
@@ -99,13 +99,13 @@ def test_overlap_changes_no_bit(name, tmp_path, monkeypatch):
     assert found == [expected] * 3 and expected
 
 
-def taken_early(rank: int, world_size: int, tp_size: int, layout: str) -> tuple[Any, Any]:
+def taken_early(rank, world_size, tp_size, layout):
     """The names of what is taken before a step of three micro-batches ends, and of what should."""
     settings = OptimizerConfig(**HOST, overlap_cpu_optimizer_d2h_h2d=True)
     sharded = dict(settings=settings, sequence_parallel=tp_size > 1)
     with tp_state(tp_size) as parallel, pytest.MonkeyPatch.context() as patch:
         model, optimizer = build("gpt2", parallel, LAYOUTS[layout], **sharded)
-        names: list[str] = []
+        names = []
         patch.setattr(HostLink, "take", lambda self, name: names.append(name))
         backward(model, optimizer, parallel, 0, micro_batches=3)
         final = {

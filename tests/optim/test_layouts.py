@@ -1,23 +1,19 @@
 """However data-parallel ranks share out a model, they train it as one process does; and where sums
 run in the same order, bit for bit as replicas do."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from tests.support.equality import difference
-from tests.support.layouts import LAYOUTS, Run, differing, train
+from tests.support.layouts import LAYOUTS, differing, train
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
 STEPS = 4
 HSDP = dict(instances=2, micro_batches=3)  # 12 sequences on 4 ranks
 # world size, TP size, sequence parallel, variant, steps, layouts, further options of the model
-MESHES: dict[str, tuple[Any, ...]] = {
+MESHES = {
     "dp2": (2, 1, False, "gpt2", STEPS, tuple(LAYOUTS), {}),
     "dp3": (
         3,
@@ -75,15 +71,7 @@ MUON = OptimizerConfig(
 )
 
 
-def train_everywhere(
-    rank: int,
-    world_size: int,
-    tp_size: int,
-    name: str,
-    options: dict[str, Any],
-    steps: int,
-    layouts: tuple[str, ...],
-) -> dict[str, Run]:
+def train_everywhere(rank, world_size, tp_size, name, options, steps, layouts):
     instances = options.pop("instances", 1)
     with tp_state(tp_size, num_distributed_optimizer_instances=instances) as parallel:
         return {
@@ -155,7 +143,7 @@ def test_zero1_and_overlap_change_no_bit(world_size, tp_size, layouts, dtype, ru
     """Sums over two ranks are the same in every order. Over three they run in the same order where
     the buckets are as long. The norm is the root of a sum over other parts; without clipping it
     changes nothing."""
-    settings = OptimizerConfig(optimizer=rule, clip_grad=0.0)  # type: ignore[arg-type]
+    settings = OptimizerConfig(optimizer=rule, clip_grad=0.0)
     # The border of two parts cuts a matrix of llama. Over three ranks its buckets differ in length.
     name = "llama" if rule == "muon" and world_size == 2 else "gpt2"
     options = dict(dtype=dtype, sequence_parallel=tp_size > 1, settings=settings)

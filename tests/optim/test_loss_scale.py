@@ -1,7 +1,5 @@
 """The loss scale against Megatron's rule, written down once more and as megatron-core has it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 
@@ -32,7 +30,7 @@ configs = st.builds(
 )
 
 
-def scales(loss_scale: LossScale, overflows: list[bool]) -> list[float]:
+def scales(loss_scale, overflows):
     """The scale of each step."""
     used = []
     for overflowed in overflows:
@@ -41,10 +39,10 @@ def scales(loss_scale: LossScale, overflows: list[bool]) -> list[float]:
     return used
 
 
-def by_hand(config: LossScaleConfig, overflows: list[bool]) -> list[float]:
+def by_hand(config, overflows):
     """The same from counts over the whole past, without trackers."""
     scale, used = config.initial_loss_scale, []
-    since_growth: list[bool] = []
+    since_growth = []
     for overflowed in overflows:
         used.append(scale)
         since_growth.append(overflowed)

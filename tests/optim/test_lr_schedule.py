@@ -1,7 +1,5 @@
 """Learning-rate schedules: those of megatron-core, stored and refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,14 +1,11 @@
 """Muon: torch.optim.Muon's updates on matrices, AdamW's on the rest, over skipped steps."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.muon_update import STEPS, orthogonalize
@@ -33,30 +30,30 @@ class Prescribed(nn.Module):
     """Three matrices, and a norm weight, whose gradients do not depend on them: an error of a
     rounding stays one."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype=torch.float32):
         super().__init__()
         for number, (name, shape) in enumerate({**SHAPES, "norm": (5,)}.items()):
             values = torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(dtype)
             spec = ParameterSpec(global_shape=shape, matrices=(1,) if len(shape) == 2 else ())
             self.register_parameter(name, mark(nn.Parameter(values), spec))
 
-    def loss(self, number: int) -> Tensor:
+    def loss(self, number):
         generator = torch.Generator().manual_seed(100 + number)
         return sum(
             (
                 parameter * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
             ).sum()
             for parameter in self.parameters()
-        )  # type: ignore[return-value]
+        )
 
 
-def step(model: Any, optimizer: Optimizer, number: int, rate: float) -> None:
+def step(model, optimizer, number, rate):
     optimizer.zero_grad()
     model.loss(number).backward()
     optimizer.step(rate)
 
 
-def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def state_of(model, optimizer):
     states = {
         f"{name}/{key}": value
         for name, state in optimizer.states.items()
@@ -154,7 +151,7 @@ def test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise(split
         before = {key: value.detach().clone() for key, value in model.named_parameters()}
         optimizer = Optimizer(
             model,
-            OptimizerConfig(**HIGH, weight_decay=0.0, clip_grad=0.0, muon_split_qkv=split),  # type: ignore[arg-type]
+            OptimizerConfig(**HIGH, weight_decay=0.0, clip_grad=0.0, muon_split_qkv=split),
             parallel,
         )
         model.loss(*sample_tokens()).mean().backward()
@@ -182,13 +179,13 @@ def test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise(split
 MATRIX_SHAPES = [(7, 7), (5, 9), (9, 5), (12, 1)]
 
 
-def matrix(rows: int, columns: int) -> Tensor:
+def matrix(rows, columns):
     return torch.randn(
         rows, columns, generator=torch.Generator().manual_seed(rows), dtype=torch.float64
     )
 
 
-def by_svd(value: Tensor, kind: str, num_steps: int) -> Tensor:
+def by_svd(value, kind, num_steps):
     """The polynomials applied to singular values: a s + b s^3 + c s^5, step by step."""
     left, singular, right = torch.linalg.svd(
         value / value.square().sum().sqrt(), full_matrices=False

@@ -1,23 +1,18 @@
 """Muon in every layout of ranks, and in whole runs: resumed, loaded elsewhere, under every
 recompute policy."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.muon_update import STEPS, orthogonalize
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
-from megatron_lite.parallel.state import ParallelState
 from tests.optim.test_muon import HIGH
 from tests.support.equality import difference
 from tests.support.models import tp_state
@@ -28,7 +23,7 @@ from tests.support.runs import run_to_end, tiny_run
 class Split(nn.Module):
     """A weight split by rows and one split by columns over 2 ranks, with prescribed gradients."""
 
-    def __init__(self, parallel: ParallelState) -> None:
+    def __init__(self, parallel):
         super().__init__()
         for dim, name in enumerate(("by_rows", "by_columns")):
             whole = torch.randn(
@@ -43,7 +38,7 @@ class Split(nn.Module):
             self.register_parameter(name, mark(nn.Parameter(shard), spec))
 
 
-def _update_split(rank: int, world_size: int, mode: str) -> dict[str, Tensor]:
+def _update_split(rank, world_size, mode):
     """By name the change of this rank's shard in a step of size 1 without weight decay, whose
     gradient is the weight."""
     with tp_state(world_size) as parallel:
@@ -51,11 +46,11 @@ def _update_split(rank: int, world_size: int, mode: str) -> dict[str, Tensor]:
         before = {name: value.detach().clone() for name, value in model.named_parameters()}
         optimizer = Optimizer(
             model,
-            OptimizerConfig(**HIGH, muon_tp_mode=mode, weight_decay=0.0, clip_grad=0.0),  # type: ignore[arg-type]
+            OptimizerConfig(**HIGH, muon_tp_mode=mode, weight_decay=0.0, clip_grad=0.0),
             parallel,
         )
         optimizer.zero_grad()
-        sum(value.square().sum() / 2 for value in model.parameters()).backward()  # type: ignore[union-attr]
+        sum(value.square().sum() / 2 for value in model.parameters()).backward()
         optimizer.step(1.0)
         return {name: before[name] - value.detach() for name, value in model.named_parameters()}
 
@@ -84,7 +79,7 @@ def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode):
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(("saved", "loaded"), [("adam", "muon"), ("muon", "adam")])
 def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(saved, loaded, tmp_path):
-    def config_of(rule: str, **checkpoint: Any) -> RunConfig:
+    def config_of(rule, **checkpoint):
         return replace(
             tiny_run(train_iters=2, eval_iters=0, **checkpoint),
             optimizer=OptimizerConfig(optimizer=rule),

@@ -1,8 +1,6 @@
 """The optimizer against torch's AdamW, SGD and clip_grad_norm_ on the unsharded model, in float32
 and for bf16 weights."""
 
-from __future__ import annotations
-
 import copy
 import math
 

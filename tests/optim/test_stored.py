@@ -1,16 +1,11 @@
 """States in less than float32, or in host memory: an update computes in float32 and rounds once,
 every copy has arrived before it is read, and what is stored loads into every other format."""
 
-from __future__ import annotations
-
 import copy
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
@@ -31,20 +26,20 @@ MIXED = dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="fp16", main_grads_dtype="bf
 HOST = dict(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True)
 
 
-def in_float16(values: Tensor) -> Tensor:
+def in_float16(values):
     """The largest value comes to lie in [2^14, 2^15)."""
     scale = 2.0 ** (math.frexp(values.abs().max().item())[1] - 15)
     return (values.double() / scale).half().double().mul(scale).float()
 
 
-ROUND: dict[str, Callable[[Tensor], Tensor]] = {
+ROUND = {
     "fp32": lambda values: values,
     "bf16": lambda values: values.bfloat16().float(),
     "fp16": in_float16,
 }
 
 
-def optimizer_of(model: Any, parallel: Any, **settings: Any) -> Optimizer:
+def optimizer_of(model, parallel, **settings):
     rounds = any(key.endswith("_dtype") for key in settings)
     rule = {} if "sgd_momentum" in settings else CONFIG
     config = OptimizerConfig(
@@ -149,7 +144,7 @@ def test_a_random_rounding_is_to_a_neighbour_and_the_value_itself_in_the_mean():
     assert (off.double().mean(1).abs() <= 6 * distance / 2 / 2**8).all()
 
 
-def in_fp16(weight: Tensor, grad: Tensor, **settings: Any) -> tuple[Tensor, adam_update.AdamW]:
+def in_fp16(weight, grad, **settings):
     """Its main weight, and the rule that updates it."""
     config = OptimizerConfig(
         use_precision_aware_optimizer=True, main_params_dtype="fp16", **settings

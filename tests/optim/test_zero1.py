@@ -33,11 +33,11 @@ class LateGather(NamedTuple):
     own: Tensor
     group: Any
 
-    def wait(self) -> Tensor:
+    def wait(self):
         return start_all_gather_into_(*self).wait()
 
 
-def gather_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def gather_late(monkeypatch):
     monkeypatch.setattr(layouts, "start_all_gather_into_", LateGather)
 
 
@@ -48,7 +48,7 @@ def gather_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_weight_is_waited_for_before_it_is_used(name, chunk_size, monkeypatch):
     """Also an output weight, tied or not, that is read without a call of its module."""
 
-    def work(rank: int, world_size: int) -> list[str]:
+    def work(rank, world_size):
         options = dict(steps=2, rate=0.1, dtype=torch.float32, loss_chunk_size=chunk_size)
         with tp_state(1) as parallel:
             expected = train(name, parallel, LAYOUTS["replicated"], **options)
@@ -62,7 +62,7 @@ def test_instances_sum_gradients_within_and_then_their_shares_across():
     """Of n elements an instance of 2 ranks sends n, and each rank half of them to the other one.
     FSDP2 sends rows across in the last micro-batch alone, after each unit's reduction."""
 
-    def work(rank: int, world_size: int) -> tuple[int, list[tuple[str, int]], list[str]]:
+    def work(rank, world_size):
         with tp_state(1, num_distributed_optimizer_instances=2) as parallel:
             model, optimizer = build("gpt2", parallel, LAYOUTS["zero1"], dtype=torch.float32)
             number = sum(one.flat.numel() for one in optimizer.buffer.buckets)

@@ -1,9 +1,5 @@
 """The planning page shows the planner's figures and escapes every text."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from megatron_lite.pages.plan_page import plan_page
 from tests.support.parsed_page import ParsedPage
 
@@ -19,7 +15,7 @@ STAGES = [
 ]
 
 
-def plan(**values: Any) -> dict[str, Any]:
+def plan(**values):
     return {
         "command": ["torchrun", "-m", "train", "--recompute-policy", "0-3:full; *:none"],
         "layout": "t 2, p 2",
@@ -38,7 +34,7 @@ def plan(**values: Any) -> dict[str, Any]:
     }
 
 
-def verdict(**values: Any) -> dict[str, Any]:
+def verdict(**values):
     neighbour = dict(change="t 4", fits=True, peak_bytes=9 * GIB, step_seconds=3.5)
     return {
         "verdict": "fits",

@@ -1,16 +1,13 @@
 """The page of a run shows what the files say, escapes every text, and survives garbled files."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron_lite.pages.run_page import RunRecord, read_run, run_figure, run_page
+from megatron_lite.pages.run_page import read_run, run_figure, run_page
 from megatron_lite.tools import report
 from tests.support.parsed_page import ParsedPage
 from tests.support.runs import run_to_end, tiny_run, with_checkpoint
@@ -20,7 +17,7 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2
 PLOTTED = ("lm_loss", "grad_norm", "learning_rate", "tokens_per_second", "iteration_ms")
 
 
-def row(iteration: int, **values: Any) -> dict[str, Any]:
+def row(iteration, **values):
     return {
         "iteration": iteration,
         "consumed_samples": 4 * iteration,
@@ -35,16 +32,16 @@ def row(iteration: int, **values: Any) -> dict[str, Any]:
     }
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_rows(path, rows):
     path.write_text("".join(json.dumps(values) + "\n" for values in rows))
     return path
 
 
-def read(*paths: Path) -> RunRecord:
+def read(*paths):
     return read_run([str(path) for path in paths])
 
 
-def curves(run: RunRecord) -> list[tuple[list[float], list[float]]]:
+def curves(run):
     """The points of all lines that matplotlib draws, but those of events."""
     return [
         (list(line.get_xdata()), list(line.get_ydata()))
@@ -55,7 +52,7 @@ def curves(run: RunRecord) -> list[tuple[list[float], list[float]]]:
 
 
 @pytest.fixture(scope="module")
-def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def real_run(tmp_path_factory):
     """A run of 20 iterations with checkpoints, evaluations and a restart after 10 iterations."""
     folder = tmp_path_factory.mktemp("real") / "run"
     save = str(folder / "checkpoints")

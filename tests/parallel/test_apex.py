@@ -1,14 +1,11 @@
 """Which apex is installed, what of it can be used, and the reason where it cannot: nothing here may
 crash or be silent."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -22,14 +19,14 @@ EXTENSION = "fused_weight_gradient_mlp_cuda"
 
 
 @pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packages]:
+def packages(tmp_path, monkeypatch):
     """Writes modules (by their dotted names) that can be imported, each folder a package. A run on
     this CPU may use what they hold, as it would on a GPU."""
     stand_in.has_kernels_for(monkeypatch, "cpu")
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
 
-    def write(modules: dict[str, str]) -> None:
+    def write(modules):
         for name, text in modules.items():
             path = tmp_path / f"{name.replace('.', '/')}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +42,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packag
             del sys.modules[name]
 
 
-def log_of_a_run() -> list[str]:
+def log_of_a_run():
     with contextlib.redirect_stdout(io.StringIO()) as out:
         run_to_end(tiny_run(bf16=True, train_iters=1, eval_iters=0))
     return out.getvalue().splitlines()

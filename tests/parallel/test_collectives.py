@@ -1,8 +1,6 @@
 """The collectives' wrappers: values, layouts, who may be overwritten, and the stopwatch of
 --log-straggler, which counts every wait once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support.equality import DIFFERING, OF_A_LAYOUT, VARIANTS, differences
-from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tiny_config, tp_state
+from tests.support.models import build_tiny_model, loss_and_grads, tiny_config, tp_state
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     cp_comm_type: str | tuple[str, ...] = "p2p"
 
     @property
-    def seq_length(self) -> int:
+    def seq_length(self):
         """The length is divisible by 2 c, and by t of it under sequence parallelism."""
         return 16 if self.cp == 4 else 12
 
@@ -68,7 +68,7 @@ MODELS = {
 }
 
 
-def outcome(layout: Layout, name: str, dtype: torch.dtype, seq_length: int) -> Outcome:
+def outcome(layout, name, dtype, seq_length):
     """The loss and the whole gradients, over two micro-batches."""
     with tp_state(layout.tp, cp_size=layout.cp) as parallel:
         model = build_tiny_model(
@@ -83,7 +83,7 @@ def outcome(layout: Layout, name: str, dtype: torch.dtype, seq_length: int) -> O
 
 
 @cache
-def expected(name: str, dtype: torch.dtype, seq_length: int) -> Outcome:
+def expected(name, dtype, seq_length):
     alone = outcome(ALONE, name, dtype, seq_length)
     # else a parameter that is compared says nothing
     assert [key for key, grad in alone.grads.items() if not grad.any()] == []
@@ -101,7 +101,7 @@ def test_loss_and_every_gradient_equal_those_of_one_rank(layout):
     # Context-parallel ranks are refused for latents.
     cases = [case for case in CASES if layout.cp == 1 or case[0] not in latent]
 
-    def work(rank: int, world_size: int) -> list[Outcome]:
+    def work(rank, world_size):
         return [outcome(layout, *case, layout.seq_length) for case in cases]
 
     for case, first, *others in zip(cases, *run_ranks(work, layout.tp * layout.cp), strict=True):

@@ -1,9 +1,5 @@
 """FSDP2's units: what is gathered and reduced and when, of our model."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -17,11 +13,11 @@ from tests.support.ranks import run_ranks
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
 
 
-def exchanged(name: str, layout: str, **model: Any) -> list[str]:
+def exchanged(name, layout, **model):
     """What one micro-batch sends between two ranks: "gather" or "reduce", and of which unit, told
     by its size."""
 
-    def work(rank: int, world_size: int) -> list[str]:
+    def work(rank, world_size):
         with tp_state(1) as parallel:
             built, optimizer = build(name, parallel, LAYOUTS[layout], dtype=torch.float32, **model)
             layer = sum(parameter.numel() for parameter in built.decoder.layers[0].parameters())

@@ -1,7 +1,5 @@
 """read_launch on environments as torchrun and Slurm 22.05 really set them, and on broken ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """Spans against a brute force: split an array of row numbers with numpy and read off where each row
 went."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,10 +1,8 @@
 """Products of weight gradients: right, added to the float32 sum, and 16-bit ones rounded once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.parallel import weight_gradient
 from megatron_lite.tensor_parallel.layers import parallel_linear, token_rows
@@ -12,7 +10,7 @@ from tests.support import cuda_addmm
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 
-def close(value: Tensor, left: Tensor, right: Tensor, start: Tensor | float = 0.0) -> bool:
+def close(value, left, right, start=0.0):
     """Whether `value` is start + left right^T up to rounding.
 
     The bound on the error of a sum of k products holds in any order (Higham, Accuracy and
@@ -92,10 +90,10 @@ ROWS, WIDTH = 11, 6
 BATCHES = (torch.tensor([[3, 0, 3], [10, 3, 1]]), torch.tensor([[0, 0, 9], [2, 3, 2]]))
 
 
-def table(dtype: torch.dtype) -> nn.Parameter:
+def table(dtype):
     weight = nn.Parameter(torch.randn(ROWS, WIDTH).to(dtype))
     if dtype != torch.float32:
-        weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
+        weight.grad_dtype = torch.float32
     return weight
 
 

@@ -1,8 +1,6 @@
 """Named RNG streams: which stream a draw belongs to, and that leaving and coming back never repeats
 a number."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,14 +1,12 @@
 """The spans of a sequence: each token on one rank, in order within a span, with the same causal
 work on every rank."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_lite.parallel.sequence_spans import part_of, spans_of
 
 
-def positions(size: int, rank: int, length: int) -> list[int]:
+def positions(size, rank, length):
     return [
         place
         for span in spans_of(length, rank=rank, size=size)

@@ -2,25 +2,20 @@
 flags, and where gloo would listen. Each is said once, in a bounded time, before any group is made.
 Real TCP stores; the ranks of most tests are threads, since none of it is a collective."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import startup
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.startup import check_start, join_store, own_place, settings_of
@@ -34,19 +29,19 @@ LONG = timedelta(seconds=HANG_S)
 RUN = tiny_run(learning_rate=0.001)
 
 
-def launch(port: int, *, rank: int = 1, host: str = "127.0.0.1") -> Launch:
+def launch(port, *, rank=1, host="127.0.0.1"):
     return Launch(launcher="slurm", rank=rank, world_size=2, master_addr=host, master_port=port)
 
 
 @contextlib.contextmanager
-def listener(says: bytes | None) -> Iterator[int]:
+def listener(says):
     """The port of a program that accepts connections and says nothing, or this."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(16)
         held = []
 
-        def serve() -> None:
+        def serve():
             with contextlib.suppress(OSError):
                 while True:
                     held.append(server.accept()[0])
@@ -95,7 +90,7 @@ def test_a_name_that_leads_nowhere_is_named_within_seconds(monkeypatch, rank, an
     """None: the name server never answers. torch's client, which warns once a second, is not
     asked."""
 
-    def resolve(*args: object, **options: object) -> None:
+    def resolve(*args, **options):
         if answer is None:
             threading.Event().wait(HANG_S)
         else:
@@ -109,23 +104,23 @@ def test_a_name_that_leads_nowhere_is_named_within_seconds(monkeypatch, rank, an
 
 
 @pytest.fixture
-def arrive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def arrive(monkeypatch, capsys):
     """A function that returns what each rank raised, as "InputError: text", and the lines that
     rank 0 printed. Of a world of `world_size` only `ranks` come."""
     monkeypatch.setattr(startup, "NOTICE_EVERY_S", 0.25)
 
     def arrive(
-        world_size: int,
+        world_size,
         *,
-        ranks: Iterable[int] | None = None,
-        settings: Callable[[int], dict[str, str]] | None = None,
-        timeout: timedelta = LONG,
-        tp_size: int = 1,
-        place: Callable[[int], dict[str, str | None]] = lambda _: own_place(),
-    ) -> tuple[list[str | None], list[str]]:
+        ranks=None,
+        settings=None,
+        timeout=LONG,
+        tp_size=1,
+        place=lambda _: own_place(),
+    ):
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-        def join(rank: int) -> str | None:
+        def join(rank):
             own = settings(rank) if settings else settings_of(RUN, world_size)
             try:
                 check_start(
@@ -146,11 +141,11 @@ def arrive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     return arrive
 
 
-def with_lr(value: float) -> RunConfig:
+def with_lr(value):
     return replace(RUN, lr_schedule=replace(RUN.lr_schedule, lr=value))
 
 
-def told(outcomes: list[str | None]) -> str:
+def told(outcomes):
     """What rank 0 says, where the others leave it to rank 0."""
     assert outcomes[0] is not None and all(
         text is not None and text.startswith("PeerError") for text in outcomes[1:]
@@ -180,7 +175,7 @@ def test_every_flag_counts_but_those_that_each_node_may_set_for_itself():
 
 
 def test_ranks_that_do_not_come_are_named_after_the_timeout_and_before(arrive):
-    def check(limit: float) -> None:
+    def check(limit):
         outcomes, said = arrive(4, ranks=[0, 2], timeout=timedelta(seconds=limit))
         assert "ranks 1, 3 of 4 have not joined within --distributed-timeout-minutes" in told(
             outcomes
@@ -191,7 +186,7 @@ def test_ranks_that_do_not_come_are_named_after_the_timeout_and_before(arrive):
 
 
 def test_a_name_that_leads_to_the_loopback_is_an_error_on_several_hosts(arrive):
-    def place(rank: int, address: str | None) -> dict[str, str | None]:
+    def place(rank, address):
         return {"host": f"node{rank}", "gloo_address": address}
 
     addresses = ["10.0.0.1", "127.0.1.1"]
@@ -212,7 +207,7 @@ def test_a_tensor_parallel_group_over_two_hosts_is_a_warning(arrive):
     assert "node1, node2" in said[0] and "--tensor-model-parallel-size 2 ranks" in said[0]
 
 
-def _join(rank: int, world_size: int, runs: list[RunConfig]) -> str:
+def _join(rank, world_size, runs):
     """Joins for itself, as the program does: a sum over the ranks, or why there is none."""
     port = [free_port() if rank == 0 else 0]
     dist.broadcast_object_list(port)

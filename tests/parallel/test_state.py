@@ -1,7 +1,5 @@
 """ParallelState: who stands where in the mesh, what is None, and what is an error."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +17,7 @@ from tests.support.ranks import run_ranks
 def test_instances_are_megatrons_and_their_replicas_hold_the_same_share():
     from megatron.core.parallel_state import RankGenerator
 
-    def work(rank: int, world_size: int) -> tuple[list[int], list[int], int]:
+    def work(rank, world_size):
         with tp_state(2, cp_size=2, num_distributed_optimizer_instances=2) as parallel:
             groups = parallel.shard_group, parallel.replica_group
             return *map(dist.get_process_group_ranks, groups), parallel.shard_rank

@@ -1,12 +1,9 @@
 """The hash of a tensor's bits: every change of a bit or a place shows, on any rank."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.parallel import tensor_hash as module
 from megatron_lite.parallel.collectives import are_equal, odd_ones_out
@@ -20,7 +17,7 @@ GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
 
-def in_python(tensor: Tensor, block: int) -> int:
+def in_python(tensor, block):
     """The formula in whole numbers."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     whole = len(data) // 8 * 8
@@ -66,7 +63,7 @@ def test_it_depends_on_each_sign_of_eight_numbers(dtype):
     assert len({int(quick_hash(torch.tensor(one, dtype=dtype))) for one in signs}) == 2**8
 
 
-def flipped(tensor: Tensor, bit: int) -> Tensor:
+def flipped(tensor, bit):
     """A copy with one bit changed."""
     raw = tensor.clone().view(torch.uint8)
     raw[bit // 8] ^= 1 << bit % 8

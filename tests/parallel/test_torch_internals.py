@@ -3,8 +3,6 @@
 The scan reads the library's sources. It knows a private name of torch by its underscore.
 """
 
-from __future__ import annotations
-
 import ast
 from functools import partial
 from pathlib import Path
@@ -32,7 +30,7 @@ ELSEWHERE = {
 OTHERS = ("torch.ops", "aten", "argparse", "pickle")  # operators of torch, and other packages
 
 
-def is_private(name: str) -> bool:
+def is_private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
@@ -71,7 +69,7 @@ def test_a_use_of_a_missing_name_names_the_version_the_name_and_the_range(monkey
         rf"here: install torch>={torch_internals.OLDEST},<{torch_internals.FIRST_UNTRIED},"
     ).replace("+", r"\+")
 
-    class Derived(taken):  # type: ignore[valid-type, misc]
+    class Derived(taken):
         """A class that is defined on import, and made when the feature is used."""
 
     for use in (lambda: taken(), lambda: taken.anything, Derived):

@@ -1,21 +1,13 @@
 """Weight gradients summed by apex's kernel: right in every layout, at every precision, for tied
 weights, and said so."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.config.run import RunConfig
-from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.apex import weight_gradient_kernel
 from megatron_lite.parallel.weight_gradient import accumulate_with_
@@ -37,16 +29,16 @@ EPSILON = {
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def calls(monkeypatch):
     return apex.install(monkeypatch)
 
 
-def kernel() -> Callable[..., Any]:
-    found: Callable[..., Any] = weight_gradient_kernel("cpu").value
+def kernel():
+    found = weight_gradient_kernel("cpu").value
     return found
 
 
-def matmul_weights(model: GPTModel) -> dict[str, nn.Parameter]:
+def matmul_weights(model):
     """Of linear layers, and the tied output weight."""
     weights = {
         f"{name}.weight": module.weight
@@ -66,18 +58,18 @@ def matmul_weights(model: GPTModel) -> dict[str, nn.Parameter]:
 
 
 def summed(
-    name: str,
-    world_size: int,
+    name,
+    world_size,
     *,
-    fused: bool,
-    function: str | None = "apex",
-    dtype: torch.dtype,
-    sequence_parallel: bool = False,
-    policy: str = "*:none",
-    micro_batches: int = 3,
-    layout: DataParallelConfig | None = None,
-    tp_size: int | None = None,
-) -> dict[str, Tensor]:
+    fused,
+    function="apex",
+    dtype,
+    sequence_parallel=False,
+    policy="*:none",
+    micro_batches=3,
+    layout=None,
+    tp_size=None,
+):
     """This rank's gradients after some micro-batches, of a model with dropout."""
     config = variant_config(name, hidden_dropout=0.1)
     with tp_state(world_size if tp_size is None else tp_size) as parallel:
@@ -101,7 +93,7 @@ def summed(
         return {key: grad.clone() for key, grad in buffer.grads.items()}
 
 
-def is_by_kernel(key: str, name: str) -> bool:
+def is_by_kernel(key, name):
     return key.endswith("weight") and (
         "linear" in key or "output_layer" in key or (name == "gpt2" and "word_embed" in key)
     )
@@ -116,7 +108,7 @@ def test_overlap_sends_what_the_kernel_has_written(calls, name, policy):
     """Sums of two ranks are the same in every order, so that no bit may differ."""
     layouts = ("replicated", "overlap", "zero1, overlap")
 
-    def work(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    def work(rank, world_size):
         return [
             summed(
                 name,
@@ -163,13 +155,13 @@ def test_the_sum_is_that_of_unrounded_products(calls):
     assert torch.equal(buffer.grads["weight"], expected)
 
 
-def log_of(config: RunConfig) -> str:
+def log_of(config):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         run_to_end(config)
     return out.getvalue()
 
 
-def said(text: str) -> str:
+def said(text):
     lines = [line for line in text.splitlines() if line.startswith("weight gradients")]
     assert len(lines) == 1, lines
     return lines[0]
@@ -222,7 +214,7 @@ def test_addmm_gives_the_gradients_of_autograd(name, tp_size, sequence_parallel,
     In 16 bits that is so for the tied weight alone, to which two parts of the graph add.
     """
 
-    def work(rank: int, world_size: int) -> None:
+    def work(rank, world_size):
         for micro_batches in (1, 3):
             plain, fused = (
                 summed(

@@ -1,21 +1,17 @@
 """What pipeline ranks hold for backward: after every action exactly what was predicted, by live
 storages. No tolerance."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
 import torch
 
 from arguments import parse_args
-from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.predict.pipeline_memory import rank_memory, ticks
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.parallel.state import ParallelState, parallel_state
-from megatron_lite.pipeline.order import Action
-from megatron_lite.training.batches import DocumentRules, MicroBatch, cut, document_rules
+from megatron_lite.parallel.state import parallel_state
+from megatron_lite.training.batches import cut, document_rules
 from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.step import StageRunner
 from tests.support.limits import HANG_S
@@ -100,7 +96,7 @@ CASES = [
 ]
 
 
-def config_of(flags: str, model: str) -> RunConfig:
+def config_of(flags, model):
     sizes = (
         f"--num-layers {LAYERS} --hidden-size 16 --num-attention-heads 4 --seq-length 8 "
         "--max-position-embeddings 8 "
@@ -115,10 +111,10 @@ class Live(LiveStorages):
 
     patience_s = HANG_S / 10  # in all
 
-    def after(self, func: object) -> None:
+    def after(self, func):
         pass
 
-    def settled(self, expected: int, known: set[int], more: int) -> int:
+    def settled(self, expected, known, more):
         """Bytes alive in other storages than the known ones, less `more`. A backend's thread may
         let go of a collective's tensors late: where they are not what is expected, it is given
         time."""
@@ -134,20 +130,18 @@ class Live(LiveStorages):
 
 
 class Tokens:
-    def __init__(self, count: int = MICRO_BATCHES, rules: DocumentRules | None = None) -> None:
+    def __init__(self, count=MICRO_BATCHES, rules=None):
         self.count, self.rules = count, rules
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
-    def __getitem__(self, number: int) -> MicroBatch:
+    def __getitem__(self, number):
         text = torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(number))
         return cut(text, rules=self.rules)
 
 
-def measured(
-    config: RunConfig, parallel: ParallelState, num_microbatches: int
-) -> list[tuple[Action, int]]:
+def measured(config, parallel, num_microbatches):
     """After each action of a step: the bytes of the live storages that wait for a backward on this
     rank."""
     with torch.autograd.set_multithreading_enabled(False):
@@ -158,7 +152,7 @@ def measured(
         )
         live, seen, losses = Live(), [], set()
 
-        def after(action: Action) -> None:
+        def after(action):
             if action.kind == "forward" and list(runner.model)[action.chunk].stage.is_last:
                 losses.add(action)
             leaving = addresses(runner.links.leaving)

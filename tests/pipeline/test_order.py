@@ -1,8 +1,6 @@
 """The schedules of every small pipeline, run in a simulator that knows only what a stage needs
 before it can start."""
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 
@@ -18,16 +16,14 @@ LAYOUTS = [
 ]
 
 
-def orders(size: int, num_chunks: int, microbatches: int) -> list[list[Action]]:
+def orders(size, num_chunks, microbatches):
     return [
         order(size=size, rank=rank, num_microbatches=microbatches, num_chunks=num_chunks)
         for rank in range(size)
     ]
 
 
-def simulate(
-    actions: list[list[Action]], num_chunks: int
-) -> tuple[Fraction, list[tuple[int, int, Action]]]:
+def simulate(actions, num_chunks):
     """Runs every rank's list in its order, each action as soon as what it needs was made:
     (duration, [(end, rank, action)]).
 
@@ -35,7 +31,7 @@ def simulate(
     where all ranks wait.
     """
     size = len(actions)
-    ends: dict[tuple[str, int, int], Fraction] = {}  # (kind, micro-batch, stage)
+    ends = {}  # (kind, micro-batch, stage)
     clocks, positions = [Fraction(0)] * size, [0] * size
     trace = []
     while any(position < len(own) for position, own in zip(positions, actions, strict=True)):

@@ -1,8 +1,6 @@
 """A pipeline trains as one process does: losses, gradients, norms and weights, in every layout of
 its ranks."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 
@@ -13,7 +11,7 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from tests.support.equality import DIFFERING, VARIANTS, difference
 from tests.support.models import tiny_config
-from tests.support.pipelines import Layout, Trained, train
+from tests.support.pipelines import Layout, train
 from tests.support.ranks import run_ranks
 
 STEPS, MICRO_BATCHES = 3, 4
@@ -33,12 +31,12 @@ LAYOUTS = [
 MODELS = {"gpt2": VARIANTS["gpt2"], "llama": VARIANTS["llama"], "windows": DIFFERING}
 
 
-def config_of(variant: str, **overrides: object):
+def config_of(variant, **overrides):
     return tiny_config(**{**MODELS[variant], "num_layers": 8, **overrides})
 
 
 @cache
-def single_process(variant: str, dtype: torch.dtype) -> Trained:
+def single_process(variant, dtype):
     return train(
         Layout(), config_of(variant), steps=STEPS, micro_batches=MICRO_BATCHES, dtype=dtype
     )
@@ -127,7 +125,7 @@ def test_data_parallel_layouts_train_a_pipeline_alike(layout):
             )
 
 
-POLICIES: dict[str, dict[str, object]] = {
+POLICIES = {
     "uniform 2": dict(recompute_policy="*:full/2"),
     "block 1": dict(recompute_policy="0:full; *:none"),
     "core_attn and mlp": dict(recompute_policy="*:core_attn+mlp"),
@@ -158,7 +156,7 @@ def test_no_recompute_policy_changes_a_bit(layout):
     }
 
     def work(rank, world_size):
-        def outcome(num_kept: int = 0, overlap: bool = True, **flags: object) -> Trained:
+        def outcome(num_kept=0, overlap=True, **flags):
             config = config_of("gpt2", hidden_dropout=0.1, attention_dropout=0.1)
             return train(
                 layout,

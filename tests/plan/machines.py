@@ -1,7 +1,5 @@
 """Machines for tests of the time model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_lite.plan.hardware import Flash, Hardware, Link, Matmuls, Mode
@@ -9,7 +7,7 @@ from megatron_lite.plan.hardware import Flash, Hardware, Link, Matmuls, Mode
 FREE = Link(latency_s=0.0, bandwidth=1e24)
 
 
-def flash(efficiency: float) -> Flash:
+def flash(efficiency):
     """Returns the same share of the peak for every flash kernel."""
     return Flash(
         forward_efficiency=efficiency,
@@ -19,7 +17,7 @@ def flash(efficiency: float) -> Flash:
     )
 
 
-def ideal(peak_flops: float = 1e12, device: str = "cuda") -> Hardware:
+def ideal(peak_flops=1e12, device="cuda"):
     """Returns a machine on which only matmuls take time, at their peak."""
     rates = Matmuls(peak_flops=peak_flops, max_efficiency=1.0, half_dimension=0.0, flash=flash(1.0))
     mode = Mode(launch_s=0.0, replay_s=0.0, memory_efficiency=1.0)
@@ -52,7 +50,7 @@ def ideal(peak_flops: float = 1e12, device: str = "cuda") -> Hardware:
     )
 
 
-def talking(latency_s: float, bandwidth: float, *, shares_cores: bool = True) -> Hardware:
+def talking(latency_s, bandwidth, *, shares_cores=True):
     """Returns an ideal machine whose collectives take time, and hide none of it by default."""
     link = Link(latency_s=latency_s, bandwidth=bandwidth)
     return replace(ideal(), inside=link, between=link, shares_cores=shares_cores)

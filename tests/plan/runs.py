@@ -1,9 +1,5 @@
 """Small runs for tests of the planner."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.known_models import preset
 from megatron_lite.config.model import ModelConfig
@@ -15,16 +11,9 @@ from megatron_lite.plan.hardware import load_hardware
 H100 = load_hardware("h100-80gb")
 
 
-def small_run(
-    *,
-    layers: int = 4,
-    micro: int = 1,
-    batch: int = 16,
-    parallel: dict[str, Any] | None = None,
-    **model: Any,
-) -> RunConfig:
+def small_run(*, layers=4, micro=1, batch=16, parallel=None, **model):
     """Returns a run of a GPT without dropout, whose layers share no tables."""
-    fields: dict[str, Any] = dict(
+    fields = dict(
         num_layers=layers,
         hidden_size=1024,
         num_attention_heads=16,
@@ -41,7 +30,7 @@ def small_run(
     )
 
 
-def preset_run(name: str, *, seq_length: int, batch: int) -> RunConfig:
+def preset_run(name, *, seq_length, batch):
     """Returns a run of a preset in bfloat16, on one rank."""
     known = preset(name)
     return RunConfig(

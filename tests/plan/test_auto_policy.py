@@ -1,7 +1,5 @@
 """The recompute policy of a layout: it fits, it is the fastest, and it follows the budget."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -10,7 +8,6 @@ import pytest
 from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.plan.auto_policy import choose_policy, fitted
 from megatron_lite.plan.rank_mixes import Chosen, Run, with_policy
@@ -21,7 +18,7 @@ LLAMA = preset_run("llama3-8b", seq_length=8192, batch=64)
 GIB = 2**30
 
 
-def peak_of(config: RunConfig, num_ranks: int) -> int:
+def peak_of(config, num_ranks):
     parallel = config.parallel
     size = parallel.data_parallel_size(num_ranks) * parallel.context_parallel_size
     microbatches = config.training.num_microbatches(parallel.data_parallel_size(num_ranks))
@@ -30,7 +27,7 @@ def peak_of(config: RunConfig, num_ranks: int) -> int:
     ).num_bytes
 
 
-def budgets(config: RunConfig, num_ranks: int, count: int) -> list[int]:
+def budgets(config, num_ranks, count):
     """Budgets between the peak of full recomputation and that of none."""
     low = peak_of(with_policy(config, "*:full"), num_ranks)
     high = peak_of(config, num_ranks)

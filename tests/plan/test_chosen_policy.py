@@ -1,7 +1,5 @@
 """`--recompute-policy auto`: the flags, and the policy that takes its place."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -28,11 +26,11 @@ RUN = (
 MIB = 2**20
 
 
-def config_of(flags: str = "") -> RunConfig:
+def config_of(flags=""):
     return parse_args(f"{RUN} {flags}".split()).config
 
 
-def peak_of(config: RunConfig) -> int:
+def peak_of(config):
     return fullest_step_peak(config, device="cpu", dp_cp_size=1, num_microbatches=2).num_bytes
 
 

@@ -1,12 +1,9 @@
 """The machines, the errors of a file that describes one, and the time of one matmul, one pass
 through memory and one collective."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,7 +31,7 @@ NOT_OF_A_CARD = {"name", "like", "device", "sources", "ranks_per_node", "shares_
 }
 
 
-def text_of(**changes: Any) -> str:
+def text_of(**changes):
     values = {**json.loads((MACHINES / "a100-80gb.json").read_text()), **changes}
     return json.dumps({name: value for name, value in values.items() if value != "-"})
 
@@ -127,7 +124,7 @@ def test_a_grouped_product_takes_the_time_of_its_experts_products():
 def test_a_causal_flash_kernel_takes_half_the_time_and_a_deterministic_one_more():
     whole = Matmul("x", 4096, 4096, 128, 64, fused=True)
 
-    def seconds(matmul: Matmul, *, deterministic: bool = False) -> float:
+    def seconds(matmul, *, deterministic=False):
         return A100.flash_seconds(matmul, 2, backward=True, deterministic=deterministic)
 
     assert seconds(with_fields(whole, causal=True)) == pytest.approx(seconds(whole) / 2)
@@ -136,7 +133,7 @@ def test_a_causal_flash_kernel_takes_half_the_time_and_a_deterministic_one_more(
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 64])
 def test_an_all_reduce_takes_the_time_of_a_reduce_scatter_and_an_all_gather(size):
-    def seconds(kind: str) -> float:
+    def seconds(kind):
         return A100.collective_seconds(Collective(kind, 1 << 28), Group(size))
 
     assert seconds(ALL_REDUCE) == pytest.approx(seconds(REDUCE_SCATTER) + seconds(ALL_GATHER))

@@ -1,7 +1,5 @@
 """The simulated pipeline against the formula of 2104.04473 and an independent simulator."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -22,7 +20,7 @@ def test_every_layout_takes_as_long_as_in_the_other_simulator(num_chunks):
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_transfers_delay_and_without_overlap_they_delay_more(num_chunks):
-    def end(transfer: float, overlap: bool) -> float:
+    def end(transfer, overlap):
         forward, backward = ([[one] * num_chunks] * 4 for one in (1.0, 2.0))
         ran = run_pipeline(Durations(forward, backward, transfer, overlap), 16)
         return max(one.end for one in ran)

@@ -1,7 +1,5 @@
 """The best mix of actions for a stage: against every assignment of actions to layers."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """The search over layouts: against every layout, within the card, and along its sliders."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,10 +1,7 @@
 """The time of a step: against FLOPs and collectives counted elsewhere, and the order in which any
 user would rank runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import hardware_flops
-from megatron_lite.plan.hardware import Group, Hardware, Link, load_hardware
+from megatron_lite.plan.hardware import Group, Link, load_hardware
 from megatron_lite.plan.policies import layer_choices
 from megatron_lite.plan.stage_time import FSDP, HOST_COPIES
 from megatron_lite.plan.step_time import (
@@ -25,7 +22,6 @@ from megatron_lite.plan.step_time import (
     OPTIMIZER,
     REDUCTION,
     WEIGHT_GATHERS,
-    StepTime,
     step_time,
 )
 from megatron_lite.plan.work import (
@@ -53,17 +49,17 @@ MODEL = ModelConfig(
 
 def run(
     *,
-    model: ModelConfig = MODEL,
-    batch: int = 64,
-    micro: int = 1,
-    recompute: str | None = None,
-    training: dict[str, Any] | None = None,
-    data_parallel: dict[str, Any] | None = None,
-    optimizer: dict[str, Any] | None = None,
-    kept: int | None = None,
-    tail_skip: bool = True,
-    **parallel: Any,
-) -> RunConfig:
+    model=MODEL,
+    batch=64,
+    micro=1,
+    recompute=None,
+    training=None,
+    data_parallel=None,
+    optimizer=None,
+    kept=None,
+    tail_skip=True,
+    **parallel,
+):
     return RunConfig(
         model=model,
         training=TrainingConfig(
@@ -82,7 +78,7 @@ def run(
     )
 
 
-def seconds(config: RunConfig, num_ranks: int = 8, machine: Any = A100) -> float:
+def seconds(config, num_ranks=8, machine=A100):
     return step_time(config, machine, num_ranks).seconds
 
 
@@ -171,7 +167,7 @@ def test_more_data_parallel_ranks_are_never_slower_at_the_same_batch(data_parall
 
 
 def test_a_reduction_beside_backward_is_never_slower():
-    def time(**data_parallel: bool) -> StepTime:
+    def time(**data_parallel):
         return step_time(run(data_parallel=data_parallel), A100, 16)
 
     alone, beside = time(), time(overlap_grad_reduce=True)
@@ -195,7 +191,7 @@ def test_instances_inside_nodes_send_less_between_them(kind):
     send together, instead of a reduce-scatter of 31/32. No weights do."""
     slow = replace(A100, between=Link(latency_s=0.0, bandwidth=1e9))
 
-    def time(instances: int) -> StepTime:
+    def time(instances):
         config = run(data_parallel={kind: True}, batch=128)
         parallel = replace(config.parallel, num_distributed_optimizer_instances=instances)
         return step_time(replace(config, parallel=parallel), slow, 32)
@@ -213,7 +209,7 @@ def test_instances_inside_nodes_send_less_between_them(kind):
 def test_fsdp2_gathers_for_every_micro_batch_and_twice_if_weights_are_freed():
     slow = replace(A100, inside=Link(latency_s=0.0, bandwidth=1e9))
 
-    def gathers(micro: int = 1, **data_parallel: bool) -> float:
+    def gathers(micro=1, **data_parallel):
         config = run(micro=micro, data_parallel=dict(use_torch_fsdp2=True, **data_parallel))
         return step_time(config, slow, 8).terms[FSDP]
 
@@ -240,7 +236,7 @@ def test_an_optimizer_on_the_host_takes_its_arithmetic_and_the_copies_that_nothi
     """Of 12 layers with 4096 x 4096 weights each, embeddings, and vectors that are 0.1% of all."""
     number, machine = LAYERS * 12 * 4096**2 + (32768 + 2048) * 4096, replace(A100, overlap=1.0)
 
-    def taken(machine: Hardware = machine, overlaps: bool = False, **changes: Any) -> float:
+    def taken(machine=machine, overlaps=False, **changes):
         place = dict(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=overlaps)
         return step_time(run(optimizer={**place, **changes}), machine, 1).terms[HOST_UPDATE]
 

@@ -1,13 +1,8 @@
 """Policies on models that are not ours: transformers' GPT-2 and Llama, with dropout."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.memory.measure.live_storages import LiveStorages
@@ -19,16 +14,16 @@ from tests.support.foreign_families import FAMILIES, tokens
 MODELS = {"GPT-2": "transformer.h", "Llama": "model.layers"}  # by name: their layers
 
 
-def policy(name: str, text: str) -> Callable[[nn.Module], object]:
+def policy(name, text):
     return lambda model: apply_policy_(model, layers_fqn=MODELS[name], policy=text)
 
 
-def trained_once(model: nn.Module) -> Tensor:
-    loss: Tensor = model(input_ids=tokens(0), labels=tokens(0), use_cache=False).loss
+def trained_once(model):
+    loss = model(input_ids=tokens(0), labels=tokens(0), use_cache=False).loss
     return loss
 
 
-def alive_after_forward(name: str, prepare: Callable[[nn.Module], object]) -> int:
+def alive_after_forward(name, prepare):
     """Bytes, whoever keeps them, but for the states of the random numbers: no operator makes those
     of transformers."""
     torch.manual_seed(1)
@@ -44,7 +39,7 @@ def alive_after_forward(name: str, prepare: Callable[[nn.Module], object]) -> in
 
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputing_every_layer_keeps_no_more_than_transformers_own_checkpointing_does(name):
-    def own(model: nn.Module) -> None:
+    def own(model):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
 
     assert alive_after_forward(name, policy(name, "*:full")) <= alive_after_forward(name, own)
@@ -90,19 +85,19 @@ def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(fqn, text, 
 class Chain(nn.Module):
     """A layer whose forward holds nearly nothing but what it saves."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("table", torch.ones(2**19))
         self.load = torch.zeros(2**19)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         for _ in range(60):
             hidden = hidden.sin()
         return hidden
 
 
 def test_a_verified_call_holds_what_it_saves_and_the_first_one_copies_as_well():
-    def peaks(verify: bool) -> list[int]:
+    def peaks(verify):
         """Returns those of two calls."""
         model = nn.Sequential(Chain())
         apply_policy_(model, layers_fqn="", policy="*:full", verify=verify)
@@ -134,18 +129,18 @@ class Wobbles(torch.autograd.Function):
     runs = 0
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
+    def forward(ctx, value):
         Wobbles.runs += 1
         return value * (1 + 1e-6 * Wobbles.runs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx, *grads):
         return grads[0]
 
 
 def test_an_operator_that_does_not_repeat_itself_on_the_device_is_named(monkeypatch):
     class Layer(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             return Wobbles.apply(hidden.exp()).sin()
 
     monkeypatch.setattr(witness, "_may_round", lambda tensors: True)  # as on a GPU

@@ -1,17 +1,11 @@
 """--contiguous-saved-activations: one allocation for the inputs of all units, slots that always
 come back, no bit changed."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.stores import ALIGNMENT, FLAG, Arena
 from tests.support.models import BATCH, SEQ_LENGTH, sample_tokens
@@ -29,24 +23,24 @@ POLICIES = (
 )
 
 
-def build(policy: str, *, contiguous: bool = True, micro_batches: int = 1) -> GPTModel:
+def build(policy, *, contiguous=True, micro_batches=1):
     recompute = RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous)
     model = planned(recompute, num_layers=NUM_LAYERS, hidden_dropout=0.1)
     model.decoder.stores.micro_batches = micro_batches
     return model
 
 
-def in_use(model: GPTModel) -> int:
+def in_use(model):
     return model.decoder.stores.device_bytes + model.decoder.stores.host_bytes
 
 
 @contextmanager
-def allocations() -> Iterator[list[int]]:
+def allocations():
     """Sizes of the arenas that are made inside."""
-    made: list[int] = []
+    made = []
     real = Arena.__init__
 
-    def noting(self: Arena, *args: Any, **facts: Any) -> None:
+    def noting(self, *args, **facts):
         real(self, *args, **facts)
         made.append(self.num_bytes)
 
@@ -121,13 +115,13 @@ def test_a_larger_input_than_the_first_is_an_error_and_a_smaller_one_fits():
     model, plain = build("*:full"), build("*:full", contiguous=False)
     step(model)
 
-    def shorter(model: GPTModel, length: int) -> list[Tensor]:
+    def shorter(model, length):
         model.context.rng.restore(RngStreams(CPU, seed=5).snapshot())
         model.zero_grad()
         loss = model.loss(*sample_tokens(seq_length=length)).mean()
         assert in_use(model) in (0, NUM_LAYERS * INPUT // SEQ_LENGTH * length)
         loss.backward()
-        return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+        return [parameter.grad for parameter in model.parameters()]
 
     assert equal(shorter(model, SEQ_LENGTH - 5), shorter(plain, SEQ_LENGTH - 5))
     with pytest.raises(

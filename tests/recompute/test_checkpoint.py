@@ -1,10 +1,8 @@
 """The checkpoint Function alone: what it keeps, what it restores, what may go in and out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, Access, RngStreams
 from megatron_lite.recompute import checkpoint as engine
@@ -15,18 +13,18 @@ WEIGHT = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
-def rng() -> RngStreams:
+def rng():
     return RngStreams(torch.device("cpu"), seed=3)
 
 
-def noisy(rng: RngStreams, hidden: Tensor, weight: Tensor) -> Tensor:
+def noisy(rng, hidden, weight):
     """A function whose backward needs the numbers that its forward drew, on both streams."""
     with rng.fork(TENSOR_PARALLEL):
         inner = torch.rand_like(hidden)
     return torch.tanh(hidden @ weight * inner) * torch.rand_like(hidden)
 
 
-def grads(rng: RngStreams, run, *, times: int = 1) -> list[Tensor]:  # type: ignore[no-untyped-def]
+def grads(rng, run, *, times=1):
     """[output, d hidden, d weight] of `run(hidden, weight)`, from the same streams each time."""
     start = rng.snapshot()
     hidden, weight = torch.ones(4, 6, requires_grad=True), WEIGHT.clone().requires_grad_()
@@ -37,7 +35,7 @@ def grads(rng: RngStreams, run, *, times: int = 1) -> list[Tensor]:  # type: ign
     return [output.detach(), hidden.grad, weight.grad]
 
 
-def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
+def assert_equal(first, second):
     assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
 
 
@@ -50,7 +48,7 @@ def test_every_backward_sees_the_numbers_of_the_forward(rng, times):
 
 
 def test_nested_units_equal_none(rng):
-    def nested(hidden: Tensor, weight: Tensor) -> Tensor:
+    def nested(hidden, weight):
         return checkpoint(
             lambda h, w: noisy(rng, checkpoint(noisy, rng, h, w, rng=rng), w),
             hidden,
@@ -62,9 +60,7 @@ def test_nested_units_equal_none(rng):
 
 
 def test_other_arguments_pass_as_they_are(rng):
-    def function(
-        hidden: Tensor, scale: float, nothing: None, pair: tuple[int, int], offset: Tensor
-    ) -> Tensor:
+    def function(hidden, scale, nothing, pair, offset):
         assert nothing is None and pair == (1, 2)
         return hidden * scale + offset
 
@@ -108,7 +104,7 @@ def test_a_parameter_may_be_returned(rng):
 def test_a_replay_sees_the_autocast_of_its_forward(rng, around):
     dtypes = []
 
-    def function(hidden: Tensor) -> Tensor:
+    def function(hidden):
         dtypes.append((hidden @ WEIGHT).dtype)
         return hidden @ WEIGHT
 
@@ -122,15 +118,15 @@ def test_a_replay_sees_the_autocast_of_its_forward(rng, around):
 class DeviceStreams(RngStreams):
     """Streams of a generator that is not the CPU's, as on a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.generator = torch.Generator()
         super().__init__(torch.device("cuda"), seed=3)
         self.access = Access(self.generator.get_state, self.generator.set_state)
 
-    def state(self) -> Tensor:
+    def state(self):
         return self.generator.get_state()
 
-    def _seed(self, seed: int) -> None:
+    def _seed(self, seed):
         self.generator.manual_seed(seed)
 
 
@@ -138,12 +134,12 @@ class DeviceStreams(RngStreams):
 def test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device(times):
     streams = DeviceStreams()
 
-    def function(hidden: Tensor, weight: Tensor) -> Tensor:
+    def function(hidden, weight):
         with streams.fork(TENSOR_PARALLEL):
             inner = torch.rand(hidden.shape, generator=streams.generator)
         return torch.tanh(hidden @ weight * inner) * torch.rand_like(hidden)
 
-    def outcome(run) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    def outcome(run):
         torch.manual_seed(5)
         return grads(streams, run, times=times)
 
@@ -172,7 +168,7 @@ def test_arguments_that_need_no_gradient_get_none(rng):
 
 
 def test_an_argument_handed_through_and_a_tensor_returned_or_passed_twice(rng):
-    def function(hidden: Tensor, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def function(hidden, same):
         doubled = hidden * same * 2
         return hidden, doubled, doubled
 
@@ -183,24 +179,24 @@ def test_an_argument_handed_through_and_a_tensor_returned_or_passed_twice(rng):
 
 
 def test_where_gradients_are_off_nothing_is_kept_and_the_result_is_direct(rng, monkeypatch):
-    def forbidden(*_: object) -> None:
+    def forbidden(*_):
         raise AssertionError("gradients are off")
 
     monkeypatch.setattr(RngStreams, "snapshot", forbidden)
     monkeypatch.setattr(engine, "split_for_rank", forbidden)
-    result: dict[str, Tensor] = {}
+    result = {}
     for off in (torch.no_grad(), torch.inference_mode()):
         with off:
             assert (
                 checkpoint(lambda hidden: result, torch.ones(4, 6), rng=rng, split_group=object())
                 is result
-            )  # type: ignore[arg-type]
+            )
 
 
 def test_a_side_effect_happens_once_also_in_nested_units_and_with_two_backwards(rng):
     runs, counted = [], []
 
-    def function(hidden: Tensor) -> Tensor:
+    def function(hidden):
         runs.append(1)
         if not is_recomputing():
             counted.append(1)
@@ -219,7 +215,7 @@ def test_a_complex_output_has_its_gradient(rng):
     expected, actual = x.clone().requires_grad_(), x.clone().requires_grad_()
     torch.fft.rfft(expected).abs().sum().backward()
     checkpoint(torch.fft.rfft, actual, rng=rng).abs().sum().backward()
-    assert torch.equal(actual.grad, expected.grad)  # type: ignore[arg-type]
+    assert torch.equal(actual.grad, expected.grad)
 
 
 def test_a_backward_for_chosen_inputs_is_refused_before_it_writes_a_gradient(rng):
@@ -233,8 +229,8 @@ def test_a_backward_for_chosen_inputs_is_refused_before_it_writes_a_gradient(rng
 
 @pytest.mark.parametrize("current", [DEFAULT, TENSOR_PARALLEL])
 def test_a_unit_inside_an_open_fork_replays_in_that_stream(rng, current):
-    def run(recompute: bool):  # type: ignore[no-untyped-def]
-        def forward(hidden: Tensor, weight: Tensor) -> Tensor:
+    def run(recompute):
+        def forward(hidden, weight):
             with rng.fork(current):
                 return (
                     checkpoint(noisy, rng, hidden, weight, rng=rng)

@@ -3,7 +3,6 @@ gradients to the bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,10 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.region_runner import discarding
 
-Consumer = Callable[[Tensor], Tensor]
 
-
-def numbers(*shape: int, seed: int) -> Tensor:
+def numbers(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -31,14 +28,14 @@ class Example:
     weight: Tensor = field(default_factory=lambda: numbers(6, 6, seed=2).requires_grad_())
     after: Tensor = field(default_factory=lambda: numbers(6, 5, seed=3).requires_grad_())
 
-    def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, hidden, weight):
         self.calls.append("norm")
         return torch.tanh(hidden @ weight)
 
-    def linear(self, normed: Tensor) -> Tensor:
+    def linear(self, normed):
         return normed @ self.after
 
-    def forward(self, *consumers: Consumer, discard: bool = True) -> tuple[Tensor, StorageWeakRef]:
+    def forward(self, *consumers, discard=True):
         """(z, the memory of y)"""
         hidden = self.leaf * 1
         with discarding() as discard_output:
@@ -52,11 +49,11 @@ class Example:
             z = torch.stack([consumer(y).sum() for consumer in consumers]).sum()
         return z, StorageWeakRef(y.untyped_storage())
 
-    def grads(self) -> list[Tensor | None]:
+    def grads(self):
         return [self.leaf.grad, self.weight.grad, self.after.grad]
 
 
-def kept_grads(example: Example, *consumers: str) -> list[Tensor | None]:
+def kept_grads(example, *consumers):
     """Those of the same consumers where nothing is discarded."""
     kept = Example(after=example.after.detach().requires_grad_())
     kept.forward(*(getattr(Consumers(kept), name) for name in consumers), discard=False)[
@@ -71,14 +68,14 @@ class Consumers:
 
     example: Example
 
-    def linear(self, y: Tensor) -> Tensor:
+    def linear(self, y):
         return self.example.linear(y)
 
-    def square(self, y: Tensor) -> Tensor:
+    def square(self, y):
         return y.square()
 
 
-def equal(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
+def equal(first, second):
     return all(
         torch.equal(mine, other) if mine is not None and other is not None else mine is other
         for mine, other in zip(first, second, strict=True)
@@ -134,7 +131,7 @@ def test_a_gradient_that_misses_the_discarded_tensor_rebuilds_it_for_a_later_bac
         example.calls == ["norm"] * 2
         and equal(example.grads(), expected)
         and torch.equal(alone, expected[2])
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_after_the_layer_nothing_is_held_for_discarding():
@@ -151,11 +148,11 @@ def test_after_the_layer_nothing_is_held_for_discarding():
 def test_the_hooks_that_were_in_force_get_everything_but_the_discarded():
     example, packed, unpacked = Example(), [], []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         packed.append(tensor.shape)
         return tensor.clone()
 
-    def unpack(tensor: Tensor) -> Tensor:
+    def unpack(tensor):
         unpacked.append(tensor.shape)
         return tensor
 

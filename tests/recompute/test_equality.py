@@ -1,22 +1,16 @@
 """No policy changes a bit: loss and every gradient torch.equal to keeping everything, over two
 accumulated micro-batches."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import GATHERED, LLAMA, SENT, variant_config
 from tests.support.models import (
-    Outcome,
     build_tiny_model,
     loss_and_grads,
     tiny_config,
@@ -61,7 +55,7 @@ MODELS = {
 }
 # Layers with and without a window and rotary embedding share a unit; norms after a branch; a
 # parallel residual.
-DIFFERING: dict[str, Any] = dict(
+DIFFERING = dict(
     LLAMA,
     num_layers=NUM_LAYERS,
     window_size=(3, 0),
@@ -111,9 +105,7 @@ ON_HOST = ("*:full@host", "*:none@host", "*:pointwise@host", "0:full/2; 1:none; 
 OPS = ("*:ops(matmul)", "*:ops(matmul,attention)@host", "*:ops(matmul/2,attention,collective)")
 
 
-def policies(
-    *, can_split: bool, module_sets: Sequence[tuple[str, ...]] = MODULE_SETS
-) -> dict[str, RecomputeConfig]:
+def policies(*, can_split, module_sets=MODULE_SETS):
     """Every policy of Megatron's flags that is legal in the layout, and policies that keep the
     results of operators, or keep something in host memory or in one allocation."""
     named = {"core_attn": RecomputeConfig(recompute_activations=True)}
@@ -145,7 +137,7 @@ def policies(
     return named
 
 
-def changed(expected: Outcome, outcome: Outcome) -> list[str]:
+def changed(expected, outcome):
     """Names of what is not equal to the bit."""
     names = [
         name for name, grad in expected.grads.items() if not torch.equal(grad, outcome.grads[name])
@@ -156,9 +148,7 @@ def changed(expected: Outcome, outcome: Outcome) -> list[str]:
 Setting = tuple[int, bool, torch.dtype | str]  # TP size, sequence parallel, precision
 
 
-def cases(
-    settings: Sequence[Setting],
-) -> list[tuple[tuple[int, bool], torch.dtype | str, str, str]]:
+def cases(settings):
     """(TP size, sequence parallel), precision, model and policy of a covering part of the grid.
 
     More ranks run fewer models: they are slow. On four ranks, and in a default run on two, each
@@ -186,15 +176,7 @@ def cases(
     return covered(found)
 
 
-def faults(
-    rank: int,
-    world_size: int,
-    sequence_parallel: bool,
-    precision: torch.dtype | str,
-    chosen: Mapping[str, Sequence[str]],
-    models: Mapping[str, ModelConfig],
-    layout: Mapping[str, Any] | None = None,
-) -> dict[str, list[str]]:
+def faults(rank, world_size, sequence_parallel, precision, chosen, models, layout=None):
     """{model and policy: what it changed}, empty if nothing did. chosen: policies by name of a
     model. layout: fields of ParallelConfig, if not all ranks are those of one TP group."""
     found = {}
@@ -251,13 +233,7 @@ LONG_SETTINGS = [
 ]
 
 
-def check(
-    tp_size: int,
-    sequence_parallel: bool,
-    precision: torch.dtype | str,
-    chosen: Mapping[str, Sequence[str]],
-    models: Mapping[str, ModelConfig] = MODELS,
-) -> None:
+def check(tp_size, sequence_parallel, precision, chosen, models=MODELS):
     assert (
         run_ranks(faults, tp_size, sequence_parallel, precision, chosen, models, detail=False)
         == [{}] * tp_size
@@ -272,7 +248,7 @@ def check(
 def test_gradients_are_unchanged_to_the_bit(tp_size, sequence_parallel, precision):
     """Every policy with every precision and every model on one rank, and with every precision on
     two and four."""
-    chosen: dict[str, list[str]] = {}
+    chosen = {}
     setting = (tp_size, sequence_parallel, precision)
     settings = SETTINGS if setting in SETTINGS else LONG_SETTINGS
     for layout, of_precision, model, policy in cases(settings):
@@ -327,7 +303,7 @@ def test_gradients_of_experts_are_unchanged_to_the_bit(tp_size, sequence_paralle
 
 
 BOTH = dict(SENT, tp_size=2, sequence_parallel=True)
-EXPERT_LAYOUTS: dict[str, tuple[int, bool, dict[str, Any]]] = {
+EXPERT_LAYOUTS = {
     "ep2": (2, False, dict(SENT, tp_size=1)),
     "ep2, all tokens gathered": (2, False, dict(GATHERED, tp_size=1)),
     "ep2, tp2 shares no expert": (2, True, dict(BOTH, expert_tensor_parallel_size=1)),

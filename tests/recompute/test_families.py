@@ -5,8 +5,6 @@ Everything is compared with the same model without a policy, from the same seed.
 tests/support/foreign.py has the situations.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 
@@ -69,7 +67,7 @@ def test_the_default_call_of_a_newer_family_trains_as_without_a_policy(name, tex
 
 
 @cache
-def in_every_situation() -> list[tuple[str, str, str]]:
+def in_every_situation():
     """Returns cases (model, policy, situation) in which every two of the three meet."""
     return covered(itertools.product(EVERY_MODEL, POLICIES, SITUATIONS))
 
@@ -86,7 +84,7 @@ def test_every_policy_holds_in_every_situation(name):
 
 
 def test_generation_reads_its_cache_as_without_a_policy():
-    def continued(text: str | None) -> torch.Tensor:
+    def continued(text):
         torch.manual_seed(3)
         model = FAMILIES["Llama"].build()
         if text is not None:

@@ -1,10 +1,7 @@
 """Policies on layers of plain torch with every kind of output, argument, state and side channel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import nn
 
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign import Foreign, differences, train
@@ -23,7 +20,7 @@ def test_a_layer_of_any_kind_trains_as_without_a_policy_or_is_refused(name, text
 
 def test_two_lists_that_share_their_weights_add_up():
     class Tied(Chain):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(Mlp)
             self.blocks[2].fc1.weight = self.blocks[0].fc1.weight
 
@@ -33,7 +30,7 @@ def test_two_lists_that_share_their_weights_add_up():
 
 def test_the_same_layer_twice_in_a_list_has_the_gradients_of_both_or_is_refused():
     class Shared(Chain):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(Mlp)
             self.blocks[2] = self.blocks[0]
 
@@ -52,7 +49,7 @@ def test_without_gradients_a_layer_runs_once_and_keeps_nothing(text):
     model = LAYERS["a tensor"].build().eval()
     expected = chain_loss(model, 0)
     apply_policy_(model, layers_fqn="blocks", policy=text)
-    calls: list[None] = []
+    calls = []
     model.blocks[0].fc1.register_forward_hook(lambda *_: calls.append(None))
     with torch.no_grad():
         found = chain_loss(model, 0)
@@ -65,7 +62,7 @@ def test_hooks_on_gradients_run_once():
     torch.manual_seed(3)
     model = LAYERS["a tensor"].build()
     apply_policy_(model, layers_fqn="blocks", policy="*:full")
-    calls: list[str] = []
+    calls = []
     layer = model.blocks[1]
     layer.register_full_backward_hook(lambda *_: calls.append("layer"))
     layer.fc1.weight.register_hook(lambda grad: calls.append("weight"))
@@ -82,14 +79,14 @@ def test_a_policy_can_be_taken_off_and_another_put_on(text):
 
     foreign = chain(Mlp)
 
-    def put_and_taken(model: nn.Module) -> None:
+    def put_and_taken(model):
         apply_policy_(model, layers_fqn="blocks", policy=text)
         chain_loss(model, 5).backward()
         model.zero_grad()
         assert remove_policy_(model) == 3 and remove_policy_(model) == 0
         assert not any("forward" in module.__dict__ for module in model.modules())
 
-    def and_again(model: nn.Module) -> None:
+    def and_again(model):
         put_and_taken(model)
         apply_policy_(model, layers_fqn="blocks", policy="*:full")
 

@@ -1,7 +1,5 @@
 """Policies inside of DistributedDataParallel, and inside and around of torch.compile."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 
@@ -10,7 +8,6 @@ import pytest
 from tests.support.foreign import differences
 from tests.support.foreign_policies import MODELS, policy_on, unclear
 from tests.support.foreign_wrapped import (
-    Wrap,
     compile_around,
     compile_forwards,
     compile_layers,
@@ -25,7 +22,7 @@ WITHOUT_UNUSED = ("GPT-2", "T5", "Mixtral, router loss")
 WITH_UNUSED = (*WITHOUT_UNUSED, "a tensor", "an output that nobody reads", "BatchNorm")
 
 
-def _ddp(rank: int, world_size: int, names: tuple[str, ...], options: dict[str, bool]) -> list[str]:
+def _ddp(rank, world_size, names, options):
     found = []
     for name in names:
         train = partial(train_in_ddp, MODELS[name], **options)
@@ -50,7 +47,7 @@ def test_ddp_with_a_static_graph_reduces_the_gradients_of_the_plain_model():
     ) == [[], []]
 
 
-def _compiled(name: str, text: str, wrap: Wrap, backend: str, first: bool) -> list[str]:
+def _compiled(name, text, wrap, backend, first):
     """As `faults`, for a compiled model: equal to the plain model compiled in the same way, or one
     clear error."""
     train = partial(train_compiled, MODELS[name], wrap=wrap, backend=backend, first=first)
@@ -62,7 +59,7 @@ def _compiled(name: str, text: str, wrap: Wrap, backend: str, first: bool) -> li
 
 
 # By place: how the model is compiled, and whether the policy is put on first.
-PLACES: dict[str, tuple[Wrap, bool]] = {
+PLACES = {
     "around the model": (compile_around, False),
     "around each layer": (compile_layers, False),
     "inside of each layer's policy": (compile_forwards, True),

@@ -1,15 +1,12 @@
 """The engine for any model: layers with every kind of output, side channel and state give the bits
 of the plain layers."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from megatron_lite.recompute import hooked
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
@@ -29,14 +26,14 @@ from tests.support.odd_layers import (
 from tests.support.pairs import only, pairs
 
 
-def twice(model: nn.Module) -> list[Tensor]:
+def twice(model):
     loss = model(batches()[0])
     loss.backward(retain_graph=True)
     loss.backward()
     return [loss]
 
 
-def second_order(model: nn.Module) -> list[Tensor]:
+def second_order(model):
     """A gradient penalty: the loss holds a gradient."""
     x = batches()[0].requires_grad_()
     loss = model(x)
@@ -48,10 +45,10 @@ def second_order(model: nn.Module) -> list[Tensor]:
 class Outer(InOrder):
     """A layer with layers of its own, which get a policy, too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(Norms)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return super().forward(hidden).sin()
 
 
@@ -61,7 +58,7 @@ class Outer(InOrder):
     pairs(POLICIES, ["*:full", "*:ops(matmul)", "0:full@host"], [step, twice, second_order]),
 )
 def test_policies_nest(policy, inner, run):
-    def nested() -> nn.Module:
+    def nested():
         model = Model(Outer)
         for layer in model.layers:
             apply_policy_(layer, layers_fqn="layers", policy=inner)
@@ -76,7 +73,7 @@ def test_policies_nest(policy, inner, run):
 )
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_copy_of_a_model_has_the_policy_and_is_on_its_own(policy, duplicate):
-    def copied() -> nn.Module:
+    def copied():
         model = Model(Norms)
         apply_policy_(model, layers_fqn="layers", policy=policy)
         state = torch.get_rng_state()
@@ -93,13 +90,13 @@ def test_a_copy_of_a_model_has_the_policy_and_is_on_its_own(policy, duplicate):
 
 
 def test_a_graph_outlives_its_policy():
-    def taken_off(model: nn.Module) -> list[Tensor]:
+    def taken_off(model):
         loss = model(batches()[0])
         remove_policy_(model)
         loss.backward()
         return [loss]
 
-    def kept(model: nn.Module) -> list[Tensor]:
+    def kept(model):
         loss = model(batches()[0])
         loss.backward()
         return [loss]
@@ -130,10 +127,10 @@ def test_nothing_of_a_forward_outlives_it(policy, backward):
 
 def test_what_a_backward_did_not_read_does_not_outlive_it():
     """A backward that needs one output only leaves the rebuilt tensors of the other one unread."""
-    values: list[dict[int, dict[int, Tensor]]] = []
+    values = []
 
     class Two(Block):
-        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(self, hidden):
             return self.body(hidden), hidden.sin()
 
     model = Model(Two)
@@ -144,16 +141,16 @@ def test_what_a_backward_did_not_read_does_not_outlive_it():
     assert values and not any(values) and unused.grad_fn is not None
 
 
-def calls_alive() -> int:
+def calls_alive():
     gc.collect()
     return sum(type(each) is hooked._LayerCall for each in gc.get_objects())
 
 
 def test_a_replay_knows_that_it_is_one_and_ends_where_backward_has_all_it_reads():
-    calls: list[str] = []
+    calls = []
 
     class Notes(Block):
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             calls.append("again" if is_recomputing() else "forward")
             hidden = self.body(hidden)
             hidden = hidden * hidden.sin()  # what it saves last has gradients, so it is computed
@@ -177,7 +174,7 @@ def test_a_replay_knows_that_it_is_one_and_ends_where_backward_has_all_it_reads(
 
 def test_other_errors_in_a_layer_are_its_own():
     class Fails(Block):
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             hidden = self.body(hidden)
             if is_recomputing():
                 raise KeyError("not again")

@@ -1,13 +1,9 @@
 """Policies on models that FSDP2 or FSDP1 shards: units around layers, units inside layers, and
 either order of wrapping."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,17 +17,15 @@ from tests.support.ranks import run_ranks
 class Deep(Block):
     """A layer with a unit of its own, whose weights come and go within the layer's forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = Norms()
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.inner(self.body(hidden)).sin()
 
 
-def trained(
-    rank: int, world_size: int, kind: type[Block], policy: str | None, policy_first: bool
-) -> list[Any]:
+def trained(rank, world_size, kind, policy, policy_first):
     """Losses of three micro-batches and the whole gradients."""
     torch.manual_seed(3)
     model, mesh = Model(kind), init_device_mesh("cpu", (world_size,))
@@ -54,7 +48,7 @@ def trained(
     ]
 
 
-def faults(rank: int, world_size: int) -> None:
+def faults(rank, world_size):
     expected = trained(rank, world_size, Deep, None, False)
     for policy, policy_first in (
         ("*:full", True),
@@ -71,9 +65,7 @@ def test_fsdp2_shards_a_model_with_a_policy_to_the_same_bits():
     run_ranks(faults, 2)
 
 
-def trained_in_fsdp1(
-    rank: int, policy: str | None, policy_first: bool, use_orig_params: bool
-) -> list[Any]:
+def trained_in_fsdp1(rank, policy, policy_first, use_orig_params):
     """Losses and this rank's gradients of three steps."""
     torch.manual_seed(3)
     model, cpu = Model(Block), torch.device("cpu")
@@ -88,7 +80,7 @@ def trained_in_fsdp1(
     if policy is not None and not policy_first:
         apply_policy_(model, layers_fqn="layers", policy=policy)
     torch.manual_seed(rank)
-    found: list[Any] = []
+    found = []
     for batch in batches():
         loss = model(batch + rank)
         loss.backward()
@@ -101,7 +93,7 @@ def trained_in_fsdp1(
     return found
 
 
-def faults_in_fsdp1(rank: int, world_size: int) -> None:
+def faults_in_fsdp1(rank, world_size):
     for use_orig_params in (False, True):
         expected = trained_in_fsdp1(rank, None, False, use_orig_params)
         for policy in ("*:full", "*:ops(matmul)", "*:full@host"):
@@ -120,7 +112,7 @@ def test_fsdp1_shards_a_model_with_a_policy_to_the_same_bits():
     run_ranks(faults_in_fsdp1, 2)
 
 
-def trained_in_dtensors(rank: int, world_size: int, policy: str | None) -> list[Any]:
+def trained_in_dtensors(rank, world_size, policy):
     """Losses and whole gradients of a model whose layers are split by torch's own DTensors."""
     torch.manual_seed(3)
     model, mesh = Model(Block), init_device_mesh("cpu", (world_size,))
@@ -140,7 +132,7 @@ def trained_in_dtensors(rank: int, world_size: int, policy: str | None) -> list[
     ]
 
 
-def faults_in_dtensors(rank: int, world_size: int) -> None:
+def faults_in_dtensors(rank, world_size):
     expected = trained_in_dtensors(rank, world_size, None)
     for policy in (
         "*:full", "*:ops(matmul)", "*:ops(matmul,collective)", "*:ops(matmul)@host",

@@ -1,14 +1,9 @@
 """What the engine for any model cannot repeat is refused by name, and a policy that cannot apply in
 the words of its API."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.phase import is_recomputing
@@ -21,16 +16,11 @@ from tests.support.odd_layers import Block, Model, Norms, assert_equal, batches,
 class Stateful:
     """An object that no replay can put back."""
 
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
+    def __init__(self):
+        self.seen = []
 
 
-def run_with(
-    kind: type[nn.Module],
-    policy: str,
-    between: Callable[[nn.Module, Tensor], object] = lambda model, hidden: None,
-    **options: Any,
-) -> None:
+def run_with(kind, policy, between=lambda model, hidden: None, **options):
     torch.manual_seed(3)
     model = Model(kind)
     apply_policy_(model, layers_fqn="layers", policy=policy, **options)
@@ -46,7 +36,7 @@ def run_with(
 @pytest.mark.parametrize("policy", ["*:full", "*:ops(matmul)", "*:full@host"])
 def test_an_object_among_the_arguments_that_a_layer_changes_is_named(policy):
     class Takes(Block):
-        def forward(self, hidden: Tensor, memory: Stateful | None = None) -> Tensor:
+        def forward(self, hidden, memory=None):
             if memory is not None:
                 memory.seen.append(hidden)
             return self.body(hidden)
@@ -59,8 +49,7 @@ def test_an_object_among_the_arguments_that_a_layer_changes_is_named(policy):
         model.layers[1](batches()[0], memory=Stateful())
 
 
-Between = Callable[[nn.Module, Tensor], object]
-WRITES: list[tuple[Between, str]] = [
+WRITES = [
     (
         lambda model, hidden: hidden.add_(1),
         r"layers\.0: an argument was written to after the forward",
@@ -81,7 +70,7 @@ def test_what_a_replay_needs_and_was_written_to_is_named(between, message):
 def test_a_buffer_that_each_forward_changes_may_change_before_backward():
     """A copy of it is kept, so that the gradients are those of the plain model."""
 
-    def changed_in_between(model: nn.Module) -> list[Tensor]:
+    def changed_in_between(model):
         loss = model(batches()[0])
         for layer in model.layers:
             layer.norm.num_batches_tracked.zero_()
@@ -96,11 +85,11 @@ def test_a_buffer_that_each_forward_changes_may_change_before_backward():
 
 def test_a_buffer_that_was_written_to_after_the_forward_is_named():
     class Scaled(Block):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.register_buffer("scale", torch.ones(()))
 
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             return self.body(hidden * self.scale)
 
     with pytest.raises(
@@ -111,17 +100,17 @@ def test_a_buffer_that_was_written_to_after_the_forward_is_named():
 
 def test_what_the_first_forward_left_alone_and_a_later_one_writes_to_is_named_once():
     class Later(Block):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.register_buffer("count", torch.zeros(()))
             self.writes = False
 
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             if self.writes:
                 self.count.add_(1)
             return self.body(hidden / (1 + self.count))
 
-    def steps(model: nn.Module) -> list[Tensor]:
+    def steps(model):
         model(batches()[0]).backward()
         model.layers[0].writes = True
         if any("forward" in vars(layer) for layer in model.layers):
@@ -142,7 +131,7 @@ def test_what_the_first_forward_left_alone_and_a_later_one_writes_to_is_named_on
 
 def test_a_layer_that_saves_more_or_less_in_a_replay_is_named():
     class Changes(Block):
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             return self.body(hidden.detach() if is_recomputing() else hidden.sin())
 
     with pytest.raises(RecomputeMismatch, match=r"layers\.2: (the forward saved|as number)"):
@@ -152,7 +141,7 @@ def test_a_layer_that_saves_more_or_less_in_a_replay_is_named():
 @pytest.mark.parametrize("policy", ["*:full", "*:ops(matmul)"])
 def test_verify_sees_other_values_where_the_shapes_agree(policy):
     class Changes(Block):
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             return self.body(hidden * (2.0 if is_recomputing() else 1.0))
 
     run_with(Changes, policy, verify=False)  # nobody compares values
@@ -165,11 +154,11 @@ def test_verify_sees_a_lost_edge():
     """The same values, saved in the same shapes, from a graph that reaches less."""
 
     class Detaches(Block):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.shift = nn.Parameter(torch.zeros(6))
 
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             return self.body(hidden) + (self.shift.detach() if is_recomputing() else self.shift)
 
     with pytest.raises(

@@ -1,7 +1,5 @@
 """Parts of a layer in host memory: which tensors go there, and Megatron's flags for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

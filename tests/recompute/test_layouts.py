@@ -1,19 +1,13 @@
 """No policy changes a bit of a gradient however data-parallel ranks share out the weights, which a
 replay must find gathered, and however early a gradient is sent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import shard_model_
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
 from tests.recompute.test_equality import MODELS, NUM_LAYERS, OPS, policies
 from tests.support.layouts import LAYOUTS, backward
@@ -33,15 +27,7 @@ SOME = (
 SPLIT = ("uniform 1 split", "block 3 split", "*:full/2@split+host", "*:full/2@split, contiguous")
 
 
-def gradients(
-    config: ModelConfig,
-    parallel: ParallelState,
-    layout: DataParallelConfig,
-    recompute: RecomputeConfig,
-    *,
-    sequence_parallel: bool,
-    dtype: torch.dtype,
-) -> dict[str, Tensor]:
+def gradients(config, parallel, layout, recompute, *, sequence_parallel, dtype):
     """This rank's pieces after one step of two micro-batches with dropout, and the loss."""
     fresh = with_new_streams(parallel)
     model = build_tiny_model(
@@ -80,7 +66,7 @@ def gradients(
 def test_gradients_are_those_without_recomputation(
     layout, tp_size, sequence_parallel, config, dtype, chosen
 ):
-    def work(rank: int, world_size: int) -> dict[str, list[str]]:
+    def work(rank, world_size):
         found = {}
         with tp_state(tp_size) as parallel:
             named = policies(can_split=tp_size > 1 and not sequence_parallel)

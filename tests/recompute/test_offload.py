@@ -1,19 +1,15 @@
 """Host offload: the same bits back, originals freed in time, copies back early enough, whatever the
 device's haste."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.offload import CopyStreams
-from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.stores import Stores
 from tests.support.models import sample_tokens
@@ -33,7 +29,7 @@ Layer = Callable[..., Tensor]
 
 
 @pytest.fixture
-def rng() -> RngStreams:
+def rng():
     return RngStreams(CPU, seed=3)
 
 
@@ -54,12 +50,12 @@ def test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient(policy):
 
 @pytest.mark.parametrize("policy", ["*:full/2@host", "*:none@host", "*:pointwise@host", CONTIGUOUS])
 def test_two_backwards_through_a_retained_graph_equal_those_without(policy):
-    def outcome(model: GPTModel) -> list[Tensor]:
+    def outcome(model):
         draw_alike(model)
         loss = model.loss(*sample_tokens()).mean()
         loss.backward(retain_graph=True)
         loss.backward()
-        return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+        return [parameter.grad for parameter in model.parameters()]
 
     copy_streams = Late()
     assert (
@@ -68,7 +64,7 @@ def test_two_backwards_through_a_retained_graph_equal_those_without(policy):
     )
 
 
-def grads_of(layer: Layer, policy: str, rng: RngStreams, copy_streams: CopyStreams) -> list[Tensor]:
+def grads_of(layer, policy, rng, copy_streams):
     """Of a leaf, through one layer that calls no region."""
     leaf = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
     stores = Stores(CPU)
@@ -83,7 +79,7 @@ def grads_of(layer: Layer, policy: str, rng: RngStreams, copy_streams: CopyStrea
 def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng):
     """It reads what is still on its way."""
 
-    def layer(hidden: Tensor, _: Regions) -> Tensor:
+    def layer(hidden, _):
         energy = hidden.tanh().exp().sum()
         (force,) = torch.autograd.grad(energy, hidden, create_graph=True)
         return force.square() + hidden.sin()
@@ -101,7 +97,7 @@ def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng):
 def test_a_tensor_that_is_written_to_on_its_way_is_an_error(rng):
     """As it is without offload."""
 
-    def layer(hidden: Tensor, _: Regions) -> Tensor:
+    def layer(hidden, _):
         y = hidden * 1
         z = y.square()
         y.add_(1.0)

@@ -2,17 +2,12 @@
 kept is, and the replay is the forward. Gradients of whole models: test_equality.py. Bytes and
 FLOPs: tests/memory/."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import GROUPS, IN_GROUPS
@@ -24,7 +19,6 @@ from megatron_lite.recompute.hooked import How, rebuild_saved
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.replay import RecomputeMismatch
 from tests.support.collectives import recorded_collectives
 from tests.support.dispatch import Dispatches
@@ -37,26 +31,26 @@ from tests.support.storages import addresses
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def rebuilt(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+def rebuilt(function, *args, **how):
     return rebuild_saved(function, args, {}, How(**how))
 
 
 @pytest.fixture
-def rng() -> RngStreams:
+def rng():
     return RngStreams(torch.device("cpu"), seed=3)
 
 
 class Dispatched(Dispatches):
     """The operators that run, in order, each with whether it is part of a replay."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[tuple[str, bool]] = []
+        self.seen = []
 
-    def saw(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+    def saw(self, func, args, kwargs, results):
         self.seen.append((str(func), is_recomputing()))
 
-    def replayed(self, names: tuple[str, ...]) -> Counter[str]:
+    def replayed(self, names):
         """How often operators of these names ran in replays."""
         found = Counter(name.split(".")[1] for name, again in self.seen if again)
         return Counter({name: found[name] for name in names if found[name]})
@@ -114,17 +108,13 @@ def test_every_second_result_is_counted_anew_in_each_layer_and_each_forward():
 # Collectives
 
 
-def collectives_of_a_step(
-    rank: int, world_size: int, policy: str, sequence_parallel: bool
-) -> tuple[Counter, list[str], list]:
+def collectives_of_a_step(rank, world_size, policy, sequence_parallel):
     """What the replays send, what the layers' forwards dispatch while results may be kept, and what
     is kept of it."""
     watched, kept = [], []
     keeps = KeptResults.keeps
 
-    def noted(
-        self: KeptResults, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def noted(self, operator, args, kwargs):
         decision = keeps(self, operator, args, kwargs)
         watched.append(str(operator))
         if decision:
@@ -178,7 +168,7 @@ def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(
 
 
 def test_an_in_place_sum_is_an_error_where_results_are_kept():
-    def work(rank: int, world_size: int) -> None:
+    def work(rank, world_size):
         with tp_state(world_size) as parallel:
             rebuilt(
                 lambda x: collectives.all_reduce_(x * 2, parallel.tp_group),
@@ -230,7 +220,7 @@ def test_operators_that_do_not_exist_or_write_are_refused_when_the_model_is_buil
 
 
 def test_a_result_that_is_written_to_later_is_not_kept(rng):
-    def function(x: Tensor) -> Tensor:
+    def function(x):
         return torch.mm(x, x).mul_(2).sin()
 
     plain, other = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
@@ -241,7 +231,7 @@ def test_a_result_that_is_written_to_later_is_not_kept(rng):
 
 
 def test_a_result_that_is_written_to_after_the_layer_is_made_again(rng):
-    def function(x: Tensor) -> Tensor:
+    def function(x):
         return torch.mm(x.sin(), x.T)
 
     plain, other = (torch.ones(2, 3, requires_grad=True) for _ in range(2))
@@ -253,7 +243,7 @@ def test_a_result_that_is_written_to_after_the_layer_is_made_again(rng):
 
 def test_a_result_of_inference_may_be_kept_on_the_host():
     class Infers(Block):
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             with torch.inference_mode():
                 scale = self.first(hidden).sum().item()
             return self.body(hidden) * scale
@@ -285,12 +275,12 @@ def test_the_groups_hold_every_fused_attention_kernel_of_this_torch():
 # The replay
 
 
-def three_products(x: Tensor, y: Tensor) -> Tensor:
+def three_products(x, y):
     return torch.mm(torch.mm(torch.mm(x, y).sin(), y).cos(), y).exp()
 
 
 def test_backward_may_run_twice_and_finds_the_kept_results_again(rng):
-    def gradients(run: Callable[..., Tensor]) -> list[Tensor]:
+    def gradients(run):
         x, y = torch.eye(3).mul(0.3).requires_grad_(), torch.full((3, 3), 0.2).requires_grad_()
         output = run(x, y).sum()
         output.backward(retain_graph=True)
@@ -305,12 +295,12 @@ def test_backward_may_run_twice_and_finds_the_kept_results_again(rng):
 
 def test_an_exception_in_a_replay_leaves_everything_as_it_was(rng):
     @contextmanager
-    def failing_in_replays() -> Iterator[None]:
+    def failing_in_replays():
         yield
         if is_recomputing():
             raise ValueError("not again")
 
-    def layer(x: Tensor) -> Tensor:
+    def layer(x):
         torch.rand(2)
         with failing_in_replays():
             return torch.mm(x, x).sin().cos()
@@ -334,7 +324,7 @@ def test_an_exception_in_a_replay_leaves_everything_as_it_was(rng):
 def test_a_run_that_verifies_finds_what_is_rebuilt_otherwise_beside_kept_results(rng):
     calls = []
 
-    def layer(x: Tensor, regions: Regions) -> Tensor:
+    def layer(x, regions):
         calls.append(is_recomputing())
         product = regions.run("mlp", lambda one, _: torch.mm(one, one), x)
         return regions.run("core_attn", lambda one, _: (one + len(calls) - 1).sin(), product)

@@ -1,15 +1,12 @@
 """Layers of other kinds (compiled, scripted, wrapped by accelerate) and ways to differentiate."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial, update_wrapper
 from threading import Thread
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,16 +19,16 @@ POLICIES = ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"]
 
 
 class Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.batch_norm = nn.LayerNorm(6), nn.BatchNorm1d(6)
         self.linear = nn.Linear(6, 6)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.linear(self.batch_norm(self.norm(hidden)))
 
 
-def gradients(model: nn.Module, given: Tensor) -> list[Tensor]:
+def gradients(model, given):
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.zero_grad()
     for _ in range(3):
@@ -42,7 +39,7 @@ def gradients(model: nn.Module, given: Tensor) -> list[Tensor]:
     return found
 
 
-def assert_right(model: nn.Module, policy: str, given: Tensor) -> None:
+def assert_right(model, policy, given):
     expected = gradients(model, given)
     apply_policy_(model, layers_fqn="layers", policy=policy)
     assert_equal(gradients(model, given), expected)
@@ -57,7 +54,7 @@ def test_scripted_layers_train_as_without_a_policy(policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_lazy_layers_train_as_without_a_policy(policy):
-    def steps(policy: str) -> list[Tensor]:
+    def steps(policy):
         torch.manual_seed(1)
         model = InOrder(lambda: nn.Sequential(Normed(), nn.LazyLinear(6), nn.LazyBatchNorm1d()))
         apply_policy_(model, layers_fqn="layers", policy=policy)
@@ -78,11 +75,11 @@ def test_layers_that_are_compiled_modules_train_as_without_a_policy(policy):
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(8, 24)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         q, k, v = self.qkv(hidden).view(2, 5, 2, 12).transpose(1, 2).chunk(3, -1)
         attended = nn.functional.scaled_dot_product_attention(q, k, v)
         return attended.transpose(1, 2).reshape(2, 5, 8)
@@ -90,9 +87,9 @@ class Attention(nn.Module):
 
 def test_a_choice_of_attention_kernels_around_the_forward_is_that_of_the_replay():
     class Chosen(InOrder):
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             with sdpa_kernel(SDPBackend.MATH):
-                result: Tensor = super().forward(hidden)
+                result = super().forward(hidden)
             return result
 
     assert_right(Chosen(Attention), "*:full", torch.randn(2, 5, 8))
@@ -102,7 +99,7 @@ def test_a_choice_of_attention_kernels_around_the_forward_is_that_of_the_replay(
 def test_forward_mode_differentiation_is_that_of_the_plain_model(policy):
     """The tangent of the loss is differentiated once more, backward."""
 
-    def derivatives() -> list[Any]:
+    def derivatives():
         hidden = batches()[0].clone().requires_grad_()
         with forward_ad.dual_level():
             result = model(forward_ad.make_dual(hidden, torch.ones_like(hidden)))
@@ -121,36 +118,36 @@ def test_forward_mode_differentiation_is_that_of_the_plain_model(policy):
     assert_equal(found, expected)
 
 
-def summed(model: nn.Module, given: Tensor) -> Tensor:
+def summed(model, given):
     return model(given).square().sum()
 
 
-def gradients_of_weights(model: nn.Module) -> list[Tensor]:
+def gradients_of_weights(model):
     return [each.grad for each in model.parameters()]
 
 
-def under_func(model: nn.Module) -> list[Tensor]:
+def under_func(model):
     given, weights = batches()[0], {name: each.detach() for name, each in model.named_parameters()}
 
-    def loss(weights: Any, given: Tensor) -> Tensor:
+    def loss(weights, given):
         return torch.func.functional_call(model, weights, (given,)).square().sum()
 
     each = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, given[:, None])
     return [*each.values(), torch.func.jacrev(partial(summed, model))(given)]
 
 
-def under_vmap(model: nn.Module) -> list[Tensor]:
+def under_vmap(model):
     torch.vmap(partial(summed, model))(torch.stack(batches()[:2])).sum().backward()
     return gradients_of_weights(model)
 
 
-def traced(model: nn.Module) -> list[Tensor]:
+def traced(model):
     again = torch.jit.trace(model, batches()[0], check_trace=False)
     summed(again, batches()[1]).backward()
     return gradients_of_weights(model)
 
 
-def inside_a_checkpoint(model: nn.Module) -> list[Tensor]:
+def inside_a_checkpoint(model):
     """Which runs the layers again in the middle of their own replays."""
     model.train()
     given = batches()[0].requires_grad_()
@@ -158,7 +155,7 @@ def inside_a_checkpoint(model: nn.Module) -> list[Tensor]:
     return [*gradients_of_weights(model), *model.buffers()]
 
 
-def with_other_threads_in_backward(model: nn.Module) -> list[Tensor]:
+def with_other_threads_in_backward(model):
     threads, result = torch.get_num_threads(), summed(model.train(), torch.randn(999, 6))
     try:
         torch.set_num_threads(threads + 1)
@@ -168,14 +165,14 @@ def with_other_threads_in_backward(model: nn.Module) -> list[Tensor]:
     return gradients_of_weights(model)
 
 
-def under_a_default_device(model: nn.Module) -> list[Tensor]:
+def under_a_default_device(model):
     with torch.device("cpu"):
         result = summed(model.train(), batches()[0])
     result.backward()
     return gradients_of_weights(model)
 
 
-def without_values_first(model: nn.Module) -> list[Tensor]:
+def without_values_first(model):
     """A call on fake tensors, or of a copy on the meta device, teaches nothing about the next."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         summed(model.train(), torch.empty(4, 6)).backward()
@@ -211,8 +208,8 @@ def test_the_way_of_a_call_changes_no_bit(way, policy):
     assert_equal(*found)
 
 
-def hooked_like_accelerate(layer: nn.Module) -> None:
-    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+def hooked_like_accelerate(layer):
+    def forward(module, *args, **kwargs):
         return module._old_forward(*args, **kwargs)
 
     layer._old_forward = layer.forward
@@ -234,20 +231,20 @@ def test_a_policy_is_found_and_removed_under_another_librarys_wrapper():
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+    def forward(ctx, *parts):
         ctx.save_for_backward(*(part * 1.0 for part in parts))
-        return sum(parts)  # type: ignore[return-value]
+        return sum(parts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx, grad):
         return tuple(grad * ctx.saved_tensors[number] for number in range(4))
 
 
 def test_a_function_that_reads_its_saved_tensors_again_costs_no_replay_each():
-    runs: list[int] = []
+    runs = []
 
     class Sums(Block):
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             runs.append(1)
             hidden = self.body(hidden)
             return _Sum.apply(hidden, 2 * hidden, 3 * hidden, 4 * hidden)
@@ -263,11 +260,11 @@ def test_a_function_that_reads_its_saved_tensors_again_costs_no_replay_each():
 
 
 class Vector(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 6))
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return torch.matmul(hidden, self.weight)
 
 
@@ -281,10 +278,10 @@ def test_results_that_a_layer_writes_to_are_computed_again(kind, ops):
 
 
 def test_threads_take_turns():
-    def losses(model: nn.Module) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
+    def losses(model):
+        found = {}
 
-        def train(number: int) -> None:
+        def train(number):
             for _ in range(5):
                 loss = model(batches()[number])
                 found[number] = torch.stack(

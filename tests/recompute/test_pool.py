@@ -1,12 +1,7 @@
 """The pool of host memory: it grows in the first step only, every buffer returns whatever happens,
 none is taken without need."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
-from torch import Tensor, nn
 
 from megatron_lite.recompute.pool import Pool
 from tests.support.offload import CONTIGUOUS, POLICIES, Late, build, equal, step
@@ -39,10 +34,10 @@ def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(policy, in_
     model, plain = build(policy, copy_streams), build("*:none")
     step(model), step(plain)
 
-    def breaks(*_: Any) -> None:
+    def breaks(*_):
         raise Broken
 
-    def breaks_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+    def breaks_in_backward(module, args, output):
         if output.requires_grad:
             output.register_hook(breaks)
 

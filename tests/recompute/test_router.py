@@ -4,16 +4,12 @@ The oracle is the plain model, whose backward uses the choice of its only forwar
 from a list that every call goes on in, so that no replay can repeat it.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
@@ -25,7 +21,7 @@ from tests.support.storages import addresses
 real_topk = torch.topk
 MOE = dict(num_experts_per_tok=2, moe_intermediate_size=16)
 # The prefix of the classes of transformers, and options.
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "Mixtral": dict(num_local_experts=4),
     "Qwen3Moe": dict(MOE, num_experts=4, norm_topk_prob=True),
     "GptOss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8),
@@ -46,14 +42,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 POLICIES = ["*:full", "*:full+router", "*:ops(matmul)+router", "every-2:full@host"]
 
 
-def noise(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def noise(monkeypatch):
     """Makes top-k choose by scores with noise, and returns their values without it.
 
     Returns a function that starts the noise anew.
     """
-    numbers: list[Iterator[int]] = [itertools.count()]
+    numbers = [itertools.count()]
 
-    def noisy(scores: Tensor, k: int, dim: int = -1, **options: Any) -> tuple[Tensor, Tensor]:
+    def noisy(scores, k, dim=-1, **options):
         generator = torch.Generator().manual_seed(next(numbers[0]))
         added = torch.rand(scores.shape, generator=generator, dtype=torch.float32)
         indices = real_topk(scores.detach() + 10 * added.to(scores), k, dim, **options)[1]
@@ -63,18 +59,16 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: numbers.__setitem__(0, itertools.count())
 
 
-def build(name: str) -> nn.Module:
+def build(name):
     torch.manual_seed(3)
     config = getattr(transformers, f"{name}Config")(**(DECODER | FAMILIES[name]))
-    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     return model.train()
 
 
-def gradients(
-    model: nn.Module, restart: Callable[[], None], loss: Callable[[nn.Module, int], Tensor]
-) -> list[Tensor | None]:
+def gradients(model, restart, loss):
     """Returns those of three steps of one batch each."""
-    found: list[Tensor | None] = []
+    found = []
     for number in range(3):
         restart()
         torch.manual_seed(number)
@@ -84,7 +78,7 @@ def gradients(
     return found
 
 
-def are_equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+def are_equal(one, other):
     return len(one) == len(other) and all(
         a is b or (a is not None and b is not None and torch.equal(a, b))
         for a, b in zip(one, other, strict=True)
@@ -106,12 +100,12 @@ def test_a_router_with_noise_trains_as_in_the_plain_model(name, policy, monkeypa
 class Routed(nn.Module):
     """A layer of two experts of four for each token. Its noise is in the choice alone."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate = nn.Linear(6, 4)
         self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         weights, chosen = torch.topk(self.gate(hidden).softmax(-1), 2)
         output = hidden
         for number, expert in enumerate(self.experts):
@@ -121,9 +115,9 @@ class Routed(nn.Module):
         return output
 
 
-def squares(model: nn.Module, number: int) -> Tensor:
+def squares(model, number):
     hidden = torch.randn(7, 6, generator=torch.Generator().manual_seed(number))
-    loss: Tensor = model(hidden.requires_grad_()).square().mean()
+    loss = model(hidden.requires_grad_()).square().mean()
     return loss
 
 
@@ -152,7 +146,7 @@ def test_a_layer_without_top_k_pays_nothing_and_a_policy_that_says_router_tells_
     apply_policy_(model, layers_fqn="", policy="*:full+router")
     with pytest.warns(UserWarning, match=r"says \+router calls top-k"):
         model(torch.ones(2, 6)).sum().backward()
-    modes: list[int] = []
+    modes = []
     model[0].register_forward_hook(
         lambda *_: modes.append(len(torch.overrides._get_current_function_mode_stack()))
     )

@@ -1,17 +1,11 @@
 """Units of layers: chained, counted from the stage's first, equal to none where weights or inputs
 are frozen, holding no tensors but those that torch knows to be kept."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.config.regions import REGIONS as ALL_REGIONS
 from megatron_lite.config.regions import RegionFacts
-from megatron_lite.model.gpt import GPTModel
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
@@ -21,9 +15,9 @@ UNITS_OF_ONE, UNITS_OF_TWO, FIRST_TWO = "*:full", "*:full/2", "0-1:full; *:none"
 REGIONS, MLP_REGION = "*:core_attn+pointwise", "*:mlp"
 
 
-def replayed_layers(model: GPTModel) -> list[int]:
+def replayed_layers(model):
     """The layers that a backward runs again, in order."""
-    replayed: list[int] = []
+    replayed = []
     for number, layer in enumerate(model.decoder.layers):
         layer.register_forward_pre_hook(
             lambda *_, number=number: replayed.append(number) if is_recomputing() else None
@@ -39,7 +33,7 @@ def test_which_layers_run_again_depends_on_their_place_in_the_stage_alone():
     assert replayed_layers(planned(UNITS_OF_TWO)) == [2, 0, 1]
 
 
-FROZEN: dict[str, Callable[[str], bool]] = {
+FROZEN = {
     "embeddings": lambda name: name.startswith("embedding."),
     "a layer in the middle": lambda name: ".layers.1." in name,
     "all biases and norms": lambda name: "bias" in name or "norm" in name,
@@ -47,7 +41,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
-def gradients(recompute: str, frozen: Callable[[str], bool]) -> dict[str, Tensor | None]:
+def gradients(recompute, frozen):
     model = planned(recompute, hidden_dropout=0.1, untie_embeddings_and_output_weights=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen(name))
@@ -65,14 +59,14 @@ def test_frozen_weights_get_no_gradient_and_the_others_the_same(frozen, recomput
     ]
     assert all(
         torch.equal(grad, expected[name]) for name, grad in actual.items() if grad is not None
-    )  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize("recompute", [UNITS_OF_TWO, REGIONS])
 def test_what_runs_between_forward_and_backward_changes_nothing(recompute):
     """Another micro-batch's forward, an evaluation; and the backwards in any order."""
 
-    def outcome(recompute: str, first: int) -> list[Tensor]:
+    def outcome(recompute, first):
         model = planned(recompute, hidden_dropout=0.1, attention_dropout=0.1)
         losses = [model.loss(*sample_tokens(batch)).mean() for batch in (3, 4)]
         with torch.no_grad():
@@ -114,7 +108,7 @@ def test_every_region_is_called_whatever_the_model_lacks(region):
     """In an evaluation there is no dropout, and some layers have no norm before attention."""
     for changes in ({}, dict(norm_position="after"), dict(hidden_dropout=0.0)):
         found = []
-        for regions in (frozenset({region}), frozenset[str]()):
+        for regions in (frozenset({region}), frozenset()):
             with tp_state(1) as parallel:
                 plan = RecomputePlan((Segment(first_layer=0, regions=regions),))
                 config = tiny_config(**{"num_layers": 1, "hidden_dropout": 0.1, **changes})

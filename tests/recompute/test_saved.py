@@ -1,10 +1,7 @@
 """Saved-tensor hooks that put something else in place of a tensor: what they exchange, what they
 let pass, what they hold."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,23 +15,23 @@ from tests.support.storages import addresses
 class Copied:
     """A copy that is not the original."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor):
         self._bytes = bytes_of(tensor).clone()
 
-    def __call__(self) -> Tensor:
+    def __call__(self):
         return self._bytes
 
 
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def numbers(*shape, dtype=torch.float32):
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
-def moved_grad(function: Callable[[Tensor], Tensor], leaf: Tensor) -> tuple[Tensor, int]:
+def moved_grad(function, leaf):
     """The gradient of a leaf where everything that the function saves is moved, and how many
     storages were."""
-    copies: list[int] = []
+    copies = []
 
-    def move(tensor: Tensor) -> Copied:
+    def move(tensor):
         copies.append(1)
         return Copied(tensor)
 
@@ -44,12 +41,12 @@ def moved_grad(function: Callable[[Tensor], Tensor], leaf: Tensor) -> tuple[Tens
     return grad, len(copies)
 
 
-def plain_grad(function: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+def plain_grad(function, leaf):
     output = function(leaf)
     return torch.autograd.grad(output.abs().sum() if output.is_complex() else output.sum(), leaf)[0]
 
 
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+VIEWS = {
     "whole": lambda x: (x * 2).square(),
     "transposed": lambda x: (x * 2).t().exp() * (x * 3).t(),
     "part": lambda x: (x * 2)[1:3, 2:].square(),
@@ -99,11 +96,11 @@ def test_an_address_that_is_used_again_is_another_storage():
     """With many temporaries of one size, freed as soon as they are copied."""
     leaf, seen = numbers(4, 6).requires_grad_(), []
 
-    def move(tensor: Tensor) -> Copied:
+    def move(tensor):
         seen.extend(addresses([tensor]))
         return Copied(tensor)
 
-    def total(x: Tensor) -> Tensor:
+    def total(x):
         total = x.new_zeros(())
         for number in range(1000):
             total = total + (x * number).square().sum()
@@ -116,10 +113,10 @@ def test_an_address_that_is_used_again_is_another_storage():
 
 
 def test_what_is_not_exchanged_goes_to_the_hooks_in_force_and_the_innermost_come_first():
-    calls: list[str] = []
+    calls = []
 
-    def taking(name: str, wanted: int) -> Callable[[Tensor], Copied | None]:
-        def exchange(tensor: Tensor) -> Copied | None:
+    def taking(name, wanted):
+        def exchange(tensor):
             calls.append(f"{name} {tensor.numel()}")
             return None
 

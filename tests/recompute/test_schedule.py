@@ -1,7 +1,5 @@
 """Which layers a stage recomputes, and how."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_lite.config.recompute import RecomputeConfig
@@ -11,11 +9,11 @@ from megatron_lite.recompute.schedule import plan_stage
 FULL = dict(recompute_granularity="full")
 
 
-def unit(first: int, count: int = 1, store: str = "device") -> Segment:
-    return Segment(first_layer=first, num_layers=count, unit=True, store=store)  # type: ignore[arg-type]
+def unit(first, count=1, store="device"):
+    return Segment(first_layer=first, num_layers=count, unit=True, store=store)
 
 
-def keep(first: int) -> Segment:
+def keep(first):
     return Segment(first_layer=first)
 
 
@@ -48,5 +46,5 @@ def keep(first: int) -> Segment:
     ],
 )
 def test_the_plan_of_five_layers(flags, segments):
-    plan = plan_stage(RecomputeConfig(**flags), 5)  # type: ignore[arg-type]
+    plan = plan_stage(RecomputeConfig(**flags), 5)
     assert plan == RecomputePlan(tuple(segments)) and plan.num_layers == 5

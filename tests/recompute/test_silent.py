@@ -3,16 +3,13 @@
 Each one is now equal to the plain model, or ends in an error, with the default arguments.
 """
 
-from __future__ import annotations
-
 import contextvars
 import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.api import apply_policy_
 from megatron_lite.parallel import tensor_hash
@@ -37,10 +34,10 @@ POLICIES = ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"]
 CASES = {**STATES, **CONTEXTS, **UNLISTED}
 
 
-def trained(foreign: Foreign, policy: str | None, **options: Any) -> list[Any]:
+def trained(foreign, policy, **options):
     """Returns the result of nine steps, so that the calls 2, 4 and 8 are among them."""
 
-    def run(model: nn.Module) -> list[Tensor]:
+    def run(model):
         losses = []
         for number in range(9):
             losses.append(foreign.loss(model, number % 3))
@@ -50,7 +47,7 @@ def trained(foreign: Foreign, policy: str | None, **options: Any) -> list[Any]:
     return outcome(foreign.build, policy, run, **options)
 
 
-def trained_or_error(foreign: Foreign, policy: str | None, **options: Any) -> list[Any] | None:
+def trained_or_error(foreign, policy, **options):
     try:
         return trained(foreign, policy, **options)
     except RuntimeError:
@@ -80,10 +77,10 @@ def test_a_verified_call_hashes_its_weights_twice(monkeypatch):
     apply_policy_(model, layers_fqn="", policy="0:full", verify=True)
     hidden = torch.randn(3, 6, requires_grad=True)
     model(hidden).sum().backward()
-    hashed: list[int] = []
+    hashed = []
     parts = tensor_hash._dense_parts
 
-    def counted(tensor: Tensor) -> Any:
+    def counted(tensor):
         hashed.append(tensor.untyped_storage().data_ptr())
         return parts(tensor)
 
@@ -123,9 +120,9 @@ def test_a_router_that_chooses_otherwise_is_named(policy):
     ("policy", "verify"), [*zip(POLICIES, ["first", False] * 2, strict=True), ("*:full", False)]
 )
 def test_what_only_counts_is_counted_once(policy, verify):
-    counted: list[Any] = []
+    counted = []
 
-    def build() -> nn.Module:
+    def build():
         OnlyCounts.everyone.__init__()
         model = Model(CountsTogether)
         counted[:] = [OnlyCounts.everyone, *(layer.stats for layer in model.layers)]
@@ -138,7 +135,7 @@ def test_what_only_counts_is_counted_once(policy, verify):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_copy_that_shares_the_forward_runs_its_own_weights(policy):
-    def shared(model: nn.Module) -> list[Tensor]:
+    def shared(model):
         other = copy.copy(model.layers[1])
         other._modules = {
             name: nn.Linear(each.in_features, each.out_features)
@@ -161,11 +158,11 @@ def test_a_scripted_function_that_no_search_finds_is_refused():
     """Its first replay is its second run, and later calls would agree."""
 
     class Calls(Block):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.hidden = [scripted()]
 
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             return self.body(self.hidden[0](hidden))
 
     with pytest.raises(RecomputeMismatch, match="the same tensors in another order, from saved"):
@@ -177,7 +174,7 @@ def test_bits_that_differ_once_are_not_forgotten():
     runs = itertools.count()
 
     class SavesOnce(Block):
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             return self.body(hidden) + _Saves.apply(hidden, float(next(runs) == 0))
 
     model = Model(SavesOnce)
@@ -189,12 +186,12 @@ def test_bits_that_differ_once_are_not_forgotten():
 
 class _Saves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, value: float) -> Tensor:
+    def forward(ctx, hidden, value):
         ctx.save_for_backward(torch.full((2,), value))
         return hidden.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad):
         return grad + ctx.saved_tensors[0].sum(), None
 
 
@@ -204,7 +201,7 @@ def test_a_copy_whose_forward_is_called_by_itself_is_refused():
     apply_policy_(model, layers_fqn="layers", policy="*:full")
     layer, x = model.layers[1], model.embedding(batches()[0])
     holder = nn.Module()
-    holder.forward_of_another = layer.forward  # type: ignore[assignment]  # which is no copy
+    holder.forward_of_another = layer.forward  # which is no copy
     for _ in range(5):
         layer.forward(x)
     other = copy.copy(layer)
@@ -214,7 +211,7 @@ def test_a_copy_whose_forward_is_called_by_itself_is_refused():
 
 
 def test_replicas_of_data_parallel_run_their_own_weights():
-    def replicated(model: nn.Module) -> list[Tensor]:
+    def replicated(model):
         layer = model.layers[1]
         replica = layer._replicate_for_data_parallel()
         replica._modules = dict(layer._modules)
@@ -224,7 +221,7 @@ def test_replicas_of_data_parallel_run_their_own_weights():
                 setattr(inner, key, value * 2.0)
             replica._modules[name] = inner
         losses = [replica(model.embedding(x)).square().mean() for x in batches()]
-        sum(losses).backward()  # type: ignore[union-attr]
+        sum(losses).backward()
         return losses
 
     assert_equal(
@@ -239,14 +236,14 @@ DRAWS = itertools.count()
 class DrawsMoreInReplays(Block):
     """Moves torch's generator as another thread does: no tensor depends on it."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         output = self.body(hidden)
         torch.rand(1 + next(DRAWS) % 2)
         return output
 
 
 def test_a_generator_that_moves_alone_is_no_error_but_for_those_who_verify_all():
-    def run(verify: Any) -> list[Any]:
+    def run(verify):
         torch.manual_seed(0)
         model = Model(DrawsMoreInReplays)
         apply_policy_(model, layers_fqn="layers", policy="*:full", verify=verify)
@@ -260,13 +257,13 @@ def test_a_generator_that_moves_alone_is_no_error_but_for_those_who_verify_all()
         run(True)
 
 
-COLLECTED = contextvars.ContextVar[list[Tensor] | None]("collected", default=None)
+COLLECTED = contextvars.ContextVar("collected", default=None)
 
 
 class Collects(Block):
     """Gives its result to the caller's collection as well, as the layers of transformers do."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         result = self.body(hidden)
         if (found := COLLECTED.get()) is not None:
             found.append(result)

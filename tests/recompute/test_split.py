@@ -1,16 +1,11 @@
 """--distribute-saved-activations: each rank keeps its part of a unit's input, and backward gathers
 them, one ahead."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.phase import is_recomputing
@@ -21,7 +16,7 @@ NUM_LAYERS, FIRST_LAYERS = 5, (0, 2, 4)  # units of 2, 2 and 1 layers
 CONFIG = tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1)
 
 
-def _callers_tensor(rank: int, world_size: int, grad: bool) -> tuple[bool, bool]:
+def _callers_tensor(rank, world_size, grad):
     with tp_state(world_size) as parallel, torch.set_grad_enabled(grad):
         hidden = torch.arange(24.0).view(4, 6).requires_grad_()
         kept, memory = hidden.detach().clone(), hidden.data_ptr()
@@ -39,7 +34,7 @@ def test_the_callers_tensor_is_left_alone(grad):
 
 
 @contextmanager
-def noted_gathers(events: list[str]) -> Iterator[None]:
+def noted_gathers(events):
     start = engine.start_all_gather_first_dim
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -50,13 +45,13 @@ def noted_gathers(events: list[str]) -> Iterator[None]:
         yield
 
 
-def step_of(parallel: ParallelState, policy: str) -> tuple[list[str], list[Tensor]]:
+def step_of(parallel, policy):
     """What a backward did, "gather" where one starts and "layer N" where a unit's replay does, and
     the gradients after another one."""
     model = build_tiny_model(CONFIG, parallel, dtype=torch.float32, plan=policy)
-    events: list[str] = []
+    events = []
 
-    def before_layer(number: int):  # type: ignore[no-untyped-def]
+    def before_layer(number):
         return lambda *_: events.append(f"layer {number}") if is_recomputing() else None
 
     for number in FIRST_LAYERS:
@@ -69,7 +64,7 @@ def step_of(parallel: ParallelState, policy: str) -> tuple[list[str], list[Tenso
     return first, [parameter.grad for parameter in model.parameters()]
 
 
-def _steps(rank: int, world_size: int) -> list[tuple[list[str], list[Tensor]]]:
+def _steps(rank, world_size):
     steps = []
     for policy in ("*:none", "*:full/2@split"):
         with tp_state(world_size) as parallel:  # its streams start anew

@@ -1,7 +1,5 @@
 """The settings of torch that a replay repeats are those of its forward."""
 
-from __future__ import annotations
-
 from megatron_lite.recompute import surroundings
 from megatron_lite.recompute.surroundings import Surroundings
 

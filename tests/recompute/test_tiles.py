@@ -1,9 +1,6 @@
 """An MLP in tiles of the sequence: `mlp/3` in a recompute policy."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -37,16 +34,10 @@ POLICIES = (
     "*:full/2+mlp/3@host",
 )
 
-OTHERS: tuple[dict[str, Any], ...] = (
-    {},
-    dict(recompute_tail_skip=False),
-    dict(recompute_verify=True),
-)
+OTHERS = ({}, dict(recompute_tail_skip=False), dict(recompute_verify=True))
 
 
-def of_policies(
-    rank: int, world_size: int, variant: str, sequence_parallel: bool, tp_size: int
-) -> list[str]:
+def of_policies(rank, world_size, variant, sequence_parallel, tp_size):
     """Returns what is wrong in a layout: bits, bytes, collectives."""
     wrong, first = [], None
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
@@ -124,7 +115,7 @@ def test_the_hooks_of_a_parameter_run_once_with_the_whole_gradient():
         model = build_tiny_model(variant_config("gpt2"), parallel, plan=plan)
         seen = {}
 
-        def see(parameter: torch.nn.Parameter) -> None:
+        def see(parameter):
             assert parameter not in seen
             seen[parameter] = parameter.grad.clone()
 

@@ -8,13 +8,11 @@ them, as in the weekly run, take up to four minutes for each policy:
     FULL_GRIDS=1 python -m pytest tests/recompute/test_torch_databases.py
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,28 +42,28 @@ Case = tuple[str, Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
 class Operator(nn.Module):
     """A layer that is one operator."""
 
-    def __init__(self, op: Callable[..., Any]) -> None:
+    def __init__(self, op):
         super().__init__()
         self.op = op
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         """Returns the operator's result. Its arguments are no leaves, as in a model."""
         args, kwargs = tree_map(_no_leaf, (args, kwargs))
         return self.op(*args, **kwargs)
 
 
-def _no_leaf(value: Any) -> Any:
+def _no_leaf(value):
     if isinstance(value, Tensor) and value.requires_grad and value.is_floating_point():
         return value * 1.0
     return value
 
 
-def by_turns(entries: list[Any], policy: str) -> list[Any]:
+def by_turns(entries, policy):
     turn = POLICIES.index(policy)
     return entries if ALL else entries[turn * 6 :: 24]
 
 
-def operators(policy: str) -> Iterator[Case]:
+def operators(policy):
     # late, since the import takes four seconds
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -82,7 +80,7 @@ def operators(policy: str) -> Iterator[Case]:
             yield name, lambda op=op: Operator(op.op), (sample.input, *sample.args), sample.kwargs
 
 
-def modules(policy: str, training: bool) -> Iterator[Case]:
+def modules(policy, training):
     from torch.testing._internal.common_modules import module_db
 
     for info in by_turns(module_db, policy):
@@ -95,17 +93,15 @@ def modules(policy: str, training: bool) -> Iterator[Case]:
             if given is None:
                 continue
 
-            def make(info: Any = info, made: Any = made) -> nn.Module:
-                module: nn.Module = info.module_cls(*made.args, **made.kwargs)
+            def make(info=info, made=made):
+                module = info.module_cls(*made.args, **made.kwargs)
                 return module.train(training)
 
             name = f"{info.name}#{number} {'train' if training else 'eval'}"
             yield name, make, given.args, given.kwargs
 
 
-def train(
-    case: Case, policy: str | None, mode: Callable[[], Any] = nullcontext, **options: Any
-) -> list[Any]:
+def train(case, policy, mode=nullcontext, **options):
     """Returns results, gradients and state after each step. mode: around each forward."""
     _, make, args, kwargs = case
     torch.manual_seed(2)
@@ -114,7 +110,7 @@ def train(
     if policy is not None:
         apply_policy_(model, layers_fqn="layers", policy=policy, **options)
     given = tree_map(_fresh, (args, kwargs))
-    found: list[Any] = []
+    found = []
     for _ in range(NUM_STEPS):
         with mode():
             result = model.layers[0](*given[0], **given[1])
@@ -124,20 +120,20 @@ def train(
             if isinstance(each, Tensor) and each.requires_grad and each.layout == torch.strided
         ]
         if losses:
-            sum(loss.float() for loss in losses).backward()  # type: ignore[union-attr]
+            sum(loss.float() for loss in losses).backward()
         found += [loss.detach() for loss in losses]
     leaves = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
     found += [each.grad for each in (*leaves, *model.parameters())]
     return found + [each.detach().clone() for each in (*leaves, *model.buffers())] + [torch.rand(1)]
 
 
-def _fresh(value: Any) -> Any:
+def _fresh(value):
     if not isinstance(value, Tensor):
         return copy.deepcopy(value) if isinstance(value, torch.Generator) else value
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
-def is_equal(one: Any, other: Any) -> bool:
+def is_equal(one, other):
     if one is None or other is None or one.layout != torch.strided:
         return (one is None) == (other is None)
     return torch.equal(
@@ -146,7 +142,7 @@ def is_equal(one: Any, other: Any) -> bool:
     )
 
 
-def faults(cases: Iterator[Case], policy: str, **options: Any) -> list[str]:
+def faults(cases, policy, **options):
     lines = []
     # Under any mode, linear_cross_entropy of torch computes in another order.
     mode = Dispatches if "ops" in policy else nullcontext

@@ -1,17 +1,13 @@
 """--recompute-verify: a replay that differs from its forward in whichever way raises an error that
 says where; no other does."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute.checkpoint import checkpoint
@@ -27,17 +23,17 @@ UNITS_OF_TWO = "*:full/2"
 
 
 @pytest.fixture
-def rng() -> RngStreams:
+def rng():
     return RngStreams(torch.device("cpu"), seed=3)
 
 
-def gpt(policy: str, *, check: bool = True) -> GPTModel:
+def gpt(policy, *, check=True):
     """Returns a GPT of three layers with dropout; its plan verified, or not."""
     recompute = RecomputeConfig(recompute_policy=policy, recompute_verify=check)
     return planned(recompute, hidden_dropout=0.1, attention_dropout=0.1)
 
 
-def mismatch(model: GPTModel, between: Callable[[], object] = lambda: None) -> str:
+def mismatch(model, between=lambda: None):
     """The message of the error that a step raises. between: done after forward."""
     loss = loss_of(model)
     between()
@@ -46,7 +42,7 @@ def mismatch(model: GPTModel, between: Callable[[], object] = lambda: None) -> s
     return str(caught.value)
 
 
-def scale_(parameter: nn.Parameter) -> None:
+def scale_(parameter):
     parameter.data.mul_(1.5)  # torch's own check of versions does not see it
 
 
@@ -98,7 +94,7 @@ def test_a_mask_redrawn_from_other_numbers_is_found(monkeypatch):
 def test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared(rng):
     private = torch.Generator()
 
-    def function(hidden: Tensor) -> Tensor:
+    def function(hidden):
         return hidden * torch.rand(3, generator=private)
 
     output = checkpoint(
@@ -114,7 +110,7 @@ def test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared(rng):
 def test_a_replay_that_draws_more_is_found_though_it_returns_the_same(rng):
     calls = []
 
-    def function(hidden: Tensor) -> Tensor:
+    def function(hidden):
         calls.append(1)
         with rng.fork(TENSOR_PARALLEL):
             torch.rand(len(calls))
@@ -133,12 +129,12 @@ def test_a_replay_that_draws_more_is_found_though_it_returns_the_same(rng):
 class _Averaging(nn.Module):
     """Keeps a running mean, which its output depends on: each run changes it."""
 
-    def __init__(self, activate: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, activate):
         super().__init__()
         self.activate = activate
         self.register_buffer("mean", torch.zeros(()))
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         with torch.no_grad():
             self.mean.copy_(0.9 * self.mean + 0.1 * hidden.mean())
         return self.activate(hidden) - self.mean
@@ -155,7 +151,7 @@ def test_a_buffer_that_a_region_changes_is_found(policy):
 def test_another_shape_or_path_is_found(rng):
     runs = []
 
-    def function(hidden: Tensor) -> Tensor:
+    def function(hidden):
         runs.append(1)
         return (hidden * 2)[: 3 - len(runs)]
 
@@ -167,7 +163,7 @@ def test_another_shape_or_path_is_found(rng):
     ):
         output.sum().backward()
 
-    def branching(hidden: Tensor) -> Tensor:
+    def branching(hidden):
         runs.append(1)
         if len(runs) > 3:
             record.see("inside", hidden)
@@ -179,7 +175,7 @@ def test_another_shape_or_path_is_found(rng):
         output.sum().backward()
 
 
-def _wrong_gather(rank: int, world_size: int) -> str:
+def _wrong_gather(rank, world_size):
     start = engine.start_all_gather_first_dim
     recompute = RecomputeConfig(recompute_policy="*:full/2@split", recompute_verify=True)
     plan = plan_stage(recompute, NUM_LAYERS)
@@ -207,29 +203,29 @@ def test_a_wrong_gather_is_found_at_the_units_input_on_every_rank():
     "policy", [UNITS_OF_TWO, "*:core_attn+layernorm+activation+dropout", "*:layernorm+mlp"]
 )
 def test_where_all_is_well_nothing_is_raised_and_no_gradient_changes(policy):
-    def grads(policy: str, check: bool) -> list[Tensor]:
+    def grads(policy, check):
         model = gpt(policy, check=check)
         loss = loss_of(model)
         loss.backward(retain_graph=True)
         loss.backward()
         loss_of(model).backward()  # another micro-batch
-        return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+        return [parameter.grad for parameter in model.parameters()]
 
     assert all(map(torch.equal, grads(policy, True), grads("*:none", False)))
 
 
-def _only_in_a_replay(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _only_in_a_replay(change):
     return lambda tensor: change(tensor) if is_recomputing() else tensor
 
 
-LOST: dict[str, Callable[[Tensor], Tensor]] = {
+LOST = {
     "detached": lambda tensor: tensor.detach(),
     "half": lambda tensor: torch.where(tensor > 0, tensor, tensor.detach()),
     "another operation": lambda tensor: tensor * 1,
 }
 
 
-def _lose(model: GPTModel, what: str, change: Callable[[Tensor], Tensor]) -> None:
+def _lose(model, what, change):
     """Makes a replay of layer 1 build another graph with the same values."""
     layer, lose = model.decoder.layers[1], _only_in_a_replay(change)
     if what == "a norm's output":
@@ -250,10 +246,10 @@ def _lose(model: GPTModel, what: str, change: Callable[[Tensor], Tensor]) -> Non
         )
 
 
-def _of_first(change: Callable[[Tensor], Tensor], outputs: object) -> object:
+def _of_first(change, outputs):
     if isinstance(outputs, tuple):
         return (change(outputs[0]), *outputs[1:])
-    return change(outputs)  # type: ignore[arg-type]
+    return change(outputs)
 
 
 @pytest.mark.runs(daily=8, ci=24)

@@ -9,8 +9,6 @@ processes with their namespace. (Only tasks on the loopback survive where this p
 SIGKILL.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os
@@ -19,9 +17,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from tests.support.limits import HANG_S
 from tests.support.ports import free_port, free_ports
@@ -96,17 +92,17 @@ PartitionName=high Nodes=node1,node2 PriorityTier=10 PreemptMode=OFF
 class Cluster:
     """Starts on entry, and on exit ends all that it started. Logs stay in `folder`."""
 
-    def __init__(self, folder: Path, *, namespaces: bool | None = None) -> None:
+    def __init__(self, folder, *, namespaces=None):
         self.folder = folder
         self.namespaces = can_use_namespaces() if namespaces is None else namespaces
         # Sockets have paths of at most 107 bytes, and munge wants a directory that no other user
         # can write.
         self._run = Path(tempfile.mkdtemp(prefix="slurm_", dir="/tmp"))
         self._run.chmod(0o755)
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes = {}
         self._env = {**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self):
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._start()
@@ -115,12 +111,7 @@ class Cluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         if "slurmctld" in self._processes:
             # tasks on the loopback have no namespace to die with
             with contextlib.suppress(subprocess.SubprocessError):
@@ -131,9 +122,7 @@ class Cluster:
             process.wait()
         shutil.rmtree(self._run, ignore_errors=True)
 
-    def run(
-        self, *command: str, check: bool = True, timeout: float = HANG_S, **variables: str
-    ) -> str:
+    def run(self, *command, check=True, timeout=HANG_S, **variables):
         """The output of a command on the login node, which is the controller's."""
         done = subprocess.run(
             [*self._with_controller(), *command],
@@ -148,26 +137,26 @@ class Cluster:
         )
         return done.stdout.strip()
 
-    def submit(self, *arguments: str, **variables: str) -> int:
+    def submit(self, *arguments, **variables):
         """The number of a new job: `sbatch *arguments`, with these variables."""
         meeting = (
             {} if self.namespaces else dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         )
         return int(self.run("sbatch", "--parsable", *arguments, **meeting, **variables))
 
-    def job(self, number: int) -> dict[str, str]:
+    def job(self, number):
         """What scontrol knows of a job: JobState, Restarts, ExitCode, NodeList, ..."""
         words = self.run("scontrol", "show", "job", "--oneliner", str(number)).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def kill_node(self, name: str) -> None:
+    def kill_node(self, name):
         """Pulls the plug: all of the node's processes and its network are gone at once."""
         assert self.namespaces, "on the loopback a node is not something to be killed"
         process = self._processes.pop(name)
         process.kill()
         process.wait()
 
-    def boot_node(self, name: str) -> None:
+    def boot_node(self, name):
         """Starts a node, also one that was killed."""
         number, command = NODES.index(name) + 1, ("slurmd", "-D", "-N", name)
         if self.namespaces:
@@ -181,7 +170,7 @@ class Cluster:
             command = ("unshare", "-n", "-u", "-m", "bash", "-ec", script)
         self._spawn(name, *command)
 
-    def _start(self) -> None:
+    def _start(self):
         if self.namespaces:
             hosts, ready = self.folder / "hosts", self._run / "ready"
             names = "".join(
@@ -227,7 +216,7 @@ class Cluster:
             )
         )
 
-    def _with_controller(self) -> list[str]:
+    def _with_controller(self):
         """What runs a command where the controller is."""
         if not self.namespaces:
             return []
@@ -242,7 +231,7 @@ class Cluster:
             "--",
         ]
 
-    def _spawn(self, name: str, *command: str) -> None:
+    def _spawn(self, name, *command):
         with (self.folder / f"{name}.out").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [*DIES_WITH_US, *command],
@@ -253,8 +242,8 @@ class Cluster:
                 start_new_session=True,
             )
 
-    def _await(self, ready: Callable[[], bool]) -> None:
-        def watched() -> bool:
+    def _await(self, ready):
+        def watched():
             for name, process in self._processes.items():
                 assert process.poll() is None, (
                     f"{name} ended with status {process.returncode}:\n{self.logs()}"
@@ -263,7 +252,7 @@ class Cluster:
 
         assert until(watched, HANG_S), f"the cluster did not start:\n{self.logs()}"
 
-    def logs(self) -> str:
+    def logs(self):
         """The last lines of each daemon's log."""
         return "\n".join(
             f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-12:])
@@ -271,7 +260,7 @@ class Cluster:
             if path.suffix in (".out", ".log")
         )
 
-    def _configuration(self, munge_socket: Path) -> str:
+    def _configuration(self, munge_socket):
         host = "ctl" if self.namespaces else socket.gethostname().split(".")[0]
         ports = [6817, 6818, 6818] if self.namespaces else free_ports(3)
         nodes = [
@@ -290,17 +279,17 @@ class Cluster:
             nodes="\n".join(nodes),
         )
 
-    def _address(self, number: int) -> str:
+    def _address(self, number):
         """Of the controller (0) or of a node."""
         return f"{NET}.{10 + number}" if self.namespaces else "127.0.0.1"
 
 
-def missing() -> list[str]:
+def missing():
     """Programs of Slurm and of munge that are not installed here."""
     return [name for name in NEEDED if shutil.which(name, path=PATH) is None]
 
 
-def can_use_namespaces() -> bool:
+def can_use_namespaces():
     """Whether this process may make networks."""
     tried = [
         "unshare",
@@ -323,7 +312,7 @@ def can_use_namespaces() -> bool:
     )
 
 
-def until(true: Callable[[], object], seconds: float) -> bool:
+def until(true, seconds):
     """Whether it becomes true within so many seconds."""
     deadline = time.monotonic() + seconds
     while not true():

@@ -1,9 +1,6 @@
 """One cluster for all of these tests that a process runs."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +8,7 @@ from tests.slurm.cluster import Cluster, missing
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     """Skips where Slurm is not installed, unless REQUIRE_SLURM says that it must be."""
     lacking = missing()
     if lacking:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import parse_args
-from tests.slurm.cluster import Cluster, until
+from tests.slurm.cluster import until
 from tests.support.commands import ROOT
 from tests.support.limits import HANG_S
 from tests.support.ranks import run_ranks
@@ -37,7 +37,7 @@ class Run:
     pp_size: int = 1
 
     @property
-    def variables(self) -> dict[str, str]:
+    def variables(self):
         """What decides the flags of examples/slurm/workload.sh."""
         return dict(
             TP=str(self.tp_size),
@@ -47,17 +47,17 @@ class Run:
         )
 
     @property
-    def iteration(self) -> int:
+    def iteration(self):
         """That of the newest checkpoint, 0 without one."""
         pointer = self.folder / "latest_checkpointed_iteration.txt"
         return int(pointer.read_text()) if pointer.exists() else 0
 
     @property
-    def log(self) -> Path:
+    def log(self):
         """What the job writes, in all of its starts."""
         return self.folder.with_suffix(".log")
 
-    def submit(self, cluster: Cluster, launcher: str, *options: str) -> int:
+    def submit(self, cluster, launcher, *options):
         """The number of the job that runs it."""
         tasks = 1 if launcher == "torchrun" else self.ranks_per_node
         return cluster.submit(
@@ -74,7 +74,7 @@ class Run:
             ROOT=str(ROOT),
         )
 
-    def complete(self, cluster: Cluster, job: int, seconds: float = HANG_S) -> dict[str, str]:
+    def complete(self, cluster, job, seconds=HANG_S):
         """What Slurm knows of the job once it is completed."""
         until(lambda: cluster.job(job)["JobState"] in ENDED, seconds)
         state = cluster.job(job)
@@ -83,7 +83,7 @@ class Run:
         )
         return state
 
-    def without_slurm(self) -> None:
+    def without_slurm(self):
         """The same flags in as many processes of this machine."""
         script = 'source examples/slurm/workload.sh; printf "%s\\0" "${FLAGS[@]}"'
         words = subprocess.run(
@@ -102,7 +102,7 @@ class Run:
             detail=False,
         )
 
-    def results(self) -> tuple[dict[str, bytes], list[dict[str, object]]]:
+    def results(self):
         """The files of the last checkpoint, and every logged number."""
         found = step_bytes(self.folder, self.iteration)
         assert found

@@ -1,8 +1,6 @@
 """The job scripts of examples/slurm/ on a real Slurm: two nodes with two ranks each give what four
 processes give, bitwise."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.slurm.jobs import Run

@@ -4,12 +4,9 @@ back into the queue.
 scontrol and scancel are programs of the test that write down how they were called.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +21,7 @@ if [[ $1 == show ]]; then echo "JobId=7 JobState=$STATE Restarts=0"; else echo "
 class Job:
     """A job that trains to iteration 40 and saves in `save`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.save, self.calls = folder, folder / "save", folder / "calls"
         for name, text in (
             ("scontrol", STATE),
@@ -33,9 +30,7 @@ class Job:
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
 
-    def start(
-        self, step: str, state: str = "RUNNING", **variables: str
-    ) -> subprocess.CompletedProcess[str]:
+    def start(self, step, state="RUNNING", **variables):
         """What the job script does where the job's step is `bash -c STEP`."""
         script = (
             "set -euo pipefail; source examples/slurm/restarts.sh; GOAL=40 "
@@ -61,18 +56,18 @@ class Job:
             check=False,
         )
 
-    def saved(self, iteration: int) -> str:
+    def saved(self, iteration):
         """A step that saves."""
         return f"echo {iteration} >{self.save}/latest_checkpointed_iteration.txt"
 
-    def called(self) -> list[str]:
+    def called(self):
         found = self.calls.read_text().splitlines() if self.calls.exists() else []
         self.calls.unlink(missing_ok=True)
         return found
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     return Job(tmp_path)
 
 

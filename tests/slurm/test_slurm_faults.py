@@ -1,17 +1,14 @@
 """A job that loses a task, a node or its place continues by itself, and ends with the bytes of a
 run that lost nothing."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, until
+from tests.slurm.cluster import until
 from tests.slurm.jobs import Run
 from tests.support.limits import HANG_S
 
@@ -20,7 +17,7 @@ FLAGS = ("--train-iters", "40", "--save-interval", "10")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def whole(tmp_path_factory):
     """The run that nothing happens to."""
     run = Run(folder=tmp_path_factory.mktemp("whole") / "run", flags=FLAGS, ranks_per_node=1)
     run.without_slurm()
@@ -28,16 +25,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture
-def run(whole: Run, tmp_path: Path) -> Run:
+def run(whole, tmp_path):
     return Run(folder=tmp_path / "run", flags=FLAGS, ranks_per_node=1)
 
 
-def in_its_middle(run: Run) -> None:
+def in_its_middle(run):
     """Waits until it has saved, and is not yet near its end."""
     assert until(lambda: run.iteration > 0, HANG_S) and run.iteration < 30, run.log.read_text()
 
 
-def processes(run: Run, **variables: str) -> Iterator[int]:
+def processes(run, **variables):
     """The ids of the run's processes with these variables."""
     wanted = {
         f"{name}={value}"
@@ -54,7 +51,7 @@ def processes(run: Run, **variables: str) -> Iterator[int]:
             continue
 
 
-def continues(run: Run, cluster: Cluster, job: int, whole: Run) -> str:
+def continues(run, cluster, job, whole):
     """Checks that the job started twice and ends as if nothing had happened. Returns its log."""
     assert run.complete(cluster, job)["Restarts"] == "1"
     log = run.log.read_text()

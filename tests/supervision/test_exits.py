@@ -1,8 +1,6 @@
 """A run that is told to stop stops after the same iteration on every rank, saves, and goes on as if
 nothing had happened."""
 
-from __future__ import annotations
-
 from megatron_lite.supervision import exits
 from tests.support.runs import run_to_end, tiny_run
 

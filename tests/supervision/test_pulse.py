@@ -1,7 +1,5 @@
 """How long a rank may stay where it is."""
 
-from __future__ import annotations
-
 from megatron_lite.supervision.exits import Pulse
 from tests.support.runs import run_to_end, tiny_run
 
@@ -11,7 +9,7 @@ class Clock:
 
     seconds = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.seconds
 
 
@@ -29,7 +27,7 @@ def test_a_stretch_may_take_the_timeout_longer_than_the_longest_before_it():
 
 
 def test_the_loop_tells_how_the_batch_grows(monkeypatch):
-    told: list[float] = []
+    told = []
     at = Pulse.at
     monkeypatch.setattr(
         Pulse,

@@ -1,8 +1,6 @@
 """What a rank concludes from two beats of every other one: each cause of trouble, with ranks that
 are silent, gone or behind."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -14,9 +12,7 @@ OWN = "6 4 iteration 3"
 SAVES = "with --save, --exit-signal-handler"
 
 
-def judged(
-    what: str, later: dict[int, str], *, number: int = 0, graceful: bool = False
-) -> Verdict | None:
+def judged(what, later, *, number=0, graceful=False):
     return judge(
         Trouble(what, number, before=dict(MOVES)), later, OWN, 0, timeout=2.0, graceful=graceful
     )

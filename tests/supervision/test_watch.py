@@ -1,7 +1,5 @@
 """The watch thread lives on whatever the process does."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading
@@ -30,12 +28,7 @@ def test_the_watch_works_with_more_than_1024_open_descriptors(monkeypatch):
     try:
         parallel = SimpleNamespace(rank=1, world_size=2)
         with Watch(
-            parallel,  # type: ignore[arg-type]
-            Pulse(),
-            timeout=60.0,
-            graceful=False,
-            owns_store=True,
-            program="program",
+            parallel, Pulse(), timeout=60.0, graceful=False, owns_store=True, program="program"
         ) as entered:
             assert entered._waking >= 1024
             store.set("verdict", '[1, 1, "the end"]')

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.parallel import apex
 from tests.support.modules import provide
@@ -27,9 +26,9 @@ def install(patch: pytest.MonkeyPatch) -> Counter[str]:
     Returns the number of calls of each kernel in this process. Ranks that are forked later inherit
     the stand-in.
     """
-    calls: Counter[str] = Counter()
+    calls = Counter()
     has_kernels_for(patch, "cpu")
-    modules: dict[str, dict[str, Any]] = {
+    modules = {
         "fused_weight_gradient_mlp_cuda": weight_gradient_kernels(calls),
         "apex": {},
         "apex.optimizers": {},
@@ -43,18 +42,18 @@ def install(patch: pytest.MonkeyPatch) -> Counter[str]:
     return calls
 
 
-def has_kernels_for(patch: pytest.MonkeyPatch, device_type: str) -> None:
+def has_kernels_for(patch: pytest.MonkeyPatch, device_type: str):
     """Runs on a device of this type may use apex, and no others."""
     patch.setattr(apex, "DEVICE_TYPE", device_type)
 
 
-def _check(condition: bool, message: str) -> None:
+def _check(condition, message):
     if not condition:
         raise RuntimeError(f"apex's stand-in: {message}")
 
 
 def weight_gradient_kernels(calls: Counter[str]) -> dict[str, Any]:
-    def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, d_weight: Tensor, /) -> None:
+    def wgrad_gemm_accum_fp32(input, d_output, d_weight, /):
         calls["wgrad_gemm_accum_fp32"] += 1
         operands, rows, grad_rows = (
             (input, d_output, d_weight),

@@ -11,7 +11,7 @@ from megatron_lite.config.run_flags import run_fields
 Value = TypeVar("Value", bound=Any)
 
 
-def with_fields(value: Value, **fields: Any) -> Value:
+def with_fields(value: Value, **fields) -> Value:
     """Returns a NamedTuple or a frozen dataclass like `value`, with these fields changed.
 
     `copy.replace` of Python 3.13 does the same.
@@ -19,10 +19,10 @@ def with_fields(value: Value, **fields: Any) -> Value:
     return value._replace(**fields) if isinstance(value, tuple) else replace(value, **fields)
 
 
-def with_settings(config: RunConfig, **settings: Any) -> RunConfig:
+def with_settings(config: RunConfig, **settings) -> RunConfig:
     """Returns the run with other values of these fields, which are given by name."""
-    topics: dict[str, dict[str, Any]] = {}
+    topics = {}
     for name, value in settings.items():
         topics.setdefault(run_fields()[name].topic, {})[name] = value
     parts = {topic: replace(getattr(config, topic), **own) for topic, own in topics.items()}
-    return replace(config, **parts)  # type: ignore[arg-type]
+    return replace(config, **parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,17 +33,17 @@ FUNCTIONAL = {
 
 
 class _Recorder(Dispatches):
-    def __init__(self, sent: list[Sent]) -> None:
+    def __init__(self, sent):
         super().__init__()
         self.sent = sent
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "megatron_lite":  # our one operator: torch does not dispatch its parts
             with self:
                 return attention._attend_in_named_group(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def saw(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+    def saw(self, func, args, kwargs, results):
         name = func.name().split("::")[1]
         if func.namespace == "c10d" or (
             func.namespace == "_c10d_functional" and name != "wait_tensor"
@@ -60,6 +60,6 @@ class _Recorder(Dispatches):
 @contextmanager
 def recorded_collectives() -> Iterator[list[Sent]]:
     """Yields the list of collectives that this thread issues in the block, backward included."""
-    sent: list[Sent] = []
+    sent = []
     with torch.autograd.set_multithreading_enabled(False), _Recorder(sent):
         yield sent

@@ -27,7 +27,7 @@ SMALL_RUN = SMALL_MODEL + shlex.split(
 MOCK = ["--mock-data", "--vocab-size", "98"]
 
 
-def status_of(main: Callable[[list[str]], Any], arguments: list[str]) -> object:
+def status_of(main: Callable[[list[str]], Any], arguments: list[str]):
     """Returns the exit status of a main function, called in this process."""
     try:
         return main(arguments)

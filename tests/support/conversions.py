@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,14 +16,14 @@ from tests.support.hf import PEERS
 WORDS = ("<|endoftext|>", "to", "be", "or", "not")
 
 
-def saved_peer(name: str, folder: Path) -> Any:
+def saved_peer(name: str, folder: Path):
     """Saves a randomly initialised model of transformers, and returns it."""
     model = PEERS[name]()
     model.save_pretrained(folder)
     return model
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path):
     """Saves a tokenizer of a few words, as save_pretrained does."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -66,7 +65,7 @@ def same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> b
     )
 
 
-def rewrite(folder: Path, change: Any) -> None:
+def rewrite(folder: Path, change):
     """Changes the tensors of model.safetensors: `change(tensors)` edits the dict."""
     path = folder / "model.safetensors"
     tensors = load_file(path)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.parallel import weight_gradient
 from megatron_lite.training import apex_kernels
@@ -16,10 +14,10 @@ from megatron_lite.training import apex_kernels
 def install(patch: pytest.MonkeyPatch) -> Counter[str]:
     """Makes sums of weight gradients use it. Returns how often it was called, by "first" and
     "later" of a sum. It refuses what CUDA refuses, and sums in float32."""
-    calls: Counter[str] = Counter()
+    calls = Counter()
     plain = torch.addmm
 
-    def addmm(total: Tensor, left: Tensor, right: Tensor, **options: Any) -> Tensor:
+    def addmm(total, left, right, **options):
         out_dtype = options.pop("out_dtype", None)
         if out_dtype is None:
             return plain(total, left, right, **options)

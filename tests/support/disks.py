@@ -22,14 +22,14 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def check_can_mount(folder: Path) -> None:
+def check_can_mount(folder: Path):
     """Skips the test if `make_read_only` would need to mount and may not."""
     if os.geteuid() == 0:
         with small_disk(folder / "probe", kilobytes=4):
             pass
 
 
-def make_read_only(folder: Path) -> None:
+def make_read_only(folder: Path):
     """Makes the folder read-only for everybody. Root mounts the folder over itself, read-only."""
     if os.geteuid() != 0:
         folder.chmod(0o555)
@@ -38,14 +38,14 @@ def make_read_only(folder: Path) -> None:
         subprocess.run(["mount", *arguments], check=True, capture_output=True)
 
 
-def make_writable(folder: Path) -> None:
+def make_writable(folder: Path):
     """Undoes `make_read_only`, if it ran."""
     if os.geteuid() == 0:  # no check before: is_mount() misses a folder mounted over itself
         subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
     folder.chmod(0o755)
 
 
-def _mount(*arguments: str) -> None:
+def _mount(*arguments):
     try:
         done = subprocess.run(["mount", *arguments], check=False, capture_output=True, text=True)
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ def documents_of(samples: Tensor) -> list[Tensor]:
     return found
 
 
-def _between(starts: Sequence[int], sample: list[int]) -> list[Tensor]:
+def _between(starts, sample):
     return [
         torch.tensor([sample[start : stop + 1]])
         for start, stop in itertools.pairwise(starts)

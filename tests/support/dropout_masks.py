@@ -33,7 +33,7 @@ def recorded_masks() -> Iterator[Masks]:
     """Yields the list of masks, to which every mask drawn on the CPU in the block is added."""
     masks, drawn = Masks(), dropout.keep_mask
 
-    def recording(numbers: Tensor, shape: torch.Size, probability: float) -> Tensor:
+    def recording(numbers, shape, probability):
         mask = drawn(numbers, shape, probability)
         (masks.attention if shape[-1] == shape[-2] else masks.residual).append(mask.clone())
         return mask

@@ -22,7 +22,7 @@ GATHERED = dict(SENT, moe_token_dispatcher_type="allgather")
 
 # Each name is the published model that the variant resembles. Sizes: hidden 32, ffn 40, heads of 6
 # channels, 61 token ids.
-VARIANTS: dict[str, dict[str, object]] = {
+VARIANTS = {
     "gpt2": dict(attention_backend="flash"),
     "llama": dict(
         LLAMA, **GQA, untie_embeddings_and_output_weights=True, attention_backend="flash"
@@ -147,12 +147,12 @@ OF_A_LAYOUT = dict(
 )
 
 # Layers that differ. No two stages of a pipeline of 8 layers hold the same ones.
-DIFFERING: dict[str, object] = dict(
+DIFFERING = dict(
     LLAMA, **GQA, num_layers=8, window_size=(3, 0), window_attn_skip_freq=3, no_rope_freq=2
 )
 
 
-def variant_config(name: str, **overrides: object) -> ModelConfig:
+def variant_config(name: str, **overrides) -> ModelConfig:
     """Returns the config of a variant's tiny model with 2 layers."""
     return tiny_config(**{"num_layers": 2, **VARIANTS[name], **overrides})
 

@@ -4,31 +4,25 @@ Those of flash are those of the kernels' matrix products, whose number of heads 
 torch's own formulas refuse grouped heads in some releases.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _flash(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+def _flash(query, key, value, *_, **__):
     """Scores, then the weighted sum of the values. Shapes [b, heads, s, d]."""
     batch, heads, rows, width = query
     return 2 * batch * heads * rows * key[2] * (width + value[3])
 
 
-def _flash_backward(
-    grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
-) -> int:
+def _flash_backward(grad, query, key, value, *_, **__):
     """The scores again, then the gradients of value, weights, query and key."""
     batch, heads, rows, width = query
     return 2 * batch * heads * rows * key[2] * (3 * width + 2 * value[3])
 
 
-def _grouped(left: torch.Size, right: torch.Size, *_: Any, **__: Any) -> int:
+def _grouped(left, right, *_, **__):
     """Rows [n, k] times one of the matrices [E, k, m], or [k, n] times [n, m] in groups of n."""
     return 2 * left[0] * left[1] * right[-1]
 

@@ -56,7 +56,6 @@ class Outcome:
     generator: Tensor
 
 
-Situation = Callable[[nn.Module, Foreign], Outcome]
 Prepare = Callable[[nn.Module], nn.Module | None]
 
 
@@ -112,7 +111,7 @@ def error_of(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
     return error / largest if largest else (float("inf") if error else 0.0)
 
 
-def _unequal(one: Tensor | None, other: Tensor | None) -> str | None:
+def _unequal(one, other):
     if one is None or other is None:
         return None if one is other else "lost" if other is None else "made up: it was None"
     return None if torch.equal(one, other) else f"off by {error_of(one, other):.1e}"
@@ -142,11 +141,11 @@ def clean(name: str) -> str:
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
-def _copy(tensor: Tensor | None) -> Tensor | None:
+def _copy(tensor):
     return None if tensor is None else tensor.detach().clone()
 
 
-def _two_micro_batches(model: nn.Module, foreign: Foreign) -> Outcome:
+def _two_micro_batches(model, foreign):
     losses = []
     for number in range(2):
         losses.append(foreign.loss(model, number))
@@ -154,7 +153,7 @@ def _two_micro_batches(model: nn.Module, foreign: Foreign) -> Outcome:
     return outcome(model, losses)
 
 
-def _in_flight(model: nn.Module, foreign: Foreign) -> Outcome:
+def _in_flight(model, foreign):
     """Runs two forwards, as a pipeline does, and the later backward first."""
     losses = [foreign.loss(model, number) for number in range(2)]
     for one in reversed(losses):
@@ -162,7 +161,7 @@ def _in_flight(model: nn.Module, foreign: Foreign) -> Outcome:
     return outcome(model, losses)
 
 
-def _autocast(model: nn.Module, foreign: Foreign) -> Outcome:
+def _autocast(model, foreign):
     losses = []
     for number in range(2):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -171,14 +170,14 @@ def _autocast(model: nn.Module, foreign: Foreign) -> Outcome:
     return outcome(model, losses)
 
 
-def _two_backwards(model: nn.Module, foreign: Foreign) -> Outcome:
+def _two_backwards(model, foreign):
     one = foreign.loss(model, 0)
     one.backward(retain_graph=True)
     one.backward()
     return outcome(model, [one])
 
 
-def _autograd_grad(model: nn.Module, foreign: Foreign) -> Outcome:
+def _autograd_grad(model, foreign):
     """Computes the gradients by torch.autograd.grad, which accumulates nothing."""
     named = {
         clean(name): parameter
@@ -190,7 +189,7 @@ def _autograd_grad(model: nn.Module, foreign: Foreign) -> Outcome:
     return outcome(model, [one], dict(zip(named, found, strict=True)))
 
 
-def _second_order(model: nn.Module, foreign: Foreign) -> Outcome:
+def _second_order(model, foreign):
     """Adds a penalty on the gradients' norm, which needs backward through a backward."""
     one = foreign.loss(model, 0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -205,16 +204,16 @@ def _second_order(model: nn.Module, foreign: Foreign) -> Outcome:
 class _Whole(nn.Module):
     """The model and its loss as one module, for functional_call."""
 
-    def __init__(self, model: nn.Module, foreign: Foreign) -> None:
+    def __init__(self, model, foreign):
         super().__init__()
         self.model, self._loss = model, foreign.loss
 
-    def forward(self, number: int) -> Tensor:
+    def forward(self, number):
         """Returns the loss."""
         return self._loss(self.model, number)
 
 
-def _functional_call(model: nn.Module, foreign: Foreign) -> Outcome:
+def _functional_call(model, foreign):
     """Calls the model with other weights. When backward runs, the module holds its own again."""
     weights = {
         name: (parameter.detach() * 1.25).requires_grad_(parameter.requires_grad)
@@ -227,7 +226,7 @@ def _functional_call(model: nn.Module, foreign: Foreign) -> Outcome:
     return outcome(model, [one], {clean(name): weight.grad for name, weight in weights.items()})
 
 
-def _weight_written(model: nn.Module, foreign: Foreign) -> Outcome:
+def _weight_written(model, foreign):
     """Changes the layers' weights between forward and backward, which plain torch refuses."""
     one = foreign.loss(model, 0)
     with torch.no_grad():
@@ -238,7 +237,7 @@ def _weight_written(model: nn.Module, foreign: Foreign) -> Outcome:
     return outcome(model, [one])
 
 
-SITUATIONS: dict[str, Situation] = {
+SITUATIONS = {
     "two micro-batches": _two_micro_batches,
     "two forwards in flight": _in_flight,
     "bf16 autocast": _autocast,
@@ -256,7 +255,7 @@ class Adapter(nn.Module):
     """A frozen linear layer and a trained low-rank update beside it, with dropout on the update's
     input (LoRA)."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base):
         super().__init__()
         rows, columns = (
             base.weight.shape if isinstance(base, Conv1D) else reversed(base.weight.shape)
@@ -277,7 +276,7 @@ class Adapter(nn.Module):
 ADAPTED = frozenset({"c_attn", "q_proj", "v_proj", "q", "v", "query", "value", "in_proj", "fc1"})
 
 
-def freeze_all_but_adapters(model: nn.Module) -> None:
+def freeze_all_but_adapters(model: nn.Module):
     """Freezes every parameter, embeddings included, and puts adapters beside the projections of
     queries and values."""
     model.requires_grad_(False)
@@ -293,9 +292,7 @@ def freeze_all_but_adapters(model: nn.Module) -> None:
     model.train()
 
 
-CHANGES: dict[str, Callable[[nn.Module], None]] = {
-    name: freeze_all_but_adapters for name in SITUATIONS if name.startswith("adapters")
-}
+CHANGES = {name: freeze_all_but_adapters for name in SITUATIONS if name.startswith("adapters")}
 
 
 def count_unequal(expected: Outcome, found: Outcome, tolerance: float) -> dict[str, int]:

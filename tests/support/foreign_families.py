@@ -8,7 +8,6 @@ model but Mamba has dropout. A forward and a backward take 5 to 15 ms.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import transformers
@@ -38,8 +37,8 @@ from transformers import (
 from tests.support.foreign import Foreign
 
 VOCAB, LENGTH = 61, 9
-IDS: dict[str, Any] = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-DECODER: dict[str, Any] = dict(
+IDS = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+DECODER = dict(
     IDS,
     num_hidden_layers=3,
     hidden_size=32,
@@ -49,7 +48,7 @@ DECODER: dict[str, Any] = dict(
     max_position_embeddings=32,
     attention_dropout=0.1,
 )
-ENCODER: dict[str, Any] = dict(
+ENCODER = dict(
     num_hidden_layers=3,
     hidden_size=32,
     num_attention_heads=4,
@@ -71,14 +70,14 @@ def language_loss(model: nn.Module, number: int) -> Tensor:
     return model(input_ids=tokens(number), labels=tokens(number)).loss
 
 
-def gpt2(**options: Any) -> nn.Module:
+def gpt2(**options) -> nn.Module:
     """Returns GPT-2."""
     return GPT2LMHeadModel(
         GPT2Config(**IDS, n_layer=3, n_embd=32, n_head=4, n_positions=32, **options)
     ).train()
 
 
-def llama(**options: Any) -> nn.Module:
+def llama(**options) -> nn.Module:
     """Returns Llama."""
     return LlamaForCausalLM(LlamaConfig(**DECODER, **options)).train()
 
@@ -127,7 +126,7 @@ def t5() -> nn.Module:
     ).train()
 
 
-def bert(**options: Any) -> nn.Module:
+def bert(**options) -> nn.Module:
     """Returns BERT with its masked-language head."""
     return BertForMaskedLM(
         BertConfig(
@@ -181,7 +180,7 @@ def hidden_states_loss(model: nn.Module, number: int) -> Tensor:
 class Prefixed(nn.Module):
     """Llama with learned keys and values before the text, passed as a cache (prefix tuning)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = llama()
         # [layer, key or value, batch, heads, positions, channels]
@@ -209,12 +208,12 @@ def family(
     return Foreign(build=build, loss=loss, lists=lists, may_refuse=may_refuse, inner=inner)
 
 
-MAMBA2: dict[str, Any] = dict(
+MAMBA2 = dict(
     mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_chunk_size=4
 )
-EXPERTS: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2)
-MOE: dict[str, Any] = dict(EXPERTS, moe_intermediate_size=16)
-LAYER_INPUTS: dict[str, Any] = dict(
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
+MOE = dict(EXPERTS, moe_intermediate_size=16)
+LAYER_INPUTS = dict(
     num_hidden_layers=4,
     head_dim=8,
     vocab_size_per_layer_input=VOCAB,
@@ -225,7 +224,7 @@ LAYER_INPUTS: dict[str, Any] = dict(
 )
 # By name: the prefix of the classes, "Text" if the configuration is that of a part, its options.
 # They have caches of several kinds, experts, or layers that share keys and values.
-NEWER: dict[str, tuple[str, str, dict[str, Any]]] = {
+NEWER = {
     "Jamba": (
         "Jamba",
         "",
@@ -320,7 +319,7 @@ def newer(name: str) -> Foreign | None:
     return family(lambda: model(config(**(DECODER | options))).train(), "model.layers")
 
 
-FAMILIES: dict[str, Foreign] = {
+FAMILIES = {
     "GPT-2": family(gpt2, "transformer.h"),
     "Llama": family(llama, "model.layers"),
     "Qwen3": family(qwen3, "model.layers"),
@@ -333,7 +332,7 @@ FAMILIES: dict[str, Foreign] = {
 }
 # Some of these models with further inputs of a layer, or with a part of the loss that does not
 # leave a layer by its first output.
-VARIANTS: dict[str, Foreign] = {
+VARIANTS = {
     "Llama, padded batch": family(llama, "model.layers", loss=masked_loss),
     "BERT, padded batch": family(bert, "bert.encoder.layer", loss=masked_loss),
     "GPT-2, eager attention": family(lambda: gpt2(attn_implementation="eager"), "transformer.h"),

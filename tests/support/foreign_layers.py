@@ -25,12 +25,12 @@ WIDTH, ROWS = 16, 6
 class Mlp(nn.Module):
     """A layer that returns x + fc2(dropout(gelu(fc1(norm(x)))))."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.2)
         self.fc1, self.fc2 = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns a tensor of the same shape."""
         return x + self.fc2(self.dropout(nn.functional.gelu(self.fc1(self.norm(x)))))
 
@@ -50,21 +50,15 @@ class Chain(nn.Module):
     memory: a value that `follow` keeps from layer to layer of one forward.
     """
 
-    def __init__(
-        self,
-        layer: Callable[[], nn.Module],
-        follow: Follow = plainly,
-        *,
-        frozen_embedding: bool = False,
-    ) -> None:
+    def __init__(self, layer, follow=plainly, *, frozen_embedding=False):
         super().__init__()
         self.embedding = nn.Embedding(20, WIDTH).requires_grad_(not frozen_embedding)
         self.side = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(layer() for _ in range(3))
         self.head = nn.Linear(WIDTH, 1)
         self._follow = follow
-        self.losses: list[Tensor] = []
-        self.memory: Any = None
+        self.losses = []
+        self.memory = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns the loss."""
@@ -121,11 +115,11 @@ class Pair(NamedTuple):
 class Returning(Mlp):
     """Returns the hidden state and its mean square, packed by `form`."""
 
-    def __init__(self, form: Callable[[Tensor, Tensor], Any]) -> None:
+    def __init__(self, form):
         super().__init__()
         self._form = form
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns the result of `form`."""
         x = super().forward(x)
         return self._form(x, x.square().mean())
@@ -134,7 +128,7 @@ class Returning(Mlp):
 def reading(read: Callable[[Any], tuple[Tensor, Tensor]]) -> Follow:
     """Returns a `follow` that adds the second part of a layer's output to the loss."""
 
-    def follow(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+    def follow(chain, layer, x):
         x, extra = read(layer(x))
         chain.losses.append(extra)
         return x
@@ -148,11 +142,11 @@ class WithUnused(Mlp):
     Only this output reads the parameter `gauge`, so the gradient of `gauge` stays None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gauge = nn.Linear(WIDTH, 1)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns the hidden state and an output that nobody reads."""
         x = super().forward(x)
         return x, self.gauge(x)
@@ -161,7 +155,7 @@ class WithUnused(Mlp):
 class Chosen(Mlp):
     """Returns integers, booleans, None and numbers beside the hidden state."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns the hidden state, the largest channels' numbers, a mask, None and a number."""
         x = super().forward(x)
         return x, x.argmax(-1), x > 0, None, 3
@@ -177,11 +171,11 @@ def choosing(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
 class Unchanged(nn.Module):
     """Returns its argument, and a parameter of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns both, unchanged."""
         return x, self.scale
 
@@ -189,7 +183,7 @@ class Unchanged(nn.Module):
 class Halves(Mlp):
     """Returns two views of one tensor."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns the two halves of the channels."""
         return super().forward(x).chunk(2, dim=-1)
 
@@ -200,11 +194,11 @@ class Halves(Mlp):
 class Normalised(Mlp):
     """A layer with BatchNorm, which updates its statistics in each forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.batch_norm = nn.BatchNorm1d(WIDTH)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns a tensor of the same shape."""
         return super().forward(self.batch_norm(x))
 
@@ -212,7 +206,7 @@ class Normalised(Mlp):
 class Spectral(Mlp):
     """A layer with spectral norm, which updates its vectors in each forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc1 = spectral_norm(self.fc1)
 
@@ -220,12 +214,12 @@ class Spectral(Mlp):
 class Counting(Mlp):
     """A layer whose output depends on the number of its calls and on a running mean, in buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("mean", torch.ones(()))
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns a tensor of the same shape."""
         self.calls += 1
         self.mean = 0.9 * self.mean + 0.1 * x.detach().abs().mean()  # replaces the buffer's tensor
@@ -240,7 +234,7 @@ class CountingInPython(Mlp):
 
     calls = 0
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns a tensor of the same shape."""
         self.calls += 1
         return super().forward(x * self.calls)
@@ -249,9 +243,7 @@ class CountingInPython(Mlp):
 class Aside(Mlp):
     """A layer that stores a loss on itself, as mixture-of-experts layers do."""
 
-    aux: Tensor
-
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns a tensor of the same shape."""
         x = super().forward(x)
         self.aux = self.fc1(x).square().mean()
@@ -271,13 +263,11 @@ class Hooked(Mlp):
     A replay stores another tensor in its place, which nobody reads.
     """
 
-    caught: Tensor
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc1.register_forward_hook(self._catch)
 
-    def _catch(self, module: nn.Module, args: Any, output: Tensor) -> None:
+    def _catch(self, module, args, output):
         self.caught = output
 
 
@@ -291,9 +281,7 @@ def catching(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
 class Attended(Mlp):
     """A layer that reads a tensor which its caller set as an attribute before the call."""
 
-    context: Tensor
-
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns a tensor of the same shape."""
         return super().forward(x) + self.context * x
 
@@ -312,7 +300,7 @@ def with_context(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
 class Writing(Mlp):
     """A layer that writes into its argument and returns another tensor."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns a tensor of the same shape."""
         x.mul_(1.5)
         return super().forward(x)
@@ -321,7 +309,7 @@ class Writing(Mlp):
 class Given(Mlp):
     """A layer that takes tensors as keyword arguments, one of them inside a dictionary."""
 
-    def forward(self, *, hidden: dict[str, Any], scale: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, *, hidden: dict[str, Any], scale: Tensor):
         """Returns a tensor of the same shape."""
         return super().forward(hidden["x"]) * scale + hidden["rest"][0]
 
@@ -335,7 +323,7 @@ def giving(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
 class Remembering(Mlp):
     """A layer with a cache: it appends its normed input to a list argument and reads the list."""
 
-    def forward(self, x: Tensor, cache: list[Tensor]) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, cache: list[Tensor]):
         """Returns a tensor of the same shape."""
         cache.append(self.norm(x))
         return super().forward(torch.stack(cache).mean(0))
@@ -366,7 +354,7 @@ def writing_input(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
 class Adding(nn.Module):
     """A layer that reads its argument only in an addition, whose backward does not need it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bias = nn.Parameter(torch.randn(WIDTH))
         self.fc = nn.Linear(WIDTH, WIDTH)
@@ -398,7 +386,7 @@ class Failing(Mlp):
 
     failed = False
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns a tensor of the same shape."""
         if not self.failed:
             self.dropout(self.norm(x))
@@ -421,11 +409,11 @@ def trying_again(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
 class OwnGenerator(Mlp):
     """A layer that draws from its own generator, which no engine can know."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self._generator = torch.Generator().manual_seed(5)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns a tensor of the same shape."""
         return super().forward(x * torch.rand(WIDTH, generator=self._generator))
 
@@ -433,7 +421,7 @@ class OwnGenerator(Mlp):
 class PythonRandom(Mlp):
     """A layer that draws from Python's generator."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns a tensor of the same shape."""
         return super().forward(x * random.random())
 
@@ -441,7 +429,7 @@ class PythonRandom(Mlp):
 class CheckpointInside(Mlp):
     """A layer that uses torch.utils.checkpoint inside."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns a tensor of the same shape."""
         return checkpoint(super().forward, x, use_reentrant=False) * 2
 
@@ -449,7 +437,7 @@ class CheckpointInside(Mlp):
 class Parts(nn.Module):
     """A layer with a list of modules inside."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.parts = nn.ModuleList(Mlp() for _ in range(2))
 
@@ -462,13 +450,13 @@ class Parts(nn.Module):
 
 class _Cube(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         ctx.kept = x.detach() * 2  # a plain attribute, which no saved-tensor hook sees
         return x**3
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         return grad * x * ctx.kept * 1.5
 
@@ -476,7 +464,7 @@ class _Cube(torch.autograd.Function):
 class Custom(Mlp):
     """A layer with an autograd Function that saves one tensor and keeps another on its context."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         """Returns a tensor of the same shape."""
         return _Cube.apply(super().forward(x).tanh())
 
@@ -484,7 +472,7 @@ class Custom(Mlp):
 class Recurrent(nn.Module):
     """A layer of nn.GRU and nn.TransformerEncoderLayer, with dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rnn = nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2)
         self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 24, dropout=0.2)
@@ -494,7 +482,7 @@ class Recurrent(nn.Module):
         return self.encoder(self.rnn(x)[0])
 
 
-LAYERS: dict[str, Foreign] = {
+LAYERS = {
     "a tensor": chain(Mlp),
     "dictionary": chain(
         lambda: Returning(lambda x, y: {"x": x, "extra": y}),
@@ -537,7 +525,7 @@ LAYERS: dict[str, Foreign] = {
     "GRU and TransformerEncoderLayer": chain(Recurrent, may_refuse=True),
 }
 # Replays of these layers go wrong without a sign that an engine could see. Only `verify` finds it.
-UNSEEN: dict[str, Foreign] = {
+UNSEEN = {
     "a generator of its own": chain(OwnGenerator),
     "Python's random numbers": chain(PythonRandom),
     "a counter in Python": chain(CountingInPython),

@@ -8,15 +8,13 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from torch import nn
-
 from megatron_lite.recompute.apply import apply_policy_
 from megatron_lite.recompute.guard import Verify
 from tests.support.foreign import Foreign, Outcome, Prepare, differences, train
 from tests.support.foreign_families import FAMILIES, VARIANTS
 from tests.support.foreign_layers import LAYERS, UNSEEN
 
-MODELS: dict[str, Foreign] = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN}
+MODELS = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN}
 POLICIES = (
     "*:full",
     "every-2:full",
@@ -36,7 +34,7 @@ MAY_REFUSE = ("second-order gradients", "functional_call")
 def policy_on(foreign: Foreign, text: str, *, verify: Verify = "first") -> Prepare:
     """Returns a function that puts the policy on every list of layers of the model."""
 
-    def prepare(model: nn.Module) -> None:
+    def prepare(model):
         for name in foreign.lists:
             apply_policy_(model, layers_fqn=name, policy=text, verify=verify)
 

@@ -45,15 +45,15 @@ def status_of_fork(function: Callable[[], int | None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(start_fork(function), 0)[1])
 
 
-def dies_before(number: int, functions: Iterable[tuple[Any, str]]) -> None:
+def dies_before(number: int, functions: Iterable[tuple[Any, str]]):
     """Makes this process kill itself before that call of any of these functions.
 
     functions: the owner and the name of each. number: counted from 0, over all of them.
     """
     calls = itertools.count()
 
-    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
-        def killed(*args: Any, **options: Any) -> Any:
+    def dying(function):
+        def killed(*args, **options):
             if next(calls) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **options)

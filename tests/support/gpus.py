@@ -8,7 +8,7 @@ import torch
 
 def show_gpus(patch: pytest.MonkeyPatch, count: int, *, name: str = "Card") -> list[torch.device]:
     """torch tells of this many GPUs with this name. Returns a list of those that get chosen."""
-    chosen: list[torch.device] = []
+    chosen = []
     for function, answer in {
         "is_available": lambda: count > 0,
         "device_count": lambda: count,

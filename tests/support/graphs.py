@@ -43,18 +43,18 @@ class State:
     in_graph: how far a capture has drawn. base: where a replay begins, read as it draws.
     """
 
-    def __init__(self, seed: int, offset: int) -> None:
+    def __init__(self, seed, offset):
         self.seed, self.offset, self.in_graph = seed, offset, 0
         self.base = (seed, offset)
 
-    def set_state(self, state: Tensor) -> None:
+    def set_state(self, state: Tensor):
         self.seed, self.offset = state.view(torch.int64).tolist()
 
 
 class Device(TorchDispatchMode):
     """The device: its generator, for as long as the mode is active."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.state, self.is_capturing, self.is_waiting = State(0, 0), False, False
 
@@ -62,11 +62,11 @@ class Device(TorchDispatchMode):
         assert not self.is_capturing, "the generator's state cannot be read while capturing"
         return torch.tensor([self.state.seed, self.state.offset]).view(torch.uint8)
 
-    def set(self, state: Tensor) -> None:
+    def set(self, state: Tensor):
         assert not self.is_capturing, "the generator's state cannot be set while capturing"
         self.state.set_state(state)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not draws(func):
             return func(*args, **(kwargs or {}))
         results = drawn(func, args, kwargs, self.state.seed, self.state.offset)
@@ -74,15 +74,15 @@ class Device(TorchDispatchMode):
         return results
 
 
-def draws(func: Any) -> bool:
+def draws(func) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def drawn_numbers(results: Any) -> int:
+def drawn_numbers(results) -> int:
     return -(-max(one.numel() for one in tree_leaves(results)) // 4) * 4
 
 
-def drawn(func: Any, args: Any, kwargs: Any, seed: int, offset: int) -> Any:
+def drawn(func, args, kwargs, seed: int, offset: int):
     """The results of an operator that draws from this place."""
     torch.default_generator.manual_seed(hash((seed, offset)) & (2**63 - 1))
     with _disable_current_modes():  # the device would draw once more
@@ -130,14 +130,14 @@ class Launch(NamedTuple):
 
 
 class _Recording(TorchDispatchMode):
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device):
         super().__init__()
-        self.launches: list[Launch] = []
+        self.launches = []
         self._device = device
-        self._made: dict[int, Any] = {}  # storages of this capture, held so that no other is there
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made = {}  # storages of this capture, held so that no other is there
+        self._before = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name
         if self._device.is_waiting:  # gloo copies the result of a reduce-scatter in its `wait`
             return func(*args, **kwargs)
@@ -164,13 +164,13 @@ class _Recording(TorchDispatchMode):
         self.launches.append(Launch(func, args, kwargs, copies, place))
         return results
 
-    def _keep(self, tensor: Tensor) -> None:
+    def _keep(self, tensor):
         address = _address(tensor)
         if address not in self._made and address not in self._before:
             flat = tensor.detach().new_empty(0).set_(tensor.untyped_storage())
             self._before[address] = (flat, flat.clone())
 
-    def put_back(self) -> None:
+    def put_back(self):
         for flat, before in self._before.values():
             flat.copy_(before)
 
@@ -178,18 +178,18 @@ class _Recording(TorchDispatchMode):
 class StandIn:
     """A capture (training/graphs.py)."""
 
-    def __init__(self, device: Device) -> None:
-        self._device, self._states, self._launches = device, list[State](), list[Launch]()
+    def __init__(self, device):
+        self._device, self._states, self._launches = device, [], []
 
     def register(self) -> State:
         self._states.append(State(self._device.state.seed, self._device.state.offset))
         return self._states[-1]
 
-    def draw_from(self, state: Any) -> None:
+    def draw_from(self, state):
         assert self._device.is_capturing and state in self._states
         self._device.state = state
 
-    def record(self, function: Callable[[], Any]) -> Any:
+    def record(self, function: Callable[[], Any]):
         own, self._device.is_capturing = self._device.state, True
         try:
             (_, first), (result, self._launches) = (self._recorded(function) for _ in range(2))
@@ -198,15 +198,15 @@ class StandIn:
         assert [one.signature() for one in first] == [one.signature() for one in self._launches]
         return tree_map(lambda one: one.detach() if isinstance(one, Tensor) else one, result)
 
-    def _recorded(self, function: Callable[[], Any]) -> tuple[Any, list[Launch]]:
+    def _recorded(self, function):
         for state in self._states:
             state.in_graph = 0
         recording, device, kind = _Recording(self._device), self._device, type(WAITING)
 
-        def changed(name: str, waits: bool) -> Any:
+        def changed(name, waits):
             real = getattr(kind, name)
 
-            def entering_or_leaving(*args: Any) -> Any:
+            def entering_or_leaving(*args):
                 device.is_waiting = waits
                 return real(*args)
 
@@ -220,12 +220,12 @@ class StandIn:
         return result, recording.launches
 
     @torch.no_grad()
-    def replay(self) -> None:
+    def replay(self):
         for state in self._states:
             state.base = (state.seed, state.offset)
             state.offset += state.in_graph
         # A collective is waited for where its tensors are used next: the peer may come later.
-        under_way: list[tuple[set[int], list[Any]]] = []
+        under_way = []
         for launch in self._launches:
             used = launch.tensors()
             for tensors, works in under_way:
@@ -240,7 +240,7 @@ class StandIn:
                 work.wait()
 
 
-def _address(tensor: Tensor) -> int:
+def _address(tensor):
     return tensor.untyped_storage()._cdata
 
 
@@ -266,5 +266,5 @@ def built(config: RunConfig, *, captures: bool) -> Iterator[Trainer]:
             yield trainer
 
 
-def _packed(seed: int) -> Tensor:
+def _packed(seed):
     return torch.tensor([seed, 0]).view(torch.uint8)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megatron_lite.checkpointing import saver
 from megatron_lite.data import gpt_dataset as gpt
@@ -22,7 +21,7 @@ from megatron_lite.training.step import StageRunner
 # The places, and the function that is patched for each. The action runs before its first call in
 # the iteration.
 MATMUL = linear._ParallelMatmul
-PLACES: dict[str, tuple[Any, str]] = {
+PLACES = {
     "forward": (MATMUL, "forward"),
     "backward": (MATMUL, "backward"),
     "replay": (MATMUL, "forward"),
@@ -34,7 +33,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
-def happens(place: str, action: Callable[[], object], *, iteration: int = 0) -> None:
+def happens(place: str, action: Callable[[], object], *, iteration: int = 0):
     """Makes the run call `action()` once, at the place, during the iteration.
 
     iteration: counted from the start of the run. 0 is before the first.
@@ -43,7 +42,7 @@ def happens(place: str, action: Callable[[], object], *, iteration: int = 0) -> 
     owner, name = PLACES[place]
     original = getattr(owner, name)
 
-    def patched(*args: Any, **options: Any) -> Any:
+    def patched(*args, **options):
         if not done[0] and steps[0] == iteration and is_recomputing() == (place == "replay"):
             done[0] = True
             action()
@@ -56,18 +55,18 @@ def happens(place: str, action: Callable[[], object], *, iteration: int = 0) -> 
     )
     train_step = loop.train_step
 
-    def counted(*args: Any, **options: Any) -> Any:
+    def counted(*args, **options):
         steps[0] += 1
         return train_step(*args, **options)
 
-    loop.train_step = counted  # type: ignore[assignment]
+    loop.train_step = counted
 
 
-def builds_second(cache: Path) -> None:
+def builds_second(cache: Path):
     """Makes this rank wait before its indices until another rank builds an index in `cache`."""
     build_split = token_datasets._build_split
 
-    def second(*args: Any, **options: Any) -> Any:
+    def second(*args, **options):
         while not list(cache.glob("*.lock")):
             time.sleep(0.01)
         return build_split(*args, **options)

@@ -7,10 +7,9 @@ logits and gradients check both mappings.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -26,10 +25,10 @@ from megatron_lite.convert.weights import is_buffer, parameter_specs
 V, H, F, A, G, L, D, POSITIONS = 61, 32, 40, 4, 2, 2, 8, 17
 
 
-def _random(name: str, *, model_class: str = "", **config: object) -> Callable[[], nn.Module]:
+def _random(name, *, model_class="", **config):
     """Returns a function that builds a model of a family. model_class: that of another family."""
 
-    def build() -> nn.Module:
+    def build():
         transformers = pytest.importorskip("transformers")
         torch.manual_seed(11)
         settings = transformers.AutoConfig.for_model(
@@ -71,7 +70,7 @@ _LLAMA_SIZES = dict(
 
 
 _QWEN2_SIZES = {key: value for key, value in _LLAMA_SIZES.items() if key != "head_dim"}
-_DEEPSEEK: dict[str, Any] = dict(
+_DEEPSEEK = dict(
     **_SIZES,
     **dict(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7),
     num_key_value_heads=A,
@@ -83,7 +82,7 @@ _EXPERTS = dict(_LLAMA_SIZES, num_experts_per_tok=3, pad_token_id=None)
 _QWEN2_EXPERTS = dict(_QWEN2_SIZES, num_experts_per_tok=3, pad_token_id=None)
 
 
-def _llama_of_rule(rule: dict[str, object]) -> Callable[[], nn.Module]:
+def _llama_of_rule(rule):
     """Returns Llama with a scaled rotary embedding."""
     rope = dict(rule, rope_theta=500.0)
     return _random("llama", **{**_LLAMA_SIZES, "rope_parameters": rope})
@@ -100,16 +99,14 @@ _NEOX = dict(
     rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
 )
 
-_YARN: dict[str, object] = dict(
-    rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=8
-)
-_GPT2_SIZES: dict[str, object] = dict(
+_YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=8)
+_GPT2_SIZES = dict(
     n_embd=H, n_inner=F, n_layer=L, n_head=A, n_positions=POSITIONS, initializer_range=0.2
 )
-_MULTIPLIERS: dict[str, object] = dict(
+_MULTIPLIERS = dict(
     embedding_multiplier=3.0, residual_multiplier=0.22, logits_scaling=6.0, attention_multiplier=0.3
 )
-_GLM: dict[str, object] = dict(
+_GLM = dict(
     head_dim=D,
     pad_token_id=None,
     rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5),
@@ -118,7 +115,7 @@ _COHERE_SIZES = {key: value for key, value in _QWEN2_SIZES.items() if key != "rm
 _COHERE_SIZES |= dict(layer_norm_eps=1e-4, pad_token_id=None)
 _GEMMA_SIZES = {**_LLAMA_SIZES, "tie_word_embeddings": True, "pad_token_id": None}
 
-PEERS: dict[str, Callable[[], nn.Module]] = {
+PEERS = {
     "gpt2": _random("gpt2", **_GPT2_SIZES),
     "llama": _random("llama", **_LLAMA_SIZES),
     "qwen2": _random("qwen2", **_QWEN2_SIZES),
@@ -363,14 +360,14 @@ PEERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def our_config(model: Any) -> ModelConfig:
+def our_config(model) -> ModelConfig:
     """Returns our config of a model of transformers, from its config.json."""
     mapped = from_hf(json.loads(model.config.to_json_string()))
     assert mapped.vocab_size == V and mapped.inexact == ()
     return ModelConfig(**{**mapped.fields, "hidden_dropout": 0.0, "attention_dropout": 0.0})
 
 
-def our_tensors(model: Any, theirs: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def our_tensors(model, theirs: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Returns the weights of a model of transformers, or its gradients, under our names.
 
     theirs: by the names of the model's parameters. transformers itself makes the names of files of

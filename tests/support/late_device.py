@@ -8,10 +8,6 @@ ms for each batch of an evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -28,12 +24,12 @@ class LateDevice:
     waited_for: for each wait of the host the steps that it waited for, and those launched by then.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, between: float = 1000.0) -> None:
+    def __init__(self, patch, *, between=1000.0):
         self.launched, self.milliseconds = 0, 0.0
-        self.waited_for: list[tuple[int, int]] = []
-        self.faults: list[str] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []  # to pinned memory, not done yet
-        self._pinned: set[int] = set()
+        self.waited_for = []
+        self.faults = []
+        self._copies = []  # to pinned memory, not done yet
+        self._pinned = set()
         self._is_finishing = False
         self._copy, self._empty = Tensor.copy_, torch.empty
         patch.setattr(StepEnd, "ON_TIME", ())
@@ -47,7 +43,7 @@ class LateDevice:
         patch.setattr(Evaluations, "loss", self._evaluation(Evaluations.loss, between))
         patch.setattr(loop.Trainer, "_finish_step", self._finish(loop.Trainer._finish_step))
 
-    def come_to(self, copies: int, steps: int) -> None:
+    def come_to(self, copies: int, steps: int):
         """Does the first `copies` copies. The host waits for that, and for this many steps."""
         self.waited_for.append((steps, self.launched))
         for target, source in self._copies[:copies]:
@@ -57,15 +53,15 @@ class LateDevice:
     def copies(self) -> int:
         return len(self._copies)
 
-    def _allocated(self, *sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+    def _allocated(self, *sizes, pin_memory=False, **options):
         made = self._empty(*sizes, **options)
         if pin_memory:
             made.fill_(NOT_DONE)
             self._pinned.add(id(made))
         return made
 
-    def _copied(self, copy: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    def _copied(self, copy):
+        def copied(target, source, non_blocking=False):
             if id(target) not in self._pinned:
                 return copy(target, source, non_blocking)
             assert non_blocking, "a copy to the host that waits for the device"
@@ -74,31 +70,31 @@ class LateDevice:
 
         return copied
 
-    def _read(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        def value(tensor: Tensor) -> Any:
+    def _read(self, read):
+        def value(tensor):
             if self._is_finishing and id(tensor) not in self._pinned:
                 self.faults.append("a figure is read on the device")
             return read(tensor)
 
         return value
 
-    def _step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
+    def _step(self, step):
+        def run(*args, **options):
             self.launched += 1
             self.milliseconds += self.launched
             return step(*args, **options)
 
         return run
 
-    def _evaluation(self, evaluate: Callable[..., Any], between: float) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
+    def _evaluation(self, evaluate, between):
+        def run(*args, **options):
             self.milliseconds += between
             return evaluate(*args, **options)
 
         return run
 
-    def _finish(self, finish: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any) -> None:
+    def _finish(self, finish):
+        def run(*args):
             self._is_finishing = True
             finish(*args)
             self._is_finishing = False
@@ -109,14 +105,14 @@ class LateDevice:
 class Event:
     """Stands in for torch.cuda.Event."""
 
-    def __init__(self, device: LateDevice) -> None:
+    def __init__(self, device):
         self._device = device
 
-    def record(self) -> None:
+    def record(self):
         device = self._device
         self.at, self._copies, self._steps = device.milliseconds, device.copies, device.launched
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self._device.come_to(self._copies, self._steps)
 
     def elapsed_time(self, later: Event) -> float:

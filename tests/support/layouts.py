@@ -66,7 +66,7 @@ def build(
     *,
     clip_grad: float = 1e9,
     settings: OptimizerConfig | None = None,
-    **model: object,
+    **model,
 ) -> tuple[GPTModel, Optimizer]:
     """Returns a tiny model of a variant in the layout, and its optimizer.
 
@@ -117,7 +117,7 @@ def train(
     clip_grad: float = 1e9,
     rate: float = 0.003,
     micro_batches: int = 2,
-    **model_options: object,
+    **model_options,
 ) -> Run:
     """Trains a tiny model by `steps` updates in the layout."""
     model, optimizer = build(name, parallel, config, clip_grad=clip_grad, **model_options)

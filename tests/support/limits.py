@@ -12,7 +12,7 @@ from collections.abc import Callable
 HANG_S = 300.0
 
 
-def patiently(check: Callable[[float], None], limit: float) -> None:
+def patiently(check: Callable[[float], None], limit: float):
     """Calls check(limit). If it fails and the limit is below a minute, tries four times the limit.
 
     It is for a test in which a time limit of the product expires while other ranks must have

@@ -43,7 +43,6 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-MAX_POSITIONS = 17
 PADDED = 64
 
 
@@ -51,11 +50,11 @@ PADDED = 64
 def on_cpu(tp_size: int) -> Iterator[None]:
     """The places that ask for a CUDA device get the CPU, for the rest of the process."""
     ones, tensor = torch.ones, torch.tensor
-    cuda: Any = torch.cuda
+    cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = cuda.empty_cache = lambda *_: None
-    torch.ones = lambda *size, device=None, **options: ones(*size, **options)  # type: ignore[assignment]
-    torch.tensor = lambda data, device=None, **options: tensor(data, **options)  # type: ignore
+    torch.ones = lambda *size, device=None, **options: ones(*size, **options)
+    torch.tensor = lambda data, device=None, **options: tensor(data, **options)
     CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
     filesystem_async._process_memory = lambda: 0  # psutil is not installed
     moe_utils.te_general_gemm = None  # it is not defined without Transformer Engine
@@ -68,10 +67,10 @@ def their_config(
     tp_size: int = 1,
     dtype: torch.dtype = torch.float64,
     kind: type[TransformerConfig] = TransformerConfig,
-    **more: Any,
+    **more,
 ) -> TransformerConfig:
     """Returns megatron-core's config of ours."""
-    settings: dict[str, Any] = dict(
+    settings = dict(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
@@ -107,7 +106,7 @@ def their_model(
     dtype: torch.dtype = torch.float32,
     *,
     padded: int = PADDED,
-) -> Any:
+):
     """Returns megatron-core's model of a config, with random weights."""
     theirs = their_config(config, tp_size, dtype)
     torch.manual_seed(7)
@@ -139,14 +138,14 @@ def their_model(
     return model.to(dtype)
 
 
-def biases_work_(model: nn.Module) -> None:
+def biases_work_(model: nn.Module):
     """Takes out the sum over one rank after which an expert cannot add its bias in place."""
     for name, module in model.named_modules():
         if name.endswith("linear_fc2") and "local_experts" in name:
             module.explicit_expert_comm = True
 
 
-def _expert_settings(config: ModelConfig) -> dict[str, Any]:
+def _expert_settings(config):
     if config.num_experts is None:
         return {}
     found = {one.name: getattr(config, one.name) for one in fields(ExpertSettings)}
@@ -176,7 +175,7 @@ def arguments(config: ModelConfig, tp_size: int = 1, pp_size: int = 1) -> argpar
     )
 
 
-def their_results(model: Any, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def their_results(model, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Returns the logits of the words, without padding, and the loss."""
     with torch.no_grad():
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -184,12 +183,12 @@ def their_results(model: Any, tokens: Tensor, labels: Tensor) -> dict[str, Tenso
     return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-def as_on_cuda(tensor: Tensor, *dtype: torch.dtype, kind: Any = torch.Tensor.type) -> Any:
+def as_on_cuda(tensor: Tensor, *dtype: torch.dtype, kind=torch.Tensor.type):
     """Takes the place of Tensor.type, by whose text the optimizers look for tensors on a GPU."""
     return kind(tensor, *dtype) if dtype else kind(tensor).replace("torch.", "torch.cuda.")
 
 
-def trained(model: nn.Module, tokens: Tensor, labels: Tensor, steps: int = 2) -> Any:
+def trained(model: nn.Module, tokens: Tensor, labels: Tensor, steps: int = 2):
     """Returns megatron-core's optimizer after some updates of the model.
 
     A bfloat16 model gets the optimizer with float32 weights. torch's AdamW makes the updates.
@@ -200,18 +199,18 @@ def trained(model: nn.Module, tokens: Tensor, labels: Tensor, steps: int = 2) ->
         group["weight_decay"] = 0.1 * group["wd_mult"]
     adam = torch.optim.AdamW(groups, lr=1e-2)
     if next(model.parameters()).dtype == torch.float32:
-        optimizer: Any = FP32Optimizer(adam, config, lambda *_: None)
+        optimizer = FP32Optimizer(adam, config, lambda *_: None)
     else:
         kind = torch.Tensor.type
-        torch.Tensor.type = as_on_cuda  # type: ignore[assignment,method-assign]
+        torch.Tensor.type = as_on_cuda
         optimizer = Float16OptimizerWithFloat16Params(adam, config, None, lambda *_: None)
-        torch.Tensor.type = kind  # type: ignore[method-assign]
+        torch.Tensor.type = kind
     for _ in range(steps):
         step(model, optimizer, tokens, labels)
     return optimizer
 
 
-def step(model: Any, optimizer: Any, tokens: Tensor, labels: Tensor) -> None:
+def step(model, optimizer, tokens: Tensor, labels: Tensor):
     """Makes one update of the model."""
     tp_group = parallel_state.get_tensor_model_parallel_group()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -229,8 +228,8 @@ def step(model: Any, optimizer: Any, tokens: Tensor, labels: Tensor) -> None:
 
 
 def save_legacy(
-    root: Path, rank: int, args: argparse.Namespace, model: Any, optimizer: Any, iteration: int = 4
-) -> None:
+    root: Path, rank: int, args: argparse.Namespace, model, optimizer, iteration: int = 4
+):
     """Writes what Megatron-LM's save_checkpoint writes with --ckpt-format torch."""
     folder = root / f"iter_{iteration:07d}" / f"mp_rank_{rank:02d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -250,9 +249,7 @@ def save_legacy(
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
-def save_dist(
-    root: Path, args: argparse.Namespace, model: Any, optimizer: Any = None, iteration: int = 4
-) -> None:
+def save_dist(root: Path, args: argparse.Namespace, model, optimizer=None, iteration: int = 4):
     """Writes what Megatron-LM's save_checkpoint writes with --ckpt-format torch_dist."""
     from megatron.core import dist_checkpointing
 
@@ -260,7 +257,7 @@ def save_dist(
     folder.mkdir(parents=True, exist_ok=True)
     filesystem_async._results_queue = queue.Queue()  # else it starts a process that needs a main
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    state: dict[str, Any] = {
+    state = {
         "args": args,
         "checkpoint_version": 3.0,
         "iteration": iteration,
@@ -273,7 +270,7 @@ def save_dist(
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
-def load_legacy(root: Path, rank: int, model: Any, optimizer: Any) -> None:
+def load_legacy(root: Path, rank: int, model, optimizer):
     """Loads as Megatron-LM's load_checkpoint does with --ckpt-format torch."""
     text = (root / "latest_checkpointed_iteration.txt").read_text()
     path = root / f"iter_{int(text):07d}" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
@@ -295,14 +292,14 @@ def with_torch_steps(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def load_dist(root: Path, model: Any, optimizer: Any) -> None:
+def load_dist(root: Path, model, optimizer):
     """Loads as Megatron-LM's load_checkpoint does with --ckpt-format torch_dist."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     text = (root / "latest_checkpointed_iteration.txt").read_text()
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    wanted: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
+    wanted = {"model": model.sharded_state_dict(metadata=metadata)}
     wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
     state = dist_checkpointing.load(
         wanted, str(root / f"iter_{int(text):07d}"), strict=StrictHandling.RAISE_ALL

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +32,9 @@ VOCAB_SIZE = 61  # no multiple of a number of ranks that splits it
 SEQ_LENGTH, BATCH = 12, 3
 
 
-def tiny_config(**overrides: object) -> ModelConfig:
+def tiny_config(**overrides) -> ModelConfig:
     """Returns the config of a GPT of unequal small sizes, without dropout."""
-    values: dict[str, object] = dict(
+    values = dict(
         num_layers=3,
         hidden_size=32,
         num_attention_heads=4,
@@ -48,13 +47,11 @@ def tiny_config(**overrides: object) -> ModelConfig:
     )
     if overrides.get("multi_latent_attention"):
         del values["kv_channels"]
-    return ModelConfig(**{**values, **overrides})  # type: ignore[arg-type]
+    return ModelConfig(**{**values, **overrides})
 
 
 @contextmanager
-def tp_state(
-    tp_size: int, *, cp_size: int = 1, seed: int = 7, **others: Any
-) -> Iterator[ParallelState]:
+def tp_state(tp_size: int, *, cp_size: int = 1, seed: int = 7, **others) -> Iterator[ParallelState]:
     """Yields this process's parallel state in the initialised default group, if one exists.
 
     others: further fields of ParallelConfig.
@@ -83,12 +80,12 @@ def padded_vocab_size(tp_size: int) -> int:
     return -(-VOCAB_SIZE // (12 * tp_size)) * 12 * tp_size
 
 
-def plan_of(policy: str, num_layers: int, **others: Any) -> RecomputePlan:
+def plan_of(policy: str, num_layers: int, **others) -> RecomputePlan:
     """Returns the plan of a policy for the first stage. others: further fields of the config."""
     return plan_stage(RecomputeConfig(recompute_policy=policy, **others), num_layers)
 
 
-def tiny_sizes(tp_size: int = 1, **others: Any) -> Sizes:
+def tiny_sizes(tp_size: int = 1, **others) -> Sizes:
     """Returns the sizes of a step of a tiny model. others: further fields."""
     return Sizes(
         micro_batch_size=BATCH,
@@ -140,7 +137,7 @@ def build_tiny_model(
 
 
 @torch.no_grad()
-def perturb_constant_parameters_(model: GPTModel, parallel: ParallelState) -> None:
+def perturb_constant_parameters_(model: GPTModel, parallel: ParallelState):
     """Gives the elements of biases and norm weights different values, by global index.
 
     Their usual zeros and ones would hide mistakes.
@@ -180,7 +177,7 @@ def sample_tokens(
 
 
 @torch.no_grad()
-def load_whole_(model: GPTModel, weights: Mapping[str, Tensor], parallel: ParallelState) -> None:
+def load_whole_(model: GPTModel, weights: Mapping[str, Tensor], parallel: ParallelState):
     """Copies this rank's part of each whole tensor into the parameter. Padding rows become zero."""
     parameters = dict(model.named_parameters())
     assert parameters.keys() == weights.keys(), parameters.keys() ^ weights.keys()
@@ -242,7 +239,7 @@ def whole_tensors(
     return whole
 
 
-def _joined(shards: Tensor, spec: ParameterSpec, tp_size: int) -> Tensor:
+def _joined(shards, spec, tp_size):
     """Returns the tensor of which shards[rank] is a rank's shard."""
     assert spec.tp_dim is not None
     whole = shards.new_zeros(spec.global_shape)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import pytest
 
 
-def provide(patch: pytest.MonkeyPatch, name: str, module: Any) -> None:
+def provide(patch: pytest.MonkeyPatch, name: str, module):
     """Makes an import of this name find the module. None: the import fails."""
     patch.setitem(sys.modules, name, module)

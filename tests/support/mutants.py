@@ -17,7 +17,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 STATIC = (staticmethod, classmethod)
 
 
-def replaces(name: str, *owners: Any) -> Callable[[Callable[..., Any]], Fault]:
+def replaces(name: str, *owners) -> Callable[[Callable[..., Any]], Fault]:
     """Makes a fault of a function: the function replaces what each owner has under this name.
 
         @replaces("depart", executor)
@@ -31,9 +31,9 @@ def replaces(name: str, *owners: Any) -> Callable[[Callable[..., Any]], Fault]:
     dicts. A property stays a property.
     """
 
-    def fault_of(function: Callable[..., Any]) -> Fault:
+    def fault_of(function):
         @functools.wraps(function)
-        def fault(patch: pytest.MonkeyPatch) -> None:
+        def fault(patch):
             for owner in owners:
                 if isinstance(owner, dict):
                     real = owner[name]
@@ -47,7 +47,7 @@ def replaces(name: str, *owners: Any) -> Callable[[Callable[..., Any]], Fault]:
     return fault_of
 
 
-def _in_place_of(owner: Any, name: str, function: Callable[..., Any]) -> Any:
+def _in_place_of(owner, name, function):
     """Returns the function, given the owner's function of this name, as an attribute like it.
 
     Of what is no function it returns the result for it.
@@ -57,7 +57,7 @@ def _in_place_of(owner: Any, name: str, function: Callable[..., Any]) -> Any:
     if not callable(real):
         return function(real)
 
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args, **kwargs):
         return function(real, *args, **kwargs)
 
     if isinstance(held, property):
@@ -97,9 +97,7 @@ def each_is_seen(mutants: Iterable[Mutant]) -> Callable[..., None]:
     @pytest.mark.long
     @pytest.mark.parametrize("mutant", mutants, ids=lambda mutant: mutant.name)
     @pytest.mark.filterwarnings("ignore")
-    def test_is_seen(
-        mutant: Mutant, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-    ) -> None:
+    def test_is_seen(mutant, monkeypatch, request):
         for module in (pairs, ranks):
             monkeypatch.setattr(module, "FULL_GRIDS", False)
         for mark in getattr(mutant.test, "pytestmark", ()):

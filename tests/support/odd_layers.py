@@ -19,14 +19,14 @@ from megatron_lite.api import apply_policy_
 class Block(nn.Module):
     """Two linear layers and dropout, the base of every layer below."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.dropout = nn.Linear(6, 12), nn.Linear(12, 6), nn.Dropout(0.3)
 
     def body(self, hidden: Tensor) -> Tensor:
         return hidden + self.second(self.dropout(torch.tanh(self.first(hidden))))
 
-    def forward(self, hidden: Tensor) -> Any:
+    def forward(self, hidden: Tensor):
         return self.body(hidden)
 
 
@@ -36,7 +36,7 @@ class Norms(Block):
     BatchNorm also counts its batches.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
 
@@ -47,11 +47,11 @@ class Norms(Block):
 class InOrder(nn.Module):
     """A list of layers that is called in order."""
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, make):
         super().__init__()
         self.layers = nn.ModuleList(make() for _ in range(2))
 
-    def forward(self, hidden: Tensor) -> Any:
+    def forward(self, hidden: Tensor):
         for layer in self.layers:
             hidden = layer(hidden)
         return hidden
@@ -70,7 +70,7 @@ POLICIES = ["*:full", "every-2:full", "*:ops(matmul)", "0:ops(matmul/2); 1:full@
 
 
 class Model(nn.Module):
-    def __init__(self, kind: type[Block], *, frozen: bool = False) -> None:
+    def __init__(self, kind, *, frozen=False):
         super().__init__()
         self.embedding = nn.Linear(6, 6)
         self.layers = nn.ModuleList(kind() for _ in range(3))
@@ -95,7 +95,7 @@ def outcome(
     make: Callable[[], nn.Module],
     policy: str | None,
     run: Callable[[nn.Module], list[Tensor]],
-    **options: Any,
+    **options,
 ) -> list[Any]:
     """Trains a model. Returns the result of `run`, gradients, buffers and the next random numbers.
 
@@ -125,7 +125,7 @@ def step(model: nn.Module) -> list[Tensor]:
     return losses
 
 
-def assert_equal(found: list[Any], expected: list[Any]) -> None:
+def assert_equal(found: list[Any], expected: list[Any]):
     assert len(found) == len(expected)
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert (one is None) == (other is None), number

@@ -35,7 +35,7 @@ from tests.support.odd_layers import Block, Model, Norms, batches
 
 
 def plainly(model: nn.Module, number: int) -> Tensor:
-    loss: Tensor = model(batches()[number])
+    loss = model(batches()[number])
     return loss
 
 
@@ -50,7 +50,7 @@ class Slots:
 
     __slots__ = ("__count", "__weakref__", "cache")
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.__count = 0
 
     def next(self) -> int:
@@ -64,7 +64,7 @@ class Slots:
 class CountsInSlots(Block):
     """Holds objects with slots, of its own and of Python."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.slots, self.path = Slots(), Path("here")
 
@@ -76,16 +76,16 @@ class CountsInSlots(Block):
 class Sequel(Block):
     """Keeps its state with its graph, for the next segment (BPTT): itself, or in an object."""
 
-    def __init__(self, holder: Callable[[], Any] | None = None) -> None:
+    def __init__(self, holder=None):
         super().__init__()
         self.holder = holder and holder()
         self.forget()
 
-    def forget(self) -> None:
+    def forget(self):
         (self.holder or self).mem = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        holder: Any = self.holder or self
+        holder = self.holder or self
         past = 0.0 if holder.mem is None else torch.tanh(self.second(self.dropout(holder.mem)))
         holder.mem = self.first(hidden)
         return self.body(hidden) + past
@@ -95,7 +95,7 @@ def segments(model: nn.Module, number: int) -> Tensor:
     """Returns the loss over three segments, each of which reads the memory of the one before."""
     for layer in model.layers:
         layer.forget()
-    return sum(plainly(model, each) for each in (number, 1, 2))  # type: ignore[return-value]
+    return sum(plainly(model, each) for each in (number, 1, 2))
 
 
 def frozen_in_forward(model: nn.Module, number: int) -> Tensor:
@@ -110,7 +110,7 @@ def frozen_in_forward(model: nn.Module, number: int) -> Tensor:
 class ParameterHook(Block):
     """Registers a hook on its own parameter in the first forward."""
 
-    hook: Any = None
+    hook = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.hook is None:
@@ -121,7 +121,7 @@ class ParameterHook(Block):
 class HookAgain(Block):
     """Registers its hook anew in each forward."""
 
-    hook: Any = None
+    hook = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.hook is not None:
@@ -131,7 +131,7 @@ class HookAgain(Block):
 
 
 class InnerHook(Block):
-    hook: Any = None
+    hook = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.hook is None:
@@ -156,7 +156,7 @@ class WritesView(nn.Module):
             row.mul_(3.0)
             return self.body(hidden)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([self.Layer()])
         self.embedding = nn.Linear(6, 6)
@@ -167,7 +167,7 @@ class WritesView(nn.Module):
 
 
 class OldSpectral(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.utils.spectral_norm(self.first)
 
@@ -175,9 +175,9 @@ class OldSpectral(Block):
 class Remembers(Block):
     """A layer whose output depends on the tensors that it kept in earlier calls."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.before: list[Tensor] = []
+        self.before = []
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = self.body(hidden + sum(self.before))
@@ -241,7 +241,7 @@ class WritesParameter(Block):
 class ActNorm(Block):
     """Initializes its scale from the first batch."""
 
-    def __init__(self, by_data: bool = True) -> None:
+    def __init__(self, by_data=True):
         super().__init__()
         self.scale, self.by_data = nn.Parameter(torch.ones(6)), by_data
         self.register_buffer("initialized", torch.tensor(0))
@@ -259,12 +259,12 @@ class ActNorm(Block):
 
 
 class ActNormInPlace(ActNorm):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(by_data=False)
 
 
 class OwnNumpy(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.random = np.random.default_rng(3)
 
@@ -273,7 +273,7 @@ class OwnNumpy(Block):
 
 
 class OwnPython(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.random = random.Random(3)
 
@@ -282,13 +282,13 @@ class OwnPython(Block):
 
 
 class OwnLegacyNumpy(OwnNumpy):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.random = np.random.RandomState(3)
 
 
 class NestedGenerators(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.random = {"a": [torch.Generator().manual_seed(3)], "b": (random.Random(3),)}
 
@@ -300,7 +300,7 @@ class NestedGenerators(Block):
 class Load(Block):
     """Plain attributes written in place: a tensor, an array, what is in nested containers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.load, self.count = torch.zeros(6), np.zeros(1)
         self.nested = {"loads": [torch.zeros(6)], "seen": ([0],)}
@@ -315,14 +315,14 @@ class Load(Block):
 
 
 class Collector:
-    def __init__(self) -> None:
-        self.total, self.log, self.kinds = 0.0, [], Counter[str]()
+    def __init__(self):
+        self.total, self.log, self.kinds = 0.0, [], Counter()
 
 
 class Collects(Block):
     """Changes an object that it holds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.collector = Collector()
 
@@ -336,9 +336,9 @@ class OnlyCounts(Collects):
 
     everyone = Collector()
 
-    def __init__(self, shared: bool = False) -> None:
+    def __init__(self, shared=False):
         super().__init__()
-        self.stats = Counter[str]()
+        self.stats = Counter()
         self.collector = self.everyone if shared else Collector()
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -350,14 +350,14 @@ class OnlyCounts(Collects):
 
 
 class CountsTogether(OnlyCounts):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(shared=True)
 
 
 class CountsOutside(Block):
     """Counts in an object that is reached by a function alone: no replay can put it back."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         counter = itertools.count()
         self.next = lambda: next(counter)
@@ -401,12 +401,12 @@ def adapters_exchanged(model: nn.Module, number: int) -> Tensor:
 
 
 class Adapters(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.adapters = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("left", "right")})
         self.active = ["left"]
 
-    def use(self, name: str) -> None:
+    def use(self, name: str):
         self.active = [name]
         for key, adapter in self.adapters.items():
             adapter.requires_grad_(key == name)
@@ -424,7 +424,7 @@ class WritesSaved(Block):
 
 
 class RRelu(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.relu = nn.RReLU()
 
@@ -438,13 +438,13 @@ class RReluBeforeSum(RRelu):
 
 
 class Doubles(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         return 2 * result if func is torch.tanh else result
 
 
 class DoublesOperators(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         return 2 * result if func is torch.ops.aten.tanh.default else result
 
@@ -452,10 +452,10 @@ class DoublesOperators(TorchDispatchMode):
 def around(enter: Callable[[nn.Module], Any]) -> Callable[[nn.Module, int], Tensor]:
     """Returns a loss whose forward runs in a context, which backward does not have."""
 
-    def loss(model: nn.Module, number: int) -> Tensor:
+    def loss(model, number):
         batch = batches()[number]
         with enter(model):
-            result: Tensor = model(batch)
+            result = model(batch)
         return result
 
     return loss
@@ -464,7 +464,7 @@ def around(enter: Callable[[nn.Module], Any]) -> Callable[[nn.Module, int], Tens
 def later(loss: Callable[[nn.Module, int], Tensor]) -> Callable[[nn.Module, int], Tensor]:
     """Returns a loss that is the plain one in the first two calls."""
 
-    def changing(model: nn.Module, number: int) -> Tensor:
+    def changing(model, number):
         model.calls = getattr(model, "calls", 0) + 1
         return loss(model, number) if model.calls > 2 else plainly(model, number)
 
@@ -541,9 +541,9 @@ def norm() -> nn.Module:
 class HiddenNorm(Block):
     """Holds a module that is none of its own, and gives the next layer to itself."""
 
-    following: Any = None
+    following = None
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.hidden = [norm()]
 
@@ -555,7 +555,7 @@ class HiddenNorm(Block):
 class Nested(Model):
     """Its layers call each other, so a replay of the first runs all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(HiddenNorm)
         self.norms = nn.ModuleList(layer.hidden[0] for layer in self.layers)
         for layer, following in itertools.pairwise(self.layers):
@@ -568,20 +568,20 @@ class Nested(Model):
 class Remote(Block):
     """Gets a module, functions and a tensor with attributes, all of which count."""
 
-    def forward(self, hidden: Tensor, norm: nn.Module, count: Any, add: Any) -> Tensor:
+    def forward(self, hidden: Tensor, norm: nn.Module, count, add) -> Tensor:
         add(hidden.square().mean())
         return self.body(norm(hidden) * (1 + count() % 3) * hidden.scale)
 
 
 class Remotes(Model):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(Remote)
-        self.norm, self.count, self.losses = norm(), Collector(), list[Tensor]()
+        self.norm, self.count, self.losses = norm(), Collector(), []
 
     def forward(self, x: Tensor) -> Tensor:
         number, shift = 0, self.embedding(x)
 
-        def count() -> int:
+        def count():
             nonlocal number
             number += 1
             return number
@@ -596,18 +596,18 @@ class Remotes(Model):
 class KeepsCell(Block):
     """Counts in variables of a function, in a partial, and behind a method."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        number, seen, counter = 0, list[float](), Collector()
+        number, seen, counter = 0, [], Collector()
 
-        def count(boxes: list[int]) -> float:
+        def count(boxes):
             nonlocal number
             number += 1
             boxes[0] += 1
             seen.append(float(number))
             return number + boxes[0] + len(seen)
 
-        def total(self: Collector) -> float:
+        def total(self):
             self.total += 1
             return self.total
 
@@ -651,7 +651,7 @@ class Graphs(Model):
         def forward(self, hidden: Tensor, matrix: Tensor) -> Tensor:
             return torch.sparse.mm(matrix, self.body(hidden))
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(self.Layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -664,12 +664,12 @@ class Graphs(Model):
 class OnlyNorms(Norms):
     """Draws no random numbers, so other engines are equally wrong in each run."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.dropout = nn.Dropout(0.0)
 
 
-def scripted() -> Any:
+def scripted():
     """Returns a function whose second run saves the same tensors in another order."""
     source = "def f(x: Tensor):\n    return x * torch.sigmoid(1.7 * x) + torch.tanh(x * 0.5)\n"
     return torch.jit.CompilationUnit(source).f
@@ -678,7 +678,7 @@ def scripted() -> Any:
 class Scripted(Block):
     """Calls a scripted function, and a traced part without the attributes of a module."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         traced = torch.jit.trace(nn.Linear(6, 6).eval(), batches()[0])
         self.gated, self.frozen = scripted(), torch.jit.freeze(traced)
@@ -690,7 +690,7 @@ class Scripted(Block):
 class Arrays(Block):
     """Counts in arrays of Python, in a way that its first replay would not show."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bytes, self.floats = bytearray(2), array("d", [0.0])
 
@@ -705,7 +705,7 @@ class LateNorm(nn.Module):
 
     calls = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = norm()
 
@@ -732,7 +732,7 @@ def by_a_copy(model: nn.Module, number: int) -> Tensor:
     if not hasattr(model, "extra"):
         model.extra = copy.copy(model.layers[1])
         model.extra._modules = {**model.extra._modules, "first": nn.Linear(6, 12)}
-    hidden: Tensor = model.extra(model.layers[0](model.embedding(batches()[number])))
+    hidden = model.extra(model.layers[0](model.embedding(batches()[number])))
     return hidden.square().mean()
 
 
@@ -742,7 +742,7 @@ def in_two_threads(model: nn.Module, number: int) -> Tensor:
     losses = [plainly(model, each) for each in (number, 2)]
     with ThreadPoolExecutor(2) as pool:
         found = [*pool.map(lambda loss: torch.autograd.grad(loss, parameters), losses)]
-    return sum(  # type: ignore[return-value]
+    return sum(
         (one * (first + second)).sum()
         for one, first, second in zip(parameters, *found, strict=True)
     )
@@ -756,11 +756,11 @@ def case(
 ) -> Foreign:
     """Returns a model. build: makes the model, or one layer of it."""
     whole = build in (WritesView, Nested, Remotes, Graphs, traced)
-    make = build if whole else (lambda: Model(build))  # type: ignore[arg-type]
+    make = build if whole else (lambda: Model(build))
     return Foreign(build=make, loss=loss, lists=("layers",), may_refuse=may_refuse)
 
 
-STATES: dict[str, Foreign] = {
+STATES = {
     "a memory with its graph, for the next segment": case(Sequel, segments),
     "its parameters, frozen during the forward alone": case(Block, frozen_in_forward),
     "a hook on its own parameter, registered once": case(ParameterHook),
@@ -789,7 +789,7 @@ STATES: dict[str, Foreign] = {
     "RReLU, last": case(RRelu),
     "RReLU, before a sum": case(RReluBeforeSum),
 }
-CONTEXTS: dict[str, Foreign] = {
+CONTEXTS = {
     "a mode on torch's functions": case(Block, around(lambda model: Doubles())),
     "the same, from the third call on": case(Block, later(around(lambda model: Doubles()))),
     "a hook on an inner module": case(Block, around(hook)),
@@ -800,7 +800,7 @@ CONTEXTS: dict[str, Foreign] = {
     "a thread-local variable": case(ReadsContext, around(local), may_refuse=True),
 }
 # These have no row on the page.
-UNLISTED: dict[str, Foreign] = {
+UNLISTED = {
     "objects with slots": case(CountsInSlots),
     "arrays of Python": case(Arrays),
     "scripted functions and frozen traces": case(Scripted),

@@ -7,8 +7,6 @@ frees or overwrites memory too early, the result has wrong bits or `Late` record
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,15 +40,15 @@ class Late(CopyStreams):
     faults: the memory that was freed before its copy, as text.
     """
 
-    def __init__(self) -> None:
-        self.queues: dict[str, list[tuple[int, Callable[[], None]]]] = {"out": [], "back": []}
+    def __init__(self):
+        self.queues = {"out": [], "back": []}
         self.count = 0
-        self.faults: list[str] = []
+        self.faults = []
 
-    def out(self, host: Tensor, source: Tensor, *, after: Any) -> tuple[str, int]:
+    def out(self, host: Tensor, source: Tensor, *, after) -> tuple[str, int]:
         original = weakref.ref(source.untyped_storage())
 
-        def make() -> None:
+        def make():
             if original() is None:
                 self.faults.append("an original was freed before its copy was made")
             else:
@@ -58,11 +56,11 @@ class Late(CopyStreams):
 
         return self._queue("out", make, after)
 
-    def back(self, target: Tensor, host: Tensor, *, after: Any) -> tuple[str, int]:
+    def back(self, target: Tensor, host: Tensor, *, after) -> tuple[str, int]:
         target.fill_(255)  # these bytes are NaN in every floating-point format
         place = weakref.ref(target.untyped_storage())
 
-        def make() -> None:
+        def make():
             if place() is None:
                 self.faults.append("the place of a copy was freed before the copy was made")
             else:
@@ -70,17 +68,17 @@ class Late(CopyStreams):
 
         return self._queue("back", make, after)
 
-    def wait(self, mark: tuple[str, int]) -> None:
+    def wait(self, mark: tuple[str, int]):
         direction, number = mark
         while self.queues[direction] and self.queues[direction][0][0] <= number:
             self.queues[direction].pop(0)[1]()
 
-    def forsake(self, target: Tensor) -> None:
+    def forsake(self, target: Tensor):
         """Keeps the memory until the copy has run, as the allocator of a device does."""
         self.wait(("back", self.count))
 
-    def _queue(self, direction: str, make: Callable[[], None], after: Any) -> tuple[str, int]:
-        def make_in_order() -> None:
+    def _queue(self, direction, make, after):
+        def make_in_order():
             if after is not None:
                 self.wait(after)
             make()
@@ -96,7 +94,7 @@ def config_of(policy: str) -> RecomputeConfig:
     )
 
 
-def build(policy: str, copy_streams: CopyStreams | None = None, **overrides: object) -> GPTModel:
+def build(policy: str, copy_streams: CopyStreams | None = None, **overrides) -> GPTModel:
     model = planned(
         config_of(policy),
         **{"num_layers": NUM_LAYERS, "hidden_dropout": 0.1, "attention_dropout": 0.1, **overrides},
@@ -116,10 +114,10 @@ def step(model: GPTModel, *, batches: tuple[int, ...] = (3,)) -> list[Tensor]:
         parameter.grad = None
     for loss in [model.loss(*sample_tokens(batch)).mean() for batch in batches]:
         loss.backward()
-    return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+    return [parameter.grad for parameter in model.parameters()]
 
 
-def draw_alike(model: GPTModel) -> None:
+def draw_alike(model: GPTModel):
     model.context.rng.restore(RngStreams(CPU, seed=5).snapshot())
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_recording: list[tuple[str, set[Path]]] = []
+_recording = []
 
 
-def _hook(event: str, arguments: tuple[object, ...]) -> None:
+def _hook(event, arguments):
     if event != "open" or not _recording:
         return
     path, _, flags = arguments
@@ -31,7 +31,7 @@ sys.addaudithook(_hook)  # a hook stays for ever, so there is one for all tests
 @contextmanager
 def opened_below(root: Path) -> Iterator[set[Path]]:
     """Yields the set of regular files below `root` that are opened to read during the block."""
-    entry: tuple[str, set[Path]] = (str(root), set())
+    entry = (str(root), set())
     _recording.append(entry)
     try:
         yield entry[1]

@@ -33,13 +33,13 @@ def subsets(items: Sequence[Any]) -> Iterable[tuple[Any, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(items, size) for size in sizes)
 
 
-def pairs(*axes: Iterable[Any], ids: Any = None) -> list[Any]:
+def pairs(*axes: Iterable[Any], ids=None) -> list[Any]:
     """Returns the parameters of the whole grid, in its order. ids: a function from a case's values
     to its name."""
     return thinned(itertools.product(*axes), ids=ids)
 
 
-def thinned(cases: Iterable[Case], *, ids: Any = None) -> list[Any]:
+def thinned(cases: Iterable[Case], *, ids=None) -> list[Any]:
     """Returns the parameters of cases that need not be a whole grid.
 
     The cases that covering() leaves out are marked `weekly`.
@@ -114,8 +114,8 @@ def in_one_test(
     arguments = [name.strip() for name in names.split(",")]
     every = [case if len(arguments) > 1 else (case,) for case in cases]
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        def walk(**fixtures: Any) -> None:
+    def decorate(test):
+        def walk(**fixtures):
             for case in every:
                 try:
                     test(**fixtures, **dict(zip(arguments, case, strict=True)))
@@ -125,7 +125,7 @@ def in_one_test(
         signature = inspect.signature(test)
         kept = [value for name, value in signature.parameters.items() if name not in arguments]
         functools.update_wrapper(walk, test)
-        walk.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        walk.__signature__ = signature.replace(parameters=kept)
         return walk
 
     return decorate

@@ -19,19 +19,19 @@ class ParsedPage(HTMLParser):
     rows: the cells of each row of the tables, those of the heads included.
     """
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__(convert_charrefs=True)
-        self.faults: list[str] = []
+        self.faults = []
         self.text = ""
-        self.rows: list[list[str]] = [[]]  # of cells before the first row
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self._open: list[str] = []
+        self.rows = [[]]  # of cells before the first row
+        self.tags = []
+        self._open = []
         self._columns = 0
         self.feed(page)
         self.close()
         self.faults += [f"<{tag}> has no end" for tag in self._open]
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
         self.tags.append((tag, dict(attrs)))
         for name, value in attrs:
             if name.startswith("on"):
@@ -49,7 +49,7 @@ class ParsedPage(HTMLParser):
         if tag in ("th", "td"):
             self.rows[-1].append("")
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag: str):
         if not self._open or self._open.pop() != tag:
             self.faults.append(f"</{tag}> ends no element")
         if tag == "tr":
@@ -57,13 +57,13 @@ class ParsedPage(HTMLParser):
             if len(self.rows[-1]) != self._columns:
                 self.faults.append(f"a row of {len(self.rows[-1])} cells")
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data: str):
         if self._open and self._open[-1] in ("th", "td") and self.rows[-1]:
             self.rows[-1][-1] += data
         if not self._open or self._open[-1] != "style":
             self.text += data
 
-    def _address(self, address: str) -> None:
+    def _address(self, address):
         if not address.startswith("data:"):
             self.faults.append(f"another file: {address}")
         if address.startswith(IMAGE):

@@ -18,7 +18,7 @@ from megatron_lite.model.embedding import residual_dtype
 from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.parallel.state import parallel_state
 from megatron_lite.pipeline.executor import Links
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.batches import MicroBatch
@@ -83,13 +83,13 @@ class Samples:
     All ranks together have the same micro-batches as a single process.
     """
 
-    def __init__(self, count: int, parallel: ParallelState) -> None:
+    def __init__(self, count, parallel):
         self._count, self._parallel = count, parallel
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self._count
 
-    def __getitem__(self, number: int) -> MicroBatch:
+    def __getitem__(self, number):
         return MicroBatch(*sample_tokens(number * self._parallel.dp_size + self._parallel.dp_rank))
 
 
@@ -147,14 +147,14 @@ def train(
     steps: int,
     micro_batches: int,
     data_parallel: DataParallelConfig | None = None,
-    **options: object,
+    **options,
 ) -> Trained:
     """Trains by AdamW over `micro_batches` micro-batches in all, the same in each step.
 
     data_parallel: the layout of the optimizer. With it the result has no first gradients, since the
         layout may shard them.
     """
-    with runner_of(layout, config, **options) as runner:  # type: ignore[arg-type]
+    with runner_of(layout, config, **options) as runner:
         parallel = runner.parallel
         optimizer = Optimizer(runner.model, OptimizerConfig(), parallel, data_parallel)
         samples = Samples(micro_batches // parallel.dp_size, parallel)

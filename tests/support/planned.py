@@ -21,7 +21,7 @@ def planned(
     parallel: ParallelState | None = None,
     variant: str | None = None,
     sequence_parallel: bool = False,
-    **config: object,
+    **config,
 ) -> GPTModel:
     """Returns a model in float32 that is recomputed by flags or by a policy.
 

@@ -44,11 +44,11 @@ class Program:
         is the signal that killed the rank.
     """
 
-    def __init__(self, folder: Path, pids: list[int]) -> None:
-        self.pids, self.statuses = pids, dict[int, int]()
+    def __init__(self, folder, pids):
+        self.pids, self.statuses = pids, {}
         self._folder, self._pidfds = folder, [os.pidfd_open(pid) for pid in pids]
 
-    def send(self, rank: int, number: signal.Signals) -> None:
+    def send(self, rank: int, number: signal.Signals):
         """Sends a signal to a rank."""
         signal.pidfd_send_signal(self._pidfds[rank], number)
 
@@ -70,7 +70,7 @@ class Program:
                     time.sleep(0.01)
         return [self.statuses[rank] for rank in ranks or range(len(self.pids))]
 
-    def close(self) -> None:
+    def close(self):
         """Closes the handles of the ranks, which have ended."""
         for pidfd in self._pidfds:
             os.close(pidfd)
@@ -149,7 +149,7 @@ def program(
 
 
 @contextlib.contextmanager
-def _agent_store() -> Iterator[int]:
+def _agent_store():
     """Runs a store in a process of its own, as torchrun's agent does. Yields its port.
 
     In the test's process, the store's threads could hold a lock of the C library, such as the name
@@ -157,7 +157,7 @@ def _agent_store() -> Iterator[int]:
     """
     (port, write_port), (alive, keep_alive) = os.pipe(), os.pipe()
 
-    def serve() -> None:
+    def serve():
         os.close(keep_alive)
         store = dist.TCPStore(
             "127.0.0.1",
@@ -197,18 +197,11 @@ def run_program(
         return subprocess.CompletedProcess(arguments, status, outputs, errors)
 
 
-def _start(
-    rank: int,
-    arguments: list[str],
-    variables: dict[str, str],
-    prepare: Callable[[int], None],
-    main: Callable[[list[str]], int],
-    folder: Path,
-) -> int:
+def _start(rank, arguments, variables, prepare, main, folder):
     for kind in ("out", "err"):
         (folder / f"{rank}.{kind}").touch()
 
-    def run() -> int:
+    def run():
         torch.set_num_threads(1)  # as in ranks.py
         os.environ.update(variables)
         for number, kind in ((1, "out"), (2, "err")):

@@ -66,7 +66,7 @@ def run_until_it_ends(
 
     After an error the rank leaves the default group, as the program does.
     """
-    error: Exception | None = None
+    error = None
     with parallel_state(config.parallel, seed=config.training.seed) as parallel:
         trainer = build_trainer(config, parallel)
         if prepare is not None:
@@ -82,14 +82,14 @@ def run_until_it_ends(
 
 def during_iteration(
     monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...], hook: Callable[[], Any]
-) -> None:
+):
     """Puts `hook()`, a context manager, around the train_step of these iterations.
 
     The run must start at iteration 0.
     """
     step, count = loop.train_step, iter(range(1, 10**6))
 
-    def hooked(*args: Any, **options: Any) -> Any:
+    def hooked(*args, **options):
         if next(count) not in iterations:
             return step(*args, **options)
         with hook():
@@ -98,10 +98,10 @@ def during_iteration(
     monkeypatch.setattr(loop, "train_step", hooked)
 
 
-def first_step_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def first_step_fails(monkeypatch: pytest.MonkeyPatch, error: Exception):
     """Raises the error in the first train_step from now on."""
 
-    def fails() -> None:
+    def fails():
         raise error
 
     during_iteration(monkeypatch, (1,), fails)
@@ -117,14 +117,14 @@ class Poison:
         Any other text is the end of a parameter's name and means its gradient.
     """
 
-    def __init__(self, where: str, value: float) -> None:
+    def __init__(self, where, value):
         self.where, self.value = where, value
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self._monkeypatch = pytest.MonkeyPatch()
         spoiled = False
 
-        def losses(model: GPTModel, *inputs: Any) -> Tensor:
+        def losses(model, *inputs):
             nonlocal spoiled
             found = true_losses(model, *inputs)
             if not self.where.startswith("loss") or spoiled:
@@ -132,7 +132,7 @@ class Poison:
             spoiled = True
             return found * self.value if self.where == "loss" else found + self.value
 
-        def hidden_states(model: GPTModel, *inputs: Any) -> Tensor:
+        def hidden_states(model, *inputs):
             nonlocal spoiled
             found = true_hidden_states(model, *inputs)
             if not self.where.startswith("loss") and not spoiled:
@@ -153,24 +153,24 @@ class Poison:
         self._monkeypatch.setattr(GPTModel, "losses", losses)
         self._monkeypatch.setattr(GPTModel, "hidden_states", hidden_states)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._monkeypatch.undo()
 
-    def _spoil_gradient_of(self, target: Tensor) -> None:
+    def _spoil_gradient_of(self, target):
         """Spoils the next gradient of the tensor, once."""
         if own_sum(target) is None:
             handle = target.register_hook(lambda grad: (handle.remove(), self._spoil(grad))[1])
             return
 
         # The matmul adds the gradient of such a weight to its sum, and autograd sees none.
-        def spoil(owner: Tensor) -> None:
+        def spoil(owner):
             added.remove()
             assert owner.grad is not None
             owner.grad.view(-1)[3] = self.value
 
         added = target.register_post_accumulate_grad_hook(spoil)
 
-    def _spoil(self, grad: Tensor) -> Tensor:
+    def _spoil(self, grad):
         return torch.where(
             torch.arange(grad.numel(), device=grad.device).view_as(grad) == 3, self.value, grad
         )

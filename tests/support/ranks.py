@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class RankFailure(RuntimeError):
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
-    *args: Any,
+    *args,
     timeout: float = HANG_S,
     detail: bool | None = None,
 ) -> list[Any]:
@@ -91,7 +91,7 @@ def run_ranks(
                 reader.close()
 
 
-def _import_once() -> None:
+def _import_once():
     """Imports the modules that torch imports late.
 
     Each rank would otherwise import them at its first optimizer, in one to four seconds.
@@ -100,11 +100,9 @@ def _import_once() -> None:
     importlib.import_module("torch.distributed.fsdp")
 
 
-def _collect(
-    processes: list[Any], readers: list[Connection], deadline: float, timeout: float, folder: Path
-) -> list[Any]:
-    results: dict[int, Any] = {}
-    lost: RankFailure | None = None  # of a rank that another one's end has left alone
+def _collect(processes, readers, deadline, timeout, folder):
+    results = {}
+    lost = None  # of a rank that another one's end has left alone
     while len(results) < len(readers):
         waiting = {reader: rank for rank, reader in enumerate(readers) if rank not in results}
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
@@ -138,7 +136,7 @@ def _collect(
     return [results[rank] for rank in range(len(readers))]
 
 
-def _stacks(processes: list[Any], ranks: list[int], folder: Path) -> str:
+def _stacks(processes, ranks, folder):
     for rank in ranks:
         os.kill(processes[rank].pid, signal.SIGUSR1)
     files = [folder / f"stack_{rank}" for rank in ranks]
@@ -155,16 +153,7 @@ def _stacks(processes: list[Any], ranks: list[int], folder: Path) -> str:
     )
 
 
-def _run_rank(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    args: tuple[Any, ...],
-    timeout: float,
-    detail: bool,
-    folder: Path,
-    writer: Connection,
-) -> None:
+def _run_rank(fn, rank, world_size, args, timeout, detail, folder, writer):
     """Runs one child. multiprocessing ends it with os._exit: no exit handler of pytest runs."""
     with open(folder / f"stack_{rank}", "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)

@@ -18,11 +18,7 @@ TIMINGS = ("iteration_ms", "tokens_per_second")
 
 
 def tiny_run(
-    *,
-    tp_size: int = 1,
-    metrics: Path | None = None,
-    learning_rate: float | None = None,
-    **settings: Any,
+    *, tp_size: int = 1, metrics: Path | None = None, learning_rate: float | None = None, **settings
 ) -> RunConfig:
     """Returns the config of a run of 20 iterations of 4 samples, with dropout.
 
@@ -33,7 +29,7 @@ def tiny_run(
     for topic in ("model", "training", "checkpoint", "data_parallel"):
         whole = settings.pop(topic, None) or {}
         settings |= whole if isinstance(whole, dict) else vars(whole)
-    schedule: dict[str, Any] = dict(lr=1e-2, lr_decay_style="cosine")
+    schedule = dict(lr=1e-2, lr_decay_style="cosine")
     if learning_rate is not None:
         schedule = dict(lr=learning_rate, lr_decay_style="constant")
     elif "train_samples" in settings:
@@ -63,7 +59,7 @@ def run_to_end(config: RunConfig) -> Trainer:
     return trainer
 
 
-def with_checkpoint(config: RunConfig, **fields: Any) -> RunConfig:
+def with_checkpoint(config: RunConfig, **fields) -> RunConfig:
     """Returns the run's config with other --save and --load settings."""
     return replace(config, checkpoint=CheckpointConfig(**fields))
 

@@ -24,7 +24,7 @@ def saving_run(
     load: bool = True,
     tp_size: int = 1,
     metrics: Path | None = None,
-    **checkpoint: object,
+    **checkpoint,
 ) -> RunConfig:
     """Returns a run of `last` iterations that saves to a folder, and loads from there.
 

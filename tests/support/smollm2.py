@@ -9,11 +9,9 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 NAMES = {
     "attn_norm": "input_layernorm",
@@ -29,7 +27,7 @@ NAMES = {
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 
 
-def save_smollm2(folder: Path) -> Any:
+def save_smollm2(folder: Path):
     """Saves the model and its tokenizer as transformers does, and returns transformers' model.
 
     Skips the test if a package is missing.
@@ -78,7 +76,7 @@ def save_smollm2(folder: Path) -> Any:
     return model
 
 
-def _in_halves(weight: Tensor, heads: int) -> Tensor:
+def _in_halves(weight, heads):
     """Returns a projection for heads that are rotated in halves; GGUF rotates neighbours."""
     rows, columns = weight.shape
     return (
@@ -86,7 +84,7 @@ def _in_halves(weight: Tensor, heads: int) -> Tensor:
     )
 
 
-def _save_tokenizer(folder: Path, tokens: list[str], merges: list[str]) -> None:
+def _save_tokenizer(folder, tokens, merges):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: number for number, token in enumerate(tokens)}

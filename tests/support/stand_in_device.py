@@ -15,10 +15,10 @@ A process cannot give the device back, so `run_watched` must run in a process of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -55,17 +55,11 @@ class Watch(TorchDispatchMode):
     streams: the order of the device's work.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams):
         super().__init__()
         self.streams, self.inside = streams, False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=MappingProxyType({})):
         name = func._schema.name.partition("::")[2]
         given = _tensors((args, kwargs))
         if name in READS and any(tensor.device.type == NAME for tensor in given):
@@ -79,7 +73,7 @@ class Watch(TorchDispatchMode):
             self._order(func, args, kwargs, made)
         return results
 
-    def _check_devices(self, name: str, given: list[Tensor], made: list[Tensor]) -> None:
+    def _check_devices(self, name, given, made):
         if is_allocating_on_host() or self.streams.current is not MAIN:
             return
         if name == "clone" and given[0].dtype == torch.uint8:  # the state of a generator
@@ -96,9 +90,7 @@ class Watch(TorchDispatchMode):
         if name == "copy_" and len({tensor.device.type for tensor in given}) > 1:
             self.streams.fault("copy_ copies between the CPU and the device")
 
-    def _order(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: list[Tensor]
-    ) -> None:
+    def _order(self, func, args, kwargs, made):
         """Tells the streams what memory the operator reads and writes."""
         written = [*made]
         for number, argument in enumerate(func._schema.arguments):
@@ -110,7 +102,7 @@ class Watch(TorchDispatchMode):
         )
 
 
-def _is_view(func: Any) -> bool:
+def _is_view(func):
     """Whether the operator reads nothing: it returns a view, or a fact such as the device."""
     aliases = [one.alias_info for one in func._schema.returns]
     return func.namespace == "prim" or any(
@@ -125,11 +117,11 @@ if not hasattr(backends, "_DummyBackendModule"):
 class _Module(backends._DummyBackendModule):
     """What torch asks of the module of a device."""
 
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+    def get_amp_supported_dtype(self):
         return [torch.float16, torch.bfloat16]
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -197,7 +189,7 @@ def run_watched(
     ):
         watch, show = Watch(streams), torch._tensor_str._str
 
-        def noted(tensor: Tensor, **options: Any) -> str:
+        def noted(tensor, **options):
             if not watch.inside:
                 streams.fault("a tensor is printed")
             return show(tensor, **options)

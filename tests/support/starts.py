@@ -18,7 +18,7 @@ from megatron_lite.checkpointing.start import candidates, newest_good_step, step
 from megatron_lite.checkpointing.state import Snapshot, take_snapshot
 from megatron_lite.checkpointing.step_files import METADATA
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from tests.support.runs import tiny_run
 
@@ -26,7 +26,7 @@ from tests.support.runs import tiny_run
 class Saved:
     """The model that starts save, at any iteration."""
 
-    def __init__(self, parallel: ParallelState, snapshot: Snapshot) -> None:
+    def __init__(self, parallel, snapshot):
         self._parallel, self._snapshot = parallel, snapshot
 
     def at(self, iteration: int) -> Snapshot:
@@ -35,7 +35,7 @@ class Saved:
         texts = {**self._snapshot.texts, METADATA: json.dumps(metadata).encode()}
         return self._snapshot._replace(iteration=iteration, texts=texts)
 
-    def start(self, root: Path, number: int, iterations: list[int], **options: object) -> int:
+    def start(self, root: Path, number: int, iterations: list[int], **options) -> int:
         """Runs one start of a job: locks the directory, reads the newest good step, and saves.
 
         Returns the iteration from which it continues.
@@ -56,7 +56,7 @@ class Saved:
             step = newest_good_step(root, there, step_fault, fallback=True).step
             began = Manifest.read(step).iteration
         writer = StepWriter(
-            CheckpointConfig(save=str(root), **options),  # type: ignore[arg-type]
+            CheckpointConfig(save=str(root), **options),
             self._parallel,
             Claim(holder.token, directory),
             started_at=began,

@@ -22,7 +22,7 @@ def addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 def bytes_by_label(meter: KeptForBackward) -> Counter[str]:
     """Returns the kept bytes by the module that saved them first, "" outside of every module."""
-    totals: Counter[str] = Counter()
+    totals = Counter()
     for storage in meter.storages().values():
         totals[storage.label] += storage.num_bytes
     return totals

@@ -36,13 +36,13 @@ class Stream:
     done: by stream, the number of its operations that come before the next one of this stream.
     """
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.done: Counter[Stream] = Counter()
+    def __init__(self, *_, **__):
+        self.done = Counter()
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: Stream):
         self._join(other.done)
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Event):
         self._join(event.done)
         event.is_awaited = True
 
@@ -51,7 +51,7 @@ class Stream:
         event.record(self)
         return event
 
-    def _join(self, done: Counter[Stream]) -> None:
+    def _join(self, done):
         for stream, count in done.items():
             self.done[stream] = max(self.done[stream], count)
 
@@ -59,17 +59,17 @@ class Stream:
 class Event:
     """Stands in for torch.cuda.Event."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.done: Counter[Stream] = Counter()
+    def __init__(self, *_, **__):
+        self.done = Counter()
         self.is_awaited = False
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream):
         self.done = stream.done.copy()
 
-    def wait(self, stream: Stream) -> None:
+    def wait(self, stream: Stream):
         stream.wait_event(self)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """The host's own operations count as those of the main stream."""
         MAIN.wait_event(self)
 
@@ -80,24 +80,24 @@ MAIN = Stream()
 class Memory:
     """The uses of one storage: by stream, the number of the last operation of each kind."""
 
-    def __init__(self, storage: torch.UntypedStorage, died: Callable[[Any], None]) -> None:
+    def __init__(self, storage, died):
         self.storage = weakref.ref(storage, died)
         self.is_on_host = storage.device.type == "cpu"
-        self.reads: dict[Stream, int] = {}
-        self.writes: dict[Stream, int] = {}
-        self.recorded: set[Stream] = set()
+        self.reads = {}
+        self.writes = {}
+        self.recorded = set()
 
 
 class Work:
     """Stands in for a collective under way. It holds its tensors until something waits for it."""
 
-    def __init__(self, streams: Streams, stream: Stream, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, streams, stream, tensors):
         self._streams, self._stream, self._tensors = streams, stream, tensors
         self._started_at = place()
         streams.under_way[id(self)] = self._started_at
         self._is_awaited = False
 
-    def wait(self, *_: Any) -> bool:
+    def wait(self, *_) -> bool:
         self._streams.current.wait_stream(self._stream)
         self._streams.under_way.pop(id(self), None)
         self._tensors, self._is_awaited = (), True
@@ -106,7 +106,7 @@ class Work:
     def is_completed(self) -> bool:
         return self._is_awaited
 
-    def __del__(self) -> None:
+    def __del__(self):
         if not self._is_awaited:
             self._streams.faults[f"nothing waits for a collective of {self._started_at}"] += 1
 
@@ -114,12 +114,12 @@ class Work:
 class Streams:
     """All streams of the device. faults: what was out of order, with its line, and how often."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.current = MAIN
-        self.faults: Counter[str] = Counter()
-        self.under_way: dict[int, str] = {}  # started collectives, by the line that started them
-        self.num_uses: Counter[Stream] = Counter()
-        self._memory: dict[tuple[int, int], Memory] = {}
+        self.faults = Counter()
+        self.under_way = {}  # started collectives, by the line that started them
+        self.num_uses = Counter()
+        self._memory = {}
         MAIN.done.clear()
 
     @classmethod
@@ -158,7 +158,7 @@ class Streams:
         finally:
             self.current = before
 
-    def use(self, *, reads: Sequence[Tensor], writes: Sequence[Tensor], stream: Stream) -> None:
+    def use(self, *, reads: Sequence[Tensor], writes: Sequence[Tensor], stream: Stream):
         """Notes an operation of `stream`."""
         stream.done[stream] += 1
         self.num_uses[stream] += 1
@@ -173,7 +173,7 @@ class Streams:
                         self.fault("two streams use the same memory in no order")
             (memory.writes if is_written else memory.reads)[stream] = now
 
-    def record(self, tensor: Tensor, stream: Stream) -> None:
+    def record(self, tensor: Tensor, stream: Stream):
         """Stands in for Tensor.record_stream."""
         self._of(tensor).recorded.add(stream)
 
@@ -185,7 +185,7 @@ class Streams:
 
         name = getattr(function, "__name__", "partial")
 
-        def start(*tensors: Any, async_op: bool = False, **options: Any) -> Work | None:
+        def start(*tensors, async_op=False, **options):
             own = [one for one in tensors if isinstance(one, Tensor)]
             stream = Stream()
             stream.wait_stream(self.current)
@@ -203,15 +203,15 @@ class Streams:
         """Stands in for dist.batch_isend_irecv."""
         return [operation.op(operation.tensor) for operation in operations]
 
-    def finish(self) -> None:
+    def finish(self):
         """Notes the collectives for which nothing has waited."""
         for line in self.under_way.values():
             self.faults[f"nothing has waited for a collective of {line}"] += 1
 
-    def fault(self, text: str) -> None:
+    def fault(self, text: str):
         self.faults[f"{text}: {place()}"] += 1
 
-    def _of(self, tensor: Tensor) -> Memory:
+    def _of(self, tensor):
         """Returns the memory of a tensor: its storage, or on the host its slot of an arena."""
         storage = tensor.untyped_storage()
         slot = tensor.storage_offset() * tensor.itemsize if storage.device.type == "cpu" else 0
@@ -222,7 +222,7 @@ class Streams:
             self._memory[key] = memory
         return memory
 
-    def _died(self, memory: Memory | None, key: tuple[int, int]) -> None:
+    def _died(self, memory, key):
         assert memory is not None
         if self._memory.get(key) is memory:
             del self._memory[key]
@@ -238,7 +238,7 @@ def place() -> str:
     """Returns the innermost line of the library that is running, as `file:line`."""
     frame = sys._getframe()
     while frame is not None and not frame.f_code.co_filename.startswith(LIBRARY):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None:
         return "backward"
     return f"{Path(frame.f_code.co_filename).relative_to(LIBRARY)}:{frame.f_lineno}"

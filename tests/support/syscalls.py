@@ -4,7 +4,7 @@ names that it changes."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -31,16 +31,16 @@ class Call(NamedTuple):
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
     """Yields the list of calls of this process during the block. os.replace counts as a rename."""
-    calls: list[Call] = []
+    calls = []
     real = {name: getattr(os, name) for name in ("fsync", "replace", "rename", "unlink", "rmdir")}
 
-    def fsync(descriptor: int) -> None:
+    def fsync(descriptor):
         real["fsync"](descriptor)
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         calls.append(Call("fsync", path, "", {path: os.fstat(descriptor).st_mtime_ns}))
 
-    def renaming(name: str) -> Callable[..., None]:
-        def call(source: str | Path, target: str | Path) -> None:
+    def renaming(name):
+        def call(source, target):
             below = Path(source).iterdir() if Path(source).is_dir() else (Path(source),)
             times = {str(path): path.stat().st_mtime_ns for path in below}
             real[name](source, target)
@@ -48,8 +48,8 @@ def recorded() -> Iterator[list[Call]]:
 
         return call
 
-    def removing(name: str) -> Callable[..., None]:
-        def call(path: str | Path, *, dir_fd: int | None = None) -> None:
+    def removing(name):
+        def call(path, *, dir_fd=None):
             folder = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
             real[name](path, dir_fd=dir_fd)
             calls.append(Call(name, os.path.join(folder, path), "", {}))

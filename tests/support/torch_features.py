@@ -3,8 +3,6 @@
 The library works without these features, in another way or with more memory.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

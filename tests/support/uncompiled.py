@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.parallel import compiled
 
@@ -15,14 +11,14 @@ LACKS = compiled.missing_compiler(torch.device("cpu"))
 NEEDS_COMPILER = pytest.mark.skipif(LACKS is not None, reason=f"inductor {LACKS}")
 
 
-def uncompiled_kernels(patch: pytest.MonkeyPatch) -> None:
+def uncompiled_kernels(patch: pytest.MonkeyPatch):
     """Makes every kernel the function itself, which no compiler changes.
 
     Several results are a list, as those of torch's compiler are.
     """
 
-    def as_compiled(function: Callable[..., Any], _: object) -> Callable[..., Any]:
-        def graph(*tensors: Tensor) -> Any:
+    def as_compiled(function, _):
+        def graph(*tensors):
             results = function(*tensors)
             return list(results) if isinstance(results, tuple) else results
 

@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     grad_weight: torch.Tensor
 
 
-def sample(dtype=torch.float64, scale=1.0) -> Case:
+def sample(dtype=torch.float64, scale=1.0):
     generator = torch.Generator().manual_seed(5)
     hidden, weight = (
         torch.randn(*size, generator=generator, dtype=torch.float64).mul_(scale).to(dtype)
@@ -59,7 +59,7 @@ def sample(dtype=torch.float64, scale=1.0) -> Case:
     return Case(hidden, weight, torch.arange(S * B).remainder(V).view(S, B), grad_losses)
 
 
-def wide(dtype, *, tokens=60, h=32, vocabulary=300) -> Case:
+def wide(dtype, *, tokens=60, h=32, vocabulary=300):
     """One sequence, large enough for blocked matmuls."""
     generator = torch.Generator().manual_seed(8)
     hidden = torch.randn(tokens, 1, h, generator=generator).to(dtype)
@@ -69,7 +69,7 @@ def wide(dtype, *, tokens=60, h=32, vocabulary=300) -> Case:
     return Case(hidden, weight, labels, grad_losses.to(torch.promote_types(dtype, torch.float32)))
 
 
-def reference(case) -> Outcome:
+def reference(case):
     """By torch in float64, from the same numbers."""
     hidden, weight = (
         tensor.double().clone().requires_grad_() for tensor in (case.hidden, case.weight)
@@ -100,12 +100,12 @@ def losses_of(hidden, weight, labels, chunk_size, columns, *, sequence_parallel=
     )
 
 
-def columns_of(rank, world_size, group=None, **more) -> Columns:
+def columns_of(rank, world_size, group=None, **more):
     length = COLUMNS[world_size]
     return Columns(group, rank * length, max(0, min(length, V - rank * length)), **more)
 
 
-def on_one_rank(case, chunk_size) -> Outcome:
+def on_one_rank(case, chunk_size):
     """Without padding and group."""
     hidden, weight = (
         tensor.detach().clone().requires_grad_() for tensor in (case.hidden, case.weight)
@@ -116,7 +116,7 @@ def on_one_rank(case, chunk_size) -> Outcome:
     )
 
 
-def sharded(case, tp_size, sequence_parallel, chunk_sizes) -> list[Outcome]:
+def sharded(case, tp_size, sequence_parallel, chunk_sizes):
     """Returns the outcome of each chunk size, joined from the ranks.
 
     What all ranks hold must be the same bits. The weight is padded with large numbers that must not

@@ -1,8 +1,6 @@
 """Initial weights are a function of the seed, the parameter's name and its global shape: not of the
 number of ranks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """The conjugate mappings on views. Values and gradients of whole models on several ranks are those
 of one rank: tests/parallel/test_equality.py."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_lite.tensor_parallel.mappings import (

@@ -1,8 +1,6 @@
 """The measurement of a machine: the fit is exact on exact rates, the file is one that the time
 model reads, and wrong settings are refused."""
 
-from __future__ import annotations
-
 import timeit
 
 import pytest

@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from typing import IO
 
 import pytest
 
@@ -17,14 +14,14 @@ from tests.support.limits import HANG_S
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def waits(monkeypatch):
     """The seconds that were waited, without waiting."""
-    seconds: list[float] = []
+    seconds = []
     monkeypatch.setattr(time, "sleep", seconds.append)
     return seconds
 
 
-def become_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def become_rank(monkeypatch, rank):
     for name, value in {
         "RANK": str(rank),
         "WORLD_SIZE": "2",
@@ -34,14 +31,14 @@ def become_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
         monkeypatch.setenv(name, value)
 
 
-def closed_pipe() -> IO[bytes]:
+def closed_pipe():
     """A pipe that nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
     return open(writer, "wb", buffering=0)
 
 
-def fail() -> None:
+def fail():
     raise InputError("the file is empty")
 
 

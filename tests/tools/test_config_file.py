@@ -1,11 +1,8 @@
 """Config files of somebody else: JSON, TOML and YAML as plain data, within bounds, and one line for
 each fault."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +17,12 @@ ERROR = "python -m megatron_lite.tools.translate_recompute: error: "
 CONFIGS = sorted((Path(__file__).resolve().parent / "configs").iterdir())
 
 
-def read(path: Path, text: str | bytes) -> Any:
+def read(path, text):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return read_config_file(str(path))
 
 
-def fault(path: Path, text: str | bytes) -> str:
+def fault(path, text):
     with pytest.raises(InputError) as raised:
         read(path, text)
     message = str(raised.value)
@@ -37,7 +34,7 @@ def fault(path: Path, text: str | bytes) -> str:
     return message.removeprefix(f"{path}: ")
 
 
-def laughs(levels: int) -> str:
+def laughs(levels):
     """Nine references to the line before in each line: 9 ** levels values, in a file of a few
     hundred bytes."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
@@ -47,7 +44,7 @@ def laughs(levels: int) -> str:
 
 @in_one_test("name", ["a.json", "a.yaml", "a.yml", "a.YAML", "a.conf", "a"])
 def test_the_three_formats_give_the_same_values(tmp_path, name):
-    wanted: Any = {"a": {"b": [1, 2.5, True, None, "x"]}, "c": "${a.b}"}
+    wanted = {"a": {"b": [1, 2.5, True, None, "x"]}, "c": "${a.b}"}
     mark = "\ufeff"  # of a Windows editor
     text = '{"a": {"b": [1, 2.5, true, null, "x"]}, "c": "${a.b}"}'
     assert read(tmp_path / name, mark + text) == wanted

@@ -1,9 +1,5 @@
 """The command line of the conversion tool."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from megatron_lite.tools import convert
@@ -16,7 +12,7 @@ pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def theirs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source") / "theirs"
     saved_peer("llama", folder)
     return folder

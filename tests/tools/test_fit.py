@@ -1,9 +1,6 @@
 """`megatron-lite fit` against the real step, and its faults."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -18,15 +15,15 @@ from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.tools.fake_fit import FakeGauge, add_adapters_, fit_config, shard_
 from tests.support.ranks import run_ranks
 
-LLAMA: dict[str, Any] = dict(
+LLAMA = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=200, num_hidden_layers=3,
     hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
 )  # fmt: skip
-MIXTRAL: dict[str, Any] = dict(
+MIXTRAL = dict(
     LLAMA, model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=4,
     num_hidden_layers=2,
 )  # fmt: skip
-T5: dict[str, Any] = dict(
+T5 = dict(
     model_type="t5", architectures=["T5ForConditionalGeneration"], vocab_size=200, num_layers=3,
     d_model=64, d_kv=16, d_ff=128, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
 )  # fmt: skip
@@ -42,10 +39,10 @@ def test_fake_tensors_give_the_peak_of_the_real_step(config, rank):
         add_adapters_(model, rank)
     ids = torch.arange(256).reshape(2, 128) % 200
 
-    def step() -> None:
+    def step():
         model(input_ids=ids, labels=ids).loss.backward()
 
-    settings: Any = dict(
+    settings = dict(
         seq_length=128, micro_batch_size=2, dtype="fp32", lora_rank=rank,
     )  # fmt: skip
     whole = fit_memory_(model, None, step=step, optimizer=torch.optim.AdamW)
@@ -60,23 +57,23 @@ def test_fake_tensors_give_the_peak_of_the_real_step(config, rank):
     assert fitted.plan.peak == pytest.approx(fitted.measured, rel=1e-4)
 
 
-def sharded(rank: int, world_size: int) -> int:
+def sharded(rank, world_size):
     """Returns the peak of a real step of two ranks, without the copies inside of gloo."""
     model = transformers.LlamaForCausalLM(transformers.AutoConfig.for_model(**LLAMA)).train()
     lists, ids = layer_lists(model, None), torch.arange(128).reshape(2, 64) % 200
     shard_(model, lists, init_device_mesh("cpu", (world_size,)))
 
-    def step() -> None:
+    def step():
         model(input_ids=ids, labels=ids).loss.backward()
 
-    gauge: Any = FakeGauge  # it reads real tensors as well
+    gauge = FakeGauge  # it reads real tensors as well
     optimizer = torch.optim.AdamW
     return Measurement(model, lists, step, optimizer, torch.device("cpu"), gauge).peak()
 
 
 def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
     first, second = run_ranks(sharded, 2)
-    settings: Any = dict(seq_length=64, micro_batch_size=2, dtype="fp32", gpus=2)
+    settings = dict(seq_length=64, micro_batch_size=2, dtype="fp32", gpus=2)
     fake = fit_config(LLAMA, load_hardware("h100"), None, fsdp=True, **settings)
     assert first == second == fake.measured
     assert fake.plan.peak == pytest.approx(fake.measured, rel=0.01)

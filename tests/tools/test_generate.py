@@ -1,20 +1,15 @@
 """Sampling against a naive oracle, and the command on checkpoints of a small trained model."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.checkpointing.metadata import read_config
 from megatron_lite.config.checks import InputError
@@ -43,7 +38,7 @@ LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 2.0, -3.0, 0.0])
 PROMPT = "5 17 3"
 
 
-def run_main(folder: str, flags: str, *prompts: str) -> Ended:
+def run_main(folder, flags, *prompts):
     words = ["--load", folder, *flags.split(), "--distributed-backend", "gloo"]
     for prompt in prompts or (PROMPT,):
         words += ["--prompt", prompt]
@@ -51,7 +46,7 @@ def run_main(folder: str, flags: str, *prompts: str) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+def checkpoint(tmp_path_factory):
     """Twelve iterations of a model with learned positions, at a rate that makes its predictions
     uneven. Steps 6 and 12."""
     folder = str(tmp_path_factory.mktemp("checkpoint"))
@@ -64,9 +59,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 # --- sampling ---
 
 
-def naive_nucleus(
-    logits: Sequence[float], temperature: float, top_k: int, top_p: float
-) -> list[float]:
+def naive_nucleus(logits, temperature, top_k, top_p):
     """Likeliest first, ties by id: the top_k, then the shortest prefix that reaches top_p."""
     weights = [math.exp(logit / temperature) for logit in logits]
     ranked = sorted(range(len(weights)), key=lambda token: (-weights[token], token))[
@@ -105,15 +98,15 @@ def test_the_coldest_temperature_shares_all_among_the_likeliest(temperature):
 class CountingModel:
     """Its likeliest next token is the last token + 1. Records the contexts that it was shown."""
 
-    def __init__(self, vocab_size: int = 30) -> None:
+    def __init__(self, vocab_size=30):
         self.vocab_size, self.contexts = vocab_size, []
 
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def __call__(self, tokens):
         self.contexts.append(tokens[0].tolist())
         return torch.nn.functional.one_hot((tokens + 1) % self.vocab_size, self.vocab_size).float()
 
 
-def count_from(model: Any, prompt: list[int], max_new_tokens: int = 1) -> list[int]:
+def count_from(model, prompt, max_new_tokens=1):
     with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
         return list(
             generate_tokens(
@@ -148,10 +141,10 @@ class ByteTokenizer:
 
     vocab_size, eod = 257, 256
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text):
         return list(text.encode())
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    def detokenize(self, ids):
         return bytes(ids).decode(errors="replace")
 
 
@@ -184,11 +177,11 @@ def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_b
         read_config(tmp_path)
 
 
-def generate_on_ranks(rank: int, world_size: int, *arguments: str) -> Ended:
+def generate_on_ranks(rank, world_size, *arguments):
     return run_main(*arguments)
 
 
-def greedy_by_hand(folder: str, prompt: list[int], count: int) -> list[str]:
+def greedy_by_hand(folder, prompt, count):
     """argmax of the model's last logits over contexts of at most 16 tokens, written out."""
     step = find_step(folder, None).step
     with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
@@ -253,7 +246,7 @@ def test_the_seed_decides_the_draw(checkpoint):
 
 
 def test_a_prompt_is_read_from_standard_input_on_every_rank(checkpoint):
-    def prepare(rank: int) -> None:
+    def prepare(rank):
         sys.stdin = io.TextIOWrapper(io.BytesIO(f"{PROMPT}\n".encode() if rank == 0 else b""))
 
     words = f"--load {checkpoint} --greedy --prompt - --distributed-backend gloo".split()
@@ -268,7 +261,7 @@ def test_a_prompt_is_read_from_standard_input_on_every_rank(checkpoint):
 
 
 def test_faults_end_with_status_2_and_one_line(checkpoint, tmp_path, monkeypatch):
-    def check(output: Ended, message: str) -> None:
+    def check(output, message):
         assert (output.status, output.out) == (2, "") and message in output.err
         assert output.err.startswith("python -m megatron_lite.tools.generate: error: ")
         assert output.err.count("\n") == 1

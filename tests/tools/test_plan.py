@@ -1,12 +1,8 @@
 """The planner's command line: its verdicts, its command, its JSON and its errors."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -24,13 +20,13 @@ LLAMA = ("--model", "llama3-8b", "--gpu", "h100-80gb", "--seq-length", "8192")
 BATCH = ("--global-batch-size", "64")
 
 
-def printed(arguments: Sequence[str], status: int = 0) -> str:
+def printed(arguments, status=0):
     found = ended(plan.main, arguments)
     assert (found.status, found.err) == (status, "")
     return found.out
 
 
-def as_json(arguments: Sequence[str], status: int = 0) -> dict[str, Any]:
+def as_json(arguments, status=0):
     return json.loads(printed([*arguments, "--json", "-"], status))
 
 

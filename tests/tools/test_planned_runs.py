@@ -1,7 +1,5 @@
 """Plans run as printed: small runs on the CPU, with the flags of a plan of each kind."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,10 +1,7 @@
 """plot_memory: what the picture says, that it is a picture, and one line for each fault."""
 
-from __future__ import annotations
-
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ ERROR = "python -m megatron_lite.tools.plot_memory: error: "
 MIB = 2**20
 
 
-def timeline(name: str, peak_bytes: int, *, module: str = "decoder.layers.1.mlp") -> Timeline:
+def timeline(name, peak_bytes, *, module="decoder.layers.1.mlp"):
     kept = peak_bytes // 2
     rest = peak_bytes - kept - kept // 2 - kept // 4
     return Timeline(
@@ -33,14 +30,14 @@ def timeline(name: str, peak_bytes: int, *, module: str = "decoder.layers.1.mlp"
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> list[str]:
+def two(tmp_path):
     paths = [str(tmp_path / "none.json"), str(tmp_path / "full.json")]
     write_timeline(timeline("none", 50 * MIB), paths[0])
     write_timeline(timeline("full $x_1$ uniform", 20 * MIB), paths[1])
     return paths
 
 
-def texts(svg: Path) -> list[str]:
+def texts(svg):
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
 
 

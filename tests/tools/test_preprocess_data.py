@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -8,7 +6,7 @@ import pytest
 
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.tools import preprocess_data, train_tokenizer
-from tests.support.commands import Ended, ended
+from tests.support.commands import ended
 
 ERROR = "python -m megatron_lite.tools.preprocess_data: error: "
 
@@ -16,37 +14,31 @@ HF = "--tokenizer-type HuggingFaceTokenizer"
 DOCUMENTS = ["3 1 4", "", "1 5 9 2 6", "5"]
 
 
-def write_jsonl(path: Path, texts: list[str] = DOCUMENTS) -> str:
+def write_jsonl(path, texts=DOCUMENTS):
     path.write_text("".join(json.dumps({"text": text, "title": text[:1]}) + "\n" for text in texts))
     return str(path)
 
 
-def preprocess(
-    tmp_path: Path,
-    flags: str = "",
-    *,
-    source: str | None = None,
-    block_bytes: int = preprocess_data.BLOCK_BYTES,
-) -> Ended:
+def preprocess(tmp_path, flags="", *, source=None, block_bytes=preprocess_data.BLOCK_BYTES):
     source = source or write_jsonl(tmp_path / "in.jsonl")
     fixed = f"--input {source} --output-prefix {tmp_path}/out --tokenizer-type NullTokenizer"
     main = partial(preprocess_data.main, block_bytes=block_bytes)
     return ended(main, f"{fixed} --vocab-size 50 {flags}")
 
 
-def fault(found: Ended, tmp_path: Path) -> str:
+def fault(found, tmp_path):
     """The one line of a run that has left no files."""
     assert found.status == 2 and found.err.startswith(ERROR) and found.err.count("\n") == 1
     assert files(tmp_path) == set()
     return found.err
 
 
-def sequences(prefix: Path) -> list[list[int]]:
+def sequences(prefix):
     indexed = IndexedDataset(str(prefix))
     return [indexed.get(number).tolist() for number in range(len(indexed))]
 
 
-def files(folder: Path) -> set[str]:
+def files(folder):
     return {path.name for path in folder.iterdir()} - {"in.jsonl"}
 
 

@@ -4,15 +4,11 @@ which notes, which refusals. docs/coming-from.md has more rows, and a test of it
 The files in configs/ were written for this test.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -51,15 +47,15 @@ OP = "ac_variant: selective_op_activation_checkpointing, ac_fun_params: "
 CLASSES = "activation_checkpointing_modules"
 
 
-def parsed(system: str, part: str) -> Any:
+def parsed(system, part):
     return yaml.safe_load(AROUND.get(system, "{%s}") % part)
 
 
-def size(system: str) -> int | None:
+def size(system):
     return 2 if system in PARTITIONING else None
 
 
-def launched(flags: Sequence[str], num_layers: int) -> str:
+def launched(flags, num_layers):
     """What the launcher says against a run with these flags, or nothing."""
     ranks = 2 if "split" in flags[1] else 1
     run = shlex.split(
@@ -260,7 +256,7 @@ def test_the_tensor_parallel_size_of_the_file_is_a_flag(system, file, found):
 
 VARIANT = "ac_variant: full_activation_checkpointing"
 # The system, its config, the tensor-parallel size, and what the error says
-REFUSED: list[tuple[str, str, int | None, str]] = [
+REFUSED = [
     ("torchtune", "ac_mode: selective, ac_option: 0", None, "(got 0)"),
     (
         "torchtune",
@@ -324,7 +320,7 @@ def test_it_runs_as_a_command_without_torch():
     assert done.returncode == 0 and "*:full@split+host" in done.stdout, done.stderr
 
 
-def _words() -> st.SearchStrategy[Any]:
+def _words():
     """Any JSON, rich in the words and types that the presets look for."""
     known = [key for row in SYSTEMS.values() for table in row.tables for key in table.keys]
     known += shlex.split(

@@ -1,15 +1,12 @@
 """Sizes that no machine of this run can hold are one message with both numbers, before the first
 tensor is made."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import size
 from megatron_lite.memory.predict.states import parameter_count, rank_states
 from megatron_lite.memory.predict.step_peak import step_peak
@@ -64,7 +61,7 @@ def test_sizes_beyond_memory_end_the_program_with_status_2_and_one_line(tmp_path
     assert not (tmp_path / "save").exists()
 
 
-def _start(config: RunConfig, memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _start(config, memory, monkeypatch):
     monkeypatch.setattr(capacity, "memory_bytes", lambda device: memory)
     monkeypatch.setattr(capacity, "least_bytes", lambda *_: 0)  # the states alone fit
     with parallel_state(config.parallel, seed=1) as parallel:
@@ -90,7 +87,7 @@ def test_a_predicted_peak_beyond_the_memory_is_refused_without_a_flag(training, 
 
 
 def test_the_peaks_of_the_ranks_of_one_host_are_added():
-    def work(rank: int, world_size: int, memory: int) -> str:
+    def work(rank, world_size, memory):
         with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(InputError) as fault:
             _start(config, memory, monkeypatch)
         return str(fault.value)

@@ -4,13 +4,9 @@ Most of these tests run the functions as they are, without a compiler: which fun
 and what it keeps, is then known in milliseconds. The tests marked long compile them.
 """
 
-from __future__ import annotations
-
 import re
 import sys
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -23,13 +19,7 @@ from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.training.build_trainer import with_known_compiler
 from tests.memory import peak_cases as peaks
 from tests.support.equality import differences, variant_config
-from tests.support.models import (
-    Outcome,
-    build_tiny_model,
-    loss_and_grads,
-    tp_state,
-    with_new_streams,
-)
+from tests.support.models import build_tiny_model, loss_and_grads, tp_state, with_new_streams
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
@@ -37,7 +27,7 @@ from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
 CPU = torch.device("cpu")
 POLICIES = ("*:pointwise", "*:full", "*:pointwise+core_attn")
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
-LLAMA: dict[str, Any] = dict(
+LLAMA = dict(
     normalization="RMSNorm",
     position_embedding_type="rope",
     group_query_attention=True,
@@ -45,25 +35,17 @@ LLAMA: dict[str, Any] = dict(
 )
 MANY_TOKENS = "--seq-length 512 --max-position-embeddings 512 --vocab-size 255"
 Layout = tuple[int, int, bool]  # TP size, CP size, sequence parallelism
-LAYOUTS: list[Layout] = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
+LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
 VARIANTS = ("qwen", "gpt2", "neox", "nemotron", "llama", "gemma", "cohere", "granite")
 
 
 @pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def uncompiled(monkeypatch):
     """Makes every kernel the function itself."""
     uncompiled_kernels(monkeypatch)
 
 
-def outcome(
-    layout: Layout,
-    variant: str,
-    policy: str,
-    dtype: torch.dtype,
-    kernels: CompiledKernels | None,
-    rank: int,
-    **overrides: object,
-) -> Outcome:
+def outcome(layout, variant, policy, dtype, kernels, rank, **overrides):
     tp_size, cp_size, sequence_parallel = layout
     with tp_state(tp_size, cp_size=cp_size) as parallel:
         fresh = with_new_streams(parallel)
@@ -79,19 +61,12 @@ def outcome(
         return loss_and_grads(model, fresh, seq_length=16)
 
 
-def differing(expected: Outcome, actual: Outcome, bound: float = 0.0) -> list[str]:
+def differing(expected, actual, bound=0.0):
     """Returns the names whose bits, or whose values by more than the bound, differ."""
     return [name for name, error in differences(expected, actual).items() if error > bound]
 
 
-def faults(
-    rank: int,
-    world_size: int,
-    layout: Layout,
-    variants: Sequence[str],
-    dtype: torch.dtype,
-    dropout: dict[str, float],
-) -> list[str]:
+def faults(rank, world_size, layout, variants, dtype, dropout):
     """Returns what a policy changes in the bits of a compiled run, by variant and policy."""
     found, kernels = [], CompiledKernels()
     for variant in variants:
@@ -207,7 +182,7 @@ def test_a_run_without_a_compiler_ends_with_what_it_lacks_or_goes_on_without(
 
 
 def test_a_kernel_that_does_not_compile_names_the_function_its_shapes_and_the_flag(monkeypatch):
-    def fails(*args: Any) -> Any:
+    def fails(*args):
         raise RuntimeError("no registers\nand more")
 
     monkeypatch.setattr(compiled, "_compiled", fails)
@@ -237,7 +212,7 @@ def test_shapes_that_vary_do_not_compile_without_end():
 
 @pytest.mark.usefixtures("uncompiled")
 def test_layers_micro_batches_and_evaluations_share_their_graphs(capsys):
-    def num_graphs(num_layers: int, num_microbatches: int) -> int:
+    def num_graphs(num_layers, num_microbatches):
         training = dict(
             global_batch_size=num_microbatches, train_iters=2, eval_interval=1, torch_compile=True
         )

@@ -1,7 +1,5 @@
 """torch.compile on each layer, and the compiler's own memory budget."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -15,7 +13,7 @@ from tests.support.uncompiled import uncompiled_kernels
 
 
 @pytest.fixture(autouse=True)
-def without_inductors_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_inductors_kernels(monkeypatch):
     """With its division of the graph into forward and backward, which is what a budget changes."""
     compile_layer = functools.partialmethod(
         torch.nn.Module.compile, backend="aot_eager_decomp_partition"
@@ -24,7 +22,7 @@ def without_inductors_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled_kernels(monkeypatch)
 
 
-def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[torch.Tensor]]:
+def kept_and_grads(budget, *, compiled):
     torch.compiler.reset()
     with tp_state(1) as parallel:
         model = build_tiny_model(tiny_config(num_layers=1), parallel, dtype=torch.float64)
@@ -35,7 +33,7 @@ def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[t
             loss = model.loss(*sample_tokens()).mean()
         kept = meter.total_bytes()
         loss.backward()
-    return kept, [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+    return kept, [parameter.grad for parameter in model.parameters()]
 
 
 @pytest.mark.long

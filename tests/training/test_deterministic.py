@@ -1,26 +1,21 @@
 """--deterministic-mode: no run reads uninitialised memory; the kernels of attention."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.model.attention import CoreAttention
 from megatron_lite.training import deterministic
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
-ON_CPU: Any = SimpleNamespace(device=torch.device("cpu"))  # streams, for attention without dropout
+ON_CPU = SimpleNamespace(device=torch.device("cpu"))  # streams, for attention without dropout
 
 
 @pytest.fixture(autouse=True)
-def torchs_settings() -> Iterator[None]:
+def torchs_settings():
     fills = torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
@@ -36,7 +31,7 @@ def test_no_figure_depends_on_memory_that_nothing_has_written(
     """torch fills new tensors with NaN and the largest integers in the first run, and the run turns
     that off in the second."""
 
-    def run(name: str) -> dict[str, bytes]:
+    def run(name):
         run_to_end(
             tiny_run(
                 metrics=tmp_path / name,
@@ -64,8 +59,8 @@ def test_a_kernel_that_promises_nothing_is_refused_and_the_price_is_said(monkeyp
     times = iter([3.0, 2.0])
     monkeypatch.setattr(deterministic, "_values", lambda *_: [])
     monkeypatch.setattr(deterministic, "_milliseconds", lambda _: next(times))
-    layers: Any = torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])
-    rank: Any = SimpleNamespace(device=torch.device("cuda"))
+    layers = torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])
+    rank = SimpleNamespace(device=torch.device("cuda"))
     config = tiny_run(training=dict(deterministic_mode=True))
     (said,) = deterministic.cost_of_determinism(layers, config, rank)
     assert "embedding" in said and "3.00 ms, and 2.00 ms without --deterministic" in said
@@ -77,14 +72,14 @@ def test_a_kernel_that_promises_nothing_is_refused_and_the_price_is_said(monkeyp
 @pytest.mark.parametrize("installed", ["FA3", "FA4", ""])
 def test_flash_is_the_newest_flash_attention_that_runs(monkeypatch, installed):
     """The other one is installed too, and its kernels are not for this GPU."""
-    active: list[str] = []
+    active = []
 
-    def activate(name: str) -> None:
+    def activate(name):
         if not installed:
             raise ModuleNotFoundError("flash_attn_interface")
         active.append(name)
 
-    def run(layer: CoreAttention, *_: Any) -> Tensor:
+    def run(layer, *_):
         if (active and active != [installed]) or config.model.kv_channels == 4:
             raise RuntimeError("no such kernel\nhere")
         return torch.ones(())
@@ -98,8 +93,8 @@ def test_flash_is_the_newest_flash_attention_that_runs(monkeypatch, installed):
     )
     monkeypatch.setattr(deterministic, "_attention", run)
     monkeypatch.setattr(deterministic, "_values", lambda *_: [])
-    layers: Any = torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])
-    rank: Any = SimpleNamespace(all_agree=lambda yes: yes, together=lambda _, check: check())
+    layers = torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])
+    rank = SimpleNamespace(all_agree=lambda yes: yes, together=lambda _, check: check())
     flash = dict(attention_backend="flash", attention_dropout=0.0)
     config = tiny_run(**flash, bf16=True)
     said = deterministic.use_asked_attention_(layers, config, rank)

@@ -4,10 +4,7 @@ the uses of each memory by several streams in order.
 It runs on a stand-in for a GPU (tests/support/stand_in_device.py), since tests have no GPU.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections import Counter
 
 import pytest
 import torch.distributed as dist
@@ -65,7 +62,7 @@ SHORT = (
 Case = tuple[str, str, str, int]
 
 
-def faults(layout: str, model: str, policy: str, steps: int) -> Counter[str]:
+def faults(layout, model, policy, steps):
     """Returns the faults of the last rank of the layout."""
     ranks, num_layers, num_microbatches, flags = LAYOUTS[layout]
     text = f"{SMALL} --num-layers {num_layers} {model} {flags} {policy}"
@@ -75,17 +72,17 @@ def faults(layout: str, model: str, policy: str, steps: int) -> Counter[str]:
     )
 
 
-def faults_of(*cases: Case) -> dict[Case, Counter[str]]:
+def faults_of(*cases):
     """Returns the faults of the cases that have some. They run in a process of their own."""
 
-    def run(rank: int, world_size: int) -> dict[Case, Counter[str]]:
+    def run(rank, world_size):
         dist.destroy_process_group()  # the simulated ranks have groups of their own
         return {case: found for case in cases if (found := faults(*case))}
 
     return run_ranks(run, 1, detail=False)[0]  # torch's fake groups have no DETAIL mode
 
 
-def check_short_case(number: int) -> None:
+def check_short_case(number):
     assert faults_of(SHORT[number]) == {}
 
 

@@ -1,33 +1,18 @@
 """Sequences that pack documents: their losses and gradients are those of a model that sees each
 document alone. tests/data/test_megatron_core_parity.py compares masks and positions."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import cache
 from itertools import product
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from arguments import parse_args
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.batches import (
-    MaskedMean,
-    MicroBatch,
-    MicroBatches,
-    cut,
-    document_rules,
-    masked_mean,
-)
+from megatron_lite.training.batches import MicroBatches, cut, document_rules, masked_mean
 from megatron_lite.training.evaluate import Evaluations
 from tests.support.changes import with_fields
 from tests.support.documents import ALL, EOD, documents_of, packed_batch, packed_text
@@ -55,18 +40,18 @@ RUN = (
 )
 
 
-def config_of(flags: str) -> RunConfig:
+def config_of(flags):
     return parse_args(f"{RUN} {flags}".split()).config
 
 
-def metrics_of(flags: str, folder: Path) -> list[dict[str, Any]]:
+def metrics_of(flags, folder):
     """Runs the flags on this rank. Returns the losses and gradient norms of the metrics file."""
     path = folder / "metrics.jsonl"
     run_to_end(config_of(f"{flags} --metrics-jsonl {path}"))
     return columns(path)
 
 
-def columns(path: Path) -> list[dict[str, Any]]:
+def columns(path):
     return [
         {key: row[key] for key in row if "loss" in key or key == "grad_norm"} for row in rows(path)
     ]
@@ -75,7 +60,7 @@ def columns(path: Path) -> list[dict[str, Any]]:
 # --- the documents one by one ----------------------------------------------------------------
 
 
-def one_by_one(name: str, seeds: range, **overrides: object) -> Outcome:
+def one_by_one(name, seeds, **overrides):
     """Returns the sum of the losses that count, and its gradients, document by document."""
     with tp_state(1) as parallel:
         model = build_tiny_model(variant_config(name, **overrides), parallel)
@@ -93,14 +78,7 @@ def one_by_one(name: str, seeds: range, **overrides: object) -> Outcome:
         return Outcome(total, whole_tensors(grads, specs_of(model), parallel))
 
 
-def packed(
-    name: str,
-    parallel: ParallelState,
-    *,
-    sequence_parallel: bool,
-    cp_comm_type: str = "p2p",
-    **overrides: object,
-) -> Outcome:
+def packed(name, parallel, *, sequence_parallel, cp_comm_type="p2p", **overrides):
     """Returns the same of a packed micro-batch."""
     model = build_tiny_model(
         variant_config(name, **overrides),
@@ -122,8 +100,8 @@ def packed(
 
 # Rotary angles are float32 numbers: those of a document at another place differ by rounding.
 TOLERANCE = {"gpt2": 1e-12, "nemotron": 1e-12, "llama": 1e-5, "qwen": 1e-5}
-WINDOW: dict[str, object] = dict(window_size=(2, 0), window_attn_skip_freq=(1, 0))
-CASES: list[tuple[str, dict[str, object]]] = [
+WINDOW = dict(window_size=(2, 0), window_attn_skip_freq=(1, 0))
+CASES = [
     ("gpt2", {}),
     ("gpt2", dict(attention_backend="unfused", **WINDOW)),
     ("llama", WINDOW),
@@ -131,7 +109,7 @@ CASES: list[tuple[str, dict[str, object]]] = [
 ]
 
 
-def assert_equal(name: str, expected: Outcome, actual: Outcome) -> None:
+def assert_equal(name, expected, actual):
     assert difference(expected.loss, actual.loss) < TOLERANCE[name]
     wrong = {
         key: difference(grad, actual.grads[key])
@@ -162,7 +140,7 @@ def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(
         or variant_config(name, **overrides).attention_backend == "unfused"
     ]
 
-    def work(rank: int, world_size: int) -> list[Outcome]:
+    def work(rank, world_size):
         with tp_state(tp_size, cp_size=cp_size) as parallel:
             return [
                 packed(
@@ -184,17 +162,17 @@ def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(
 class Packed:
     """The packed micro-batches 0 to count - 1."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self._count = count
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self._count
 
-    def __getitem__(self, number: int) -> MicroBatch:
+    def __getitem__(self, number):
         return packed_batch(seed=number)
 
 
-def in_pipeline(rank: int, world_size: int, everywhere: bool = True) -> Outcome:
+def in_pipeline(rank, world_size, everywhere=True):
     """Returns the loss and the gradients of this rank's stage over three micro-batches."""
     config = variant_config("gpt2", num_layers=3, untie_embeddings_and_output_weights=True)
     with runner_of(Layout(pp=world_size), config, everywhere=everywhere) as runner:
@@ -255,7 +233,7 @@ def test_a_step_has_the_gradients_of_megatrons_formula():
 
 
 def test_the_means_of_data_parallel_ranks_count_all_of_their_tokens():
-    def work(rank: int, world_size: int) -> list[MaskedMean]:
+    def work(rank, world_size):
         with runner_of(Layout(dp=2), variant_config("gpt2")) as runner:
             counts = [[4, 6], [5, 0]][rank]
             return [masked_mean(counts, runner.parallel, per_token=one) for one in (False, True)]
@@ -271,10 +249,10 @@ def test_the_means_of_data_parallel_ranks_count_all_of_their_tokens():
 class Texts:
     """A dataset of packed samples."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 1000
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index):
         if index == 999:
             raise InputError("a damaged file")
         return packed_text(index, batch=1)[0].numpy()
@@ -300,9 +278,7 @@ def test_an_evaluation_is_the_mean_over_the_tokens_that_count():
 
 def test_the_counts_are_those_of_the_masks_and_say_where_a_sample_cannot_be_read():
     with tp_state(1) as parallel:
-        shape: dict[str, Any] = dict(
-            dataset=Texts(), micro_batch_size=BATCH, num_microbatches=2, parallel=parallel
-        )
+        shape = dict(dataset=Texts(), micro_batch_size=BATCH, num_microbatches=2, parallel=parallel)
         batches = MicroBatches(consumed_samples=6, rules=ALL, **shape)
         assert batches.counts() == [int(batches[number].loss_mask.sum()) for number in (0, 1)]
         last = MicroBatches(consumed_samples=994, rules=ALL, where="iteration 7", **shape)
@@ -325,7 +301,7 @@ def test_flops_count_what_documents_attend():
     number = (tokens == EOD).cumsum(1) - (tokens == EOD).int()  # of each token's document
     assert found == (number[:, :, None] == number[:, None]).double().mean()
     model = variant_config("gpt2")
-    shape: dict[str, Any] = dict(batch=2, seq_length=SEQ_LENGTH)
+    shape = dict(batch=2, seq_length=SEQ_LENGTH)
     of_attention = step_flops(model, **shape) - step_flops(model, **shape, attends=False)
     width = model.num_attention_heads * model.head_dim
     assert of_attention == 3 * model.num_layers * 4 * 2 * SEQ_LENGTH**2 * width
@@ -355,9 +331,7 @@ RUNS = list(product(VARIANTS, POLICIES))
 
 
 @pytest.fixture(scope="module")
-def without_policy(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], list[dict[str, Any]]]:
+def without_policy(tmp_path_factory):
     """Runs the flags at their first use, and returns what they log."""
     return cache(lambda flags: metrics_of(flags, tmp_path_factory.mktemp("without")))
 

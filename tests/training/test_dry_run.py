@@ -3,8 +3,6 @@
 The start of a run: what it does not import, and the memory of a large model's rank.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -16,7 +14,6 @@ from megatron_lite.cli.explanation import print_instead
 from megatron_lite.cli.flags import ParsedArguments
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run_settings import DryRunConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES, STATES
 from megatron_lite.parallel.collectives import gloo_has_freed
@@ -24,13 +21,7 @@ from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.pipeline.executor import Links
 from megatron_lite.training import dry_run_smaller
-from megatron_lite.training.dry_run import (
-    MeasuredStep,
-    SameTokens,
-    dry_run,
-    measure_step,
-    sample_shape,
-)
+from megatron_lite.training.dry_run import SameTokens, dry_run, measure_step, sample_shape
 from pretrain_gpt import main
 from tests.support.commands import MOCK, ROOT, SMALL_MODEL, SMALL_RUN, environment, status_of
 from tests.support.limits import HANG_S
@@ -89,16 +80,14 @@ LONG_CASES = [
 ]
 
 
-def config_of(flags: str) -> RunConfig:
+def config_of(flags):
     return parse_args(f"{SMALL} {flags}".split()).config
 
 
-def real_steps(
-    config: RunConfig, world_size: int, num_microbatches: int, *, host_apart: bool = False
-) -> list[MeasuredStep]:
+def real_steps(config, world_size, num_microbatches, *, host_apart=False):
     """The memory of a step of every rank, in a run with values and gloo."""
 
-    def run(rank: int, world_size: int) -> MeasuredStep:
+    def run(rank, world_size):
         # When a sent tensor is freed depends on the receiver. Here it is as early as can be: before
         # the next action.
         with (
@@ -276,7 +265,7 @@ SLOW_IMPORTS = ("torch._dynamo", "torch._inductor", "sympy", "torch.distributed.
 SLOW_IMPORTS += ("tensorboard", "transformers", "scipy", "matplotlib", "wandb")
 
 
-def python(program: str) -> str:
+def python(program):
     """The standard output of a program that must not fail."""
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -1,16 +1,12 @@
 """Runs of models with experts: alike in every layout, and resumed to the bit."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.step_peak import step_peak
@@ -19,7 +15,7 @@ from tests.support.equality import GATHERED, SENT
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
-MODEL: dict[str, Any] = dict(
+MODEL = dict(
     num_layers=4,
     swiglu=True,
     ffn_hidden_size=64,
@@ -40,7 +36,7 @@ TP2 = dict(tensor_model_parallel_size=2)
 SP2 = dict(TP2, sequence_parallel=True)
 WHOLE = dict(SP2, expert_tensor_parallel_size=1)  # ranks of TP share no expert
 INSTANCES_OF_STATES = dict(num_distributed_optimizer_instances=2)
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "tp2": TP2,
     "tp2-sp": SP2,
     "pp2": dict(pipeline_model_parallel_size=2),
@@ -60,20 +56,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep4-tp2-etp1": dict(SENT | WHOLE, expert_model_parallel_size=4),
 }
 # Experts with biases, and with a capacity. Its share is that of one router, as in one process.
-BIASED: dict[str, Any] = dict(
+BIASED = dict(
     add_bias_linear=True,
     moe_shared_expert_intermediate_size=None,
     moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"),
     moe_aux_loss_coeff=(0.1, 0.2),
 )
-DROPPED: dict[str, Any] = dict(moe_expert_capacity_factor=0.8, moe_token_drop_policy="position")
-PADDED: dict[str, Any] = dict(
+DROPPED = dict(moe_expert_capacity_factor=0.8, moe_token_drop_policy="position")
+PADDED = dict(
     moe_expert_capacity_factor=0.8,
     moe_pad_expert_input_to_capacity=True,
     moe_router_enable_expert_bias=False,
     moe_router_bias_update_rate=1e-3,
 )
-ODD: dict[str, tuple[str, dict[str, Any]]] = {
+ODD = {
     "ep2, biases, dropped": ("ep2", {**BIASED, **DROPPED}),
     "ep2-allgather, biases, padded": ("ep2-allgather", {**BIASED, **PADDED}),
     "ep2, padded": ("ep2", PADDED),
@@ -86,7 +82,7 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
 INSTANCES = ("ep2-zero1-instances", "tp2-etp1-zero1-instances")
 ON_FOUR = ("ep2-tp2", "ep2-pp2", "ep2-zero1", "ep4-tp2-etp1", *INSTANCES)
 ZERO1 = dict(use_distributed_optimizer=True)
-DATA_PARALLEL: dict[str, dict[str, Any]] = {
+DATA_PARALLEL = {
     "zero1": ZERO1,
     "fsdp2": dict(use_torch_fsdp2=True),
     "ep2-zero1": dict(
@@ -101,7 +97,7 @@ DATA_PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(layout: str, metrics: Path, **checkpoint: Any) -> RunConfig:
+def config_of(layout, metrics, **checkpoint):
     return tiny_run(
         train_iters=6,
         exit_interval=checkpoint.pop("until", None),
@@ -113,13 +109,11 @@ def config_of(layout: str, metrics: Path, **checkpoint: Any) -> RunConfig:
     )
 
 
-def _run(
-    rank: int, world_size: int, layout: str, metrics: Path, checkpoint: dict[str, Any]
-) -> None:
+def _run(rank, world_size, layout, metrics, checkpoint):
     run_to_end(config_of(layout, metrics, **checkpoint))
 
 
-def outcome(path: Path) -> list[list[float]]:
+def outcome(path):
     names = ("lm_loss", "grad_norm", "load_balancing_loss", "z_loss", "expert_imbalance")
     found = [[row[name] for name in names] for row in rows(path)]
     for row in rows(path):
@@ -161,7 +155,7 @@ def test_every_layout_trains_as_one_process_does(layout, tmp_path):
 def test_a_policy_keeps_what_is_predicted_given_the_rows(action, layout, tmp_path):
     metrics = tmp_path / "run.jsonl"
 
-    def run(rank: int, world_size: int) -> None:
+    def run(rank, world_size):
         config = config_of(layout, metrics, until=1)
         recompute = RecomputeConfig(recompute_policy=f"*:{action}")
         run_to_end(replace(config, recompute=recompute))

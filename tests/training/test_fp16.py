@@ -1,17 +1,13 @@
 """Runs in float16: the loss scale follows overflows, on every rank alike, through checkpoints, and
 nothing else changes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 
 from megatron_lite.config.optimizer_settings import LrScheduleConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.training.step import TrainingError
 from tests.support.rank_faults import NO_DROPOUT, Poison, during_iteration
 from tests.support.runs import rows, run_to_end, tiny_run
@@ -20,7 +16,7 @@ CALM = dict(initial_loss_scale=1024.0)  # overflows nowhere by itself
 OVERFLOW = partial(Poison, "gradient", math.inf)
 
 
-def fp16_run(scaling: dict[str, Any] = CALM, **settings: Any) -> RunConfig:
+def fp16_run(scaling=CALM, **settings):
     return tiny_run(fp16=True, **scaling, **settings)
 
 
@@ -66,7 +62,7 @@ def test_a_skipped_update_does_not_advance_the_learning_rate_nor_does_a_restart(
 ):
     """As in Megatron, where a scale of 2^32 skips some 15 updates before the first one."""
 
-    def run(iterations: int, **checkpoint: str) -> list[float]:
+    def run(iterations, **checkpoint):
         config = fp16_run(
             dict(CALM, hysteresis=3),
             metrics=tmp_path / "metrics",

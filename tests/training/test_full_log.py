@@ -1,18 +1,13 @@
 """A log on a full disk, or one that is killed while it is rewritten, ends no run and loses no row
 that was whole."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 
 from megatron_lite.checkpointing.metadata import Progress
-from megatron_lite.config.run import RunConfig
 from megatron_lite.training import log_files
 from megatron_lite.training.log_files import metrics_file
 from megatron_lite.training.scalars import TensorBoard
@@ -23,19 +18,19 @@ from tests.support.syscalls import recorded
 ROWS = "".join(f'{{"iteration": {number}}}\n' for number in range(1, 6))
 
 
-def run_config(**logging: object) -> RunConfig:
-    return tiny_run(train_iters=4, eval_iters=0, log_interval=1, **logging)  # type: ignore[arg-type]
+def run_config(**logging):
+    return tiny_run(train_iters=4, eval_iters=0, log_interval=1, **logging)
 
 
 @pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], None]:
+def full(monkeypatch):
     """Makes writes to logs, counted from 0, fail as on a full disk; half of what was to be written
     is there."""
 
-    def make(failing: range) -> None:
+    def make(failing):
         written, count = os.write, iter(range(10**6))
 
-        def write(descriptor: int, data: memoryview) -> int:
+        def write(descriptor, data):
             if next(count) in failing:
                 written(descriptor, data[: len(data) // 2])
                 raise OSError(28, "No space left on device")
@@ -65,7 +60,7 @@ def test_rows_that_fit_again_are_written_and_the_others_leave_nothing(tmp_path, 
     assert capsys.readouterr().out.count("No space left") == 1
 
 
-def losses(folder: Path) -> list[tuple[int, float]]:
+def losses(folder):
     """The points that TensorBoard reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -88,7 +83,7 @@ def test_a_full_disk_at_the_start_ends_no_run_either(tmp_path, monkeypatch, caps
     path = tmp_path / "m"
     path.write_text(ROWS)
 
-    def full_disk(*_: object, **__: object) -> None:
+    def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("megatron_lite.training.log_files.written_beside", full_disk)
@@ -121,7 +116,7 @@ def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_
         path = folder / "m"
         path.write_text(ROWS)
 
-        def killed(number: int = number, path: Path = path) -> None:
+        def killed(number=number, path=path):
             dies_before(number, [(os, "replace"), (os, "unlink")])
             metrics_file(str(path), 3)
 

@@ -1,17 +1,11 @@
 """--cuda-graph-impl: a captured step gives the bits of one without (tests/support/graphs.py)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run import RunConfig
 from megatron_lite.training.step import StageRunner
 from tests.support.graphs import built
 from tests.support.ranks import run_ranks
@@ -22,7 +16,7 @@ FULL = dict(recompute_policy="*:full")
 PARTS = dict(recompute_policy="0:core_attn+dropout+layernorm; 1:full")
 RAMP = dict(rampup_batch_size=(2, 2, 8), train_iters=11)
 # by name: ranks, and settings of tiny_run
-RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+RUNS = {
     "none": (1, {}),
     "full": (1, FULL),
     "fp16-parts": (1, dict(PARTS, fp16=True, skip_update_on_spike=2.0)),
@@ -34,13 +28,13 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def _config(folder: Path, name: str, **training: Any) -> RunConfig:
+def _config(folder, name, **training):
     _, settings = RUNS[name]
     settings = dict(train_iters=5, eval_iters=0) | settings | training
     return tiny_run(metrics=folder, **settings)
 
 
-def _run(_: int, __: int, folder: Path, name: str, checkpoint: Any = None, **training: Any) -> int:
+def _run(_, __, folder, name, checkpoint=None, **training):
     """Trains. Returns the number of steps that ran without a graph."""
     config = _config(folder / "m", name, **training)
     config = replace(config, checkpoint=checkpoint or CheckpointConfig(save=str(folder)))
@@ -48,17 +42,17 @@ def _run(_: int, __: int, folder: Path, name: str, checkpoint: Any = None, **tra
     with built(config, captures="cuda_graph_impl" in training) as trainer:
         real = trainer.runner.train
 
-        def counting(*args: Any, **options: Any) -> Any:
+        def counting(*args, **options):
             nonlocal eager
             eager += 1
             return real(*args, **options)
 
-        trainer.runner.train = counting  # type: ignore[method-assign]
+        trainer.runner.train = counting
         trainer.run()
     return eager
 
 
-def _both(folder: Path, name: str) -> list[int]:
+def _both(folder, name):
     """Runs with a graph and without. The calls of the step's Python in each."""
     return [
         run_ranks(_in_fork, RUNS[name][0], folder / str(bool(training)), name, training)[0]
@@ -66,11 +60,11 @@ def _both(folder: Path, name: str) -> list[int]:
     ]
 
 
-def _in_fork(rank: int, world: int, folder: Path, name: str, training: dict[str, Any]) -> int:
+def _in_fork(rank, world, folder, name, training):
     return _run(rank, world, folder, name, **training)
 
 
-def check_same_bits(folder: Path, name: str) -> None:
+def check_same_bits(folder, name):
     steps = _config(folder, name).training.train_iters
     plain, captured = _both(folder, name)
     assert rows(folder / "True" / "m") == rows(folder / "False" / "m")
@@ -106,7 +100,7 @@ def test_a_step_that_reads_a_value_is_named_with_the_flag(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         real = StageRunner.train
 
-        def reading(self: StageRunner, *args: Any, **options: Any) -> torch.Tensor:
+        def reading(self, *args, **options):
             loss = real(self, *args, **options)
             return loss * float(loss.item() > -1.0)
 

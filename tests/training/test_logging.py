@@ -3,13 +3,9 @@
 What a run looks like: short lines, settings, the summary and the log file.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ import torch
 from arguments import parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.plan.hardware import MACHINES
 from megatron_lite.training.iteration_line import (
     Interval,
@@ -46,7 +41,7 @@ FACTS = RunFacts(
 )
 
 
-def record(**changes: Any) -> IterationRecord:
+def record(**changes):
     values = dict(
         iteration=3,
         consumed_samples=12,
@@ -71,7 +66,7 @@ def test_the_flops_of_a_line_are_those_of_the_attended_documents():
     assert of == pytest.approx((11 + 30 / 4) / 41)
 
 
-def own_fields(records: list[IterationRecord], facts: RunFacts = FACTS) -> list[str]:
+def own_fields(records, facts=FACTS):
     """The fields after Megatron's last one, up to the peak memory."""
     fields = iteration_line(Interval(records, facts), facts, throughput=False).split(" | ")
     start = next(
@@ -98,7 +93,7 @@ def test_speeds_are_those_of_the_samples_that_the_iterations_had():
     assert "ETA: 1:00:00" in line  # 36,000 full batches of 100 ms
 
 
-def _utilization(rank: int, world_size: int, folder: Path) -> None:
+def _utilization(rank, world_size, folder):
     from contextlib import redirect_stdout
 
     config = tiny_run(
@@ -165,7 +160,7 @@ def test_the_settings_at_the_start_are_those_that_differ():
     assert len("\n".join(short_settings(config))) < 1000
 
 
-def finished_run(folder: Path, **logging: Any) -> RunConfig:
+def finished_run(folder, **logging):
     return tiny_run(
         train_iters=4,
         eval_interval=2,

@@ -3,18 +3,13 @@
 --wandb-project: TensorBoard's scalars in an offline run of Weights & Biases.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run import RunConfig
 from megatron_lite.training.evaluate import evaluations_of
 from tests.support.modules import provide
 from tests.support.runs import rows, run_to_end, tiny_run
@@ -23,7 +18,7 @@ NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory):
     """The metrics file of a run."""
     path = tmp_path_factory.mktemp("plain") / "m.jsonl"
     run_to_end(tiny_run(metrics=path))
@@ -152,27 +147,27 @@ def test_a_metrics_file_of_other_contents_is_kept_aside(tmp_path):
 class FakeWandb:
     """Notes what is logged. The calls that `failing` names raise an error."""
 
-    def __init__(self, failing: str = "") -> None:
-        self.settings: dict[str, Any] = {}
-        self.logged: list[tuple[int, dict[str, float]]] = []
+    def __init__(self, failing=""):
+        self.settings = {}
+        self.logged = []
         self.finished, self.failing = False, failing
 
-    def init(self, **settings: Any) -> FakeWandb:
+    def init(self, **settings):
         if self.failing == "init":
             raise RuntimeError("no")
         self.settings = settings
         return self
 
-    def log(self, scalars: dict[str, float], step: int) -> None:
+    def log(self, scalars, step):
         if self.failing == "log":
             raise RuntimeError("no")
         self.logged.append((step, scalars))
 
-    def finish(self, quiet: bool) -> None:
+    def finish(self, quiet):
         self.finished = True
 
 
-def _config(folder: Path) -> RunConfig:
+def _config(folder):
     return tiny_run(
         metrics=folder / "m",
         train_iters=4,

@@ -1,30 +1,24 @@
 """--loss-chunk-size in float32: forward computes the gradients of the head, in one pass over the
 chunks. The oracle is the loss in two passes, whose backward computes the logits again."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
-from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tensor_parallel import cross_entropy
 from megatron_lite.tensor_parallel.cross_entropy import RowStatistics, row_statistics
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
-from megatron_lite.training.batches import MicroBatch, cut, document_rules, masked_mean
+from megatron_lite.training.batches import cut, document_rules, masked_mean
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
-from megatron_lite.training.observe import ActivationBytes, ActivationMeter
-from megatron_lite.training.step import StageRunner, StepResult, train_step
+from megatron_lite.training.observe import ActivationMeter
+from megatron_lite.training.step import StageRunner, train_step
 from tests.config.test_rules import TWO_PASSES
 from tests.support.pairs import covered
 from tests.support.ranks import run_ranks
@@ -50,7 +44,7 @@ MASKS = ("", "--eod-mask-loss", "--eod-mask-loss --calculate-per-token-loss")
 POLICIES = ("*:none", "*:full/2", "*:layernorm+mlp", "*:ops(matmul)")
 
 
-def config_of(flags: str) -> RunConfig:
+def config_of(flags):
     """Returns the config of a model of two small layers whose loss is in chunks."""
     return parse_args(
         (
@@ -63,7 +57,7 @@ def config_of(flags: str) -> RunConfig:
 
 
 @contextmanager
-def two_passes() -> Iterator[None]:
+def two_passes():
     with patch.object(RunConfig, "loss_in_one_pass", new=PropertyMock(return_value=False)):
         yield
 
@@ -71,13 +65,13 @@ def two_passes() -> Iterator[None]:
 class Batches:
     """The micro-batches of one step on one rank."""
 
-    def __init__(self, config: RunConfig, parallel: ParallelState, step: int) -> None:
+    def __init__(self, config, parallel, step):
         self._config, self._parallel, self._step = config, parallel, step
 
-    def __len__(self) -> int:
+    def __len__(self):
         return MICRO_BATCHES
 
-    def __getitem__(self, number: int, /) -> MicroBatch:
+    def __getitem__(self, number, /):
         parallel = self._parallel
         seed = torch.Generator().manual_seed(100 * self._step + 10 * number + parallel.dp_rank)
         samples = torch.randint(0, VOCABULARY, (BATCH, SEQ_LENGTH + 1), generator=seed)
@@ -90,17 +84,17 @@ class Batches:
 class Run:
     """A rank's model, optimizer and runner."""
 
-    def __init__(self, config: RunConfig, parallel: ParallelState) -> None:
+    def __init__(self, config, parallel):
         self.config, self.parallel = config, parallel
         self.model = build_stages(config, parallel)
-        self.optimizer: Optimizer = build_optimizer(config, parallel, self.model)
+        self.optimizer = build_optimizer(config, parallel, self.model)
         fuse_weight_gradients_(config.training, parallel, self.model, self.optimizer)
         self.runner = StageRunner.of(config, self.model, parallel)
 
-    def batches(self, step: int) -> Batches:
+    def batches(self, step):
         return Batches(self.config, self.parallel, step)
 
-    def step(self, number: int) -> StepResult:
+    def step(self, number):
         """Runs a training step."""
         masked = None
         if self.config.data.eod_mask_loss:
@@ -112,7 +106,7 @@ class Run:
             self.runner, self.optimizer, self.batches(number), learning_rate=1e-2, masked=masked
         )
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self):
         """Returns copies of the last step's gradients and of the weights."""
         self.optimizer.finish()
         found = {f"weight {name}": one for name, one in self.model.named_parameters()}
@@ -121,13 +115,13 @@ class Run:
         return {name: one.detach().clone() for name, one in found.items()}
 
 
-def trained(config: RunConfig, steps: int = 2) -> tuple[list[StepResult], dict[str, Tensor]]:
+def trained(config, steps=2):
     with parallel_state(config.parallel, seed=1) as parallel:
         run = Run(config, parallel)
         return [run.step(number) for number in range(steps)], run.state()
 
 
-def differing(config: RunConfig) -> list[str]:
+def differing(config):
     """Returns the names of what is not equal, to the bit, in one pass and in two."""
     assert config.loss_in_one_pass
     with two_passes():
@@ -163,7 +157,7 @@ def test_one_pass_has_the_bits_of_two(layout, model, policy, mask, chunk_size):
     assert not any(run_ranks(work, ranks, detail=False) if ranks > 1 else [work(0, 1)])
 
 
-def single(flags: str = "") -> RunConfig:
+def single(flags=""):
     return config_of(f"{UNTIED} --loss-chunk-size 5 {flags}")
 
 
@@ -173,7 +167,7 @@ def test_some_settings_take_two_passes(flags):
     assert not config_of(UNTIED).loss_in_one_pass
 
 
-def kept(config: RunConfig) -> ActivationBytes:
+def kept(config):
     with parallel_state(config.parallel, seed=1) as parallel:
         run, meter = Run(config, parallel), ActivationMeter(thorough=True)
         run.optimizer.zero_grad()
@@ -213,7 +207,7 @@ def test_an_evaluation_between_steps_writes_no_gradient():
     assert all(torch.equal(one, expected[name]) for name, one in found.items())
 
 
-def spoiled(*arguments: Any) -> RowStatistics:
+def spoiled(*arguments):
     return RowStatistics(*(torch.full_like(one, math.nan) for one in row_statistics(*arguments)))
 
 

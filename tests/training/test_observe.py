@@ -3,12 +3,8 @@
 The kept bytes of runs whose weights are sharded over data-parallel ranks.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,14 +21,12 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
 
-def _keep_a_tensor(
-    monkeypatch: pytest.MonkeyPatch, kept: list[torch.Tensor], *, by_the_graph: bool
-) -> None:
+def _keep_a_tensor(monkeypatch, kept, *, by_the_graph):
     """The MLP's activation keeps 4 bytes per element of its output more than it did: for backward,
     or just so."""
 
     @replaces("_activate", MLP)
-    def wasteful(activate: Any, self: MLP, intermediate: torch.Tensor) -> torch.Tensor:
+    def wasteful(activate, self, intermediate):
         output = activate(self, intermediate)
         if by_the_graph:
             return output * torch.ones_like(output)
@@ -79,7 +73,7 @@ def test_a_tensor_that_lives_on_beside_the_graph_is_an_error_under_verify(monkey
         run_to_end(config)
 
 
-def _train(rank: int, world_size: int, folder: Path, timeline: str | None) -> None:
+def _train(rank, world_size, folder, timeline):
     run_to_end(
         tiny_run(
             tp_size=world_size,
@@ -118,7 +112,7 @@ def test_a_replay_that_differs_ends_the_program_with_one_line_that_names_it(monk
     calls = iter(range(10**6))
 
     @replaces("_activate", MLP)
-    def counting(activate: Any, self: MLP, intermediate: torch.Tensor) -> torch.Tensor:
+    def counting(activate, self, intermediate):
         return activate(self, intermediate) * (1.0 + next(calls))
 
     counting(monkeypatch)
@@ -152,7 +146,7 @@ def test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights():
         eval_iters=0,
     )
 
-    def work(rank: int, world_size: int) -> list[str | None]:
+    def work(rank, world_size):
         settings = (
             RecomputeConfig(recompute_policy=one, recompute_verify=True) for one in POLICIES
         )

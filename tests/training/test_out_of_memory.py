@@ -1,16 +1,12 @@
 """A run whose memory runs out ends with one message that says what fits."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.training.out_of_memory import advice, is_out_of_memory, memory_limited
 from tests.support.changes import with_settings
@@ -42,13 +38,13 @@ def test_errors_of_failed_allocations_are_known(error, expected):
     assert is_out_of_memory(error) == expected
 
 
-def message_of(config: RunConfig) -> str:
+def message_of(config):
     peak = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
-    alone: Any = SimpleNamespace(world_size=1, device=CPU)
+    alone = SimpleNamespace(world_size=1, device=CPU)
     return advice(config, peak, alone, when="in iteration 3 on rank 0")
 
 
-def large_run(**training: Any) -> RunConfig:
+def large_run(**training):
     return tiny_run(
         num_layers=8, hidden_size=64, **dict(micro_batch_size=64, global_batch_size=64, **training)
     )
@@ -88,7 +84,7 @@ def test_the_message_says_so_if_no_policy_fits():
 def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(monkeypatch):
     first_step_fails(monkeypatch, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
 
-    def work(rank: int, world_size: int) -> str:
+    def work(rank, world_size):
         with pytest.raises(InputError) as fault:
             run_to_end(tiny_run(tp_size=2, memory_limit="1MiB"))
         return str(fault.value)
@@ -100,7 +96,7 @@ def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(monkeypatch):
 
 
 def test_the_limit_holds_within_the_block_and_not_after_it():
-    def work(rank: int, world_size: int) -> bool:
+    def work(rank, world_size):
         with memory_limited(tiny_run(memory_limit="64MiB"), CPU):
             torch.ones(32 * 2**20, dtype=torch.uint8)
             with pytest.raises(RuntimeError) as fault:

@@ -1,20 +1,15 @@
 """--profile: traces of the named iterations and ranks, and marks for Nsight Systems."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from megatron_lite.config.logging_settings import ProfilingConfig
-from megatron_lite.config.run import RunConfig
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
 
-def _config(folder: Path, name: str, iterations: int = 6, **profiling: Any) -> RunConfig:
+def _config(folder, name, iterations=6, **profiling):
     config = tiny_run(metrics=folder / name, train_iters=iterations, eval_iters=0)
     return replace(
         config,
@@ -23,7 +18,7 @@ def _config(folder: Path, name: str, iterations: int = 6, **profiling: Any) -> R
     )
 
 
-def _run(rank: int, world_size: int, folder: Path) -> None:
+def _run(rank, world_size, folder):
     run_to_end(_config(folder, "without"))
     run_to_end(
         _config(

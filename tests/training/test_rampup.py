@@ -3,14 +3,9 @@
 `--dataloader-type cyclic` reads what Megatron's random sampler reads, from any point on.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -49,7 +44,7 @@ def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(tmp_path, ca
     ]
 
 
-def _interleaved(rank: int, world_size: int, folder: Path) -> tuple[str, int]:
+def _interleaved(rank, world_size, folder):
     """Why a ramp over 2, 5 and 8 samples is refused; how far its last iterations come from a
     checkpoint behind the ramp."""
     pipeline = dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
@@ -72,7 +67,7 @@ def test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused(
         assert consumed == 8 + 2 * 8
 
 
-def _in_steps(rank: int, world_size: int, folder: Path) -> str:
+def _in_steps(rank, world_size, folder):
     """Trains over batches of 2, 2, 6, 4 and 4 samples with two ranks, and goes on from the third.
 
     Returns why a batch of 3 samples is refused.
@@ -81,7 +76,7 @@ def _in_steps(rank: int, world_size: int, folder: Path) -> str:
     text = f"0:2 {4 * length}:6 {10 * length}:4"
     later = text.replace("0:2", "0:3")
 
-    def run(schedule: str, name: str, **settings: Any) -> None:
+    def run(schedule, name, **settings):
         run_to_end(
             tiny_run(
                 metrics=folder / name,
@@ -110,9 +105,7 @@ def test_a_batch_that_changes_in_steps_is_resumed_in_the_middle(tmp_path):
     assert rows(tmp_path / "parts") == whole
 
 
-def walked(
-    total: int, consumed: int, micro: int, rank: int, ranks: int, *, sharded: bool
-) -> Iterator[list[int]]:
+def walked(total, consumed, micro, rank, ranks, *, sharded):
     """The rule as a walk: each epoch lists this rank's samples, and cuts them into micro-batches.
 
     The walk goes on after an epoch with what a run reads that is resumed there.
@@ -160,9 +153,7 @@ def test_a_resume_within_a_step_and_too_little_data_are_errors():
         order(0, 25, 0, 1, 0)
 
 
-def iteration(
-    consumed: int, batch_size: int, micro_batch_size: int, dp_size: int
-) -> list[list[int]]:
+def iteration(consumed, batch_size, micro_batch_size, dp_size):
     """What each rank reads in one iteration."""
     return [
         [

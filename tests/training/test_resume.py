@@ -3,11 +3,7 @@
 A run that continues on another kind of processor is told that its low bits can change.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +35,7 @@ SEQUENCE = dict(tp_size=2, sequence_parallel=True)
 UNTIED = dict(untie_embeddings_and_output_weights=True)
 SCALE = dict(fp16=True, initial_loss_scale=2.0**20, loss_scale_window=1.0, hysteresis=1)
 # by name: the ranks, and the settings of tiny_run
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
+CASES = {
     "alone": (1, dict(skip_update_on_spike=9.0)),
     "bf16, tp2 sp dp2": (4, dict(SEQUENCE, bf16=True)),
     "experts, tp2 sp": (2, dict(SEQUENCE, **EXPERTS)),
@@ -74,7 +70,7 @@ def test_three_iterations_a_restart_and_three_more_equal_six(tmp_path, name):
     loss, over an evaluation. The kept bytes are as predicted."""
     ranks, settings = CASES[name]
 
-    def run(folder: str, stop: int | None, **checkpoint: Any) -> None:
+    def run(folder, stop, **checkpoint):
         run_to_end(
             tiny_run(
                 train_iters=LAST,
@@ -87,7 +83,7 @@ def test_three_iterations_a_restart_and_three_more_equal_six(tmp_path, name):
             )
         )
 
-    def work(rank: int, world_size: int) -> None:
+    def work(rank, world_size):
         run("whole", None, save_interval=STOP)
         run("parts", STOP)
         run("parts", None, load=str(tmp_path / "parts"))
@@ -116,12 +112,12 @@ def test_three_iterations_a_restart_and_three_more_equal_six(tmp_path, name):
 ELSEWHERE = "GenuineIntel CPU with AVX2, 1 thread a rank, torch 2.13.0"
 
 
-def _run(folder: Path, *, iterations: int = 2, load: bool = False, **checkpoint: Any) -> None:
+def _run(folder, *, iterations=2, load=False, **checkpoint):
     chosen = dict(save=str(folder), load=str(folder) if load else None, **checkpoint)
     run_to_end(tiny_run(train_iters=iterations, eval_iters=0, **chosen))
 
 
-def _told(output: str) -> list[str]:
+def _told(output):
     return [line for line in output.splitlines() if "the checkpoint was computed on" in line]
 
 

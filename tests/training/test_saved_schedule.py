@@ -1,29 +1,15 @@
 """A run that continues follows the schedule of its flags, or that of its checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from megatron_lite.config.optimizer_settings import LrScheduleConfig
-from megatron_lite.config.run import RunConfig
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 FIRST = dict(lr=0.01, lr_decay_style="linear", lr_warmup_iters=1, lr_decay_iters=9, min_lr=0.001)
 OTHER = dict(lr=0.5, lr_decay_style="cosine", lr_warmup_iters=3)
 
 
-def _run(
-    folder: Path,
-    name: str,
-    schedule: dict[str, Any],
-    *,
-    iterations: int,
-    load: str | None = None,
-    weight_decay: float = 0.1,
-    **checkpoint: Any,
-) -> RunConfig:
+def _run(folder, name, schedule, *, iterations, load=None, weight_decay=0.1, **checkpoint):
     config = tiny_run(
         train_iters=iterations,
         eval_iters=0,
@@ -38,7 +24,7 @@ def _run(
     return config
 
 
-def _rates(folder: Path, name: str) -> list[float]:
+def _rates(folder, name):
     return [row["learning_rate"] for row in rows(folder / f"{name}.jsonl")]
 
 

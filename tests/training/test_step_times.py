@@ -1,16 +1,11 @@
 """The time and the figures of a step are those of the step, and reading them waits for it alone."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from megatron_lite.config.run import RunConfig
 from megatron_lite.training.summary import RunSummary, summary_of
 from tests.support.changes import with_settings
 from tests.support.late_device import LateDevice
@@ -20,7 +15,7 @@ from tests.support.runs import run_to_end, tiny_run
 EVALUATIONS = dict(eval_interval=7)
 
 
-def _config(folder: Path) -> RunConfig:
+def _config(folder):
     config = tiny_run(metrics=folder / "m", **EVALUATIONS, save=str(folder / "c"), save_interval=5)
     settings = dict(
         log_interval=1, log_style="megatron", log_params_norm=True, log_num_zeros_in_grad=True
@@ -28,11 +23,11 @@ def _config(folder: Path) -> RunConfig:
     return with_settings(config, **settings)
 
 
-def _rows(folder: Path) -> list[dict[str, Any]]:
+def _rows(folder):
     return [json.loads(line) for line in (folder / "m").read_text().splitlines()]
 
 
-def _figures(text: str) -> list[list[str]]:
+def _figures(text):
     """The parts of the lines that are figures of a step."""
     words = ("loss", "norm", "zeros")
     return [
@@ -79,6 +74,6 @@ def test_the_end_of_a_run_says_what_a_graph_would_save(as_graph, is_said):
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "muon"}, {"timing_log_level": 1}], ids=str)
 def test_a_run_that_no_graph_can_hold_ends_without_that_word(settings):
     config = tiny_run(machine="h100", **settings)
-    rank: Any = SimpleNamespace(device=torch.device("cuda"), world_size=1)
+    rank = SimpleNamespace(device=torch.device("cuda"), world_size=1)
     summary = summary_of(config, rank, None, [1.0, 1.0, 1.0])
     assert (summary.step_ms_as_graph is None) == bool(settings)

@@ -1,11 +1,8 @@
 """The timers of --timing-log-level: Megatron's text, and no clock at level 0."""
 
-from __future__ import annotations
-
 import re
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,9 +25,7 @@ def test_the_text_is_that_of_megatron_core(option, monkeypatch):
     assert str(Times(TIMES, option)) == oracle.get_all_timers_string(list(TIMES), 1.0)
 
 
-def _run(
-    rank: int, world_size: int, folder: Path, level: int, option: str, pp_size: int
-) -> dict[str, bool]:
+def _run(rank, world_size, folder, level, option, pp_size):
     config = tiny_run(
         metrics=folder / f"{level}",
         train_iters=5,
@@ -41,7 +36,7 @@ def _run(
         log_timers_to_tensorboard=True,
         pipeline_model_parallel_size=pp_size,
     )
-    read: list[float] = []
+    read = []
     with pytest.MonkeyPatch.context() as patch:
         clock = lambda: read.append(time.perf_counter()) or read[-1]  # noqa: E731
         patch.setattr(timers, "Timers", partial(Timers, clock=clock))
