@@ -12,7 +12,6 @@ from megatron_lite.data.gpt_dataset import build_sample_index, sample_index_faul
 from megatron_lite.data.index_cache import cached_arrays
 from tests.support.checkpoints import flip_bit
 
-Capture = pytest.CaptureFixture[str]
 LENGTHS = np.array([3, 11, 1, 6, 9, 2, 7], np.int32)
 KEY = {"kind": "test", "seed": 5}
 

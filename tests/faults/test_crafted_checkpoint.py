@@ -5,7 +5,6 @@ nothing else is loaded than what was saved."""
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from megatron_lite.checkpointing.metadata import MANIFEST, FileRow, Manifest
 from megatron_lite.checkpointing.step_files import LATEST
@@ -29,8 +27,6 @@ NEWEST, BEFORE = "iter_0000002", "iter_0000001"
 MODEL, RNG = "model_pp00_tp00of01.safetensors", "rng_00000.safetensors"
 LAYOUTS, EMBEDDING = "parameters_pp00.json", "embedding.word_embeddings.weight"
 EMPTY = FileRow(0, "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855")
-State = dict[str, Tensor]
-Load = Callable[[Path], tuple[str, State]]
 
 
 def config_of(**checkpoint):

@@ -24,7 +24,6 @@ LAST, NEWEST, BEFORE = 6, "iter_0000004", "iter_0000002"
 MODEL, RNG = "model_pp00_tp00of01.safetensors", "rng_00000.safetensors"
 OPTIMIZER = "optimizer_pp00_tp00of01.safetensors"
 FILES = ["config.json", "metadata.json", "parameters_pp00.json", MODEL, OPTIMIZER, RNG, MANIFEST]
-Printed = pytest.CaptureFixture[str]
 
 
 def run_of(folder, **settings):

@@ -17,7 +17,6 @@ from tests.support.runs import rows, run_to_end
 from tests.support.saves import saving_run
 
 NEWEST = "iter_0000002"
-Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, plan_of, t
 from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 
-NUM_LAYERS = 2
-
 
 def sizes(tp_size, sequence_parallel, dtype=torch.float32):
     return tiny_sizes(tp_size, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize)

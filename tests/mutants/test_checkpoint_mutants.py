@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
 from megatron_lite.checkpointing import directory, metadata
 from megatron_lite.checkpointing.directory import SaveDirectory
 from megatron_lite.data import durable_files as data_files
@@ -20,8 +18,6 @@ from tests.faults import test_crafted_checkpoint as crafted
 from tests.faults.test_crafted_checkpoint import good, known, load  # noqa: F401
 from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.training import test_full_log
-
-Patch = pytest.MonkeyPatch
 
 
 @replaces("os", data_files)

@@ -25,8 +25,6 @@ from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.support.pipelines import Layout
 from tests.training import test_experts, test_loss_in_one_pass, test_resume
 
-Patch = pytest.MonkeyPatch
-
 
 @replaces("_arrived", host_link.HostLink)
 def the_host_reads_a_stale_gradient(real, self, mark):

@@ -5,7 +5,6 @@ import contextlib
 import importlib
 import io
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -14,7 +13,6 @@ from tests.support import apex as stand_in
 from tests.support.runs import run_to_end, tiny_run
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
-Packages = Callable[[dict[str, str]], None]
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 
 

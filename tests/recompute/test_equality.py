@@ -145,9 +145,6 @@ def changed(expected, outcome):
     return names if torch.equal(expected.loss, outcome.loss) else ["loss", *names]
 
 
-Setting = tuple[int, bool, torch.dtype | str]  # TP size, sequence parallel, precision
-
-
 def cases(settings):
     """(TP size, sequence parallel), precision, model and policy of a covering part of the grid.
 

@@ -1,11 +1,8 @@
 """Host offload: the same bits back, originals freed in time, copies back early enough, whatever the
 device's haste."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.layer_runner import run_layers
@@ -24,8 +21,6 @@ from tests.support.offload import (
     equal,
     step,
 )
-
-Layer = Callable[..., Tensor]
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ import copy
 import itertools
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +34,6 @@ NOT_REPEATABLE = frozenset({
     "empty_like", "new_empty", "new_empty_strided", "empty", "empty_permuted", "empty_strided",
     "linalg.lstsq",
 })  # fmt: skip
-Case = tuple[str, Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
 
 
 class Operator(nn.Module):

@@ -5,13 +5,9 @@ calls that apex refuses, and those for which apex would read or write out of bou
 in float32, as in apex.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from types import ModuleType
-from typing import Any
 
-import pytest
 import torch
 
 from megatron_lite.parallel import apex
@@ -20,7 +16,7 @@ from tests.support.modules import provide
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def install(patch: pytest.MonkeyPatch) -> Counter[str]:
+def install(patch):
     """Makes imports of apex and of its extension modules find the stand-in.
 
     Returns the number of calls of each kernel in this process. Ranks that are forked later inherit
@@ -42,7 +38,7 @@ def install(patch: pytest.MonkeyPatch) -> Counter[str]:
     return calls
 
 
-def has_kernels_for(patch: pytest.MonkeyPatch, device_type: str):
+def has_kernels_for(patch, device_type):
     """Runs on a device of this type may use apex, and no others."""
     patch.setattr(apex, "DEVICE_TYPE", device_type)
 
@@ -52,7 +48,7 @@ def _check(condition, message):
         raise RuntimeError(f"apex's stand-in: {message}")
 
 
-def weight_gradient_kernels(calls: Counter[str]) -> dict[str, Any]:
+def weight_gradient_kernels(calls):
     def wgrad_gemm_accum_fp32(input, d_output, d_weight, /):
         calls["wgrad_gemm_accum_fp32"] += 1
         operands, rows, grad_rows = (

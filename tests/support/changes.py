@@ -1,17 +1,14 @@
 """Values that differ from others in a few fields."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import run_fields
 
 Value = TypeVar("Value", bound=Any)
 
 
-def with_fields(value: Value, **fields) -> Value:
+def with_fields(value, **fields):
     """Returns a NamedTuple or a frozen dataclass like `value`, with these fields changed.
 
     `copy.replace` of Python 3.13 does the same.
@@ -19,7 +16,7 @@ def with_fields(value: Value, **fields) -> Value:
     return value._replace(**fields) if isinstance(value, tuple) else replace(value, **fields)
 
 
-def with_settings(config: RunConfig, **settings) -> RunConfig:
+def with_settings(config, **settings):
     """Returns the run with other values of these fields, which are given by name."""
     topics = {}
     for name, value in settings.items():

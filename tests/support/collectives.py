@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -58,7 +57,7 @@ class _Recorder(Dispatches):
 
 
 @contextmanager
-def recorded_collectives() -> Iterator[list[Sent]]:
+def recorded_collectives():
     """Yields the list of collectives that this thread issues in the block, backward included."""
     sent = []
     with torch.autograd.set_multithreading_enabled(False), _Recorder(sent):

@@ -7,10 +7,9 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.support.limits import HANG_S
 
@@ -27,7 +26,7 @@ SMALL_RUN = SMALL_MODEL + shlex.split(
 MOCK = ["--mock-data", "--vocab-size", "98"]
 
 
-def status_of(main: Callable[[list[str]], Any], arguments: list[str]):
+def status_of(main, arguments):
     """Returns the exit status of a main function, called in this process."""
     try:
         return main(arguments)
@@ -43,7 +42,7 @@ class Ended(NamedTuple):
     err: str
 
 
-def ended(main: Callable[[list[str]], Any], words: str | Sequence[str]) -> Ended:
+def ended(main, words):
     """Runs the main function of a command in this process.
 
     words: its arguments, or a text of them as a shell splits it.
@@ -55,7 +54,7 @@ def ended(main: Callable[[list[str]], Any], words: str | Sequence[str]) -> Ended
     return Ended(code, out.getvalue(), err.getvalue())
 
 
-def fault_of(main: Callable[[list[str]], Any], words: str | Sequence[str]) -> str:
+def fault_of(main, words):
     """Returns the one line of a command that must print nothing else and end with status 2."""
     found = ended(main, words)
     assert (found.status, found.out) == (2, ""), found
@@ -64,7 +63,7 @@ def fault_of(main: Callable[[list[str]], Any], words: str | Sequence[str]) -> st
     return found.err
 
 
-def environment(**variables: str) -> dict[str, str]:
+def environment(**variables):
     """Returns this environment with one thread per process and without a launcher's variables.
 
     variables: variables to add.
@@ -74,16 +73,14 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **variables}
 
 
-def command(*arguments: str, ranks: int = 1) -> list[str]:
+def command(*arguments, ranks=1):
     """Returns the command `python pretrain_gpt.py ...`, under torchrun for more than one rank."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     words = [str(ROOT / "pretrain_gpt.py"), *arguments]
     return [sys.executable, *(launcher if ranks > 1 else ()), *words]
 
 
-def run_command(
-    *arguments: str, ranks: int = 1, timeout: float = HANG_S
-) -> subprocess.CompletedProcess[str]:
+def run_command(*arguments, ranks=1, timeout=HANG_S):
     """Runs the program to its end. Returns its status and output."""
     return subprocess.run(
         command(*arguments, ranks=ranks),

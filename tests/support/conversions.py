@@ -1,14 +1,9 @@
 """Small Hugging Face checkpoints on the disk, and conversions as a user runs them."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from megatron_lite.tools.convert import main
 from tests.support.hf import PEERS
@@ -16,14 +11,14 @@ from tests.support.hf import PEERS
 WORDS = ("<|endoftext|>", "to", "be", "or", "not")
 
 
-def saved_peer(name: str, folder: Path):
+def saved_peer(name, folder):
     """Saves a randomly initialised model of transformers, and returns it."""
     model = PEERS[name]()
     model.save_pretrained(folder)
     return model
 
 
-def save_tokenizer(folder: Path):
+def save_tokenizer(folder):
     """Saves a tokenizer of a few words, as save_pretrained does."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -36,7 +31,7 @@ def save_tokenizer(folder: Path):
     )
 
 
-def converted(source: Path, target: Path, way: str, *flags: str) -> int:
+def converted(source, target, way, *flags):
     """Runs the tool and returns its exit status. way: such as "hf megatron-lite"."""
     from_format, to_format = way.split()
     return main(
@@ -48,7 +43,7 @@ def converted(source: Path, target: Path, way: str, *flags: str) -> int:
     )
 
 
-def weights_in(folder: Path) -> dict[str, Tensor]:
+def weights_in(folder):
     """Returns all tensors of a folder of safetensors files."""
     return {
         name: tensor
@@ -57,7 +52,7 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+def same_weights(first, second):
     """Returns whether both have the same names, dtypes and bits."""
     return first.keys() == second.keys() and all(
         first[name].dtype == second[name].dtype and torch.equal(first[name], second[name])
@@ -65,7 +60,7 @@ def same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> b
     )
 
 
-def rewrite(folder: Path, change):
+def rewrite(folder, change):
     """Changes the tensors of model.safetensors: `change(tensors)` edits the dict."""
     path = folder / "model.safetensors"
     tensors = load_file(path)

@@ -1,17 +1,14 @@
 """torch.addmm with `out_dtype` as CUDA has it, on a CPU, which has none."""
 
-from __future__ import annotations
-
 from collections import Counter
 
-import pytest
 import torch
 
 from megatron_lite.parallel import weight_gradient
 from megatron_lite.training import apex_kernels
 
 
-def install(patch: pytest.MonkeyPatch) -> Counter[str]:
+def install(patch):
     """Makes sums of weight gradients use it. Returns how often it was called, by "first" and
     "later" of a sum. It refuses what CUDA refuses, and sums in float32."""
     calls = Counter()

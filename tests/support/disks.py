@@ -1,18 +1,14 @@
 """Directories that are full or cannot be written, also by root, whom permissions do not stop."""
 
-from __future__ import annotations
-
 import os
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 
 @contextmanager
-def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
+def small_disk(folder, kilobytes):
     """Yields a folder with its own file system of this size. Skips the test if it may not mount."""
     folder.mkdir()
     _mount("-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder))
@@ -22,14 +18,14 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def check_can_mount(folder: Path):
+def check_can_mount(folder):
     """Skips the test if `make_read_only` would need to mount and may not."""
     if os.geteuid() == 0:
         with small_disk(folder / "probe", kilobytes=4):
             pass
 
 
-def make_read_only(folder: Path):
+def make_read_only(folder):
     """Makes the folder read-only for everybody. Root mounts the folder over itself, read-only."""
     if os.geteuid() != 0:
         folder.chmod(0o555)
@@ -38,7 +34,7 @@ def make_read_only(folder: Path):
         subprocess.run(["mount", *arguments], check=True, capture_output=True)
 
 
-def make_writable(folder: Path):
+def make_writable(folder):
     """Undoes `make_read_only`, if it ran."""
     if os.geteuid() == 0:  # no check before: is_mount() misses a folder mounted over itself
         subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)

@@ -1,7 +1,5 @@
 """A dispatch mode that looks at each operator of a block."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +18,6 @@ class Dispatches(TorchDispatchMode):
         """Does nothing, unless a subclass does."""
 
 
-def tensors_in(tree) -> list[Tensor]:
+def tensors_in(tree):
     """Returns the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

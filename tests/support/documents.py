@@ -1,23 +1,17 @@
 """Micro-batches that pack several documents into a sequence."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch
-from torch import Tensor
 
-from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.batches import DocumentRules, MicroBatch, cut
+from megatron_lite.training.batches import DocumentRules, cut
 from tests.support.models import BATCH, SEQ_LENGTH, VOCAB_SIZE
 
 EOD = 5
 ALL = DocumentRules(eod=EOD, mask_loss=True, reset_positions=True, reset_attention=True)
 
 
-def packed_text(
-    seed: int = 3, *, batch: int = BATCH, seq_length: int = SEQ_LENGTH, most: int = 4
-) -> Tensor:
+def packed_text(seed=3, *, batch=BATCH, seq_length=SEQ_LENGTH, most=4):
     """Returns random samples [b, s + 1] of documents that have 1 to `most` tokens each."""
     random = torch.Generator().manual_seed(seed)
     samples = torch.randint(EOD + 1, VOCAB_SIZE, (batch, seq_length + 1), generator=random)
@@ -30,21 +24,14 @@ def packed_text(
     return samples
 
 
-def packed_batch(
-    rules: DocumentRules = ALL,
-    seed: int = 3,
-    *,
-    batch: int = BATCH,
-    seq_length: int = SEQ_LENGTH,
-    parallel: ParallelState | None = None,
-) -> MicroBatch:
+def packed_batch(rules=ALL, seed=3, *, batch=BATCH, seq_length=SEQ_LENGTH, parallel=None):
     """Returns `packed_text` as a micro-batch, or with `parallel` this rank's spans of it."""
     rank, size = (0, 1) if parallel is None else (parallel.cp_rank, parallel.cp_size)
     text = packed_text(seed, batch=batch, seq_length=seq_length)
     return cut(text, cp_rank=rank, cp_size=size, rules=rules)
 
 
-def documents_of(samples: Tensor) -> list[Tensor]:
+def documents_of(samples):
     """Returns the documents of the samples, each with the token after its end where there is one.
 
     Each is [1, n + 1]: n inputs and their labels. The last token of a sample is only a label.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_lite.model import dropout
-from megatron_lite.parallel.state import ParallelState
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens
 
@@ -29,7 +27,7 @@ class Masks:
 
 
 @contextmanager
-def recorded_masks() -> Iterator[Masks]:
+def recorded_masks():
     """Yields the list of masks, to which every mask drawn on the CPU in the block is added."""
     masks, drawn = Masks(), dropout.keep_mask
 
@@ -43,7 +41,7 @@ def recorded_masks() -> Iterator[Masks]:
         yield masks
 
 
-def masks_of_one_forward(parallel: ParallelState, *, sequence_parallel: bool) -> Masks:
+def masks_of_one_forward(parallel, *, sequence_parallel):
     """Returns this rank's masks of a forward of a two-layer GPT-2 with dropout 0.5."""
     config = variant_config(
         "gpt2", hidden_dropout=0.5, attention_dropout=0.5, attention_backend="unfused"
@@ -56,7 +54,7 @@ def masks_of_one_forward(parallel: ParallelState, *, sequence_parallel: bool) ->
     return masks
 
 
-def mask_faults(first: Masks, second: Masks, *, sequence_parallel: bool) -> set[str]:
+def mask_faults(first, second, *, sequence_parallel):
     """Returns the kinds of masks that are wrong between two TP ranks: "residual", "attention".
 
     Residual masks must be equal, or under sequence parallelism different. Attention masks must be

@@ -1,11 +1,6 @@
 """Model variants that together use every option, and the error of a sharded run of one."""
 
-from __future__ import annotations
-
-from torch import Tensor
-
-from megatron_lite.config.model import ModelConfig
-from tests.support.models import Outcome, tiny_config
+from tests.support.models import tiny_config
 
 LLAMA = dict(
     position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False
@@ -152,12 +147,12 @@ DIFFERING = dict(
 )
 
 
-def variant_config(name: str, **overrides) -> ModelConfig:
+def variant_config(name, **overrides):
     """Returns the config of a variant's tiny model with 2 layers."""
     return tiny_config(**{"num_layers": 2, **VARIANTS[name], **overrides})
 
 
-def difference(expected: Tensor, actual: Tensor) -> float:
+def difference(expected, actual):
     """Returns the largest error relative to the largest expected value.
 
     It is infinite if the shapes differ or a value is not finite.
@@ -168,7 +163,7 @@ def difference(expected: Tensor, actual: Tensor) -> float:
     return error.item() if error == error else 0.0  # 0/0: both are all zeros
 
 
-def differences(expected: Outcome, actual: Outcome) -> dict[str, float]:
+def differences(expected, actual):
     """Returns the difference of the loss, as "loss", and of each gradient, by parameter name."""
     assert expected.grads.keys() == actual.grads.keys()
     return {

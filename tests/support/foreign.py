@@ -59,9 +59,7 @@ class Outcome:
 Prepare = Callable[[nn.Module], nn.Module | None]
 
 
-def train(
-    foreign: Foreign, situation: str = "two micro-batches", prepare: Prepare | None = None
-) -> Outcome:
+def train(foreign, situation="two micro-batches", prepare=None):
     """Builds the model from a fixed seed and trains it in the situation. Returns the outcome.
 
     prepare: changes the model before the training, or returns another one.
@@ -76,7 +74,7 @@ def train(
     return SITUATIONS[situation](model, foreign)
 
 
-def differences(expected: Outcome, found: Outcome) -> list[str]:
+def differences(expected, found):
     """Returns one line for everything that is not equal to the bit."""
     lines = [
         f"loss {number}"
@@ -99,7 +97,7 @@ def differences(expected: Outcome, found: Outcome) -> list[str]:
     )
 
 
-def error_of(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
+def error_of(one, other, floor=0.0):
     """Returns the largest difference, relative to the largest value of `one` or to `floor`.
 
     It is infinite if `other` is not finite or has another shape.
@@ -117,9 +115,7 @@ def _unequal(one, other):
     return None if torch.equal(one, other) else f"off by {error_of(one, other):.1e}"
 
 
-def outcome(
-    model: nn.Module, losses: list[Tensor], gradients: dict[str, Tensor | None] | None = None
-) -> Outcome:
+def outcome(model, losses, gradients=None):
     """Returns the outcome of a training, under the names that the model has without wrappers.
 
     gradients: by default those in the parameters' `.grad`.
@@ -136,7 +132,7 @@ def outcome(
     )
 
 
-def clean(name: str) -> str:
+def clean(name):
     """Returns a name without the prefixes of torch.compile and DistributedDataParallel."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
@@ -264,11 +260,11 @@ class Adapter(nn.Module):
         self.down, self.up = nn.Linear(rows, 2, bias=False), nn.Linear(2, columns, bias=False)
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self):
         """Returns the frozen weight. T5 reads the dtype of a linear layer's weight."""
         return self.base.weight
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states):
         """Returns the sum of both. Its shape is that of the frozen layer's output."""
         return self.base(hidden_states) + self.up(self.down(self.dropout(hidden_states)))
 
@@ -276,7 +272,7 @@ class Adapter(nn.Module):
 ADAPTED = frozenset({"c_attn", "q_proj", "v_proj", "q", "v", "query", "value", "in_proj", "fc1"})
 
 
-def freeze_all_but_adapters(model: nn.Module):
+def freeze_all_but_adapters(model):
     """Freezes every parameter, embeddings included, and puts adapters beside the projections of
     queries and values."""
     model.requires_grad_(False)
@@ -295,7 +291,7 @@ def freeze_all_but_adapters(model: nn.Module):
 CHANGES = {name: freeze_all_but_adapters for name in SITUATIONS if name.startswith("adapters")}
 
 
-def count_unequal(expected: Outcome, found: Outcome, tolerance: float) -> dict[str, int]:
+def count_unequal(expected, found, tolerance):
     """Returns how many gradients are "wrong", "rounded", "lost" and "made up".
 
     "wrong" differs by more than `tolerance`, "rounded" by less. "lost" is None instead of a

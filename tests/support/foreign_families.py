@@ -5,13 +5,9 @@ options for caches, attention kernels or outputs. The tests are about this defau
 model but Mamba has dropout. A forward and a backward take 5 to 15 ms.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -58,43 +54,43 @@ ENCODER = dict(
 )
 
 
-def tokens(number: int) -> Tensor:
+def tokens(number):
     """Returns token ids [2, 9] without special tokens. Equal numbers give equal ids."""
     return torch.randint(
         3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(40 + number)
     )
 
 
-def language_loss(model: nn.Module, number: int) -> Tensor:
+def language_loss(model, number):
     """Returns the loss of the default call."""
     return model(input_ids=tokens(number), labels=tokens(number)).loss
 
 
-def gpt2(**options) -> nn.Module:
+def gpt2(**options):
     """Returns GPT-2."""
     return GPT2LMHeadModel(
         GPT2Config(**IDS, n_layer=3, n_embd=32, n_head=4, n_positions=32, **options)
     ).train()
 
 
-def llama(**options) -> nn.Module:
+def llama(**options):
     """Returns Llama."""
     return LlamaForCausalLM(LlamaConfig(**DECODER, **options)).train()
 
 
-def qwen3() -> nn.Module:
+def qwen3():
     """Returns Qwen3."""
     return Qwen3ForCausalLM(Qwen3Config(**DECODER, head_dim=8)).train()
 
 
-def gemma2() -> nn.Module:
+def gemma2():
     """Returns Gemma 2, with local and global attention in turn and capped scores."""
     return Gemma2ForCausalLM(
         Gemma2Config(**DECODER, head_dim=8, sliding_window=4, query_pre_attn_scalar=8)
     ).train()
 
 
-def mixtral() -> nn.Module:
+def mixtral():
     """Returns Mixtral. Its routers have their own loss, which leaves layers by a side channel."""
     return MixtralForCausalLM(
         MixtralConfig(
@@ -107,7 +103,7 @@ def mixtral() -> nn.Module:
     ).train()
 
 
-def t5() -> nn.Module:
+def t5():
     """Returns T5. Decoder layers read the encoder's output and the first one's position bias."""
     return T5ForConditionalGeneration(
         T5Config(
@@ -126,7 +122,7 @@ def t5() -> nn.Module:
     ).train()
 
 
-def bert(**options) -> nn.Module:
+def bert(**options):
     """Returns BERT with its masked-language head."""
     return BertForMaskedLM(
         BertConfig(
@@ -135,14 +131,14 @@ def bert(**options) -> nn.Module:
     ).train()
 
 
-def vit() -> nn.Module:
+def vit():
     """Returns ViT with 2 x 2 patches."""
     return ViTForImageClassification(
         ViTConfig(**ENCODER, image_size=8, patch_size=4, num_labels=5)
     ).train()
 
 
-def mamba() -> nn.Module:
+def mamba():
     """Returns Mamba. It runs in its reference form, which works on every device."""
     return MambaForCausalLM(
         MambaConfig(
@@ -151,13 +147,13 @@ def mamba() -> nn.Module:
     ).train()
 
 
-def image_loss(model: nn.Module, number: int) -> Tensor:
+def image_loss(model, number):
     """Returns the loss of the default call of an image classifier."""
     pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(50 + number))
     return model(pixel_values=pixels, labels=torch.tensor([1, 3])).loss
 
 
-def masked_loss(model: nn.Module, number: int) -> Tensor:
+def masked_loss(model, number):
     """Returns the loss on sequences of unequal length. An attention mask goes to every layer."""
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, 6:] = 0
@@ -165,13 +161,13 @@ def masked_loss(model: nn.Module, number: int) -> Tensor:
     return model(input_ids=tokens(number), attention_mask=mask, labels=labels).loss
 
 
-def attentions_loss(model: nn.Module, number: int) -> Tensor:
+def attentions_loss(model, number):
     """Returns a loss that includes the attention maps of every layer, as in distillation."""
     found = model(input_ids=tokens(number), labels=tokens(number), output_attentions=True)
     return found.loss + sum(attention.square().mean() for attention in found.attentions)
 
 
-def hidden_states_loss(model: nn.Module, number: int) -> Tensor:
+def hidden_states_loss(model, number):
     """Returns a loss that includes the output of every layer."""
     found = model(input_ids=tokens(number), labels=tokens(number), output_hidden_states=True)
     return found.loss + sum(hidden.square().mean() for hidden in found.hidden_states)
@@ -186,7 +182,7 @@ class Prefixed(nn.Module):
         # [layer, key or value, batch, heads, positions, channels]
         self.prefix = nn.Parameter(torch.randn(3, 2, 1, 2, 4, 8))
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids):
         """Returns the loss."""
         cache = DynamicCache(
             [
@@ -197,13 +193,7 @@ class Prefixed(nn.Module):
         return self.model(input_ids=input_ids, labels=input_ids, past_key_values=cache).loss
 
 
-def family(
-    build: Callable[[], nn.Module],
-    *lists: str,
-    loss: Callable[[nn.Module, int], Tensor] = language_loss,
-    may_refuse: bool = False,
-    inner: str | None = None,
-) -> Foreign:
+def family(build, *lists, loss=language_loss, may_refuse=False, inner=None):
     """Returns the description of a model of transformers."""
     return Foreign(build=build, loss=loss, lists=lists, may_refuse=may_refuse, inner=inner)
 
@@ -309,7 +299,7 @@ NEWER = {
 }
 
 
-def newer(name: str) -> Foreign | None:
+def newer(name):
     """Returns a family of NEWER, or None if the installed transformers lacks it."""
     prefix, part, options = NEWER[name]
     model = getattr(transformers, f"{prefix}ForCausalLM", None)

@@ -8,9 +8,8 @@ the models are rows of docs/who-is-right.md.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +29,12 @@ class Mlp(nn.Module):
         self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.2)
         self.fc1, self.fc2 = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         return x + self.fc2(self.dropout(nn.functional.gelu(self.fc1(self.norm(x)))))
 
 
-Follow = Callable[["Chain", nn.Module, Tensor], Tensor]
-
-
-def plainly(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+def plainly(chain, layer, x):
     """Passes x alone. The output is the next x."""
     return layer(x)
 
@@ -60,7 +56,7 @@ class Chain(nn.Module):
         self.losses = []
         self.memory = None
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         """Returns the loss."""
         x, self.losses, self.memory = self.embedding(tokens), [], None
         for layer in self.blocks:
@@ -70,21 +66,14 @@ class Chain(nn.Module):
         return loss
 
 
-def chain_loss(model: nn.Module, number: int) -> Tensor:
+def chain_loss(model, number):
     """Returns the loss on 6 tokens."""
     return model(
         torch.randint(0, 20, (ROWS,), generator=torch.Generator().manual_seed(60 + number))
     )
 
 
-def chain(
-    layer: Callable[[], nn.Module],
-    follow: Follow = plainly,
-    *,
-    frozen_embedding: bool = False,
-    may_refuse: bool = False,
-    inner: str | None = None,
-) -> Foreign:
+def chain(layer, follow=plainly, *, frozen_embedding=False, may_refuse=False, inner=None):
     """Returns the description of a chain of such layers."""
     return Foreign(
         build=lambda: Chain(layer, follow, frozen_embedding=frozen_embedding).train(),
@@ -119,13 +108,13 @@ class Returning(Mlp):
         super().__init__()
         self._form = form
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns the result of `form`."""
         x = super().forward(x)
         return self._form(x, x.square().mean())
 
 
-def reading(read: Callable[[Any], tuple[Tensor, Tensor]]) -> Follow:
+def reading(read):
     """Returns a `follow` that adds the second part of a layer's output to the loss."""
 
     def follow(chain, layer, x):
@@ -146,7 +135,7 @@ class WithUnused(Mlp):
         super().__init__()
         self.gauge = nn.Linear(WIDTH, 1)
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns the hidden state and an output that nobody reads."""
         x = super().forward(x)
         return x, self.gauge(x)
@@ -155,13 +144,13 @@ class WithUnused(Mlp):
 class Chosen(Mlp):
     """Returns integers, booleans, None and numbers beside the hidden state."""
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns the hidden state, the largest channels' numbers, a mask, None and a number."""
         x = super().forward(x)
         return x, x.argmax(-1), x > 0, None, 3
 
 
-def choosing(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+def choosing(chain, layer, x):
     """Reads all outputs of `Chosen`."""
     x, largest, mask, nothing, number = layer(x)
     assert nothing is None and largest.dtype == torch.int64
@@ -175,7 +164,7 @@ class Unchanged(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns both, unchanged."""
         return x, self.scale
 
@@ -183,7 +172,7 @@ class Unchanged(nn.Module):
 class Halves(Mlp):
     """Returns two views of one tensor."""
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns the two halves of the channels."""
         return super().forward(x).chunk(2, dim=-1)
 
@@ -198,7 +187,7 @@ class Normalised(Mlp):
         super().__init__()
         self.batch_norm = nn.BatchNorm1d(WIDTH)
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         return super().forward(self.batch_norm(x))
 
@@ -219,7 +208,7 @@ class Counting(Mlp):
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("mean", torch.ones(()))
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         self.calls += 1
         self.mean = 0.9 * self.mean + 0.1 * x.detach().abs().mean()  # replaces the buffer's tensor
@@ -234,7 +223,7 @@ class CountingInPython(Mlp):
 
     calls = 0
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         self.calls += 1
         return super().forward(x * self.calls)
@@ -243,14 +232,14 @@ class CountingInPython(Mlp):
 class Aside(Mlp):
     """A layer that stores a loss on itself, as mixture-of-experts layers do."""
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         x = super().forward(x)
         self.aux = self.fc1(x).square().mean()
         return x
 
 
-def collecting(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+def collecting(chain, layer, x):
     """Adds the loss that the layer stored."""
     x = layer(x)
     chain.losses.append(layer.aux)
@@ -271,7 +260,7 @@ class Hooked(Mlp):
         self.caught = output
 
 
-def catching(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+def catching(chain, layer, x):
     """Adds a loss of the tensor that the hook stored."""
     x = layer(x)
     chain.losses.append(layer.caught.square().mean())
@@ -281,12 +270,12 @@ def catching(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
 class Attended(Mlp):
     """A layer that reads a tensor which its caller set as an attribute before the call."""
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         return super().forward(x) + self.context * x
 
 
-def with_context(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+def with_context(chain, layer, x):
     """Sets one tensor, which needs a gradient, on all layers."""
     if chain.memory is None:
         chain.memory = chain.side(x)
@@ -300,7 +289,7 @@ def with_context(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
 class Writing(Mlp):
     """A layer that writes into its argument and returns another tensor."""
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         x.mul_(1.5)
         return super().forward(x)
@@ -309,12 +298,12 @@ class Writing(Mlp):
 class Given(Mlp):
     """A layer that takes tensors as keyword arguments, one of them inside a dictionary."""
 
-    def forward(self, *, hidden: dict[str, Any], scale: Tensor):
+    def forward(self, *, hidden, scale):
         """Returns a tensor of the same shape."""
         return super().forward(hidden["x"]) * scale + hidden["rest"][0]
 
 
-def giving(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+def giving(chain, layer, x):
     """Passes tensors by keyword and in a dictionary. All need gradients."""
     side = chain.side(x)
     return layer(hidden={"x": x, "rest": [side]}, scale=side.sigmoid())
@@ -323,24 +312,24 @@ def giving(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
 class Remembering(Mlp):
     """A layer with a cache: it appends its normed input to a list argument and reads the list."""
 
-    def forward(self, x: Tensor, cache: list[Tensor]):
+    def forward(self, x, cache):
         """Returns a tensor of the same shape."""
         cache.append(self.norm(x))
         return super().forward(torch.stack(cache).mean(0))
 
 
-def remembering(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+def remembering(chain, layer, x):
     """Passes one list to all layers."""
     chain.memory = [] if chain.memory is None else chain.memory
     return layer(x, chain.memory)
 
 
-def writing_output(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+def writing_output(chain, layer, x):
     """Writes into the layer's output."""
     return layer(x).add_(chain.side(x))
 
 
-def writing_input(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+def writing_input(chain, layer, x):
     """Writes into the layer's argument after the call.
 
     The layer's backward does not read it, so plain torch allows the write.
@@ -359,7 +348,7 @@ class Adding(nn.Module):
         self.bias = nn.Parameter(torch.randn(WIDTH))
         self.fc = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         return self.fc((x + self.bias).tanh())
 
@@ -367,12 +356,12 @@ class Adding(nn.Module):
 # ---- calls
 
 
-def twice(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+def twice(chain, layer, x):
     """Runs each layer twice, with the same weights."""
     return layer(layer(x))
 
 
-def partly_without_gradients(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+def partly_without_gradients(chain, layer, x):
     """Calls the layer first without gradients. The result is the target of its second call."""
     with torch.no_grad():
         target = layer(x)
@@ -386,7 +375,7 @@ class Failing(Mlp):
 
     failed = False
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         if not self.failed:
             self.dropout(self.norm(x))
@@ -395,7 +384,7 @@ class Failing(Mlp):
         return super().forward(x)
 
 
-def trying_again(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
+def trying_again(chain, layer, x):
     """Calls the layer, and once again if it fails."""
     try:
         return layer(x)
@@ -413,7 +402,7 @@ class OwnGenerator(Mlp):
         super().__init__()
         self._generator = torch.Generator().manual_seed(5)
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         return super().forward(x * torch.rand(WIDTH, generator=self._generator))
 
@@ -421,7 +410,7 @@ class OwnGenerator(Mlp):
 class PythonRandom(Mlp):
     """A layer that draws from Python's generator."""
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         return super().forward(x * random.random())
 
@@ -429,7 +418,7 @@ class PythonRandom(Mlp):
 class CheckpointInside(Mlp):
     """A layer that uses torch.utils.checkpoint inside."""
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         return checkpoint(super().forward, x, use_reentrant=False) * 2
 
@@ -441,7 +430,7 @@ class Parts(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(Mlp() for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         for part in self.parts:
             x = part(x)
@@ -464,7 +453,7 @@ class _Cube(torch.autograd.Function):
 class Custom(Mlp):
     """A layer with an autograd Function that saves one tensor and keeps another on its context."""
 
-    def forward(self, x: Tensor):
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         return _Cube.apply(super().forward(x).tanh())
 
@@ -477,7 +466,7 @@ class Recurrent(nn.Module):
         self.rnn = nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2)
         self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 24, dropout=0.2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Returns a tensor of the same shape."""
         return self.encoder(self.rnn(x)[0])
 

@@ -3,14 +3,11 @@
 `faults` returns an empty list if the policy breaks nothing.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 
 from megatron_lite.recompute.apply import apply_policy_
-from megatron_lite.recompute.guard import Verify
-from tests.support.foreign import Foreign, Outcome, Prepare, differences, train
+from tests.support.foreign import differences, train
 from tests.support.foreign_families import FAMILIES, VARIANTS
 from tests.support.foreign_layers import LAYERS, UNSEEN
 
@@ -31,7 +28,7 @@ MUST_REFUSE = "weights written before backward"
 MAY_REFUSE = ("second-order gradients", "functional_call")
 
 
-def policy_on(foreign: Foreign, text: str, *, verify: Verify = "first") -> Prepare:
+def policy_on(foreign, text, *, verify="first"):
     """Returns a function that puts the policy on every list of layers of the model."""
 
     def prepare(model):
@@ -42,7 +39,7 @@ def policy_on(foreign: Foreign, text: str, *, verify: Verify = "first") -> Prepa
 
 
 @cache
-def plain(name: str, situation: str = "two micro-batches") -> Outcome | str:
+def plain(name, situation="two micro-batches"):
     """Returns the outcome without a policy, or the reason why plain torch fails."""
     try:
         return train(MODELS[name], situation)
@@ -53,9 +50,7 @@ def plain(name: str, situation: str = "two micro-batches") -> Outcome | str:
         return str(reason)
 
 
-def faults(
-    name: str, text: str, situation: str = "two micro-batches", *, verify: Verify = "first"
-) -> list[str]:
+def faults(name, text, situation="two micro-batches", *, verify="first"):
     """Returns everything that differs from the model without a policy.
 
     If the training ends in an error, the result is one line if the error is not allowed or not
@@ -76,7 +71,7 @@ def faults(
     return differences(expected, found)
 
 
-def unclear(error: Exception) -> list[str]:
+def unclear(error):
     """Returns one line if the error's message is not clear, else [].
 
     A clear message names a layer, recomputation or the API. It has no flags and at most 800

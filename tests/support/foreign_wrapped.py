@@ -1,22 +1,13 @@
 """Trains models that are not ours inside DistributedDataParallel and torch.compile."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.foreign import SEED, Foreign, Outcome, Prepare, outcome
-
-Wrap = Callable[[nn.Module, Foreign, str], nn.Module]
+from tests.support.foreign import SEED, outcome
 
 
-def train_in_ddp(
-    foreign: Foreign, prepare: Prepare | None, *, find_unused: bool, static: bool = False
-) -> Outcome:
+def train_in_ddp(foreign, prepare, *, find_unused, static=False):
     """Trains two steps of two micro-batches each. Every rank must call this, and has its own data.
 
     DDP reduces the gradients in the backward of every micro-batch.
@@ -38,12 +29,12 @@ def train_in_ddp(
     return outcome(model, losses)
 
 
-def compile_around(model: nn.Module, foreign: Foreign, backend: str) -> nn.Module:
+def compile_around(model, foreign, backend):
     """Compiles the whole model as one function."""
     return torch.compile(model, backend=backend)
 
 
-def compile_layers(model: nn.Module, foreign: Foreign, backend: str) -> nn.Module:
+def compile_layers(model, foreign, backend):
     """Compiles each layer by `layer.compile()`, including its policy."""
     for name in foreign.lists:
         for layer in model.get_submodule(name):
@@ -51,7 +42,7 @@ def compile_layers(model: nn.Module, foreign: Foreign, backend: str) -> nn.Modul
     return model
 
 
-def compile_forwards(model: nn.Module, foreign: Foreign, backend: str) -> nn.Module:
+def compile_forwards(model, foreign, backend):
     """Compiles each layer's forward, which a policy may wrap afterwards."""
     for name in foreign.lists:
         for layer in model.get_submodule(name):
@@ -59,9 +50,7 @@ def compile_forwards(model: nn.Module, foreign: Foreign, backend: str) -> nn.Mod
     return model
 
 
-def train_compiled(
-    foreign: Foreign, prepare: Prepare | None, *, wrap: Wrap, backend: str, first: bool = False
-) -> Outcome:
+def train_compiled(foreign, prepare, *, wrap, backend, first=False):
     """Trains two micro-batches of a compiled model.
 
     backend: "aot_eager" keeps the arithmetic of eager mode.

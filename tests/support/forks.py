@@ -1,22 +1,18 @@
 """Runs functions in forks of the test, which end without what Python does at a normal exit."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
 
 
-def leave(status: int) -> NoReturn:
+def leave(status):
     """Ends this process now: nothing is flushed, and no handler of the test's process runs."""
     os._exit(status)
 
 
-def start_fork(function: Callable[[], int | None]) -> int:
+def start_fork(function):
     """Starts a fork that runs the function and leaves. Returns its process id.
 
     Its status is the number that the function returns or gives to `sys.exit`, and 0 if it returns
@@ -40,12 +36,12 @@ def start_fork(function: Callable[[], int | None]) -> int:
         leave(status)
 
 
-def status_of_fork(function: Callable[[], int | None]) -> int:
+def status_of_fork(function):
     """Runs the function in a fork. Returns its status, negative if a signal has ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(start_fork(function), 0)[1])
 
 
-def dies_before(number: int, functions: Iterable[tuple[Any, str]]):
+def dies_before(number, functions):
     """Makes this process kill itself before that call of any of these functions.
 
     functions: the owner and the name of each. number: counted from 0, over all of them.

@@ -1,12 +1,9 @@
 """A machine with GPUs, as far as torch tells of them."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 
 
-def show_gpus(patch: pytest.MonkeyPatch, count: int, *, name: str = "Card") -> list[torch.device]:
+def show_gpus(patch, count, *, name="Card"):
     """torch tells of this many GPUs with this name. Returns a list of those that get chosen."""
     chosen = []
     for function, answer in {

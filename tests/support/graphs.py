@@ -10,7 +10,6 @@ generator's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,14 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import WAITING
 from megatron_lite.parallel.generators import RngSnapshot
 from megatron_lite.parallel.rng import Access
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.graphs import Recorder
-from megatron_lite.training.loop import Trainer
 from megatron_lite.training.step import train_step
 
 READ_ON_THE_HOST = {
@@ -47,7 +44,7 @@ class State:
         self.seed, self.offset, self.in_graph = seed, offset, 0
         self.base = (seed, offset)
 
-    def set_state(self, state: Tensor):
+    def set_state(self, state):
         self.seed, self.offset = state.view(torch.int64).tolist()
 
 
@@ -58,11 +55,11 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.state, self.is_capturing, self.is_waiting = State(0, 0), False, False
 
-    def get(self) -> Tensor:
+    def get(self):
         assert not self.is_capturing, "the generator's state cannot be read while capturing"
         return torch.tensor([self.state.seed, self.state.offset]).view(torch.uint8)
 
-    def set(self, state: Tensor):
+    def set(self, state):
         assert not self.is_capturing, "the generator's state cannot be set while capturing"
         self.state.set_state(state)
 
@@ -74,15 +71,15 @@ class Device(TorchDispatchMode):
         return results
 
 
-def draws(func) -> bool:
+def draws(func):
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def drawn_numbers(results) -> int:
+def drawn_numbers(results):
     return -(-max(one.numel() for one in tree_leaves(results)) // 4) * 4
 
 
-def drawn(func, args, kwargs, seed: int, offset: int):
+def drawn(func, args, kwargs, seed, offset):
     """The results of an operator that draws from this place."""
     torch.default_generator.manual_seed(hash((seed, offset)) & (2**63 - 1))
     with _disable_current_modes():  # the device would draw once more
@@ -99,7 +96,7 @@ class Launch(NamedTuple):
     copies: list[tuple[int, Tensor]]
     draws: tuple[State, int] | None
 
-    def signature(self) -> list[Any]:
+    def signature(self):
         return [
             self.func,
             *(
@@ -109,12 +106,12 @@ class Launch(NamedTuple):
             ),
         ]
 
-    def tensors(self) -> set[int]:
+    def tensors(self):
         """The storages that it reads or writes."""
         leaves = tree_leaves((self.args, self.kwargs))
         return {_address(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
-    def again(self) -> list[Any]:
+    def again(self):
         """Launches it. Returns the works that it began."""
         if self.draws is None:
             results = self.func(*self.args, **self.kwargs)
@@ -181,7 +178,7 @@ class StandIn:
     def __init__(self, device):
         self._device, self._states, self._launches = device, [], []
 
-    def register(self) -> State:
+    def register(self):
         self._states.append(State(self._device.state.seed, self._device.state.offset))
         return self._states[-1]
 
@@ -189,7 +186,7 @@ class StandIn:
         assert self._device.is_capturing and state in self._states
         self._device.state = state
 
-    def record(self, function: Callable[[], Any]):
+    def record(self, function):
         own, self._device.is_capturing = self._device.state, True
         try:
             (_, first), (result, self._launches) = (self._recorded(function) for _ in range(2))
@@ -245,7 +242,7 @@ def _address(tensor):
 
 
 @contextmanager
-def built(config: RunConfig, *, captures: bool) -> Iterator[Trainer]:
+def built(config, *, captures):
     """The trainer of a run on such a device, which is active in the block."""
     device = Device()
     with parallel_state(config.parallel, seed=config.training.seed) as parallel:

@@ -3,11 +3,7 @@
 The rank calls `happens(place, action, iteration=3)` before its run starts.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 from megatron_lite.checkpointing import saver
 from megatron_lite.data import gpt_dataset as gpt
@@ -33,7 +29,7 @@ PLACES = {
 }
 
 
-def happens(place: str, action: Callable[[], object], *, iteration: int = 0):
+def happens(place, action, *, iteration=0):
     """Makes the run call `action()` once, at the place, during the iteration.
 
     iteration: counted from the start of the run. 0 is before the first.
@@ -62,7 +58,7 @@ def happens(place: str, action: Callable[[], object], *, iteration: int = 0):
     loop.train_step = counted
 
 
-def builds_second(cache: Path):
+def builds_second(cache):
     """Makes this rank wait before its indices until another rank builds an index in `cache`."""
     build_split = token_datasets._build_split
 

@@ -4,17 +4,14 @@ The library maps their configs (config/hf_config.py) and weights (convert/hf.py)
 logits and gradients check both mappings.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
 from copy import deepcopy
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.config.hf_config import from_hf
 from megatron_lite.config.model import ModelConfig
@@ -360,14 +357,14 @@ PEERS = {
 }
 
 
-def our_config(model) -> ModelConfig:
+def our_config(model):
     """Returns our config of a model of transformers, from its config.json."""
     mapped = from_hf(json.loads(model.config.to_json_string()))
     assert mapped.vocab_size == V and mapped.inexact == ()
     return ModelConfig(**{**mapped.fields, "hidden_dropout": 0.0, "attention_dropout": 0.0})
 
 
-def our_tensors(model, theirs: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def our_tensors(model, theirs, config):
     """Returns the weights of a model of transformers, or its gradients, under our names.
 
     theirs: by the names of the model's parameters. transformers itself makes the names of files of

@@ -4,8 +4,6 @@ A fork copies the table of all pages, and the tests fork thousands of times. In 
 fork of a process with 500 MB takes about 40 ms of processor time, in huge pages about 10.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import re
@@ -20,7 +18,7 @@ OWN_REGION = re.compile(
 )
 
 
-def use_huge_pages() -> int:
+def use_huge_pages():
     """Moves the memory that was allocated so far into huge pages. Returns how many there are.
 
     It does nothing where the system does not offer them.

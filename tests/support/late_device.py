@@ -6,8 +6,6 @@ memory is one of those things. The clock of the device goes on by N ms in step N
 ms for each batch of an evaluation.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -43,14 +41,14 @@ class LateDevice:
         patch.setattr(Evaluations, "loss", self._evaluation(Evaluations.loss, between))
         patch.setattr(loop.Trainer, "_finish_step", self._finish(loop.Trainer._finish_step))
 
-    def come_to(self, copies: int, steps: int):
+    def come_to(self, copies, steps):
         """Does the first `copies` copies. The host waits for that, and for this many steps."""
         self.waited_for.append((steps, self.launched))
         for target, source in self._copies[:copies]:
             self._copy(target, source)
 
     @property
-    def copies(self) -> int:
+    def copies(self):
         return len(self._copies)
 
     def _allocated(self, *sizes, pin_memory=False, **options):
@@ -115,5 +113,5 @@ class Event:
     def synchronize(self):
         self._device.come_to(self._copies, self._steps)
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later):
         return later.at - self.at

@@ -10,10 +10,9 @@ from torch import Tensor
 import megatron_lite.parallel.fsdp  # noqa: F401  (0.6 s: once here, not in every forked rank)
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.model.gpt import GPTModel, shard_model_
+from megatron_lite.model.gpt import shard_model_
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.parallel.state import ParallelState
 from tests.support.equality import variant_config
 from tests.support.models import (
     build_tiny_model,
@@ -59,15 +58,7 @@ class Run:
     states: dict[str, dict[str, Tensor]]
 
 
-def build(
-    name: str,
-    parallel: ParallelState,
-    config: DataParallelConfig,
-    *,
-    clip_grad: float = 1e9,
-    settings: OptimizerConfig | None = None,
-    **model,
-) -> tuple[GPTModel, Optimizer]:
+def build(name, parallel, config, *, clip_grad=1e9, settings=None, **model):
     """Returns a tiny model of a variant in the layout, and its optimizer.
 
     The first weights and the random numbers are the same every time.
@@ -80,15 +71,7 @@ def build(
     return built, Optimizer(built, settings, fresh, config)
 
 
-def backward(
-    model: GPTModel,
-    optimizer: Optimizer,
-    parallel: ParallelState,
-    step: int,
-    *,
-    sequences: int = 12,
-    micro_batches: int = 2,
-) -> float:
+def backward(model, optimizer, parallel, step, *, sequences=12, micro_batches=2):
     """Computes one step's gradients, in micro-batches. Returns the mean loss.
 
     The sequences are the same for any number of ranks that share them.
@@ -109,16 +92,8 @@ def backward(
 
 
 def train(
-    name: str,
-    parallel: ParallelState,
-    config: DataParallelConfig,
-    *,
-    steps: int,
-    clip_grad: float = 1e9,
-    rate: float = 0.003,
-    micro_batches: int = 2,
-    **model_options,
-) -> Run:
+    name, parallel, config, *, steps, clip_grad=1e9, rate=0.003, micro_batches=2, **model_options
+):
     """Trains a tiny model by `steps` updates in the layout."""
     model, optimizer = build(name, parallel, config, clip_grad=clip_grad, **model_options)
     losses, norms, zeros = [], [], []
@@ -151,7 +126,7 @@ def train(
     )
 
 
-def differing(expected: Run, actual: Run) -> list[str]:
+def differing(expected, actual):
     """Returns the names of gradients, weights and states that are not equal to the bit."""
     pairs = [(f"grad of {key}", value, actual.grads[key]) for key, value in expected.grads.items()]
     pairs += [(key, value, actual.weights[key]) for key, value in expected.weights.items()]

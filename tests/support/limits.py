@@ -3,16 +3,12 @@
 No test measures the speed of a machine. A limit only ends a test that hangs.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 # Half of --distributed-timeout-minutes' default. A run that ends within it was not ended by that
 # timeout.
 HANG_S = 300.0
 
 
-def patiently(check: Callable[[float], None], limit: float):
+def patiently(check, limit):
     """Calls check(limit). If it fails and the limit is below a minute, tries four times the limit.
 
     It is for a test in which a time limit of the product expires while other ranks must have

@@ -3,24 +3,18 @@
 Import this module only in the processes of `run_ranks`, after pytest.importorskip("megatron.core").
 """
 
-from __future__ import annotations
-
 import argparse
 import queue
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from megatron_lite.config.experts import ExpertSettings
-from megatron_lite.config.model import ModelConfig
 from tests.support.models import VOCAB_SIZE
 
 with warnings.catch_warnings():
@@ -47,7 +41,7 @@ PADDED = 64
 
 
 @contextmanager
-def on_cpu(tp_size: int) -> Iterator[None]:
+def on_cpu(tp_size):
     """The places that ask for a CUDA device get the CPU, for the rest of the process."""
     ones, tensor = torch.ones, torch.tensor
     cuda = torch.cuda
@@ -62,13 +56,7 @@ def on_cpu(tp_size: int) -> Iterator[None]:
     yield
 
 
-def their_config(
-    config: ModelConfig,
-    tp_size: int = 1,
-    dtype: torch.dtype = torch.float64,
-    kind: type[TransformerConfig] = TransformerConfig,
-    **more,
-) -> TransformerConfig:
+def their_config(config, tp_size=1, dtype=torch.float64, kind=TransformerConfig, **more):
     """Returns megatron-core's config of ours."""
     settings = dict(
         num_layers=config.num_layers,
@@ -100,13 +88,7 @@ def their_config(
     return kind(**{**settings, **more})
 
 
-def their_model(
-    config: ModelConfig,
-    tp_size: int = 1,
-    dtype: torch.dtype = torch.float32,
-    *,
-    padded: int = PADDED,
-):
+def their_model(config, tp_size=1, dtype=torch.float32, *, padded=PADDED):
     """Returns megatron-core's model of a config, with random weights."""
     theirs = their_config(config, tp_size, dtype)
     torch.manual_seed(7)
@@ -138,7 +120,7 @@ def their_model(
     return model.to(dtype)
 
 
-def biases_work_(model: nn.Module):
+def biases_work_(model):
     """Takes out the sum over one rank after which an expert cannot add its bias in place."""
     for name, module in model.named_modules():
         if name.endswith("linear_fc2") and "local_experts" in name:
@@ -159,7 +141,7 @@ def _expert_settings(config):
     }
 
 
-def arguments(config: ModelConfig, tp_size: int = 1, pp_size: int = 1) -> argparse.Namespace:
+def arguments(config, tp_size=1, pp_size=1):
     """Returns the `args` that Megatron-LM saves with a model, as far as they matter."""
     values = {**asdict(config), "ffn_hidden_size": config.ffn_size, "kv_channels": config.head_dim}
     return argparse.Namespace(
@@ -175,7 +157,7 @@ def arguments(config: ModelConfig, tp_size: int = 1, pp_size: int = 1) -> argpar
     )
 
 
-def their_results(model, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def their_results(model, tokens, labels):
     """Returns the logits of the words, without padding, and the loss."""
     with torch.no_grad():
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -183,12 +165,12 @@ def their_results(model, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-def as_on_cuda(tensor: Tensor, *dtype: torch.dtype, kind=torch.Tensor.type):
+def as_on_cuda(tensor, *dtype, kind=torch.Tensor.type):
     """Takes the place of Tensor.type, by whose text the optimizers look for tensors on a GPU."""
     return kind(tensor, *dtype) if dtype else kind(tensor).replace("torch.", "torch.cuda.")
 
 
-def trained(model: nn.Module, tokens: Tensor, labels: Tensor, steps: int = 2):
+def trained(model, tokens, labels, steps=2):
     """Returns megatron-core's optimizer after some updates of the model.
 
     A bfloat16 model gets the optimizer with float32 weights. torch's AdamW makes the updates.
@@ -210,7 +192,7 @@ def trained(model: nn.Module, tokens: Tensor, labels: Tensor, steps: int = 2):
     return optimizer
 
 
-def step(model, optimizer, tokens: Tensor, labels: Tensor):
+def step(model, optimizer, tokens, labels):
     """Makes one update of the model."""
     tp_group = parallel_state.get_tensor_model_parallel_group()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -227,9 +209,7 @@ def step(model, optimizer, tokens: Tensor, labels: Tensor):
         parameter.grad = None
 
 
-def save_legacy(
-    root: Path, rank: int, args: argparse.Namespace, model, optimizer, iteration: int = 4
-):
+def save_legacy(root, rank, args, model, optimizer, iteration=4):
     """Writes what Megatron-LM's save_checkpoint writes with --ckpt-format torch."""
     folder = root / f"iter_{iteration:07d}" / f"mp_rank_{rank:02d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -249,7 +229,7 @@ def save_legacy(
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
-def save_dist(root: Path, args: argparse.Namespace, model, optimizer=None, iteration: int = 4):
+def save_dist(root, args, model, optimizer=None, iteration=4):
     """Writes what Megatron-LM's save_checkpoint writes with --ckpt-format torch_dist."""
     from megatron.core import dist_checkpointing
 
@@ -270,7 +250,7 @@ def save_dist(root: Path, args: argparse.Namespace, model, optimizer=None, itera
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
-def load_legacy(root: Path, rank: int, model, optimizer):
+def load_legacy(root, rank, model, optimizer):
     """Loads as Megatron-LM's load_checkpoint does with --ckpt-format torch."""
     text = (root / "latest_checkpointed_iteration.txt").read_text()
     path = root / f"iter_{int(text):07d}" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
@@ -280,7 +260,7 @@ def load_legacy(root: Path, rank: int, model, optimizer):
     optimizer.load_state_dict(with_torch_steps(state["optimizer"]))
 
 
-def with_torch_steps(state: dict[str, Any]) -> dict[str, Any]:
+def with_torch_steps(state):
     """Adds the step that torch's AdamW keeps for each parameter.
 
     Megatron-LM's FusedAdam, which needs a GPU, keeps one step for each group instead.
@@ -292,7 +272,7 @@ def with_torch_steps(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def load_dist(root: Path, model, optimizer):
+def load_dist(root, model, optimizer):
     """Loads as Megatron-LM's load_checkpoint does with --ckpt-format torch_dist."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling

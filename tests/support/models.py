@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
-from megatron_lite.parallel.compiled import CompiledKernels
-from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
+from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.sequence_spans import select, spans_of
-from megatron_lite.parallel.state import ParallelState, parallel_state
-from megatron_lite.recompute.recompute_plan import RecomputePlan
+from megatron_lite.parallel.state import parallel_state
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -32,7 +28,7 @@ VOCAB_SIZE = 61  # no multiple of a number of ranks that splits it
 SEQ_LENGTH, BATCH = 12, 3
 
 
-def tiny_config(**overrides) -> ModelConfig:
+def tiny_config(**overrides):
     """Returns the config of a GPT of unequal small sizes, without dropout."""
     values = dict(
         num_layers=3,
@@ -51,7 +47,7 @@ def tiny_config(**overrides) -> ModelConfig:
 
 
 @contextmanager
-def tp_state(tp_size: int, *, cp_size: int = 1, seed: int = 7, **others) -> Iterator[ParallelState]:
+def tp_state(tp_size, *, cp_size=1, seed=7, **others):
     """Yields this process's parallel state in the initialised default group, if one exists.
 
     others: further fields of ParallelConfig.
@@ -66,13 +62,13 @@ def tp_state(tp_size: int, *, cp_size: int = 1, seed: int = 7, **others) -> Iter
         yield parallel
 
 
-def with_new_streams(parallel: ParallelState) -> ParallelState:
+def with_new_streams(parallel):
     """Returns the state with random numbers that are the same every time."""
     place = dict(tp_rank=parallel.tp_rank, dp_rank=parallel.dp_cp_rank)
     return replace(parallel, rng=RngStreams(parallel.device, seed=7, **place))
 
 
-def padded_vocab_size(tp_size: int) -> int:
+def padded_vocab_size(tp_size):
     """Returns the padded size, a multiple of 12 rows per rank.
 
     It is 72 at TP 1 and 2, and 96 at TP 4, whose last rank holds only padding.
@@ -80,12 +76,12 @@ def padded_vocab_size(tp_size: int) -> int:
     return -(-VOCAB_SIZE // (12 * tp_size)) * 12 * tp_size
 
 
-def plan_of(policy: str, num_layers: int, **others) -> RecomputePlan:
+def plan_of(policy, num_layers, **others):
     """Returns the plan of a policy for the first stage. others: further fields of the config."""
     return plan_stage(RecomputeConfig(recompute_policy=policy, **others), num_layers)
 
 
-def tiny_sizes(tp_size: int = 1, **others) -> Sizes:
+def tiny_sizes(tp_size=1, **others):
     """Returns the sizes of a step of a tiny model. others: further fields."""
     return Sizes(
         micro_batch_size=BATCH,
@@ -97,19 +93,19 @@ def tiny_sizes(tp_size: int = 1, **others) -> Sizes:
 
 
 def build_tiny_model(
-    config: ModelConfig,
-    parallel: ParallelState,
+    config,
+    parallel,
     *,
-    sequence_parallel: bool = False,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 7,
-    plan: RecomputePlan | str | None = None,
-    loss_chunk_size: int | None = None,
-    stage: Stage | None = None,
-    cp_comm_type: str | tuple[str, ...] = "p2p",
-    vocab_size: int = VOCAB_SIZE,
-    kernels: CompiledKernels | None = None,
-) -> GPTModel:
+    sequence_parallel=False,
+    dtype=torch.float64,
+    seed=7,
+    plan=None,
+    loss_chunk_size=None,
+    stage=None,
+    cp_comm_type="p2p",
+    vocab_size=VOCAB_SIZE,
+    kernels=None,
+):
     """Returns this rank's shard of a model or stage. Elements of a bias or norm weight differ.
 
     plan: or the text of a policy.
@@ -137,7 +133,7 @@ def build_tiny_model(
 
 
 @torch.no_grad()
-def perturb_constant_parameters_(model: GPTModel, parallel: ParallelState):
+def perturb_constant_parameters_(model, parallel):
     """Gives the elements of biases and norm weights different values, by global index.
 
     Their usual zeros and ones would hide mistakes.
@@ -160,13 +156,7 @@ def perturb_constant_parameters_(model: GPTModel, parallel: ParallelState):
             )
 
 
-def sample_tokens(
-    seed: int = 3,
-    *,
-    batch: int = BATCH,
-    seq_length: int = SEQ_LENGTH,
-    parallel: ParallelState | None = None,
-) -> tuple[Tensor, Tensor]:
+def sample_tokens(seed=3, *, batch=BATCH, seq_length=SEQ_LENGTH, parallel=None):
     """Returns (tokens, labels): each [b, s], or with `parallel` this rank's spans [b, s/c]."""
     text = torch.randint(
         0, VOCAB_SIZE, (batch, seq_length + 1), generator=torch.Generator().manual_seed(seed)
@@ -177,7 +167,7 @@ def sample_tokens(
 
 
 @torch.no_grad()
-def load_whole_(model: GPTModel, weights: Mapping[str, Tensor], parallel: ParallelState):
+def load_whole_(model, weights, parallel):
     """Copies this rank's part of each whole tensor into the parameter. Padding rows become zero."""
     parameters = dict(model.named_parameters())
     assert parameters.keys() == weights.keys(), parameters.keys() ^ weights.keys()
@@ -194,12 +184,12 @@ def load_whole_(model: GPTModel, weights: Mapping[str, Tensor], parallel: Parall
             )
 
 
-def specs_of(model: nn.Module) -> dict[str, ParameterSpec]:
+def specs_of(model):
     """Returns the spec of each parameter by its name."""
     return {name: spec_of(parameter) for name, parameter in model.named_parameters()}
 
 
-def whole_tensor(local: Tensor, parameter: Tensor, parallel: ParallelState) -> Tensor:
+def whole_tensor(local, parameter, parallel):
     """Returns the whole tensor, without padding, of which each TP rank holds the shard `local`.
 
     The shard is split like `parameter`. One all-gather over the TP group, if it is split.
@@ -207,9 +197,7 @@ def whole_tensor(local: Tensor, parameter: Tensor, parallel: ParallelState) -> T
     return whole_tensors({"": local}, {"": spec_of(parameter)}, parallel)[""]
 
 
-def whole_tensors(
-    tensors: Mapping[str, Tensor], specs: Mapping[str, ParameterSpec], parallel: ParallelState
-) -> dict[str, Tensor]:
+def whole_tensors(tensors, specs, parallel):
     """Returns the whole tensors, without padding, of which each TP rank holds the shards `tensors`,
     and of experts each expert-parallel rank its own.
 
@@ -259,13 +247,7 @@ class Outcome:
     grads: dict[str, Tensor]
 
 
-def loss_and_grads(
-    model: GPTModel,
-    parallel: ParallelState,
-    *,
-    micro_batches: int = 2,
-    seq_length: int = SEQ_LENGTH,
-) -> Outcome:
+def loss_and_grads(model, parallel, *, micro_batches=2, seq_length=SEQ_LENGTH):
     """Runs micro-batches forward and backward through the product's own gradient buffer."""
     parameters = dict(model.named_parameters())
     buffer = GradBuffer(parameters, parallel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +17,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 STATIC = (staticmethod, classmethod)
 
 
-def replaces(name: str, *owners) -> Callable[[Callable[..., Any]], Fault]:
+def replaces(name, *owners):
     """Makes a fault of a function: the function replaces what each owner has under this name.
 
         @replaces("depart", executor)
@@ -80,11 +80,11 @@ class Mutant(NamedTuple):
     error: str = ""
 
     @property
-    def name(self) -> str:
+    def name(self):
         return f"{self.fault.__name__}-{self.test.__name__}"
 
 
-def each_is_seen(mutants: Iterable[Mutant]) -> Callable[..., None]:
+def each_is_seen(mutants):
     """Returns a test that passes where each mutant's own test fails with its fault.
 
     It says nothing of the product, so that only .ci/run has it.

@@ -3,15 +3,11 @@
 `Model` has three of them, and `outcome` returns the result of its training.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.api import apply_policy_
 
@@ -23,10 +19,10 @@ class Block(nn.Module):
         super().__init__()
         self.first, self.second, self.dropout = nn.Linear(6, 12), nn.Linear(12, 6), nn.Dropout(0.3)
 
-    def body(self, hidden: Tensor) -> Tensor:
+    def body(self, hidden):
         return hidden + self.second(self.dropout(torch.tanh(self.first(hidden))))
 
-    def forward(self, hidden: Tensor):
+    def forward(self, hidden):
         return self.body(hidden)
 
 
@@ -40,7 +36,7 @@ class Norms(Block):
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.body(self.norm(hidden))
 
 
@@ -51,7 +47,7 @@ class InOrder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(make() for _ in range(2))
 
-    def forward(self, hidden: Tensor):
+    def forward(self, hidden):
         for layer in self.layers:
             hidden = layer(hidden)
         return hidden
@@ -60,7 +56,7 @@ class InOrder(nn.Module):
 class SetsAux(Block):
     """A layer whose loss leaves it through an attribute."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         hidden = self.body(hidden)
         self.aux = hidden.square().mean()
         return hidden
@@ -77,7 +73,7 @@ class Model(nn.Module):
         if frozen:
             self.embedding.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.embedding(x)
         loss = torch.zeros(())
         for layer in self.layers:
@@ -86,17 +82,12 @@ class Model(nn.Module):
         return loss + hidden.square().mean()
 
 
-def batches() -> list[Tensor]:
+def batches():
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(5, 6, generator=generator) for _ in range(3)]
 
 
-def outcome(
-    make: Callable[[], nn.Module],
-    policy: str | None,
-    run: Callable[[nn.Module], list[Tensor]],
-    **options,
-) -> list[Any]:
+def outcome(make, policy, run, **options):
     """Trains a model. Returns the result of `run`, gradients, buffers and the next random numbers.
 
     The gradient of a parameter without one is None.
@@ -117,7 +108,7 @@ def outcome(
     ]
 
 
-def step(model: nn.Module) -> list[Tensor]:
+def step(model):
     """Runs three micro-batches, whose gradients add up. Returns their losses."""
     losses = [model(batch) for batch in batches()]  # all forwards first, as in a pipeline
     for loss in losses:
@@ -125,7 +116,7 @@ def step(model: nn.Module) -> list[Tensor]:
     return losses
 
 
-def assert_equal(found: list[Any], expected: list[Any]):
+def assert_equal(found, expected):
     assert len(found) == len(expected)
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert (one is None) == (other is None), number

@@ -4,8 +4,6 @@ Recomputation used to train them wrongly without an error. The names are rows of
 docs/who-is-right.md.
 """
 
-from __future__ import annotations
-
 import contextvars
 import copy
 import itertools
@@ -15,17 +13,15 @@ import random
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -34,7 +30,7 @@ from tests.support.foreign import Foreign
 from tests.support.odd_layers import Block, Model, Norms, batches
 
 
-def plainly(model: nn.Module, number: int) -> Tensor:
+def plainly(model, number):
     loss = model(batches()[number])
     return loss
 
@@ -53,7 +49,7 @@ class Slots:
     def __init__(self):
         self.__count = 0
 
-    def next(self) -> int:
+    def next(self):
         """Counts, and makes its tensor at the first call."""
         self.__count += 1
         if not hasattr(self, "cache"):
@@ -68,7 +64,7 @@ class CountsInSlots(Block):
         super().__init__()
         self.slots, self.path = Slots(), Path("here")
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         count = self.slots.next() + len(str(self.path)) + hash(self.path) % 3
         return self.body(hidden) * self.slots.cache / (1 + count % 5)
 
@@ -84,21 +80,21 @@ class Sequel(Block):
     def forget(self):
         (self.holder or self).mem = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         holder = self.holder or self
         past = 0.0 if holder.mem is None else torch.tanh(self.second(self.dropout(holder.mem)))
         holder.mem = self.first(hidden)
         return self.body(hidden) + past
 
 
-def segments(model: nn.Module, number: int) -> Tensor:
+def segments(model, number):
     """Returns the loss over three segments, each of which reads the memory of the one before."""
     for layer in model.layers:
         layer.forget()
     return sum(plainly(model, each) for each in (number, 1, 2))
 
 
-def frozen_in_forward(model: nn.Module, number: int) -> Tensor:
+def frozen_in_forward(model, number):
     for layer in model.layers:
         layer.first.requires_grad_(False)
     loss = plainly(model, number)
@@ -112,7 +108,7 @@ class ParameterHook(Block):
 
     hook = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         if self.hook is None:
             self.hook = self.first.weight.register_hook(lambda grad: 2 * grad)
         return self.body(hidden)
@@ -123,7 +119,7 @@ class HookAgain(Block):
 
     hook = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         if self.hook is not None:
             self.hook.remove()
         self.hook = self.first.register_forward_hook(lambda module, args, output: 2 * output)
@@ -133,7 +129,7 @@ class HookAgain(Block):
 class InnerHook(Block):
     hook = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         if self.hook is None:
             self.hook = self.first.register_forward_hook(lambda module, args, output: 2 * output)
         return self.body(hidden)
@@ -142,7 +138,7 @@ class InnerHook(Block):
 class ReplacesForward(Block):
     """Changes its inner forward once, in the first call."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         hidden = self.body(hidden)
         self.first.forward = lambda x: F.linear(x, 2 * self.first.weight, self.first.bias)
         return hidden
@@ -152,7 +148,7 @@ class WritesView(nn.Module):
     """Its list of layers has a layer that gets a tensor and a view of it, and writes the view."""
 
     class Layer(Block):
-        def forward(self, hidden: Tensor, row: Tensor) -> Tensor:
+        def forward(self, hidden, row):
             row.mul_(3.0)
             return self.body(hidden)
 
@@ -161,7 +157,7 @@ class WritesView(nn.Module):
         self.layers = nn.ModuleList([self.Layer()])
         self.embedding = nn.Linear(6, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.embedding(x)
         return self.layers[0](hidden, hidden[0]).square().mean()
 
@@ -179,7 +175,7 @@ class Remembers(Block):
         super().__init__()
         self.before = []
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         hidden = self.body(hidden + sum(self.before))
         self.before.append(hidden.detach().mean())
         return hidden
@@ -188,7 +184,7 @@ class Remembers(Block):
 class HostGenerators(Block):
     """Draws from the generators of Python and NumPy; skips its body at random."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         scale = float(np.random.normal())
         return hidden * scale + (
             self.body(hidden) if random.random() < 0.8 else hidden.sin()
@@ -198,7 +194,7 @@ class HostGenerators(Block):
 class Differentiates(Block):
     """A layer whose forward runs a backward, as models do that compute forces from an energy."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         with torch.enable_grad():
             point = hidden.detach().requires_grad_()
             (force,) = torch.autograd.grad(
@@ -208,7 +204,7 @@ class Differentiates(Block):
 
 
 class WritesArgument(Block):
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         hidden.mul_(2).add_(1)
         product = self.body(hidden.clone())
         return product + hidden.mul_(0.5)
@@ -217,7 +213,7 @@ class WritesArgument(Block):
 class WritesProduct(Block):
     """Writes to its argument, which is a product of the layer before."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         hidden = F.relu(hidden, inplace=True)
         return self.second(torch.tanh(self.first(hidden)))
 
@@ -225,14 +221,14 @@ class WritesProduct(Block):
 class AccumulatesInside(Block):
     """Adds to the gradients of its own parameters in its forward."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         with torch.enable_grad():
             self.first(hidden.detach()).square().mean().backward()
         return self.body(hidden)
 
 
 class WritesParameter(Block):
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         with torch.no_grad():
             self.first.weight.mul_(0.9)
         return self.body(hidden)
@@ -246,7 +242,7 @@ class ActNorm(Block):
         self.scale, self.by_data = nn.Parameter(torch.ones(6)), by_data
         self.register_buffer("initialized", torch.tensor(0))
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         if not self.initialized:
             scale = 1 / (hidden.detach().std(0) + 1)
             if self.by_data:
@@ -268,7 +264,7 @@ class OwnNumpy(Block):
         super().__init__()
         self.random = np.random.default_rng(3)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.body(hidden) * float(self.random.random())
 
 
@@ -277,7 +273,7 @@ class OwnPython(Block):
         super().__init__()
         self.random = random.Random(3)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.body(hidden) * self.random.random()
 
 
@@ -292,7 +288,7 @@ class NestedGenerators(Block):
         super().__init__()
         self.random = {"a": [torch.Generator().manual_seed(3)], "b": (random.Random(3),)}
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         noise = torch.rand(hidden.shape, generator=self.random["a"][0])
         return self.body(hidden) * noise * self.random["b"][0].random()
 
@@ -305,7 +301,7 @@ class Load(Block):
         self.load, self.count = torch.zeros(6), np.zeros(1)
         self.nested = {"loads": [torch.zeros(6)], "seen": ([0],)}
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         self.load.add_(hidden.detach().mean(0))
         self.count += 1
         self.nested["loads"][0].add_(self.load)
@@ -326,7 +322,7 @@ class Collects(Block):
         super().__init__()
         self.collector = Collector()
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         self.collector.total += 1.0
         return self.body(hidden * self.collector.total)
 
@@ -341,7 +337,7 @@ class OnlyCounts(Collects):
         self.stats = Counter()
         self.collector = self.everyone if shared else Collector()
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         self.collector.total += 1.0
         self.collector.log.append(self.collector.total)
         self.collector.kinds["call"] += 1
@@ -362,7 +358,7 @@ class CountsOutside(Block):
         counter = itertools.count()
         self.next = lambda: next(counter)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.body(hidden * (1.0 + self.next()))
 
 
@@ -371,13 +367,13 @@ class Routes(Block):
 
     noise = staticmethod(lambda size: torch.tensor([*os.urandom(size)]) / 255)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         scores = self.first(hidden)[:, 0].sigmoid() + self.noise(len(hidden))
         chosen = scores.argsort()[-2:]
         return hidden.index_add(0, chosen, self.body(hidden[chosen]))
 
 
-def counted_noise() -> Routes:
+def counted_noise():
     """Returns a router whose noise comes from a counter that only a function knows."""
     layer, counter = Routes(), itertools.count(1)
     layer.noise = lambda size: torch.tensor([math.sin(9.0 * next(counter)) for _ in range(size)])
@@ -390,7 +386,7 @@ class RoutesAgain(Routes):
     noise = staticmethod(torch.rand)
 
 
-def adapters_exchanged(model: nn.Module, number: int) -> Tensor:
+def adapters_exchanged(model, number):
     """Chooses other adapters after the forward, as peft's `set_adapter` does."""
     for chosen in ("left", "right") if number else ("right", "left"):
         for layer in model.layers:
@@ -406,19 +402,19 @@ class Adapters(Block):
         self.adapters = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("left", "right")})
         self.active = ["left"]
 
-    def use(self, name: str):
+    def use(self, name):
         self.active = [name]
         for key, adapter in self.adapters.items():
             adapter.requires_grad_(key == name)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.body(hidden) + sum(self.adapters[name](hidden) for name in self.active)
 
 
 class WritesSaved(Block):
     """Writes to a result that an operator saved; plain torch refuses."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         product = torch.sigmoid(self.body(hidden))
         return product.mul_(2.0)
 
@@ -428,12 +424,12 @@ class RRelu(Block):
         super().__init__()
         self.relu = nn.RReLU()
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.relu(self.body(hidden))
 
 
 class RReluBeforeSum(RRelu):
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return hidden + self.relu(self.first(hidden))[:, :6]
 
 
@@ -449,7 +445,7 @@ class DoublesOperators(TorchDispatchMode):
         return 2 * result if func is torch.ops.aten.tanh.default else result
 
 
-def around(enter: Callable[[nn.Module], Any]) -> Callable[[nn.Module, int], Tensor]:
+def around(enter):
     """Returns a loss whose forward runs in a context, which backward does not have."""
 
     def loss(model, number):
@@ -461,7 +457,7 @@ def around(enter: Callable[[nn.Module], Any]) -> Callable[[nn.Module, int], Tens
     return loss
 
 
-def later(loss: Callable[[nn.Module, int], Tensor]) -> Callable[[nn.Module, int], Tensor]:
+def later(loss):
     """Returns a loss that is the plain one in the first two calls."""
 
     def changing(model, number):
@@ -472,14 +468,14 @@ def later(loss: Callable[[nn.Module, int], Tensor]) -> Callable[[nn.Module, int]
 
 
 @contextmanager
-def hook(model: nn.Module) -> Iterator[None]:
+def hook(model):
     handle = model.layers[1].first.register_forward_hook(lambda module, args, output: 2 * output)
     yield
     handle.remove()
 
 
 @contextmanager
-def hook_on_all(model: nn.Module) -> Iterator[None]:
+def hook_on_all(model):
     handle = nn.modules.module.register_module_forward_hook(
         lambda module, args, output: 2 * output if isinstance(module, nn.Dropout) else None
     )
@@ -488,7 +484,7 @@ def hook_on_all(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(model: nn.Module) -> Iterator[None]:
+def replaced(model):
     inner = model.layers[1].first
     inner.forward = lambda x: F.linear(x, 2 * inner.weight, inner.bias)
     yield
@@ -496,7 +492,7 @@ def replaced(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def default_dtype(model: nn.Module) -> Iterator[None]:
+def default_dtype(model):
     torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -505,7 +501,7 @@ def default_dtype(model: nn.Module) -> Iterator[None]:
 
 
 class MakesTensors(Block):
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.body(hidden) + (torch.ones(6) / 3).sum().float()
 
 
@@ -516,25 +512,25 @@ LOCAL = threading.local()
 class ReadsContext(Block):
     """Reads a setting of a library, which its caller sets for the forward alone."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.body(hidden * SCALE.get() * getattr(LOCAL, "scale", 1.0))
 
 
 @contextmanager
-def variable(model: nn.Module) -> Iterator[None]:
+def variable(model):
     token = SCALE.set(2.0)
     yield
     SCALE.reset(token)
 
 
 @contextmanager
-def local(model: nn.Module) -> Iterator[None]:
+def local(model):
     LOCAL.scale = 2.0
     yield
     del LOCAL.scale
 
 
-def norm() -> nn.Module:
+def norm():
     return nn.BatchNorm1d(6)
 
 
@@ -547,7 +543,7 @@ class HiddenNorm(Block):
         super().__init__()
         self.hidden = [norm()]
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         hidden = self.body(self.hidden[0](hidden))
         return self.following[0](hidden) if self.following else hidden
 
@@ -561,14 +557,14 @@ class Nested(Model):
         for layer, following in itertools.pairwise(self.layers):
             layer.following = [following]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.layers[0](self.embedding(x)).square().mean()
 
 
 class Remote(Block):
     """Gets a module, functions and a tensor with attributes, all of which count."""
 
-    def forward(self, hidden: Tensor, norm: nn.Module, count, add) -> Tensor:
+    def forward(self, hidden, norm, count, add):
         add(hidden.square().mean())
         return self.body(norm(hidden) * (1 + count() % 3) * hidden.scale)
 
@@ -578,7 +574,7 @@ class Remotes(Model):
         super().__init__(Remote)
         self.norm, self.count, self.losses = norm(), Collector(), []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         number, shift = 0, self.embedding(x)
 
         def count():
@@ -613,11 +609,11 @@ class KeepsCell(Block):
 
         self.count, self.total = partial(count, [0]), MethodType(total, counter)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.body(hidden * (1 + self.count() % 5 + self.total() % 3))
 
 
-def caught(model: nn.Module, number: int) -> Tensor:
+def caught(model, number):
     """Adds what hooks caught, in a list that is emptied before backward."""
     if not hasattr(model, "caught"):
         model.caught = []
@@ -630,14 +626,14 @@ def caught(model: nn.Module, number: int) -> Tensor:
     return loss
 
 
-def by_many_vectors(model: nn.Module, number: int) -> Tensor:
+def by_many_vectors(model, number):
     rows = torch.autograd.functional.jacobian(
         model, batches()[number], create_graph=True, vectorize=True
     )
     return rows.square().sum()
 
 
-def in_inference_mode(model: nn.Module, number: int) -> Tensor:
+def in_inference_mode(model, number):
     loss = plainly(model, number)
     with torch.inference_mode():
         loss.backward()
@@ -648,13 +644,13 @@ class Graphs(Model):
     """Passes a sparse matrix to each layer."""
 
     class Layer(Block):
-        def forward(self, hidden: Tensor, matrix: Tensor) -> Tensor:
+        def forward(self, hidden, matrix):
             return torch.sparse.mm(matrix, self.body(hidden))
 
     def __init__(self):
         super().__init__(self.Layer)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden, matrix = self.embedding(x), torch.eye(5).to_sparse()
         for layer in self.layers:
             hidden = layer(hidden, matrix)
@@ -683,7 +679,7 @@ class Scripted(Block):
         traced = torch.jit.trace(nn.Linear(6, 6).eval(), batches()[0])
         self.gated, self.frozen = scripted(), torch.jit.freeze(traced)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.gated(self.body(hidden)) + self.frozen(hidden)
 
 
@@ -694,7 +690,7 @@ class Arrays(Block):
         super().__init__()
         self.bytes, self.floats = bytearray(2), array("d", [0.0])
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         self.bytes[0] += 1
         self.floats[0] += 1
         return self.body(hidden * (1 + self.bytes[0] % 3 + self.floats[0] % 2))
@@ -709,25 +705,25 @@ class LateNorm(nn.Module):
         super().__init__()
         self.norm = norm()
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         self.calls += 1
         return hidden + self.norm(hidden * float(self.calls > 2))
 
 
-def exchanged(model: nn.Module, number: int) -> Tensor:
+def exchanged(model, number):
     model.calls = getattr(model, "calls", 0) + 1
     for layer in model.layers if model.calls == 3 else ():
         layer.dropout = nn.BatchNorm1d(12)
     return plainly(model, number)
 
 
-def traced() -> nn.Module:
+def traced():
     model = Model(Block)
     model.layers[1] = torch.jit.trace(model.layers[1], batches()[0], check_trace=False)
     return model
 
 
-def by_a_copy(model: nn.Module, number: int) -> Tensor:
+def by_a_copy(model, number):
     """Calls a copy of a layer, which has other weights and shares its forward."""
     if not hasattr(model, "extra"):
         model.extra = copy.copy(model.layers[1])
@@ -736,7 +732,7 @@ def by_a_copy(model: nn.Module, number: int) -> Tensor:
     return hidden.square().mean()
 
 
-def in_two_threads(model: nn.Module, number: int) -> Tensor:
+def in_two_threads(model, number):
     """Runs two backwards at once. Returns a loss whose gradient is the sum of theirs."""
     parameters = [*model.parameters()]
     losses = [plainly(model, each) for each in (number, 2)]
@@ -748,12 +744,7 @@ def in_two_threads(model: nn.Module, number: int) -> Tensor:
     )
 
 
-def case(
-    build: Callable[[], nn.Module],
-    loss: Callable[[nn.Module, int], Tensor] = plainly,
-    *,
-    may_refuse: bool = False,
-) -> Foreign:
+def case(build, loss=plainly, *, may_refuse=False):
     """Returns a model. build: makes the model, or one layer of it."""
     whole = build in (WritesView, Nested, Remotes, Graphs, traced)
     make = build if whole else (lambda: Model(build))

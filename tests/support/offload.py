@@ -4,15 +4,11 @@
 frees or overwrites memory too early, the result has wrong bits or `Late` records a fault.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import torch
-from torch import Tensor
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.offload import CopyStreams
 from tests.support.models import sample_tokens
@@ -45,7 +41,7 @@ class Late(CopyStreams):
         self.count = 0
         self.faults = []
 
-    def out(self, host: Tensor, source: Tensor, *, after) -> tuple[str, int]:
+    def out(self, host, source, *, after):
         original = weakref.ref(source.untyped_storage())
 
         def make():
@@ -56,7 +52,7 @@ class Late(CopyStreams):
 
         return self._queue("out", make, after)
 
-    def back(self, target: Tensor, host: Tensor, *, after) -> tuple[str, int]:
+    def back(self, target, host, *, after):
         target.fill_(255)  # these bytes are NaN in every floating-point format
         place = weakref.ref(target.untyped_storage())
 
@@ -68,12 +64,12 @@ class Late(CopyStreams):
 
         return self._queue("back", make, after)
 
-    def wait(self, mark: tuple[str, int]):
+    def wait(self, mark):
         direction, number = mark
         while self.queues[direction] and self.queues[direction][0][0] <= number:
             self.queues[direction].pop(0)[1]()
 
-    def forsake(self, target: Tensor):
+    def forsake(self, target):
         """Keeps the memory until the copy has run, as the allocator of a device does."""
         self.wait(("back", self.count))
 
@@ -88,13 +84,13 @@ class Late(CopyStreams):
         return direction, self.count
 
 
-def config_of(policy: str) -> RecomputeConfig:
+def config_of(policy):
     return RecomputeConfig(
         recompute_policy=policy.partition(",")[0], contiguous_saved_activations=policy == CONTIGUOUS
     )
 
 
-def build(policy: str, copy_streams: CopyStreams | None = None, **overrides) -> GPTModel:
+def build(policy, copy_streams=None, **overrides):
     model = planned(
         config_of(policy),
         **{"num_layers": NUM_LAYERS, "hidden_dropout": 0.1, "attention_dropout": 0.1, **overrides},
@@ -104,7 +100,7 @@ def build(policy: str, copy_streams: CopyStreams | None = None, **overrides) -> 
     return model
 
 
-def step(model: GPTModel, *, batches: tuple[int, ...] = (3,)) -> list[Tensor]:
+def step(model, *, batches=(3,)):
     """Returns the gradients of micro-batches that are all in flight before the first backward.
 
     The random numbers are the same at every call.
@@ -117,9 +113,9 @@ def step(model: GPTModel, *, batches: tuple[int, ...] = (3,)) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def draw_alike(model: GPTModel):
+def draw_alike(model):
     model.context.rng.restore(RngStreams(CPU, seed=5).snapshot())
 
 
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+def equal(first, second):
     return all(map(torch.equal, first, second))

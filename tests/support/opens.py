@@ -1,10 +1,7 @@
 """Records the files that Python opens to read below a folder."""
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +26,7 @@ sys.addaudithook(_hook)  # a hook stays for ever, so there is one for all tests
 
 
 @contextmanager
-def opened_below(root: Path) -> Iterator[set[Path]]:
+def opened_below(root):
     """Yields the set of regular files below `root` that are opened to read during the block."""
     entry = (str(root), set())
     _recording.append(entry)

@@ -11,35 +11,30 @@ thinning repeatedly takes the first of the cases that add the most pairs, until 
 thins a grid in the weekly run too, which sets FULL_GRIDS=1.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import pytest
 
 FULL_GRIDS = os.environ.get("FULL_GRIDS", "") not in ("", "0")
-Case = tuple[Any, ...]
 
 
-def subsets(items: Sequence[Any]) -> Iterable[tuple[Any, ...]]:
+def subsets(items):
     """Returns each item, each pair and all; in the weekly run every set of some of them."""
     sizes = range(1, len(items) + 1) if FULL_GRIDS else (1, 2, len(items))
     return itertools.chain.from_iterable(itertools.combinations(items, size) for size in sizes)
 
 
-def pairs(*axes: Iterable[Any], ids=None) -> list[Any]:
+def pairs(*axes, ids=None):
     """Returns the parameters of the whole grid, in its order. ids: a function from a case's values
     to its name."""
     return thinned(itertools.product(*axes), ids=ids)
 
 
-def thinned(cases: Iterable[Case], *, ids=None) -> list[Any]:
+def thinned(cases, *, ids=None):
     """Returns the parameters of cases that need not be a whole grid.
 
     The cases that covering() leaves out are marked `weekly`.
@@ -56,7 +51,7 @@ def thinned(cases: Iterable[Case], *, ids=None) -> list[Any]:
     ]
 
 
-def covered(cases: Iterable[Case]) -> list[Case]:
+def covered(cases):
     """Returns the cases that covering() keeps, in their order, in the weekly run too.
 
     It is for the biggest grids, whose cases differ in three settings and more.
@@ -65,7 +60,7 @@ def covered(cases: Iterable[Case]) -> list[Case]:
     return [cases[number] for number in sorted(covering(cases))]
 
 
-def sampled(cases: Iterable[Any], *, every: int, at_most: int = 1) -> list[Any]:
+def sampled(cases, *, every, at_most=1):
     """Returns each `every`-th case, or each `at_most`-th with FULL_GRIDS, which is usually all.
 
     It is for a long list of similar neighbours that one test walks through. `every` should have no
@@ -74,7 +69,7 @@ def sampled(cases: Iterable[Any], *, every: int, at_most: int = 1) -> list[Any]:
     return list(cases)[:: at_most if FULL_GRIDS else every]
 
 
-def thirds(cases: Iterable[Case]) -> list[Any]:
+def thirds(cases):
     """Returns the parameters of all cases, of which two in three are marked `weekly`.
 
     It is for many cheap cases with similar neighbours.
@@ -85,7 +80,7 @@ def thirds(cases: Iterable[Case]) -> list[Any]:
     ]
 
 
-def only(cases: Iterable[Any], *numbers: int) -> list[Any]:
+def only(cases, *numbers):
     """Returns the parameters of all cases. The cases with other numbers are marked `long`.
 
     It is for expensive cases whose settings cheaper tests of the default run have too. A case is a
@@ -102,9 +97,7 @@ def only(cases: Iterable[Any], *numbers: int) -> list[Any]:
     ]
 
 
-def in_one_test(
-    names: str, cases: Iterable[Any]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def in_one_test(names, cases):
     """Makes one test that walks through all cases, where parametrize would make a test of each.
 
     It is for hundreds of cases of a millisecond: a test of its own costs pytest three. The error of
@@ -131,7 +124,7 @@ def in_one_test(
     return decorate
 
 
-def covering(cases: Sequence[Case]) -> frozenset[int]:
+def covering(cases):
     """Returns the numbers of the cases to keep: each pair of values that occurs in some case occurs
     in one of them.
 

@@ -1,7 +1,5 @@
 """Parses an HTML page, and finds what a page must not have."""
 
-from __future__ import annotations
-
 import base64
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -31,7 +29,7 @@ class ParsedPage(HTMLParser):
         self.close()
         self.faults += [f"<{tag}> has no end" for tag in self._open]
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
+    def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
         for name, value in attrs:
             if name.startswith("on"):
@@ -49,7 +47,7 @@ class ParsedPage(HTMLParser):
         if tag in ("th", "td"):
             self.rows[-1].append("")
 
-    def handle_endtag(self, tag: str):
+    def handle_endtag(self, tag):
         if not self._open or self._open.pop() != tag:
             self.faults.append(f"</{tag}> ends no element")
         if tag == "tr":
@@ -57,7 +55,7 @@ class ParsedPage(HTMLParser):
             if len(self.rows[-1]) != self._columns:
                 self.faults.append(f"a row of {len(self.rows[-1])} cells")
 
-    def handle_data(self, data: str):
+    def handle_data(self, data):
         if self._open and self._open[-1] in ("th", "td") and self.rows[-1]:
             self.rows[-1][-1] += data
         if not self._open or self._open[-1] != "style":

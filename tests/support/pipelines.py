@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import stages_of_rank
 from megatron_lite.model.embedding import residual_dtype
@@ -46,11 +44,11 @@ class Layout:
     cut: str | None = None  # --pipeline-model-parallel-layout, instead of `first` and `num_chunks`
 
     @property
-    def ranks(self) -> int:
+    def ranks(self):
         return self.tp * self.pp * self.dp
 
     @property
-    def config(self) -> ParallelConfig:
+    def config(self):
         return ParallelConfig(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
@@ -95,16 +93,16 @@ class Samples:
 
 @contextmanager
 def runner_of(
-    layout: Layout,
-    config: ModelConfig,
+    layout,
+    config,
     *,
-    dtype: torch.dtype = torch.float64,
-    num_kept: int = 0,
-    overlap: bool = True,
-    recompute: RecomputeConfig | None = None,
-    loss_chunk_size: int | None = None,
-    everywhere: bool = False,
-) -> Iterator[StageRunner]:
+    dtype=torch.float64,
+    num_kept=0,
+    overlap=True,
+    recompute=None,
+    loss_chunk_size=None,
+    everywhere=False,
+):
     """Yields the runner of this rank's stages, in the initialised default group, if one exists."""
     with parallel_state(layout.config, seed=7) as parallel:
         chunks = [
@@ -140,15 +138,7 @@ def runner_of(
         )
 
 
-def train(
-    layout: Layout,
-    config: ModelConfig,
-    *,
-    steps: int,
-    micro_batches: int,
-    data_parallel: DataParallelConfig | None = None,
-    **options,
-) -> Trained:
+def train(layout, config, *, steps, micro_batches, data_parallel=None, **options):
     """Trains by AdamW over `micro_batches` micro-batches in all, the same in each step.
 
     data_parallel: the layout of the optimizer. With it the result has no first gradients, since the

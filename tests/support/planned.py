@@ -1,13 +1,8 @@
 """Tiny models with a recompute plan, and their gradients."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.model.gpt import GPTModel
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
@@ -15,14 +10,7 @@ from tests.support.models import build_tiny_model, sample_tokens, tiny_config, t
 NUM_LAYERS = 3
 
 
-def planned(
-    recompute: RecomputeConfig | str,
-    *,
-    parallel: ParallelState | None = None,
-    variant: str | None = None,
-    sequence_parallel: bool = False,
-    **config,
-) -> GPTModel:
+def planned(recompute, *, parallel=None, variant=None, sequence_parallel=False, **config):
     """Returns a model in float32 that is recomputed by flags or by a policy.
 
     parallel: by default one rank, whose state is only there while the model is built.
@@ -44,5 +32,5 @@ def planned(
     )
 
 
-def loss_of(model: GPTModel, seed: int = 3) -> Tensor:
+def loss_of(model, seed=3):
     return model.loss(*sample_tokens(seed)).mean()

@@ -1,12 +1,10 @@
 """Finds ports of this host that no program listens on."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count):
     """Returns different ports that no program listens on at the moment of the call."""
     with contextlib.ExitStack() as probes:
         found = [probes.enter_context(socket.socket()) for _ in range(count)]
@@ -15,6 +13,6 @@ def free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in found]
 
 
-def free_port() -> int:
+def free_port():
     """Returns a port that no program listens on at the moment of the call."""
     return free_ports(1)[0]

@@ -12,8 +12,6 @@ statuses and output, as a user's shell does. This file imports once the modules 
 late. In each rank these imports would take longer than a short run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -21,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -48,11 +45,11 @@ class Program:
         self.pids, self.statuses = pids, {}
         self._folder, self._pidfds = folder, [os.pidfd_open(pid) for pid in pids]
 
-    def send(self, rank: int, number: signal.Signals):
+    def send(self, rank, number):
         """Sends a signal to a rank."""
         signal.pidfd_send_signal(self._pidfds[rank], number)
 
-    def wait(self, *ranks: int, timeout: float = HANG_S) -> list[int]:
+    def wait(self, *ranks, timeout=HANG_S):
         """Waits until the ranks, by default all, have ended. Returns their statuses.
 
         Raises AssertionError, with the output of all ranks, if one does not end in time.
@@ -75,22 +72,22 @@ class Program:
         for pidfd in self._pidfds:
             os.close(pidfd)
 
-    def output(self, rank: int) -> str:
+    def output(self, rank):
         """Returns a rank's stdout."""
         return (self._folder / f"{rank}.out").read_text()
 
-    def errors(self, rank: int) -> str:
+    def errors(self, rank):
         """Returns a rank's stderr."""
         return (self._folder / f"{rank}.err").read_text()
 
-    def everything(self) -> str:
+    def everything(self):
         """Returns the output of all ranks, for the message of a failing test."""
         outputs = [self.output(rank) for rank in range(len(self.pids))]
         return "".join(
             f"--- rank {rank}\n{text}{self.errors(rank)}" for rank, text in enumerate(outputs)
         )
 
-    def messages(self) -> list[str]:
+    def messages(self):
         """Returns the lines of all ranks in which the program states why it ends."""
         return [
             line
@@ -101,14 +98,7 @@ class Program:
 
 
 @contextlib.contextmanager
-def program(
-    arguments: list[str] | Callable[[int], list[str]],
-    *,
-    ranks: int,
-    prepare: Callable[[int], None] = lambda rank: None,
-    rank_0_owns_store: bool = False,
-    main: Callable[[list[str]], int] | None = None,
-) -> Iterator[Program]:
+def program(arguments, *, ranks, prepare=lambda rank: None, rank_0_owns_store=False, main=None):
     """Starts the program. No rank outlives the block.
 
     arguments: the arguments of all ranks, or a function of the rank.
@@ -181,12 +171,7 @@ def _agent_store():
         os.close(keep_alive)
 
 
-def run_program(
-    *arguments: str,
-    ranks: int = 1,
-    prepare: Callable[[int], None] = lambda rank: None,
-    main: Callable[[list[str]], int] | None = None,
-) -> subprocess.CompletedProcess[str]:
+def run_program(*arguments, ranks=1, prepare=lambda rank: None, main=None):
     """Runs the program to its end. Returns the first status that is not 0, if any, and the output.
 
     The ranks' outputs follow each other.
@@ -214,7 +199,7 @@ def _start(rank, arguments, variables, prepare, main, folder):
     return start_fork(run)
 
 
-def completes(*arguments: str) -> str:
+def completes(*arguments):
     """Runs the program on two ranks, and asserts that both end well. Returns rank 0's stdout."""
     with program(list(arguments), ranks=2) as run:
         assert run.wait() == [0, 0], run.everything()

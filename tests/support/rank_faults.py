@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.parallel.weight_gradient import own_sum
 from megatron_lite.training import loop
 from megatron_lite.training.build_trainer import build_trainer
-from megatron_lite.training.loop import Trainer
 from megatron_lite.training.step import TrainingError
 from tests.support.layouts import LAYOUTS
 
@@ -49,7 +44,7 @@ SHAPES = {
 }
 
 
-def in_shape(config: RunConfig, name: str) -> RunConfig:
+def in_shape(config, name):
     """Returns the run's config in a layout of SHAPES."""
     shape = SHAPES[name]
     return replace(
@@ -59,9 +54,7 @@ def in_shape(config: RunConfig, name: str) -> RunConfig:
     )
 
 
-def run_until_it_ends(
-    config: RunConfig, prepare: Callable[[Trainer], Any] | None = None
-) -> tuple[Trainer, Exception | None]:
+def run_until_it_ends(config, prepare=None):
     """Runs the config on this rank. Returns its trainer, and the error that ended it or None.
 
     After an error the rank leaves the default group, as the program does.
@@ -80,9 +73,7 @@ def run_until_it_ends(
     return trainer, error
 
 
-def during_iteration(
-    monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...], hook: Callable[[], Any]
-):
+def during_iteration(monkeypatch, iterations, hook):
     """Puts `hook()`, a context manager, around the train_step of these iterations.
 
     The run must start at iteration 0.
@@ -98,7 +89,7 @@ def during_iteration(
     monkeypatch.setattr(loop, "train_step", hooked)
 
 
-def first_step_fails(monkeypatch: pytest.MonkeyPatch, error: Exception):
+def first_step_fails(monkeypatch, error):
     """Raises the error in the first train_step from now on."""
 
     def fails():
@@ -176,7 +167,7 @@ class Poison:
         )
 
 
-def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
+def tensors_of(trainer):
     """Returns copies of this rank's weights and optimizer states."""
     optimizer = trainer.optimizer
     optimizer.finish()
@@ -197,7 +188,7 @@ def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
     }
 
 
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+def differing(one, other):
     """Returns the names of tensors that are not equal to the bit."""
     return sorted(
         {

@@ -7,8 +7,6 @@ Forking is safe only if the parent has never run an OpenMP loop on several threa
 tests/conftest.py ensures. The ranks cannot use CUDA, since a forked process cannot.
 """
 
-from __future__ import annotations
-
 import datetime
 import faulthandler
 import gc
@@ -21,10 +19,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,13 +36,7 @@ class RankFailure(RuntimeError):
     """A rank raised, died or did not return in time. The message holds the rank's own traceback."""
 
 
-def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args,
-    timeout: float = HANG_S,
-    detail: bool | None = None,
-) -> list[Any]:
+def run_ranks(fn, world_size, *args, timeout=HANG_S, detail=None):
     """Calls `fn(rank, world_size, *args)` in `world_size` processes that share a gloo group.
 
     Returns the results in rank order. Results come back pickled, tensors by value. Every rank

@@ -1,25 +1,17 @@
 """Small training runs on mock data, in the test's own processes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from megatron_lite.api import run_config
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
-from megatron_lite.training.loop import Trainer
 
 TIMINGS = ("iteration_ms", "tokens_per_second")
 
 
-def tiny_run(
-    *, tp_size: int = 1, metrics: Path | None = None, learning_rate: float | None = None, **settings
-) -> RunConfig:
+def tiny_run(*, tp_size=1, metrics=None, learning_rate=None, **settings):
     """Returns the config of a run of 20 iterations of 4 samples, with dropout.
 
     The vocabulary has 98 + 1 ids and is padded to a multiple of 64 x TP.
@@ -48,7 +40,7 @@ def tiny_run(
     return run_config(**{**shape, **batches, **data, **others, **schedule, **settings})
 
 
-def run_to_end(config: RunConfig) -> Trainer:
+def run_to_end(config):
     """Runs the config in this process. Returns the finished trainer.
 
     If a default group is initialised, this process is one of its ranks.
@@ -59,12 +51,12 @@ def run_to_end(config: RunConfig) -> Trainer:
     return trainer
 
 
-def with_checkpoint(config: RunConfig, **fields) -> RunConfig:
+def with_checkpoint(config, **fields):
     """Returns the run's config with other --save and --load settings."""
     return replace(config, checkpoint=CheckpointConfig(**fields))
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def rows(path):
     """Returns the rows of a metrics file without their timings."""
     return [
         {key: value for key, value in json.loads(line).items() if key not in TIMINGS}
@@ -72,7 +64,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def step_bytes(root: Path, iteration: int) -> dict[str, bytes]:
+def step_bytes(root, iteration):
     """Returns the bytes of every tensor file of a checkpoint, by name."""
     return {
         path.name: path.read_bytes()

@@ -1,31 +1,14 @@
 """Small runs that save, and what a run would begin with when it loads."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-from torch import Tensor
-
 from megatron_lite.checkpointing.start import find_start
 from megatron_lite.checkpointing.state import load_checkpoint
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
-from megatron_lite.training.loop import Trainer
 from tests.support.runs import run_to_end, tiny_run
 
 
-def saving_run(
-    folder: Path,
-    last: int,
-    *,
-    stop: int | None = None,
-    load: bool = True,
-    tp_size: int = 1,
-    metrics: Path | None = None,
-    **checkpoint,
-) -> RunConfig:
+def saving_run(folder, last, *, stop=None, load=True, tp_size=1, metrics=None, **checkpoint):
     """Returns a run of `last` iterations that saves to a folder, and loads from there.
 
     stop: the iteration after which this start ends.
@@ -41,7 +24,7 @@ def saving_run(
     )
 
 
-def train(rank: int, world_size: int, config: RunConfig) -> str:
+def train(rank, world_size, config):
     """Runs the config on this rank. Returns type and text of the InputError that ended it."""
     try:
         run_to_end(config)
@@ -50,7 +33,7 @@ def train(rank: int, world_size: int, config: RunConfig) -> str:
     return ""
 
 
-def loaded_into(trainer: Trainer, parallel: ParallelState, run: RunConfig) -> list[str]:
+def loaded_into(trainer, parallel, run):
     """Loads the step that the run would begin with. Returns its notices."""
     start = find_start(run.checkpoint, parallel)
     parts = (trainer.model, trainer.optimizer)
@@ -58,7 +41,7 @@ def loaded_into(trainer: Trainer, parallel: ParallelState, run: RunConfig) -> li
     return load_checkpoint(start, run, parallel, *parts, data=data)
 
 
-def state_of(trainer: Trainer, parallel: ParallelState) -> dict[str, Tensor]:
+def state_of(trainer, parallel):
     """Returns copies of weights, optimizer states and random streams."""
     states = {
         f"{name}/{key}": value
@@ -69,7 +52,7 @@ def state_of(trainer: Trainer, parallel: ParallelState) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in found.items()}
 
 
-def loaded_state(run: RunConfig) -> dict[str, Tensor]:
+def loaded_state(run):
     """Returns all that a run would begin with."""
     with parallel_state(run.parallel, seed=1) as parallel:
         trainer = build_trainer(run, parallel)
@@ -77,7 +60,7 @@ def loaded_state(run: RunConfig) -> dict[str, Tensor]:
         return state_of(trainer, parallel)
 
 
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+def same(found, wanted):
     """Returns whether all tensors are equal to the bit."""
     return found.keys() == wanted.keys() and all(
         found[name].equal(value) for name, value in wanted.items()

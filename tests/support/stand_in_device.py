@@ -14,8 +14,6 @@ A process cannot give the device back, so `run_watched` must run in a process of
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
@@ -27,11 +25,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import state
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute import offload
 from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.recompute.phase import is_allocating_on_host
@@ -126,9 +122,7 @@ def _tensors(tree):
 
 
 @contextmanager
-def rank_on_the_device(
-    config: RunConfig, patch: pytest.MonkeyPatch, fake: SimulatedTensors, **place: int
-) -> Iterator[ParallelState]:
+def rank_on_the_device(config, patch, fake, **place):
     """Yields the state of a simulated rank whose device is the stand-in. place: see simulated_rank.
 
     The offloaded tensors take the way that they take on CUDA.
@@ -151,9 +145,7 @@ class StandInStep(NamedTuple):
 
 
 @contextmanager
-def step_on_the_device(
-    config: RunConfig, patch: pytest.MonkeyPatch, *, num_microbatches: int = 1, **place: int
-) -> Iterator[StandInStep]:
+def step_on_the_device(config, patch, *, num_microbatches=1, **place):
     """Yields what a training step of a rank takes. place: see simulated_rank."""
     fake = SimulatedTensors()
     with (
@@ -175,9 +167,7 @@ def step_on_the_device(
         yield StandInStep(streams, runner, optimizer, batches)
 
 
-def run_watched(
-    config: RunConfig, rank: int, *, world_size: int, num_microbatches: int, steps: int = 1
-) -> Counter[str]:
+def run_watched(config, rank, *, world_size, num_microbatches, steps=1):
     """Runs training steps of one rank on the stand-in. Returns the faults, and how often each was.
 
     config: with a vocabulary size. Building the model and the optimizer is not watched.

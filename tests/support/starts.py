@@ -3,19 +3,15 @@
 Each start has one rank, in the test's own process.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from megatron_lite.checkpointing.directory import Claim, SaveDirectory
 from megatron_lite.checkpointing.lock import DirectoryLock, Holder
 from megatron_lite.checkpointing.metadata import Manifest
 from megatron_lite.checkpointing.saver import StepWriter
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
-from megatron_lite.checkpointing.state import Snapshot, take_snapshot
+from megatron_lite.checkpointing.state import take_snapshot
 from megatron_lite.checkpointing.step_files import METADATA
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.parallel.state import parallel_state
@@ -29,13 +25,13 @@ class Saved:
     def __init__(self, parallel, snapshot):
         self._parallel, self._snapshot = parallel, snapshot
 
-    def at(self, iteration: int) -> Snapshot:
+    def at(self, iteration):
         metadata = json.loads(self._snapshot.texts[METADATA])
         metadata["progress"]["iteration"] = iteration
         texts = {**self._snapshot.texts, METADATA: json.dumps(metadata).encode()}
         return self._snapshot._replace(iteration=iteration, texts=texts)
 
-    def start(self, root: Path, number: int, iterations: list[int], **options) -> int:
+    def start(self, root, number, iterations, **options):
         """Runs one start of a job: locks the directory, reads the newest good step, and saves.
 
         Returns the iteration from which it continues.
@@ -68,7 +64,7 @@ class Saved:
 
 
 @contextmanager
-def saved_model() -> Iterator[Saved]:
+def saved_model():
     """Yields a model of one small layer, to be saved."""
     config = tiny_run(
         num_layers=1, hidden_size=8, num_attention_heads=2, train_iters=1, eval_iters=0

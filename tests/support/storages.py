@@ -1,26 +1,19 @@
 """The storages of tensors, by the addresses under which the product's meters know them."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterable
-
-from torch import Tensor, UntypedStorage
-
-from megatron_lite.memory.measure.meter import KeptForBackward
 
 
-def address(storage: UntypedStorage) -> int:
+def address(storage):
     """Returns the address of a storage. It stays the same when the storage's memory is resized."""
     return storage._cdata
 
 
-def addresses(tensors: Iterable[Tensor]) -> set[int]:
+def addresses(tensors):
     """Returns the addresses of the tensors' storages."""
     return {address(tensor.untyped_storage()) for tensor in tensors}
 
 
-def bytes_by_label(meter: KeptForBackward) -> Counter[str]:
+def bytes_by_label(meter):
     """Returns the kept bytes by the module that saved them first, "" outside of every module."""
     totals = Counter()
     for storage in meter.storages().values():
@@ -28,7 +21,7 @@ def bytes_by_label(meter: KeptForBackward) -> Counter[str]:
     return totals
 
 
-def distinct(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+def distinct(tensors):
     """Returns the storages of the tensors, each once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return list({address(storage): storage for storage in storages}.values())

@@ -9,17 +9,12 @@ A collective that was started runs on a stream of its own. It begins after the w
 before it, and `wait` makes the current stream wait for it.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,14 +34,14 @@ class Stream:
     def __init__(self, *_, **__):
         self.done = Counter()
 
-    def wait_stream(self, other: Stream):
+    def wait_stream(self, other):
         self._join(other.done)
 
-    def wait_event(self, event: Event):
+    def wait_event(self, event):
         self._join(event.done)
         event.is_awaited = True
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event=None):
         event = event or Event()
         event.record(self)
         return event
@@ -63,10 +58,10 @@ class Event:
         self.done = Counter()
         self.is_awaited = False
 
-    def record(self, stream: Stream):
+    def record(self, stream):
         self.done = stream.done.copy()
 
-    def wait(self, stream: Stream):
+    def wait(self, stream):
         stream.wait_event(self)
 
     def synchronize(self):
@@ -97,13 +92,13 @@ class Work:
         streams.under_way[id(self)] = self._started_at
         self._is_awaited = False
 
-    def wait(self, *_) -> bool:
+    def wait(self, *_):
         self._streams.current.wait_stream(self._stream)
         self._streams.under_way.pop(id(self), None)
         self._tensors, self._is_awaited = (), True
         return True
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return self._is_awaited
 
     def __del__(self):
@@ -124,7 +119,7 @@ class Streams:
 
     @classmethod
     @contextmanager
-    def in_place_of_cuda(cls, patch: pytest.MonkeyPatch) -> Iterator[Streams]:
+    def in_place_of_cuda(cls, patch):
         """Puts the streams in the place of torch's, and stand-ins in that of collectives."""
         streams = cls()
         for name, value in {
@@ -150,7 +145,7 @@ class Streams:
         yield streams
 
     @contextmanager
-    def entered(self, stream: Stream) -> Iterator[None]:
+    def entered(self, stream):
         """Stands in for torch.cuda.stream."""
         before, self.current = self.current, stream
         try:
@@ -158,7 +153,7 @@ class Streams:
         finally:
             self.current = before
 
-    def use(self, *, reads: Sequence[Tensor], writes: Sequence[Tensor], stream: Stream):
+    def use(self, *, reads, writes, stream):
         """Notes an operation of `stream`."""
         stream.done[stream] += 1
         self.num_uses[stream] += 1
@@ -173,11 +168,11 @@ class Streams:
                         self.fault("two streams use the same memory in no order")
             (memory.writes if is_written else memory.reads)[stream] = now
 
-    def record(self, tensor: Tensor, stream: Stream):
+    def record(self, tensor, stream):
         """Stands in for Tensor.record_stream."""
         self._of(tensor).recorded.add(stream)
 
-    def started(self, function: Callable[..., Any], *, always: bool = False) -> Callable[..., Any]:
+    def started(self, function, *, always=False):
         """Returns a stand-in of a function of torch.distributed that may start a collective.
 
         always: whether it does so without `async_op`.
@@ -199,7 +194,7 @@ class Streams:
         start.__name__ = name
         return start
 
-    def batch(self, operations: Sequence[Any]) -> list[Work]:
+    def batch(self, operations):
         """Stands in for dist.batch_isend_irecv."""
         return [operation.op(operation.tensor) for operation in operations]
 
@@ -208,7 +203,7 @@ class Streams:
         for line in self.under_way.values():
             self.faults[f"nothing has waited for a collective of {line}"] += 1
 
-    def fault(self, text: str):
+    def fault(self, text):
         self.faults[f"{text}: {place()}"] += 1
 
     def _of(self, tensor):
@@ -234,7 +229,7 @@ class Streams:
                     self.faults["memory is freed while a stream may still use it"] += 1
 
 
-def place() -> str:
+def place():
     """Returns the innermost line of the library that is running, as `file:line`."""
     frame = sys._getframe()
     while frame is not None and not frame.f_code.co_filename.startswith(LIBRARY):

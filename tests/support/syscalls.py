@@ -4,7 +4,6 @@ names that it changes."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +28,7 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def recorded() -> Iterator[list[Call]]:
+def recorded():
     """Yields the list of calls of this process during the block. os.replace counts as a rename."""
     calls = []
     real = {name: getattr(os, name) for name in ("fsync", "replace", "rename", "unlink", "rmdir")}

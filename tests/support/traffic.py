@@ -1,18 +1,12 @@
 """The collectives of a whole model, as the sum of those of its parts."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.sizes import Shape, Sizes
+from megatron_lite.description.sizes import Shape
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.kept_tensors import Traffic, collectives, segment_collectives
-from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 
-def plan_collectives(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Traffic:
+def plan_collectives(model, plan, sizes):
     """Returns all collectives of one micro-batch."""
     layers, of = describe_layers(model, sizes, plan.num_layers, plan.tiles), Shape(model, sizes)
     parts = [collectives(embedding_operations(model, sizes))]
@@ -22,7 +16,7 @@ def plan_collectives(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> T
     return summed([*parts, collectives(head_operations(model, sizes))])
 
 
-def summed(parts: Iterable[Traffic]) -> Traffic:
+def summed(parts):
     """Returns the collectives of several parts, in order."""
     columns = zip(*parts, strict=True)
     return Traffic(*(tuple(one for part in column for one in part) for column in columns))

@@ -1,7 +1,5 @@
 """Compiled kernels without a compiler, and the mark of tests that need one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ LACKS = compiled.missing_compiler(torch.device("cpu"))
 NEEDS_COMPILER = pytest.mark.skipif(LACKS is not None, reason=f"inductor {LACKS}")
 
 
-def uncompiled_kernels(patch: pytest.MonkeyPatch):
+def uncompiled_kernels(patch):
     """Makes every kernel the function itself, which no compiler changes.
 
     Several results are a list, as those of torch's compiler are.

@@ -1,6 +1,5 @@
 """plot_memory: what the picture says, that it is a picture, and one line for each fault."""
 
-import re
 import sys
 
 import pytest
@@ -35,10 +34,6 @@ def two(tmp_path):
     write_timeline(timeline("none", 50 * MIB), paths[0])
     write_timeline(timeline("full $x_1$ uniform", 20 * MIB), paths[1])
     return paths
-
-
-def texts(svg):
-    return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
 
 
 def test_a_long_timeline_is_thinned_and_keeps_its_peak():

@@ -24,7 +24,6 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
 
-CPU = torch.device("cpu")
 POLICIES = ("*:pointwise", "*:full", "*:pointwise+core_attn")
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
 LLAMA = dict(
@@ -34,7 +33,6 @@ LLAMA = dict(
     num_query_groups=2,
 )
 MANY_TOKENS = "--seq-length 512 --max-position-embeddings 512 --vocab-size 255"
-Layout = tuple[int, int, bool]  # TP size, CP size, sequence parallelism
 LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
 VARIANTS = ("qwen", "gpt2", "neox", "nemotron", "llama", "gemma", "cohere", "granite")
 

@@ -59,7 +59,6 @@ SHORT = (
     ("PP", GPT, POLICIES[5], 1),
     ("ZeRO-1, overlap", GPT, POLICIES[1], 2),
 )
-Case = tuple[str, str, str, int]
 
 
 def faults(layout, model, policy, steps):
