@@ -6,6 +6,9 @@ gradient of its output is there, and ends when that of its input is.
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +30,7 @@ from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
 
 FORWARD_END, BACKWARD_END, MODEL_END = range(4, 7)
+PATIENCE = 5.0  # seconds, after which each run is told
 
 
 class Event(NamedTuple):
@@ -72,6 +76,7 @@ class Step:
     ) -> None:
         self._model, self._layers, self._step = model, layers, step
         self._shapes: list[list[Any]] = []  # of the inputs, in each run
+        self._began = time.monotonic()
         self._largest: tuple[int, Any] = (0, None)
         self._events: list[Event] = []
         self.is_divided = False  # over tensor-parallel ranks, as the last read run has seen
@@ -89,6 +94,8 @@ class Step:
         If the inputs vary, every call of the model in a read step gets the largest one so far.
         """
         self._shapes.append([])
+        if time.monotonic() - self._began > PATIENCE and os.environ.get("RANK", "0") == "0":
+            print(f"fit_memory_: run {len(self._shapes)} of the step", file=sys.stderr, flush=True)
         with unchanged(self._model), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Layers under a recompute policy keep no k")
             see = partial(self._see_inputs, is_read=gauge is not None)

@@ -5,21 +5,29 @@ trainer.add_callback(MemoryBudgetCallback("70GiB"))
 
 from __future__ import annotations
 
+import sys
+from collections import deque
+from copy import deepcopy
+from itertools import islice
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from megatron_lite.fit.memory_fit import Fit, fit_memory_
+from megatron_lite.recompute.contents import PLAIN, tensors_of
 from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
+
+LOOKED_AT = 8  # batches, of which the largest is measured
 
 
 class MemoryBudgetCallback(TrainerCallback):
     """Puts the fastest policy that fits on the model when training begins, and takes it off at the
     end.
 
-    The step that is measured is the model's own loss of the first batch of the data loader. The
-    policy takes the place of `gradient_checkpointing`, which is turned off.
+    What is measured is the Trainer's own step, with its loss and its wrappers, of the largest among
+    its first 8 batches; under gradient accumulation two such steps. The policy takes the place of
+    `gradient_checkpointing`, which is turned off. The Trainer's counters and logs stay as they are.
 
     budget, settings: see `fit_memory_`. fit: the result, once training has begun.
     """
@@ -30,26 +38,33 @@ class MemoryBudgetCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Fits the model."""
-        model, loader = kwargs["model"], kwargs["train_dataloader"]
-        device = next(model.parameters()).device
+        trainer, model, loader = _trainer(), kwargs["model"], kwargs["train_dataloader"]
         # An iterator draws random numbers, and that of accelerate counts as the one of training.
         with torch.random.fork_rng([]), drawn_again(map(GeneratorState.of, GLOBAL)):
-            first = next(iter(getattr(loader, "base_dataloader", loader)))
-        batch = {name: value.to(device) for name, value in first.items()}
+            first = islice(getattr(loader, "base_dataloader", loader), LOOKED_AT)
+            batch = max(first, key=lambda each: sum(one.numel() for one in tensors_of(each)))
         if getattr(model, "is_gradient_checkpointing", False):  # TRL turns it on by default
             model.gradient_checkpointing_disable()
             print("gradient_checkpointing is off in this training: the policy takes its place")
         modes = [(module, module.training) for module in model.modules()]
         model.train()  # as the Trainer does at its first step: a loaded model is in eval mode
+        before = {name: deepcopy(each) for name, each in vars(trainer).items() if _is_plain(each)}
+        trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
+
+        def step() -> None:
+            for _ in range(min(2, args.gradient_accumulation_steps)):
+                trainer.training_step(trainer.model_wrapped, dict(batch))
+
         try:
             self.fit = fit_memory_(
                 model,
                 self._budget,
-                step=lambda: model(**batch).loss.backward(),
+                step=step,
                 optimizer=getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]),
                 **self._settings,
             )
         finally:
+            vars(trainer).update(before)
             for module, mode in modes:
                 module.training = mode
         print(self.fit)
@@ -58,3 +73,20 @@ class MemoryBudgetCallback(TrainerCallback):
         """Takes the policy off."""
         if self.fit is not None:
             self.fit.remove()
+
+
+def _trainer() -> Any:
+    """Returns the Trainer that calls the callback, which only its frame has."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(frame.f_locals.get("self"), Trainer):
+            return frame.f_locals["self"]
+    raise ValueError("MemoryBudgetCallback needs a Trainer of transformers: call fit_memory_ here")
+
+
+def _is_plain(value: Any) -> bool:
+    """Tells whether a value is a number, a text, or made of these."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return all(map(_is_plain, value)) if isinstance(value, (list, deque)) else type(value) in PLAIN

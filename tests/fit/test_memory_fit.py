@@ -349,6 +349,14 @@ def test_a_step_of_changing_shapes_counts_with_the_largest():
     assert "other shapes each time" in str(fit) and "other shapes" not in str(largest)
 
 
+def test_a_fit_that_takes_long_tells_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr("megatron_lite.fit.step.PATIENCE", 0.0)
+    model = Model([16, 16])
+    fit_memory_(model, None, step=lambda: model(ids()).backward())
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "fit_memory_: run 1 of the step" and len(told) > 5
+
+
 def test_the_text_names_the_policy_the_peak_and_the_price():
     model = Model([64] * 6)
     step: Any = lambda: model(ids()).backward()  # noqa: E731

@@ -8,8 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
 
+from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.apply import apply_policy_
+from tests.support.foreign_families import FAMILIES, tokens
 from tests.support.odd_layers import Block, Model, Norms, assert_equal, batches
 from tests.support.ranks import run_ranks
 
@@ -149,3 +152,29 @@ def faults_in_dtensors(rank, world_size):
 @pytest.mark.slow
 def test_layers_of_dtensors_train_to_the_same_bits():
     run_ranks(faults_in_dtensors, 2)
+
+
+def trained_as_divided(rank, world_size, folder, policy):
+    """Loss and gradients of a model that transformers has divided by its own plan."""
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
+    if policy is not None:
+        apply_policy_(model, layers_fqn="model.layers", policy=policy, verify=True)
+    torch.manual_seed(3)
+    loss = model(input_ids=tokens(0), labels=tokens(0), use_cache=False).loss
+    loss.backward()
+    gradients = [local_part(each.grad) for each in model.parameters()]
+    assert any(isinstance(each, DTensor) for each in model.parameters())
+    return [loss.detach(), *gradients]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral, router loss"])
+def test_layers_that_transformers_divides_train_to_the_same_bits(family, tmp_path, monkeypatch):
+    FAMILIES[family].build().save_pretrained(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # transformers reads it; the group is there
+
+    def check(rank, world_size):
+        expected = trained_as_divided(rank, world_size, tmp_path, None)
+        for policy in ("*:full@split", "*:ops(matmul,collective)"):
+            assert_equal(trained_as_divided(rank, world_size, tmp_path, policy), expected)
+
+    run_ranks(check, 2)

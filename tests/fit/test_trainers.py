@@ -1,0 +1,208 @@
+"""A budget in other people's trainers: they get the same weights, to the bit, and keep their state.
+
+Each recipe is that of docs/any-model.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+
+from megatron_lite.api import fit_memory_
+from megatron_lite.fit.memory_fit import Fit
+from megatron_lite.fit.trainer_callback import MemoryBudgetCallback
+
+
+def language_model() -> Any:
+    """In eval mode, as `from_pretrained` returns it."""
+    torch.manual_seed(1)
+    settings = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=5, vocab_size=60)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_dropout=0.1)
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings, **heads)).eval()
+
+
+def rows() -> list[dict[str, Tensor]]:
+    """Samples, of which the last two are the longest."""
+    generator = torch.Generator().manual_seed(2)
+    drawn = [torch.randint(0, 60, (length,), generator=generator) for length in (20, 20, 35, 35)]
+    return [{"input_ids": each, "labels": each} for each in drawn]
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def check(
+    train: Callable[[str | None], tuple[list[Tensor], Fit | None]], share: float = 0.8
+) -> None:
+    """train: returns the weights after a few steps, with a budget or without.
+
+    share: the smaller of the budgets, against the peak of a step that keeps everything.
+    """
+    plain, _ = train(None)
+    same, wide = train("1GiB")
+    assert wide is not None and set(wide.policies.values()) == {"*:none"}
+    budget = int(share * wide.measured)
+    others, fit = train(f"{budget}B")
+    assert fit is not None and set(fit.policies.values()) != {"*:none"} and fit.measured <= budget
+    for one, other, each in zip(plain, same, others, strict=True):
+        assert torch.equal(one, other) and torch.equal(one, each)
+
+
+class Summed(transformers.Trainer):
+    """A loss of its own, as trainers of preferences have, and a log that it keeps itself."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.losses: dict[str, list[int]] = {"train": []}
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        assert model.training
+        self.losses["train"].append(inputs["input_ids"].shape[1])
+        logits = model(input_ids=inputs["input_ids"]).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_trainer_of_transformers_is_measured_by_its_own_step(accumulation, tmp_path, capsys):
+    pytest.importorskip("accelerate")  # the Trainer needs it
+
+    def train(budget: str | None) -> tuple[list[Tensor], Fit | None]:
+        settings = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, num_train_epochs=2, report_to=[],
+            gradient_accumulation_steps=accumulation, save_strategy="no", use_cpu=True,
+            disable_tqdm=True, gradient_checkpointing=budget is not None,
+        )  # fmt: skip
+        trainer = Summed(language_model(), settings, train_dataset=rows())
+        # As the samples stand, so the largest batch is the second one.
+        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows())
+        callback = None if budget is None else MemoryBudgetCallback(budget)
+        trainer.add_callback(callback or transformers.TrainerCallback())
+        trainer.train()
+        assert trainer.losses == {"train": [20, 35, 20, 35]}
+        assert not any("forward" in vars(each) for each in trainer.model.modules())
+        return weights(trainer.model), callback and callback.fit
+
+    check(train)
+    assert "gradient_checkpointing is off" in capsys.readouterr().out
+
+
+def test_a_budget_outside_of_a_trainer_says_what_to_call():
+    with pytest.raises(ValueError, match="call fit_memory_"):
+        MemoryBudgetCallback("1GiB").on_train_begin(None, None, None)
+
+
+def test_sft_with_an_adapter_trains_to_the_same_bits(tmp_path):
+    """TRL with its default arguments, and a LoRA of peft."""
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+    datasets = pytest.importorskip("datasets")
+
+    def train(budget: str | None) -> tuple[list[Tensor], Fit | None]:
+        settings = trl.SFTConfig(
+            str(tmp_path), per_device_train_batch_size=2, max_steps=2, report_to=[], use_cpu=True,
+            save_strategy="no", disable_tqdm=True, bf16=False, logging_steps=1,
+        )  # fmt: skip
+        data = datasets.Dataset.from_list([{"input_ids": one["labels"].tolist()} for one in rows()])
+        lora = peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)
+        words = {f"w{n}": n for n in range(58)} | {"<pad>": 58, "<eos>": 59}
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel(words)), pad_token="<pad>", eos_token="<eos>"
+        )
+        trainer = trl.SFTTrainer(
+            language_model(), settings, train_dataset=data, peft_config=lora,
+            processing_class=tokenizer,
+        )  # fmt: skip
+        callback = None if budget is None else MemoryBudgetCallback(budget)
+        trainer.add_callback(callback or transformers.TrainerCallback())
+        trainer.train()
+        return weights(trainer.model), callback and callback.fit
+
+    check(train, 0.9)  # the loss of TRL takes more than the layers
+
+
+class Lit:
+    """What Lightning's module and callback are made of, where it is installed."""
+
+    @staticmethod
+    def classes() -> tuple[Any, Any, Any]:
+        lightning = pytest.importorskip("pytorch_lightning")
+
+        class Module(lightning.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = language_model().train()
+
+            def training_step(self, batch: Any, number: int) -> Any:
+                loss = self.model(**batch).loss
+                self.log("loss", loss)
+                return loss
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.AdamW(self.parameters())
+
+        class Budget(lightning.Callback):
+            def __init__(self, budget: str) -> None:
+                self.budget = budget
+
+            def on_train_start(self, trainer: Any, module: Any) -> None:
+                with torch.random.fork_rng():
+                    batch = trainer.strategy.batch_to_device(next(iter(trainer.train_dataloader)))
+                self.fit = fit_memory_(
+                    module,
+                    self.budget,
+                    step=lambda: trainer.strategy.training_step(batch, 0).backward(),
+                    optimizer=trainer.optimizers[0],
+                )
+
+        return lightning, Module, Budget
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning
+def test_lightning_trains_to_the_same_bits(tmp_path):
+    lightning, module, budgeted = Lit.classes()
+
+    def train(budget: str | None) -> tuple[list[Tensor], Fit | None]:
+        callback = None if budget is None else budgeted(budget)
+        trainer = lightning.Trainer(
+            max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+            callbacks=callback, enable_progress_bar=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        model = module()
+        trainer.fit(model, torch.utils.data.DataLoader(rows(), batch_size=2))
+        return weights(model), callback and callback.fit
+
+    check(train)
+
+
+def test_accelerate_trains_to_the_same_bits():
+    accelerate = pytest.importorskip("accelerate")
+
+    def train(budget: str | None) -> tuple[list[Tensor], Fit | None]:
+        accelerator, fit = accelerate.Accelerator(cpu=True), None
+        plain = language_model().train()
+        model, optimizer, loader = accelerator.prepare(
+            plain, torch.optim.AdamW(plain.parameters()), torch.utils.data.DataLoader(rows(), 2)
+        )
+        if budget is not None:
+            batch = next(iter(loader))
+            fit = fit_memory_(
+                model,
+                budget,
+                step=lambda: accelerator.backward(model(**batch).loss),
+                optimizer=optimizer.optimizer,
+            )
+        torch.manual_seed(3)
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model), fit
+
+    check(train)
