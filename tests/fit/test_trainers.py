@@ -3,24 +3,18 @@
 Each recipe is that of docs/any-model.md.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite.api import fit_memory_
-from megatron_lite.fit.memory_fit import Fit
 from megatron_lite.fit.trainer_callback import MemoryBudgetCallback
 
 
-def language_model() -> Any:
+def language_model():
     """In eval mode, as `from_pretrained` returns it."""
     torch.manual_seed(1)
     settings = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=5, vocab_size=60)
@@ -28,20 +22,18 @@ def language_model() -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings, **heads)).eval()
 
 
-def rows() -> list[dict[str, Tensor]]:
+def rows():
     """Samples, of which the last two are the longest."""
     generator = torch.Generator().manual_seed(2)
     drawn = [torch.randint(0, 60, (length,), generator=generator) for length in (20, 20, 35, 35)]
     return [{"input_ids": each, "labels": each} for each in drawn]
 
 
-def weights(model: nn.Module) -> list[Tensor]:
+def weights(model):
     return [each.detach().clone() for each in model.parameters()]
 
 
-def check(
-    train: Callable[[str | None], tuple[list[Tensor], Fit | None]], share: float = 0.8
-) -> None:
+def check(train, share=0.8):
     """train: returns the weights after a few steps, with a budget or without.
 
     share: the smaller of the budgets, against the peak of a step that keeps everything.
@@ -59,11 +51,11 @@ def check(
 class Summed(transformers.Trainer):
     """A loss of its own, as trainers of preferences have, and a log that it keeps itself."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
         self.losses: dict[str, list[int]] = {"train": []}
 
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+    def compute_loss(self, model, inputs, *_, **__):
         assert model.training
         self.losses["train"].append(inputs["input_ids"].shape[1])
         logits = model(input_ids=inputs["input_ids"]).logits
@@ -74,7 +66,7 @@ class Summed(transformers.Trainer):
 def test_the_trainer_of_transformers_is_measured_by_its_own_step(accumulation, tmp_path, capsys):
     pytest.importorskip("accelerate")  # the Trainer needs it
 
-    def train(budget: str | None) -> tuple[list[Tensor], Fit | None]:
+    def train(budget):
         settings = transformers.TrainingArguments(
             str(tmp_path), per_device_train_batch_size=2, num_train_epochs=2, report_to=[],
             gradient_accumulation_steps=accumulation, save_strategy="no", use_cpu=True,
@@ -104,7 +96,7 @@ def test_sft_with_an_adapter_trains_to_the_same_bits(tmp_path):
     trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
     datasets = pytest.importorskip("datasets")
 
-    def train(budget: str | None) -> tuple[list[Tensor], Fit | None]:
+    def train(budget):
         settings = trl.SFTConfig(
             str(tmp_path), per_device_train_batch_size=2, max_steps=2, report_to=[], use_cpu=True,
             save_strategy="no", disable_tqdm=True, bf16=False, logging_steps=1,
@@ -131,27 +123,27 @@ class Lit:
     """What Lightning's module and callback are made of, where it is installed."""
 
     @staticmethod
-    def classes() -> tuple[Any, Any, Any]:
+    def classes():
         lightning = pytest.importorskip("pytorch_lightning")
 
         class Module(lightning.LightningModule):
-            def __init__(self) -> None:
+            def __init__(self):
                 super().__init__()
                 self.model = language_model().train()
 
-            def training_step(self, batch: Any, number: int) -> Any:
+            def training_step(self, batch, number):
                 loss = self.model(**batch).loss
                 self.log("loss", loss)
                 return loss
 
-            def configure_optimizers(self) -> Any:
+            def configure_optimizers(self):
                 return torch.optim.AdamW(self.parameters())
 
         class Budget(lightning.Callback):
-            def __init__(self, budget: str) -> None:
+            def __init__(self, budget):
                 self.budget = budget
 
-            def on_train_start(self, trainer: Any, module: Any) -> None:
+            def on_train_start(self, trainer, module):
                 with torch.random.fork_rng():
                     batch = trainer.strategy.batch_to_device(next(iter(trainer.train_dataloader)))
                 self.fit = fit_memory_(
@@ -168,7 +160,7 @@ class Lit:
 def test_lightning_trains_to_the_same_bits(tmp_path):
     lightning, module, budgeted = Lit.classes()
 
-    def train(budget: str | None) -> tuple[list[Tensor], Fit | None]:
+    def train(budget):
         callback = None if budget is None else budgeted(budget)
         trainer = lightning.Trainer(
             max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
@@ -184,7 +176,7 @@ def test_lightning_trains_to_the_same_bits(tmp_path):
 def test_accelerate_trains_to_the_same_bits():
     accelerate = pytest.importorskip("accelerate")
 
-    def train(budget: str | None) -> tuple[list[Tensor], Fit | None]:
+    def train(budget):
         accelerator, fit = accelerate.Accelerator(cpu=True), None
         plain = language_model().train()
         model, optimizer, loader = accelerator.prepare(
