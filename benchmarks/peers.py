@@ -135,14 +135,12 @@ def transformers(setting: Setting, weights: Weights, *, compiled: bool) -> list[
 
 def as_transformers(weights: Weights, setting: Setting) -> Weights:
     """Returns the weights of ours by the names, and in the layouts, of transformers."""
-    from megatron_lite.convert.hf import LAYOUTS, row_of  # needs safetensors
+    from megatron_lite.convert.hf import row_of  # needs safetensors
 
     found: Weights = {}
     model = setting.model_config()
     for name, weight in weights.items():
-        row = row_of(setting.family, name, model)
-        parts = LAYOUTS[row.layout].split(weight, model)
-        found |= zip(row.theirs, parts, strict=True)
+        found |= row_of(setting.family, name, model).split(weight)
     return found
 
 

@@ -10,20 +10,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.metadata import (
-    MANIFEST,
-    Manifest,
-    Metadata,
-    Progress,
-    read_config,
-    row_of,
-)
+from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, Metadata, read_config, row_of
 from megatron_lite.checkpointing.shards import SavedLayout, ShardReader
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import (
@@ -55,7 +47,6 @@ from megatron_lite.convert.weights import (
     Advance,
     WeightSource,
     check_layers,
-    check_names,
     copy_tensors,
     is_buffer,
     parameter_specs,
@@ -81,18 +72,13 @@ def native_source(path: Path) -> WeightSource:
     )
     check_layers(config.model.num_layers, len(parameters), step / CONFIG)
     specs = parameter_specs(config.model, vocab_size)
-    held = parameters.keys() & specs.keys()
-    check_names(step, held, specs.keys(), f"the model of its {CONFIG}")
+    trained = [name for name in specs if not is_buffer(name)]
     keys: list[str] = []
     if "optimizer" not in metadata.missing:
         keys = [
             key
             for key in states.suffixes(WORDS, parameters[WORDS])
-            if all(
-                states.has(_full(name, key), parameters[name])
-                for name in specs
-                if not is_buffer(name)
-            )
+            if all(states.has(_full(name, key), parameters[name]) for name in trained)
         ]
     tokenizer, ids = in_folder(step), step / TOKEN_IDS
     if not tokenizer and config.tokenizer.tokenizer_type != "NullTokenizer":
@@ -100,10 +86,9 @@ def native_source(path: Path) -> WeightSource:
         notices = (*notices, note)
 
     def read(name: str, key: str = WEIGHT) -> Tensor:
-        saved = parameters[name]
-        reader, whole = states if key else weights, replace(saved.spec, padded_length=None)
-        tensor = reader.read(_full(name, key), saved, whole, tp_rank=0, tp_size=1)
-        return tensor.float() if key else tensor
+        reader = states if key else weights
+        whole = reader.read(_full(name, key), parameters[name], specs[name], tp_rank=0, tp_size=1)
+        return whole.float() if key else whole
 
     return WeightSource(
         model=config.model,
@@ -128,8 +113,7 @@ def write_native(
         The files are not split: a run reads its part of them, at any parallel sizes.
     Raises InputError if the model does not divide over the parallel sizes.
     """
-    has_states = bool(source.state_keys)
-    progress = source.progress if has_states else Progress()
+    progress = source.progress
     step_name = step_directory(path, progress.iteration).name
     with input_faults("--to megatron-lite: "):
         config = _config(source, path.absolute() / step_name, tp_size, pp_size)
@@ -139,9 +123,9 @@ def write_native(
         pp_size=1,
         dp_size=1,
         cp_size=1,
-        num_updates=source.num_updates if has_states else 0,
+        num_updates=source.num_updates,
         parameters={name: SavedLayout(spec) for name, spec in source.specs.items()},
-        missing=("rng",) if has_states else ("optimizer", "rng"),
+        missing=("rng",) if source.state_keys else ("optimizer", "rng"),
     )
     files: dict[str, Tensors] = defaultdict(dict)
     for name, key, dtype, shape in source.tensors():

@@ -22,7 +22,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,18 +149,15 @@ def stored_tokenizer(source: WeightSource) -> tuple[dict[str, bytes], int | None
     contents = contents_of(((path.name, path) for path in files), vocab_size)
     folder = files[0].parent if files else Path()
     config = config_of(files, folder, vocab_size)
-    if config.tokenizer_type == "NullTokenizer":
-        return contents, None
-    try:
-        tokenizer = build_tokenizer(config)
-    except MissingPackage:
-        return contents, None
-    if tokenizer.vocab_size > vocab_size:
-        raise InputError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids and the model {vocab_size}: "
-            "they belong to different models"
-        )
-    try:
-        return contents, tokenizer.eod
-    except InputError:
-        return contents, None
+    end = None
+    if config.tokenizer_type != "NullTokenizer":
+        with suppress(MissingPackage):
+            tokenizer = build_tokenizer(config)
+            if tokenizer.vocab_size > vocab_size:
+                raise InputError(
+                    f"{folder}: the tokenizer has {tokenizer.vocab_size} ids and the model "
+                    f"{vocab_size}: they belong to different models"
+                )
+            with suppress(InputError):
+                end = tokenizer.eod
+    return contents, end

@@ -8,7 +8,8 @@ format needs one mapping, not one for every other format. Only one tensor is in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,13 +23,13 @@ from megatron_lite.checkpointing.shards import FLOATS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.plain import shown
-from megatron_lite.config.stages import Stage
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 LAYERS = "decoder.layers."
+OF_A_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 MOST_NAMED = 5  # tensors that a message lists
 WEIGHT = ""  # the key of a parameter's own values, beside those of its optimizer states
@@ -48,10 +49,11 @@ class WeightSource:
         model. It raises InputError, with tensor and shapes, if the tensor has another shape.
     tokenizer: the files of the tokenizer; () if the format has none.
     token_ids: the ids of special tokens, as the config.json of Hugging Face names them.
-    progress: how far the run had come that saved them.
+    progress: how far the run had come that saved them; its beginning without optimizer states,
+        since training starts anew.
     state_keys: the optimizer states that can be read for every parameter, such as "exp_avg"; () if
         there are none. "master" is the float32 weight.
-    num_updates: how many updates the optimizer had made.
+    num_updates: how many updates the optimizer had made; 0 without its states.
     notes: what is not taken over, in words for the user.
     """
 
@@ -67,6 +69,9 @@ class WeightSource:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.state_keys:
+            object.__setattr__(self, "progress", Progress())
+            object.__setattr__(self, "num_updates", 0)
         for name, dtype in self.dtypes.items():
             if dtype not in FLOATS.values():
                 raise InputError(
@@ -139,40 +144,30 @@ def parameter_specs(
     vocab_size: the rows of the embedding.
     Raises ValueError if the model does not divide over `tp_size` ranks.
     """
+    few = replace(
+        model,
+        num_layers=2,
+        window_attn_skip_freq=None,
+        no_rope_freq=None,
+        moe_layer_freq=(0, 1) if model.num_experts else 1,
+    )
     # RngStreams seeds the default generator, which belongs to the caller.
     with torch.random.fork_rng([]):
         rng = RngStreams(torch.device("cpu"), seed=0)
     device = torch.device("meta")
-    built = GPTModel(
-        replace(
-            model,
-            num_layers=2,
-            window_attn_skip_freq=None,
-            no_rope_freq=None,
-            moe_layer_freq=1 if model.num_experts is None else (0, 1),
-        ),
-        RankContext(rng=rng, device=device, params_dtype=torch.float32, size=tp_size),
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size,
-    )
-    specs = {name: spec_of(tensor) for name, tensor in saved_state(built).items()}
-    for spec in specs.values():
-        spec.local_shape(tp_size)
-    kinds: tuple[dict[str, ParameterSpec], ...] = ({}, {})
-    outer: dict[str, ParameterSpec] = {}
-    for name, spec in specs.items():
-        kind, rest = layer_of(name)
-        (outer if kind is None else kinds[kind])[rest] = spec
-    # In the order of the model: `outer` has the embeddings again, whose places stay.
-    return {
-        **{name: spec for name, spec in outer.items() if name.startswith("embedding.")},
-        **{
-            f"{LAYERS}{number}.{name}": spec
-            for number in range(model.num_layers)
-            for name, spec in kinds[model.layer_has_experts(number)].items()
-        },
-        **outer,
+    context = RankContext(rng=rng, device=device, params_dtype=torch.float32, size=tp_size)
+    built = GPTModel(few, context, vocab_size=vocab_size, padded_vocab_size=vocab_size)
+    kinds: dict[int | None, dict[str, ParameterSpec]] = {None: {}, 0: {}, 1: {}}
+    for name, tensor in saved_state(built).items():
+        layer, rest = layer_of(name)
+        kinds[layer][rest] = spec_of(tensor)
+        spec_of(tensor).local_shape(tp_size)
+    layers = {
+        f"{LAYERS}{number}.{name}": spec
+        for number in range(model.num_layers)
+        for name, spec in kinds[model.layer_has_experts(number)].items()
     }
+    return {**kinds[None], **layers}
 
 
 def split(whole: Tensor, spec: ParameterSpec, tp_size: int) -> list[Tensor]:
@@ -180,8 +175,8 @@ def split(whole: Tensor, spec: ParameterSpec, tp_size: int) -> list[Tensor]:
     dim = spec.tp_dim
     if dim is None:
         return [whole] * tp_size
-    blocks = [block.chunk(tp_size, dim) for block in whole.chunk(spec.tp_blocks, dim)]
-    return [torch.cat(parts, dim) for parts in zip(*blocks, strict=True)]
+    parts = whole.unflatten(dim, (spec.tp_blocks, tp_size, -1)).unbind(dim + 1)
+    return [part.flatten(dim, dim + 1) for part in parts]
 
 
 def joined(parts: Sequence[Tensor], spec: ParameterSpec) -> Tensor:
@@ -189,8 +184,8 @@ def joined(parts: Sequence[Tensor], spec: ParameterSpec) -> Tensor:
     dim = spec.tp_dim
     if dim is None:
         return parts[0].contiguous()
-    blocks = zip(*(part.chunk(spec.tp_blocks, dim) for part in parts), strict=True)
-    return torch.cat([part for block in blocks for part in block], dim)
+    blocks = [part.unflatten(dim, (spec.tp_blocks, -1)) for part in parts]
+    return torch.stack(blocks, dim + 1).flatten(dim, dim + 2)
 
 
 def is_buffer(name: str) -> bool:
@@ -200,16 +195,8 @@ def is_buffer(name: str) -> bool:
 
 def layer_of(name: str) -> tuple[int | None, str]:
     """Returns the number of a parameter's layer, or None, and its name within the layer."""
-    number, _, rest = name.removeprefix(LAYERS).partition(".")
-    return (int(number), rest) if name.startswith(LAYERS) and number.isdecimal() else (None, name)
-
-
-def is_held(name: str, stage: Stage) -> bool:
-    """Returns whether a pipeline stage holds a parameter."""
-    layer, _ = layer_of(name)
-    if layer is not None:
-        return 0 <= layer - stage.first_layer < stage.num_layers
-    return stage.is_first if name.startswith("embedding.") else stage.is_last
+    found = OF_A_LAYER.fullmatch(name)
+    return (int(found[1]), found[2]) if found else (None, name)
 
 
 def check_layers(num_layers: int, num_held: int, where: object) -> None:
@@ -224,9 +211,26 @@ def check_layers(num_layers: int, num_held: int, where: object) -> None:
         )
 
 
-def check_names(where: object, held: Set[str], needed: Set[str], what: str) -> None:
-    """Raises InputError for tensors that are missing, or not expected. what: what needs them."""
-    for verb, names in (("lacks", needed - held), ("holds", held - needed)):
+def check_held(
+    where: object,
+    held: Mapping[str, Sequence[Any]],
+    needed: Mapping[str, tuple[int, ...]],
+    config: str,
+) -> None:
+    """Raises InputError for tensors that are missing, not expected, or of another shape.
+
+    held: by name the parts of all TP ranks, each with a `shape`.
+    needed: the shapes of the model that `config` describes.
+    """
+    both = held.keys(), needed.keys()
+    for verb, names in (("lacks", both[1] - both[0]), ("holds", both[0] - both[1])):
         if names:
             first = shown(", ".join(sorted(names)[:MOST_NAMED]))
-            raise InputError(f"{where}: {verb} {first} ({len(names)} in all), unlike {what}")
+            raise InputError(f"{where}: {verb} {first} ({len(names)} in all), unlike its {config}")
+    for name, shape in needed.items():
+        for part in held[name]:
+            if tuple(part.shape) != shape:
+                raise InputError(
+                    f"{where}: {name} has the shape {tuple(part.shape)}, but {config} describes "
+                    f"{shape}: they belong to different models"
+                )

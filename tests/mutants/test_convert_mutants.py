@@ -21,8 +21,8 @@ def joined_by(name, join):
     """
 
     @replaces(name, hf.LAYOUTS)
-    def fault(layout):
-        return layout._replace(join=join)
+    def fault(steps):
+        return (steps[0]._replace(join=join),)
 
     fault.__name__ = f"{name} is joined wrongly"
     return fault
@@ -47,8 +47,8 @@ MUTANTS = [
             dict(name=family, dtype=torch.float32, tolerance=1e-5),
         )
         for layout, family, join in (
-            ("by group", "llama", lambda parts, _: torch.cat(list(parts))),
-            ("by expert", "mixtral", lambda parts, _: torch.stack(list(parts)[::-1])),
+            ("by group", "llama", lambda parts, _: [torch.cat(list(parts))]),
+            ("by expert", "mixtral", lambda parts, _: [torch.stack(list(parts)[::-1])]),
         )
     ),
     Mutant(

@@ -52,7 +52,6 @@ from megatron_lite.convert.weights import (
     WeightSource,
     copy_tensors,
     is_buffer,
-    is_held,
     layer_of,
     parameter_specs,
     split,
@@ -355,6 +354,14 @@ def write_legacy(
         copy_tensors(source, put, advance)
 
 
+def _is_held(name: str, stage: Stage) -> bool:
+    """Returns whether a pipeline stage holds a parameter."""
+    layer, _ = layer_of(name)
+    if layer is not None:
+        return 0 <= layer - stage.first_layer < stage.num_layers
+    return stage.is_first if name.startswith("embedding.") else stage.is_last
+
+
 def _state_dict(
     source: WeightSource, specs: Mapping[str, ParameterSpec], stage: Stage, tp_size: int
 ) -> dict[str, Any]:
@@ -362,7 +369,7 @@ def _state_dict(
     held = [
         Place(name, expert=expert)
         for name, spec in specs.items()
-        if is_held(name, stage)
+        if _is_held(name, stage)
         for expert in (range(spec.global_shape[0]) if EXPERTS in name else (None,))
     ]
     held.sort(key=lambda place: place.number)

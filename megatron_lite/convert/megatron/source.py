@@ -39,8 +39,8 @@ from megatron_lite.convert.weights import (
     WEIGHT,
     WORDS,
     WeightSource,
+    check_held,
     check_layers,
-    check_names,
     joined,
     layer_of,
     parameter_specs,
@@ -147,7 +147,8 @@ def megatron_source(
     vocab_size, notes = vocabulary_of(args, padded)
     with input_faults(f"{where}: "):
         specs = parameter_specs(model, padded, tp_size=tp_size)
-    check_names(where, weights.keys(), specs.keys(), "the model that its args describe")
+    needed = {name: spec.local_shape(tp_size) for name, spec in specs.items()}
+    check_held(where, weights, needed, "args")
     places: dict[str, Parts] = {WEIGHT: weights}
     updates = 0
     try:
@@ -159,14 +160,7 @@ def megatron_source(
         )
 
     def read(name: str, key: str = WEIGHT) -> Tensor:
-        parts, wanted = places[key][name], specs[name].local_shape(tp_size)
-        for rank, one in enumerate(parts):
-            if one.shape != wanted:
-                raise InputError(
-                    f"{where}: {name} {key} of TP rank {rank} has the shape "
-                    f"{tuple(one.shape)}, and the model of its args has {wanted}"
-                )
-        read = [one.read() for one in parts]
+        read = [one.read() for one in places[key][name]]
         if QKV in name:
             read = [_head_by_head(part, version, model.head_dim) for part in read]
         whole = joined(read, specs[name])
