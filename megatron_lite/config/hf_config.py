@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, flag, quoted
-from megatron_lite.config.hf_rotary import Rotary
+from megatron_lite.config.hf_rotary import Rotary, Unrotated
 from megatron_lite.config.hf_rules import (
     REQUIRED,
     Biases,
@@ -42,9 +42,9 @@ from megatron_lite.config.hf_rules import (
     DeepSeek,
     Experts,
     Groups,
+    Latent,
     Rule,
     ScaledEmbedding,
-    Unrotated,
     Windows,
 )
 from megatron_lite.config.input_file import read_json
@@ -81,7 +81,17 @@ NOT_COMPARED = frozenset(DATA["not compared"])
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 RULES: Mapping[str, Callable[..., Rule]] = {
     one.__name__: one
-    for one in (Groups, Windows, Unrotated, Rotary, Experts, Biases, ScaledEmbedding, DeepSeek)
+    for one in (
+        Groups,
+        Windows,
+        Unrotated,
+        Rotary,
+        Experts,
+        Biases,
+        ScaledEmbedding,
+        Latent,
+        DeepSeek,
+    )
 }
 
 
@@ -157,7 +167,9 @@ def from_hf(config: Any) -> HfModel:
             )
     for key, only in family["only"].items():
         if reader.get(key) not in only["values"]:
-            raise ValueError(f"{key} {quoted(config[key])} has no counterpart: {only['reason']}")
+            raise ValueError(
+                f"{key} {quoted(config.get(key))} has no counterpart: {only['reason']}"
+            )
     vocab_size = reader.value("vocab_size", int, REQUIRED)
     if vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1 (got {vocab_size})")

@@ -1,4 +1,4 @@
-"""The rotary embedding of a Hugging Face model: a rule of hf_rules.py. Standard library only."""
+"""The rotary embedding of a Hugging Face model: rules of hf_rules.py. Standard library only."""
 
 from __future__ import annotations
 
@@ -177,6 +177,29 @@ class Rotary(NamedTuple):
             by_layer = self.form == "by layer"
             found["rope_parameters"] = {FULL: one, SLIDING: local} if by_layer else one
         return found
+
+
+class Unrotated(NamedTuple):
+    """The layers without a rotary embedding."""
+
+    def read(self, config: Config, fields: Values) -> None:
+        number, given = fields["num_layers"], config.get("no_rope_layers")
+        interval = config.value("no_rope_layer_interval", int, 4)
+        if interval < 1:
+            raise ValueError(f"no_rope_layer_interval must be at least 1 (got {interval})")
+        if given is None:
+            given = [int((layer + 1) % interval != 0) for layer in range(number)]
+        if not isinstance(given, list) or len(given) != number or not set(given) <= {0, 1}:
+            raise ValueError(
+                f"no_rope_layers must have a 0 or a 1 for each of {number} layers (got "
+                f"{quoted(given)})"
+            )
+        if not all(given):  # 1 means that the layer does have a rotary embedding
+            fields["no_rope_freq"] = tuple(1 - int(has) for has in given)
+
+    def write(self, model: ModelConfig) -> Values:
+        layers = range(model.num_layers)
+        return {"no_rope_layers": [int(model.layer_rotates(layer)) for layer in layers]}
 
 
 def _original_length(found: Mapping[str, Any], config: Config) -> int:

@@ -7,7 +7,7 @@ them back and compares. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from megatron_lite.config.checks import quoted
@@ -19,6 +19,7 @@ Values = dict[str, Any]
 REQUIRED = object()
 MOST_SIZE = 2**40  # larger than any size of a model
 SLIDING, FULL = "sliding_attention", "full_attention"
+MLPS = ("dense", "sparse")
 
 
 class Config:
@@ -129,6 +130,7 @@ class Windows(NamedTuple):
     unswitched: whether the windows from a layer on need no use_sliding_window.
     without, first: if layer_types is missing, every such layer from the first on has no window.
         Without `without`, `first` is the first layer with a window if its key is missing.
+    unlisted: the kind of every layer if layer_types is missing, if it is not the window's.
     rotates: whether only layers with a window are rotated, where there are windows.
     """
 
@@ -139,9 +141,12 @@ class Windows(NamedTuple):
     first: int = 0
     rotates: bool = False
     unswitched: bool = False
+    unlisted: str = ""
 
     def read(self, config: Config, fields: Values) -> None:
         number, kinds = fields["num_layers"], config.get("layer_types")
+        if kinds is None and self.unlisted:
+            kinds = [self.unlisted] * number
         size = config.value("sliding_window", int, self.default, null=None)
         is_used, is_fixed = size is not None, self.layers == "all"
         if self.switched or not (self.unswitched or self.layers in ("all", "listed")):
@@ -163,7 +168,7 @@ class Windows(NamedTuple):
             if not isinstance(kinds, list) or len(kinds) != number:
                 raise ValueError(f"layer_types must have an entry for each of {number} layers")
             for kind in kinds:
-                if kind not in (SLIDING, FULL):
+                if kind not in (SLIDING, FULL, "attention"):  # an older name of FULL
                     raise ValueError(
                         f"layer_types {quoted(kind)} has no counterpart: only {SLIDING} and {FULL}"
                     )
@@ -198,126 +203,13 @@ class Windows(NamedTuple):
         return {**found, "layer_types": kinds}
 
 
-class Experts(NamedTuple):
-    """The number of experts, the width of each, and the layers that have them.
-
-    number: that of the experts, if neither of its keys is there. key: the one that is written;
-        versions of transformers differ in it.
-    size: the key of the width. sparse: whether decoder_sparse_step and mlp_only_layers say which
-        layers have a dense MLP instead, of the width intermediate_size.
-    """
-
-    number: int
-    key: str = "num_experts"
-    size: str = "intermediate_size"
-    default: int | None = None
-    sparse: bool = False
-
-    def read(self, config: Config, fields: Values) -> None:
-        counts = [config.value(key, int, None) for key in ("num_experts", "num_local_experts")]
-        given = {count for count in counts if count is not None}
-        if len(given) > 1:
-            raise ValueError(f"num_experts {counts[0]} with num_local_experts {counts[1]}")
-        fields["num_experts"] = given.pop() if given else self.number
-        default = REQUIRED if self.default is None else self.default
-        fields["moe_ffn_hidden_size"] = config.value(self.size, int, default)
-        if not self.sparse:
-            return
-        step = config.value("decoder_sparse_step", int, 1)
-        dense = config.get("mlp_only_layers") or []
-        if step < 1 or not isinstance(dense, list) or not {*map(type, dense)} <= {int}:
-            raise ValueError(
-                f"decoder_sparse_step must be at least 1 (got {step}), and mlp_only_layers a list "
-                f"of layers (got {quoted(dense)})"
-            )
-        dense = {*dense, *(n for n in range(fields["num_layers"]) if (n + 1) % step)}
-        have = [int(layer not in dense) for layer in range(fields["num_layers"])]
-        if not all(have):
-            fields["moe_layer_freq"] = tuple(have)
-
-    def write(self, model: ModelConfig) -> Values:
-        if model.num_experts is None:
-            return {}
-        found: Values = {self.key: model.num_experts, self.size: model.expert_size}
-        if not self.sparse:
-            return found
-        layers = range(model.num_layers)
-        dense = [layer for layer in layers if not model.layer_has_experts(layer)]
-        return {**found, "decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
-class Unrotated(NamedTuple):
-    """The layers without a rotary embedding."""
-
-    def read(self, config: Config, fields: Values) -> None:
-        number, given = fields["num_layers"], config.get("no_rope_layers")
-        interval = config.value("no_rope_layer_interval", int, 4)
-        if interval < 1:
-            raise ValueError(f"no_rope_layer_interval must be at least 1 (got {interval})")
-        if given is None:
-            given = [int((layer + 1) % interval != 0) for layer in range(number)]
-        if not isinstance(given, list) or len(given) != number or not set(given) <= {0, 1}:
-            raise ValueError(
-                f"no_rope_layers must have a 0 or a 1 for each of {number} layers (got "
-                f"{quoted(given)})"
-            )
-        if not all(given):  # 1 means that the layer does have a rotary embedding
-            fields["no_rope_freq"] = tuple(1 - int(has) for has in given)
-
-    def write(self, model: ModelConfig) -> Values:
-        layers = range(model.num_layers)
-        return {"no_rope_layers": [int(model.layer_rotates(layer)) for layer in layers]}
-
-
-# The experts of DeepSeek-V2 and V3: a rule of hf_rules.py. Standard library only.
-
-
 EPSILON = 1e-6  # of transformers' norms of latents
 
 
-class DeepSeek(NamedTuple):
-    """The experts, their groups, the shared ones, and the dense layers before them.
-
-    experts, size, shared, dense, groups, chosen: the numbers if their keys are missing.
-    judged: how many of its best experts a group is judged by. The router here takes an equal part
-        of those that a token is sent to from each group, and judges by as many.
-    by_method: whether groups count only if the key topk_method says so.
-    latent: whether attention is latent too.
-    """
-
-    experts: int
-    size: int
-    shared: int
-    dense: int
-    groups: int
-    chosen: int
-    judged: int
-    by_method: bool = False
-    latent: bool = True
+class Latent(NamedTuple):
+    """The latent attention of DeepSeek-V2 and V3. It comes after Rotary."""
 
     def read(self, config: Config, fields: Values) -> None:
-        if self.latent:
-            self._read_latent(config, fields)
-        fields["num_experts"] = config.value("n_routed_experts", int, self.experts)
-        fields["moe_ffn_hidden_size"] = size = config.value("moe_intermediate_size", int, self.size)
-        shared = config.value("n_shared_experts", int, self.shared)
-        fields["moe_shared_expert_intermediate_size"] = shared * size
-        dense = config.value("first_k_dense_replace", int, self.dense)
-        layers = range(fields["num_layers"])
-        fields["moe_layer_freq"] = tuple(int(layer >= dense) for layer in layers)
-        groups = config.value("n_group", int, self.groups)
-        chosen = config.value("topk_group", int, self.chosen)
-        if self.by_method and config.get("topk_method") != "group_limited_greedy":
-            return
-        if chosen < groups:
-            fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
-            if fields["moe_router_topk"] != self.judged * chosen:
-                config.inexact.append(
-                    f"a group of experts is judged by its best {self.judged} there, and here by "
-                    f"num_experts_per_tok / topk_group, {fields['moe_router_topk']} / {chosen}"
-                )
-
-    def _read_latent(self, config: Config, fields: Values) -> None:
         heads = fields["num_attention_heads"]
         if config.get("num_key_value_heads") not in (None, heads):
             raise ValueError(f"num_key_value_heads must be num_attention_heads, {heads}")
@@ -332,17 +224,135 @@ class DeepSeek(NamedTuple):
         fields.setdefault("rope_type", "rope")
 
     def write(self, model: ModelConfig) -> Values:
-        size = model.expert_size
-        has_experts = [model.layer_has_experts(layer) for layer in range(model.num_layers)]
+        return {"num_key_value_heads": model.query_groups}
+
+
+def _expert_layers(config: Config, number: int, dense: Collection[int]) -> int | tuple[int, ...]:
+    """Returns --moe-layer-freq by mlp_layer_types. If that is missing: all layers but `dense`."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        kinds = ["dense" if layer in dense else "sparse" for layer in range(number)]
+    if not isinstance(kinds, list) or len(kinds) != number or any(x not in MLPS for x in kinds):
+        raise ValueError(
+            f"mlp_layer_types must have one of {MLPS} for each of {number} layers (got "
+            f"{quoted(kinds)})"
+        )
+    return tuple(MLPS.index(kind) for kind in kinds) if "dense" in kinds else 1
+
+
+def _mlp_layer_types(model: ModelConfig) -> list[str]:
+    return [MLPS[model.layer_has_experts(layer)] for layer in range(model.num_layers)]
+
+
+class Experts(NamedTuple):
+    """The number of experts, the width of each, and the layers that have them.
+
+    number: that of the experts, if neither of its keys is there. key: the one that is written;
+        versions of transformers differ in it.
+    size: the key of the width. sparse: whether decoder_sparse_step and mlp_only_layers say which
+        layers have a dense MLP instead, of the width intermediate_size.
+    """
+
+    number: int
+    key: str = "num_experts"
+    size: str = "intermediate_size"
+    default: int | None = None
+    sparse: bool = False
+    listed: bool = False
+
+    def read(self, config: Config, fields: Values) -> None:
+        counts = [config.value(key, int, None) for key in ("num_experts", "num_local_experts")]
+        given = {count for count in counts if count is not None}
+        if len(given) > 1:
+            raise ValueError(f"num_experts {counts[0]} with num_local_experts {counts[1]}")
+        fields["num_experts"] = given.pop() if given else self.number
+        default = REQUIRED if self.default is None else self.default
+        fields["moe_ffn_hidden_size"] = config.value(self.size, int, default)
+        number = fields["num_layers"]
+        if self.listed:
+            fields["moe_layer_freq"] = _expert_layers(config, number, ())
+        if not self.sparse:
+            return
+        step = config.value("decoder_sparse_step", int, 1)
+        dense = config.get("mlp_only_layers") or []
+        if step < 1 or not isinstance(dense, list) or not {*map(type, dense)} <= {int}:
+            raise ValueError(
+                f"decoder_sparse_step must be at least 1 (got {step}), and mlp_only_layers a list "
+                f"of layers (got {quoted(dense)})"
+            )
+        dense = {*dense, *(n for n in range(number) if (n + 1) % step)}
+        fields["moe_layer_freq"] = _expert_layers(Config({}), number, dense)
+
+    def write(self, model: ModelConfig) -> Values:
+        if model.num_experts is None:
+            return {}
+        found: Values = {self.key: model.num_experts, self.size: model.expert_size}
+        kinds = _mlp_layer_types(model)
+        if self.listed:
+            return {**found, "mlp_layer_types": kinds}
+        if not self.sparse:
+            return found
+        dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+        return {**found, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+class DeepSeek(NamedTuple):
+    """The experts, their groups, the shared ones, and the dense layers before them.
+
+    experts, size, shared, dense, groups, chosen: the numbers if their keys are missing.
+    judged: how many of its best experts a group is judged by. The router here takes an equal part
+        of those that a token is sent to from each group, and judges by as many.
+    by_method: whether groups count only if the key topk_method says so.
+    routed, together: the keys of the numbers of experts and of shared ones.
+    listed: whether mlp_layer_types says which layers are dense, if it is there.
+    """
+
+    experts: int
+    size: int
+    shared: int
+    dense: int
+    groups: int
+    chosen: int
+    judged: int
+    by_method: bool = False
+    routed: str = "n_routed_experts"
+    together: str = "n_shared_experts"
+    listed: bool = False
+
+    def read(self, config: Config, fields: Values) -> None:
+        fields["num_experts"] = config.value(self.routed, int, self.experts)
+        fields["moe_ffn_hidden_size"] = size = config.value("moe_intermediate_size", int, self.size)
+        shared = config.value(self.together, int, self.shared)
+        fields["moe_shared_expert_intermediate_size"] = shared * size
+        dense = config.value("first_k_dense_replace", int, self.dense)
+        layers = fields["num_layers"]
+        reader = config if self.listed else Config({})
+        fields["moe_layer_freq"] = _expert_layers(reader, layers, range(dense))
+        groups = config.value("n_group", int, self.groups)
+        chosen = config.value("topk_group", int, self.chosen)
+        if self.by_method and config.get("topk_method") != "group_limited_greedy":
+            return
+        if chosen < groups:
+            fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+            if fields["moe_router_topk"] != self.judged * chosen:
+                config.inexact.append(
+                    f"a group of experts is judged by its best {self.judged} there, and here by "
+                    f"num_experts_per_tok / topk_group, {fields['moe_router_topk']} / {chosen}"
+                )
+
+    def write(self, model: ModelConfig) -> Values:
+        size, kinds = model.expert_size, _mlp_layer_types(model)
         found: Values = {
-            "num_key_value_heads": model.query_groups,
-            "n_routed_experts": model.num_experts,
+            self.routed: model.num_experts,
             "moe_intermediate_size": size,
-            "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // size,
-            "first_k_dense_replace": has_experts.index(True) if any(has_experts) else 0,
+            self.together: (model.moe_shared_expert_intermediate_size or 0) // size,
             "n_group": model.moe_router_num_groups or 1,
             "topk_group": model.moe_router_group_topk or 1,
         }
+        if self.listed:
+            found["mlp_layer_types"] = kinds
+        else:
+            found["first_k_dense_replace"] = kinds.count("dense")
         if self.by_method:
             in_groups = model.chooses_in_groups
             found["topk_method"] = "group_limited_greedy" if in_groups else "greedy"

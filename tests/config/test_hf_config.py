@@ -83,6 +83,17 @@ def test_layer_types_may_repeat_the_window_of_every_layer():
     assert from_hf(config) == from_hf(json.loads(MISTRAL_7B))
 
 
+DENSE = dict(num_local_experts=0, shared_intermediate_size=64, position_embedding_type="rope")
+HYBRID = changed(LLAMA_3_8B, model_type="granitemoehybrid", **DENSE)
+
+
+def test_an_older_name_of_attention_without_a_window_is_understood():
+    older, newer = (
+        from_hf({**HYBRID, "layer_types": [kind] * 32}) for kind in ("attention", "full_attention")
+    )
+    assert older == newer and older.inexact == ()
+
+
 SMOLLM3 = changed(
     LLAMA_3_8B, model_type="smollm3", num_hidden_layers=4, no_rope_layer_interval=3, rope_theta=1e4
 )
@@ -131,6 +142,15 @@ def test_what_changes_no_size_becomes_a_note():
                 layer_types=["full_attention"] * 32,
             ),
             "no layer has a rotary embedding.*or set sliding_window to null",
+        ),
+        (HYBRID, "layer_types 'linear_attention' has no counterpart"),
+        (
+            {key: value for key, value in HYBRID.items() if key != "num_local_experts"},
+            "num_local_experts None has no counterpart: only its dense",
+        ),
+        (
+            changed(LLAMA_3_8B, model_type="hy_v3", mlp_layer_types=["dense", "moe"] * 16),
+            "mlp_layer_types must have one of .* for each of 32 layers",
         ),
         (changed(LLAMA_3_8B, quantization_config={}), "quantization_config {} has no counterpart"),
         (changed(GPT2, embd_pdrop=0.0), "resid_pdrop 0.1 with embd_pdrop 0.0"),

@@ -67,13 +67,15 @@ _LLAMA_SIZES = dict(
 
 
 _QWEN2_SIZES = {key: value for key, value in _LLAMA_SIZES.items() if key != "head_dim"}
-_DEEPSEEK = dict(
+_LATENT = dict(
     **_SIZES,
     **dict(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7),
-    num_key_value_heads=A,
+    **dict(num_key_value_heads=A, tie_word_embeddings=False, pad_token_id=None),
+)
+_DEEPSEEK = dict(
+    **_LATENT,
     **dict(n_routed_experts=8, n_shared_experts=2, moe_intermediate_size=12),
     **dict(num_experts_per_tok=4, first_k_dense_replace=1, routed_scaling_factor=1.5),
-    **dict(tie_word_embeddings=False, pad_token_id=None),
 )
 _EXPERTS = dict(_LLAMA_SIZES, num_experts_per_tok=3, pad_token_id=None)
 _QWEN2_EXPERTS = dict(_QWEN2_SIZES, num_experts_per_tok=3, pad_token_id=None)
@@ -97,6 +99,10 @@ _NEOX = dict(
 )
 
 _YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=8)
+_BY_LAYER = dict(
+    full_attention=dict(rope_type="linear", factor=8.0, rope_theta=500.0),
+    sliding_attention=dict(rope_type="default", rope_theta=100.0),
+)
 _GPT2_SIZES = dict(
     n_embd=H, n_inner=F, n_layer=L, n_head=A, n_positions=POSITIONS, initializer_range=0.2
 )
@@ -208,6 +214,36 @@ PEERS = {
         **dict(sliding_window=4, max_window_layers=1, first_k_dense_replace=1),
         routed_scaling_factor=1.5,
     ),
+    "mellum": _random(
+        "mellum",
+        **{**_EXPERTS, "rope_parameters": _BY_LAYER},
+        **dict(num_experts=6, moe_intermediate_size=24, sliding_window=4),
+        mlp_layer_types=["dense", "sparse"],
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "exaone_moe": _random(
+        "exaone_moe",
+        **{**_EXPERTS, "num_experts_per_tok": 4, "num_hidden_layers": 4},
+        **dict(num_experts=8, num_shared_experts=2, moe_intermediate_size=12, sliding_window=4),
+        **dict(n_group=4, topk_group=2, mlp_layer_types=["sparse", "dense", "sparse", "sparse"]),
+    ),
+    "hy_v3": _random(
+        "hy_v3",
+        **_EXPERTS,
+        **dict(num_experts=6, num_shared_experts=2, moe_intermediate_size=12),
+        attention_bias=True,
+    ),
+    "glm4_moe_lite": _random(
+        "glm4_moe_lite", **_DEEPSEEK, q_lora_rank=8, rms_norm_eps=1e-6, n_group=4, topk_group=2
+    ),
+    "youtu": _random("youtu", **_LATENT, q_lora_rank=8),
+    "granitemoehybrid": _random(
+        "granitemoehybrid",
+        **{**_QWEN2_SIZES, **_MULTIPLIERS, "pad_token_id": None},
+        **dict(num_local_experts=0, shared_intermediate_size=24, position_embedding_type="rope"),
+        layer_types=["attention"] * L,
+        mamba_n_heads=8,
+    ),
     "granitemoe": _random("granitemoe", **{**_QWEN2_EXPERTS, **_MULTIPLIERS}, num_local_experts=6),
     "granitemoeshared": _random(
         "granitemoeshared",
@@ -293,13 +329,7 @@ PEERS = {
         query_pre_attn_scalar=10,
         final_logit_softcapping=1.5,
         layer_types=["full_attention", "sliding_attention"],
-        **{
-            **_GEMMA_SIZES,
-            "rope_parameters": dict(
-                full_attention=dict(rope_type="linear", factor=8.0, rope_theta=500.0),
-                sliding_attention=dict(rope_type="default", rope_theta=100.0),
-            ),
-        },
+        **{**_GEMMA_SIZES, "rope_parameters": _BY_LAYER},
     ),
     **{
         name: _random(
