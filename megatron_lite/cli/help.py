@@ -25,6 +25,7 @@ from megatron_lite.config.megatron_flags import (
     WHOSE,
     closest_flag,
 )
+from megatron_lite.config.other_ways import FLAGS, launcher_flags
 from megatron_lite.config.plain import LARGEST_TEXT, shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
 from megatron_lite.config.run_flags import Parser, help_columns, paragraph, run_fields
@@ -41,11 +42,6 @@ LISTS = {
     "refused": "flags of Megatron that are refused, by the reason",
     "ignored": "flags of Megatron that are accepted and have no effect",
 }
-# A launcher with its flags, and what begins the program that it starts.
-LAUNCHER = re.compile(
-    r"\b(?:srun|mpirun|mpiexec|torchrun|deepspeed|accelerate|ray|torch\.distributed\.\w+)\b.*"
-)
-PROGRAM_STARTS = re.compile(r"\.py\b|\bbash\b|\bpython")
 MOST_USED = (
     "--num-layers",
     "--hidden-size",
@@ -97,12 +93,7 @@ def print_fates(parser: Parser, argv: Sequence[str]) -> None:
     except (OSError, ValueError) as error:
         parser.error(f"--check-line {shown(str(error))}")
     code = re.sub(r"(?m)(^|\s)#.*$", "", text)
-    flags = re.compile(r"(?<![\w$-])(--[a-zA-Z][\w-]*)(?:[= ]+([^\s\\\"'$()-][^\s\\\"'$()]*))?")
-    found = dict(flags.findall(code))
-    lines = code.replace("\\\n", " ").splitlines()
-    parts = [part for line in lines for part in PROGRAM_STARTS.split(line)[:-1]]
-    launches = " ".join(one for part in parts for one in LAUNCHER.findall(part))
-    launched = {name for name, _ in flags.findall(launches)}
+    found, launched = dict(FLAGS.findall(code)), launcher_flags(code)
     if not found:
         parser.error(f"--check-line {path}: no flag is in it; give a script that names flags")
     parsed, taken, faults, unknown = parser._option_string_actions, [], 0, 0

@@ -1,5 +1,5 @@
 """Settings of Megatron-LM and its forks that stand for other fields here, by a rule, by arithmetic
-or from a file.
+or from a file; and what stands before the flags in a launch script.
 
 `megatron_flags.OTHER_WAYS` has most of their flags. `translate_values` loads this module if one of
 them is given, or a choice about context parallelism. Standard library only.
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_lite.config.checks import InputError, flag, input_faults, quoted
@@ -41,6 +43,19 @@ DEEPSPEED: dict[tuple[str, ...], tuple[str, type]] = {
 STAGE = ("zero_optimization", "stage")
 STAGES = {1: "use_distributed_optimizer", 2: "use_distributed_optimizer", 3: "use_torch_fsdp2"}
 AUTO = "auto"
+# A flag, and its value if that is plain.
+FLAGS = re.compile(r"(?<![\w$-])(--[a-zA-Z][\w-]*)(?:[= ]+([^\s\\\"'$()-][^\s\\\"'$()]*))?")
+# A launcher with its flags, and what begins the program that it starts.
+LAUNCHER = re.compile(
+    r"\b(?:srun|mpirun|mpiexec|torchrun|deepspeed|accelerate|ray|torch\.distributed\.\w+)\b.*"
+)
+PROGRAM_STARTS = re.compile(r"\.py\b|\bbash\b|\bpython|-m megatron.lite")
+# Variables of the environment, a launcher and a program, as words with \0 between them.
+START = re.compile(
+    r"(?:^|(?<=\0))(?:(?:[A-Za-z_]\w*=[^\0]*|(?:[^\0]*/)?(?:env|srun|\w+run|mpiexec|deepspeed|"
+    r"python[\d.]*))\0(?:.*\0)?)?(?:[^\0]*\.py|megatron.lite\0train)(?=\0|$)",
+    re.DOTALL,
+)
 NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -335,3 +350,34 @@ def _context_parallel_attention(given: Given) -> list[str]:
         f"--attention-backend auto is unfused: context-parallel ranks have no flash attention with "
         f"{reason}, and unfused attention builds the scores"
     ]
+
+
+def launcher_flags(text: str) -> dict[str, str]:
+    """Returns the flags of the launchers in the lines of a script, with their plain values."""
+    lines = text.replace("\\\n", " ").splitlines()
+    parts = [part for line in lines for part in PROGRAM_STARTS.split(line)[:-1]]
+    return dict(FLAGS.findall(" ".join(one for part in parts for one in LAUNCHER.findall(part))))
+
+
+def without_launcher(words: Sequence[str]) -> tuple[list[str], str]:
+    """Returns the words without those that start a program, such as `X=1 torchrun .. a.py`; and
+    those.
+
+    A word that is a whole command line is taken apart: ValueError if it is none.
+    """
+    parts: list[str] = []
+    for word in words:
+        line = word.replace("\\\n", " ")
+        parts += shlex.split(line) if ".py " in line else [word]
+    text = "\0".join(parts)
+    if (found := START.search(text)) is None:
+        return parts, ""
+    rest = text[: found.start()] + text[found.end() + 1 :]
+    return rest.strip("\0").split("\0"), found[0].replace("\0", " ")
+
+
+def num_processes(started: str) -> str | None:
+    """Returns how many processes the words that start a program say, if they do."""
+    given = launcher_flags(started.replace("_", "-"))
+    numbers = given.get("--nproc-per-node", ""), given.get("--nnodes", "1")
+    return str(math.prod(map(int, numbers))) if all(map(str.isdecimal, numbers)) else None

@@ -102,7 +102,7 @@ def problem_of(
     base = build_run(values)
     if base.tokenizer.vocab_size is None:
         kind = base.tokenizer.tokenizer_type
-        number = IDS.get(kind or "", USUAL_IDS)
+        number = base.tokenizer.padded_vocab_size or IDS.get(kind or "", USUAL_IDS)
         base = with_fields(base, {"vocab_size": number})
         notes.append(
             f"--vocab-size {number} is assumed: a plan reads no file of the {kind}, so give its "

@@ -24,6 +24,7 @@ from megatron_lite.config.megatron_flags import (
     take_ignored,
     translate_values,
 )
+from megatron_lite.config.other_ways import num_processes, without_launcher
 from megatron_lite.config.plain import parse_whole_number, shown
 from megatron_lite.config.recompute import AUTO
 from megatron_lite.config.run_flags import Parser, add_run_flags, flag_of, paragraph
@@ -58,9 +59,16 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
     parser, own = _parser(program)
+    try:
+        words, started = without_launcher(words)
+    except ValueError as error:
+        parser.error(f"a whole command line in one word: {error}")
     renamed, notes = renamed_words(words, parser._option_string_actions)
     flags = vars(parser.parse_args(renamed))
     given = {name: flags.pop(name) for name in own}
+    if started:
+        notes.append(f"left out, but for the number of GPUs: {shown(started)}")
+        given["gpus"] = given["gpus"] or num_processes(started)
     found: list[int] = []
     failed = exit_status(lambda: found.append(_plan(given, flags, notes)), program)
     return failed or found[0]

@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from arguments import parse_args
+from megatron_lite.config.other_ways import num_processes, without_launcher
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.tools import plan
@@ -18,6 +19,7 @@ from tests.support.commands import ended, fault_of
 SMALL = ("--model", "gpt2", "--gpu", "h100", "--global-batch-size", "64")
 LLAMA = ("--model", "llama3-8b", "--gpu", "h100-80gb", "--seq-length", "8192")
 BATCH = ("--global-batch-size", "64")
+ONE = ("--micro-batch-size", "1", "--pipeline-model-parallel-size", "1", "--seq-length", "1024")
 
 
 def printed(arguments, status=0):
@@ -46,6 +48,39 @@ def test_the_printed_command_is_parsed_to_the_plan():
     command = text[text.index("torchrun") :].partition("\n(")[0]
     assert shlex.split(command.replace("\\\n", " ")) == best["command"]
     assert config.parallel.pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "count"),
+    [
+        ("X=1 OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 --nnodes=2 pretrain_gpt.py", 4),
+        ("srun --mem 8 python3 -u -m torch.distributed.launch --nproc-per-node 4 /a/b.py", 4),
+        ("/x/torchrun --nproc-per-node 4 -m megatron_lite train", 4),
+        ("srun -N 2 --nodes 2 python pretrain_gpt.py", None),
+        ("torchrun --nproc-per-node gpu pretrain_gpt.py", None),
+        ("pretrain_gpt.py", None),
+    ],
+)
+def test_the_words_that_start_a_program_are_taken_out(before, count):
+    own, flags = ["--gpu", "h100"], ["--data-path", "1 a b", "--bf16"]
+    left, started = without_launcher([*own, *before.split(), *flags])
+    assert (left, started) == ([*own, *flags], before)
+    assert num_processes(started) == (count and str(count))
+    pasted = shlex.join([*before.split(), *flags]).replace(" --", " \\\n  --")
+    if ".py" in before:
+        assert without_launcher([*own, pasted]) == (left, before)
+    assert without_launcher([*own, *flags]) == ([*own, *flags], "")
+
+
+def test_a_whole_command_line_is_planned_on_the_ranks_that_it_starts():
+    before, fixed = "X=1 torchrun --nproc-per-node 2 pretrain_gpt.py", ["--use-flash-attn", *ONE]
+    plans = as_json([*SMALL, "--gpus", "2", *fixed])
+    assert as_json([*SMALL, *before.split(), *fixed]) == plans
+    assert as_json([*SMALL, "--gpus", "2", *before.replace("2", "3").split(), *fixed]) == plans
+    text = printed([*SMALL, *before.split(), *fixed])
+    assert f"note: left out, but for the number of GPUs: {before}" in text
+    fault = fault_of(plan.main, [*SMALL, "torchrun a.py --lr '3"])
+    assert "a whole command line in one word: No closing quotation" in fault
 
 
 ON_ONE = [*LLAMA, "--gpus", "1", *BATCH, "--micro-batch-size", "1"]
@@ -170,6 +205,8 @@ def test_a_whole_line_of_a_launch_script_is_planned():
     said = " ".join(text.split())
     assert "--vocab-size 50257 is assumed: a plan reads no file of the GPT2BPETokenizer" in said
     assert "flags have no effect here" in said and "--transformer-impl" in said
+    padded = ["--padded-vocab-size", "40064", "--gpu", "h100", "--gpus", "4"]
+    assert "--vocab-size 40064 is assumed" in printed([*line["arguments"], *padded])
     words = shlex.split(text.partition("To run plan 1:")[2].partition("(")[0])
     planned = parse_args([word for word in words if word != "\n"][6:]).config
     given = parse_args(line["arguments"]).config
