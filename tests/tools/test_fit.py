@@ -16,12 +16,11 @@ from megatron_lite.tools.fake_fit import FakeGauge, add_adapters_, fit_config, s
 from tests.support.ranks import run_ranks
 
 LLAMA = dict(
-    model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=200, num_hidden_layers=3,
+    model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=200, num_hidden_layers=2,
     hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
 )  # fmt: skip
 MIXTRAL = dict(
     LLAMA, model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=4,
-    num_hidden_layers=2,
 )  # fmt: skip
 T5 = dict(
     model_type="t5", architectures=["T5ForConditionalGeneration"], vocab_size=200, num_layers=3,
@@ -84,7 +83,7 @@ def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
     [
         dict(
             model_type="llava", architectures=["LlavaForConditionalGeneration"], image_token_id=98,
-            text_config=dict(LLAMA, num_hidden_layers=2), vision_config=dict(
+            text_config=LLAMA, vision_config=dict(
                 model_type="clip_vision_model", hidden_size=32, intermediate_size=48, patch_size=8,
                 num_hidden_layers=2, num_attention_heads=4, image_size=32,
             ),

