@@ -17,7 +17,7 @@ from tests.support.models import (
     tp_state,
     with_new_streams,
 )
-from tests.support.pairs import FULL_GRIDS, covered
+from tests.support.pairs import FULL_GRIDS
 from tests.support.ranks import run_ranks
 
 MODULE_SETS = [
@@ -145,32 +145,20 @@ def changed(expected, outcome):
     return names if torch.equal(expected.loss, outcome.loss) else ["loss", *names]
 
 
-def cases(settings):
-    """(TP size, sequence parallel), precision, model and policy of a covering part of the grid.
+def policies_of(tp_size, sequence_parallel, precision):
+    """The policies of each model. Each policy has one of the models, by turns.
 
-    More ranks run fewer models: they are slow. On four ranks, and in a default run on two, each
-    policy has sequence parallelism or not, by turns. In a default run on one rank each policy has
-    float32, and float16 or the other precisions.
+    In float32 on one rank it has two, and all in the weekly run. On several ranks, which are slow,
+    it has sequence parallelism or not, by turns.
     """
-    found = []
-    for tp_size, sequence_parallel, precision in settings:
-        number_of_models = (
-            1 if tp_size == 4 or (tp_size == 2 and precision != torch.float32) else len(MODELS)
-        )
-        if tp_size == 2:
-            number_of_models = min(number_of_models, 2 if FULL_GRIDS else 1)
-        named = list(policies(can_split=tp_size > 1 and not sequence_parallel))
-        both = (tp_size, sequence_parallel, precision) in BOTH_BY_TURNS
-        if tp_size == 4 or (tp_size == 2 and (both or not FULL_GRIDS)):
-            named = named[sequence_parallel::2]
-        if tp_size == 1 and not FULL_GRIDS and precision != torch.float32:
-            named = named[precision == torch.float16 :: 2]
-        found += [
-            ((tp_size, sequence_parallel), precision, model, policy)
-            for model in list(MODELS)[:number_of_models]
-            for policy in named
-        ]
-    return covered(found)
+    named = list(policies(can_split=tp_size > 1 and not sequence_parallel))
+    models = list(MODELS)[: 4 // tp_size]
+    turns = len(models)
+    if (tp_size, precision) == (1, torch.float32):
+        turns = 1 if FULL_GRIDS else 2
+    if tp_size > 1 and not FULL_GRIDS:
+        named = named[sequence_parallel::2]
+    return {model: named[number % turns :: turns] for number, model in enumerate(models)}
 
 
 def faults(rank, world_size, sequence_parallel, precision, chosen, models, layout=None):
@@ -215,14 +203,6 @@ SETTINGS = [
     (1, False, AUTOCAST),
     (2, False, torch.float32),
     (2, True, torch.bfloat16),
-]
-# At two ranks each policy has these precisions with sequence parallelism or without it.
-BOTH_BY_TURNS = [
-    (2, sequence_parallel, precision)
-    for sequence_parallel in (False, True)
-    for precision in (AUTOCAST, torch.bfloat16)
-]
-LONG_SETTINGS = [
     (2, True, torch.float32),
     (2, False, torch.bfloat16),
     (2, True, torch.float16),
@@ -238,19 +218,10 @@ def check(tp_size, sequence_parallel, precision, chosen, models=MODELS):
 
 
 @pytest.mark.runs(daily=1, ci=3)
-@pytest.mark.parametrize(
-    ("tp_size", "sequence_parallel", "precision"),
-    [*SETTINGS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_SETTINGS)],
-)
+@pytest.mark.parametrize(("tp_size", "sequence_parallel", "precision"), SETTINGS)
 def test_gradients_are_unchanged_to_the_bit(tp_size, sequence_parallel, precision):
-    """Every policy with every precision and every model on one rank, and with every precision on
-    two and four."""
-    chosen = {}
-    setting = (tp_size, sequence_parallel, precision)
-    settings = SETTINGS if setting in SETTINGS else LONG_SETTINGS
-    for layout, of_precision, model, policy in cases(settings):
-        if (layout, of_precision) == ((tp_size, sequence_parallel), precision):
-            chosen.setdefault(model, []).append(policy)
+    """Every policy with every precision on one rank and on several."""
+    chosen = policies_of(tp_size, sequence_parallel, precision)
     check(tp_size, sequence_parallel, precision, chosen)
 
 
@@ -261,8 +232,8 @@ def test_gradients_are_unchanged_to_the_bit(tp_size, sequence_parallel, precisio
         (1, False, torch.float32, [*DIFFERING_MODELS]),
         (1, False, torch.bfloat16, ["olmo", "pythia"]),
         (2, True, torch.float32, ["olmo", "pythia"]),
-        pytest.param(2, False, torch.float32, [*OTHER_MODELS], marks=pytest.mark.long),
-        pytest.param(2, True, torch.bfloat16, [*OTHER_MODELS], marks=pytest.mark.long),
+        (2, False, torch.float32, [*OTHER_MODELS]),
+        (2, True, torch.bfloat16, [*OTHER_MODELS]),
     ],
 )
 def test_gradients_of_layers_that_differ_are_unchanged_to_the_bit(
@@ -285,8 +256,8 @@ def test_gradients_of_layers_that_differ_are_unchanged_to_the_bit(
         (1, False, torch.float32),
         (2, True, torch.bfloat16),
         (2, False, torch.float32),
-        pytest.param(2, True, torch.float32, marks=pytest.mark.long),
-        pytest.param(1, False, AUTOCAST, marks=pytest.mark.long),
+        (2, True, torch.float32),
+        (1, False, AUTOCAST),
     ],
 )
 def test_gradients_of_experts_are_unchanged_to_the_bit(tp_size, sequence_parallel, precision):
