@@ -11,7 +11,6 @@ import pytest
 
 from arguments import parse_args
 from tests.support.commands import ended
-from tests.support.pairs import only
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parents[1] / "docs" / "coming-from.md"
@@ -47,14 +46,16 @@ def failures(name):
     return found
 
 
-@pytest.mark.parametrize("name", only(LEAST, 0, 1))
+@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.parametrize("name", LEAST)
 def test_most_command_lines_of_public_scripts_start(name):
     failed, count = failures(name), len(command_lines(name))
     report = "" if "held_back" in name else "\n".join(map(str, failed))
     assert count - len(failed) >= LEAST[name], report
 
 
-@pytest.mark.parametrize("name", only(LEAST, 0, 1))
+@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.parametrize("name", LEAST)
 def test_a_command_line_that_does_not_start_says_why(name):
     for source, faults in failures(name):
         assert faults.startswith("pretrain_gpt.py: error: "), source

@@ -113,7 +113,8 @@ def test_before_the_first_iteration_all_stop_at_once(tmp_path, place, rank, name
 # --- signals that come when all is done ---
 
 
-@pytest.mark.parametrize("rank_0_owns_store", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.parametrize("rank_0_owns_store", [True, False])
 def test_further_signals_at_the_end_of_a_saved_run_do_not_change_its_status(
     tmp_path, rank_0_owns_store
 ):

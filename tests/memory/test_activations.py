@@ -171,12 +171,7 @@ def differences(rank, world_size, sequence_parallel, every):
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel", "every"),
-    [
-        (1, False, 257),
-        pytest.param(2, False, 787, marks=pytest.mark.long),
-        pytest.param(2, True, 787, marks=pytest.mark.long),
-        pytest.param(4, True, 3121, marks=pytest.mark.long),
-    ],
+    [(1, False, 257), (2, False, 787), (2, True, 787), (4, True, 3121)],
 )
 def test_predicted_bytes_are_the_measured_ones(tp_size, sequence_parallel, every):
     for count, wrong in run_ranks(differences, tp_size, sequence_parallel, every, detail=False):
@@ -213,14 +208,7 @@ def living(rank, world_size, sequence_parallel):
 
 
 @pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize(
-    ("tp_size", "sequence_parallel"),
-    [
-        (1, False),
-        pytest.param(2, False, marks=pytest.mark.long),
-        pytest.param(2, True, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_what_is_saved_is_all_that_lives(tp_size, sequence_parallel):
     """Nothing hides from the hooks on a Function's context, in a cache or in a closure."""
     for found in run_ranks(living, tp_size, sequence_parallel, detail=False):

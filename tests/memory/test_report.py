@@ -2,7 +2,6 @@
 made where it holds, and only there."""
 
 import functools
-import itertools
 from collections import Counter
 
 import pytest
@@ -16,7 +15,6 @@ from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_byt
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage
-from tests.support.pairs import thirds
 from tests.support.traffic import plan_collectives, summed
 
 NEEDED = "--micro-batch-size 3 --vocab-size 98 "
@@ -81,12 +79,10 @@ def report_of(words, device="cuda"):
     return explain(config_of(words), device)
 
 
+@pytest.mark.runs(daily=12, ci=24)
 @pytest.mark.parametrize(
     ("run", "policy", "device"),
-    thirds(
-        (*case, device)
-        for case, device in zip(CASES, itertools.cycle(("cpu", "cuda")), strict=False)
-    ),
+    [(*case, ("cpu", "cuda")[number % 2]) for number, case in enumerate(CASES)],
 )
 def test_the_parts_add_up_to_the_whole(run, policy, device):
     report = report_of(run + policy, device)
@@ -127,7 +123,8 @@ def test_the_parts_of_virtual_stages_add_up_and_more_layers_need_no_more_lines(p
     assert abs(lengths[0] - lengths[1]) <= 3
 
 
-@pytest.mark.parametrize(("run", "policy"), thirds(CASES))
+@pytest.mark.runs(daily=12, ci=24)
+@pytest.mark.parametrize(("run", "policy"), CASES)
 def test_the_text_has_the_exact_totals(run, policy):
     report = report_of(run + policy, "cpu")
     lines = report_text(report).split("\n")

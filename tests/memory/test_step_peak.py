@@ -94,7 +94,6 @@ CASES_HERE = (
     Case("FSDP 2, PP 2, no reshard", f"{DEEP} {NO_RESHARD}", 4, 4),
     Case("FSDP 2, PP 2, 2 virtual stages, no reshard", f"{DEEP} {VIRTUAL} {NO_RESHARD}", 4, 4),
 )
-SOON = {*IN_EVERY_RUN, "documents, windows", "a large vocabulary, own units"}
 BOUND = 0.05
 
 
@@ -105,13 +104,7 @@ def check(case):
 
 
 @pytest.mark.runs(daily=2, ci=8)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=[] if case.name in SOON else pytest.mark.long)
-        for case in (*CASES, *CASES_HERE)
-    ],
-)
+@pytest.mark.parametrize("case", (*CASES, *CASES_HERE), ids=lambda case: case.name)
 def test_the_peak_of_a_real_step_is_predicted_within_five_per_cent(case):
     check(case)
 
@@ -136,9 +129,7 @@ def random_case(seed):
 
 
 @pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(number, marks=pytest.mark.long) for number in range(4, 16))]
-)
+@pytest.mark.parametrize("seed", range(16))
 def test_the_peak_of_a_random_step_is_predicted_within_five_per_cent(seed):
     check(random_case(seed))
 

@@ -84,12 +84,10 @@ DATA_PARALLEL = {
 }
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(pp=2, dp=2, num_chunks=2),
-        pytest.param(Layout(pp=2, dp=2, tp=2, sequence_parallel=True), marks=pytest.mark.long),
-    ],
+    [Layout(pp=2, dp=2, num_chunks=2), Layout(pp=2, dp=2, tp=2, sequence_parallel=True)],
     ids=str,
 )
 def test_data_parallel_layouts_train_a_pipeline_alike(layout):
@@ -141,11 +139,8 @@ POLICIES = {
 WITH_TENSOR_PARALLEL = {"block 1", "pointwise", "units split over the ranks", "by stage"}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(Layout(pp=2, tp=2, num_chunks=2), marks=pytest.mark.long), Layout(pp=4)],
-    ids=str,
-)
+@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.parametrize("layout", [Layout(pp=4), Layout(pp=2, tp=2, num_chunks=2)], ids=str)
 def test_no_recompute_policy_changes_a_bit(layout):
     """With dropout, so that every replay has to draw what its forward drew, with others in
     between."""

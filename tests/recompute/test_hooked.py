@@ -23,7 +23,6 @@ from tests.support.odd_layers import (
     outcome,
     step,
 )
-from tests.support.pairs import only, pairs
 
 
 def twice(model):
@@ -53,10 +52,9 @@ class Outer(InOrder):
 
 
 @pytest.mark.runs(daily=3, ci=8)
-@pytest.mark.parametrize(
-    ("policy", "inner", "run"),
-    pairs(POLICIES, ["*:full", "*:ops(matmul)", "0:full@host"], [step, twice, second_order]),
-)
+@pytest.mark.parametrize("run", [step, twice, second_order])
+@pytest.mark.parametrize("inner", ["*:full", "*:ops(matmul)", "0:full@host"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_policies_nest(policy, inner, run):
     def nested():
         model = Model(Outer)
@@ -108,7 +106,7 @@ def test_a_graph_outlives_its_policy():
 
 
 @pytest.mark.runs(daily=1, ci=4)
-@pytest.mark.parametrize("policy", only(POLICIES, 0, 2))
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("backward", [True, False])
 def test_nothing_of_a_forward_outlives_it(policy, backward):
     """Also without a backward, and though the layers hold a tensor with its graph in an

@@ -48,19 +48,13 @@ def gradients(config, parallel, layout, recompute, *, sequence_parallel, dtype):
 @pytest.mark.parametrize(
     ("layout", "tp_size", "sequence_parallel", "config", "dtype", "chosen"),
     [
-        pytest.param("fsdp2", 1, False, GPT, torch.float32, (), marks=pytest.mark.long),
+        ("fsdp2", 1, False, GPT, torch.float32, ()),
         ("fsdp2, memory-efficient", 1, False, LLAMA, torch.bfloat16, SOME),
-        pytest.param(
-            "fsdp2, no reshard", 1, False, GPT, torch.float32, SOME, marks=pytest.mark.long
-        ),
-        pytest.param(
-            "fsdp2, memory-efficient", 2, True, GPT, torch.float32, SOME, marks=pytest.mark.long
-        ),
-        pytest.param("fsdp2", 2, False, GPT, torch.float32, SPLIT, marks=pytest.mark.long),
+        ("fsdp2, no reshard", 1, False, GPT, torch.float32, SOME),
+        ("fsdp2, memory-efficient", 2, True, GPT, torch.float32, SOME),
+        ("fsdp2", 2, False, GPT, torch.float32, SPLIT),
         ("zero1, overlap", 1, False, GPT, torch.float32, ()),
-        pytest.param(
-            "zero1, overlap", 2, True, LLAMA, torch.bfloat16, SOME, marks=pytest.mark.long
-        ),
+        ("zero1, overlap", 2, True, LLAMA, torch.bfloat16, SOME),
     ],
 )
 def test_gradients_are_those_without_recomputation(

@@ -28,7 +28,6 @@ from tests.support.odd_state import (
     plainly,
     scripted,
 )
-from tests.support.pairs import pairs
 
 POLICIES = ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"]
 CASES = {**STATES, **CONTEXTS, **UNLISTED}
@@ -94,7 +93,9 @@ def test_a_verified_call_hashes_its_weights_twice(monkeypatch):
 
 
 @pytest.mark.runs(daily=32, ci=96)
-@pytest.mark.parametrize(("name", "policy", "verify"), pairs(CASES, POLICIES, ["first", False]))
+@pytest.mark.parametrize("verify", ["first", False])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", CASES)
 def test_it_is_equal_or_refused(name, policy, verify):
     foreign = CASES[name]
     verify = verify or ("first" if foreign.may_refuse else False)  # it alone sees these

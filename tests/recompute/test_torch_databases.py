@@ -163,14 +163,12 @@ def faults(cases, policy, **options):
 
 
 @pytest.mark.runs(daily=0, ci=2)
-@pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES)
 def test_operators_are_right(policy):
     assert faults(operators(policy), policy) == []
 
 
 @pytest.mark.runs(daily=0, ci=4)
-@pytest.mark.long
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_modules_are_right(policy, training):

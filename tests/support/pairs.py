@@ -28,25 +28,13 @@ def subsets(items):
     return itertools.chain.from_iterable(itertools.combinations(items, size) for size in sizes)
 
 
-def pairs(*axes, ids=None):
-    """Returns the parameters of the whole grid, in its order. ids: a function from a case's values
-    to its name."""
-    return thinned(itertools.product(*axes), ids=ids)
-
-
-def thinned(cases, *, ids=None):
-    """Returns the parameters of cases that need not be a whole grid.
-
-    The cases that covering() leaves out are marked `weekly`.
-    """
-    cases = list(cases)
+def pairs(*axes):
+    """Returns the parameters of the whole grid. The cases that covering() leaves out are marked
+    `weekly`."""
+    cases = list(itertools.product(*axes))
     kept = covering(cases)
     return [
-        pytest.param(
-            *case,
-            id=None if ids is None else ids(*case),
-            marks=() if number in kept else pytest.mark.weekly,
-        )
+        pytest.param(*case, marks=() if number in kept else pytest.mark.weekly)
         for number, case in enumerate(cases)
     ]
 
@@ -67,34 +55,6 @@ def sampled(cases, *, every, at_most=1):
     factor in common with the lengths of the axes, so that each setting appears.
     """
     return list(cases)[:: at_most if FULL_GRIDS else every]
-
-
-def thirds(cases):
-    """Returns the parameters of all cases, of which two in three are marked `weekly`.
-
-    It is for many cheap cases with similar neighbours.
-    """
-    return [
-        pytest.param(*case, marks=[pytest.mark.weekly] * (number % 3 > 0))
-        for number, case in enumerate(cases)
-    ]
-
-
-def only(cases, *numbers):
-    """Returns the parameters of all cases. The cases with other numbers are marked `long`.
-
-    It is for expensive cases whose settings cheaper tests of the default run have too. A case is a
-    tuple, or the value of a single parameter.
-    """
-    cases = list(cases)
-    assert set(numbers) <= set(range(len(cases))), (numbers, len(cases))
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=[pytest.mark.long] * (number not in numbers),
-        )
-        for number, case in enumerate(cases)
-    ]
 
 
 def in_one_test(names, cases):

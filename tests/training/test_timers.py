@@ -44,7 +44,8 @@ def _run(rank, world_size, folder, level, option, pp_size):
     return {"reads a clock": bool(read)}
 
 
-@pytest.mark.parametrize("pp_size", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.parametrize("pp_size", [1, 2])
 def test_each_level_shows_its_timers_and_changes_no_figure(tmp_path, capfd, pp_size):
     for level in (0, 1, 2):
         found = run_ranks(_run, 2, tmp_path, level, "minmax", pp_size, detail=False)
