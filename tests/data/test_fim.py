@@ -5,14 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from arguments import parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.data.datasets import build_datasets
-from tests.support.commands import fault_of
 from tests.support.corpora import written
-from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 LETTERS = "abcdeé"
 NAMES = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<|endoftext|>", "<file>"]
@@ -155,69 +151,3 @@ def test_a_token_that_the_tokenizer_lacks_is_named(tmp_path):
         built(tmp_path, fim_eod_token="<eot>")
     with pytest.raises(InputError, match="^--fim-split-sample  is no token"):
         built(tmp_path, fim_split_sample="", fim_fragment_rate=0.5)
-
-
-@pytest.mark.long
-def test_a_resumed_run_on_two_stages_reads_the_same_samples_to_the_bit(tmp_path):
-    built(tmp_path)
-    tokenizer = vars(tokenizer_at(tmp_path))
-
-    def run(folder, **checkpoint):
-        run_to_end(
-            tiny_run(
-                **{name: tokenizer[name] for name in ("tokenizer_type", "tokenizer_model")},
-                vocab_size=14,
-                mock_data=False,
-                data_path=(str(tmp_path / "data"),),
-                split="1,0,0",
-                fim_data=True,
-                train_iters=4,
-                eval_iters=0,
-                metrics=tmp_path / f"{folder}.jsonl",
-                save=str(tmp_path / folder),
-                save_interval=2,
-                pipeline_model_parallel_size=2,
-                **checkpoint,
-            )
-        )
-
-    def work(rank, world_size):
-        run("whole")
-        run("parts", exit_interval=2)
-        run("parts", load=str(tmp_path / "parts"))
-
-    run_ranks(work, 2, detail=False)
-    assert rows(tmp_path / "parts.jsonl") == rows(tmp_path / "whole.jsonl")
-    expected, found = (step_bytes(tmp_path / folder, 4) for folder in ("whole", "parts"))
-    assert expected == found != {}
-
-
-FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --train-iters 2 --lr 1 "
-    "--max-position-embeddings 8 --micro-batch-size 1"
-)
-FILES = "--data-path d --vocab-file v --merge-file m --vocab-size 9"
-
-
-@pytest.mark.parametrize(
-    ("flags", "fault"),
-    [
-        ("--data-path d --vocab-size 9 --fim-data", "--fim-data needs --tokenizer-type Hugging"),
-        (f"--mock-data {FILES[14:]} --fim-data", "--fim-data excludes --mock-data: documents are"),
-        (f"{FILES} --fim-data --fim-rate 1.5", "--fim-rate must be at least 0 and at most 1"),
-        (f"{FILES} --fim-data --fim-split-sample x", "--fim-split-sample x needs --fim-fragment-"),
-    ],
-)
-def test_what_cannot_be_rearranged_is_refused(flags, fault):
-    assert fault in fault_of(parse_args, f"{FLAGS} {flags}")
-
-
-def test_bigcodes_tokenizer_turns_it_on_with_its_tokens():
-    theirs = "--data-path d --tokenizer-type TokenizerFromFileWithFIM --tokenizer-file t"
-    found = parse_args(f"{FLAGS} {theirs} --fim-rate 0.3 --fragment-fim-rate 0.2".split())
-    data = found.config.data
-    assert data.fim_data and (data.fim_rate, data.fim_fragment_rate) == (0.3, 0.2)
-    tokens = [data.fim_prefix_token, data.fim_middle_token, data.fim_suffix_token]
-    assert [*tokens, data.fim_pad_token] == [f"<fim-{NAMES[i][5:]}" for i in range(4)]
-    for off in ("", "--fim-rate 0"):
-        assert not parse_args(f"{FLAGS} {theirs} {off}".split()).config.data.fim_data

@@ -1,13 +1,11 @@
 """The commands of the pages work, one after the other, and their flags exist."""
 
-import json
 import re
-from dataclasses import replace
 
 import pytest
 
 from arguments import build_parser, supported_flags
-from tests.docs.marks import COMMANDS, PAGES, ROOT, blocks
+from tests.docs.marks import COMMANDS, PAGES, blocks
 from tests.docs.outputs import folder, run
 
 RUN = {page: [block for block in blocks(page) if block.kind == "run"] for page in PAGES}
@@ -34,23 +32,6 @@ def test_the_commands_of_a_page_work_one_after_the_other(page):
         blocks = enumerate(RUN[page])
         printed = [run(script(block, where, number), where) for number, block in blocks]
     assert all(printed), "a command of the page does nothing that its reader sees"
-
-
-@pytest.mark.weekly
-def test_the_resumed_run_of_the_page_is_the_uninterrupted_one():
-    """The rows of the page's two commands, and those of one run with all iterations."""
-    page = ROOT / "docs" / "training.md"
-    first, second = [block for block in RUN[page] if "--train-iters" in block.text]
-    assert "--load" in second.text and "--load" not in first.text
-    losses = []
-    for scripts in ([first.text, second.text], [first.text.replace("-iters 20 ", "-iters 40 ")]):
-        with folder() as where:
-            for number, text in enumerate(scripts):
-                run(script(replace(first, lines=tuple(text.splitlines())), where, number), where)
-            rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
-            losses.append([(row["iteration"], row["lm_loss"]) for row in rows if "lm_loss" in row])
-    assert losses[0] == losses[1]
-    assert [iteration for iteration, _ in losses[0]] == list(range(1, 41))
 
 
 def test_the_flags_of_the_launcher_exist_on_every_page():

@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,17 +26,44 @@ from megatron_lite.tools import (
 )
 from tests.support.commands import status_of
 from tests.support.conversions import converted, save_tokenizer, saved_peer
-from tests.support.opens import opened_below
 from tests.support.runs import run_to_end, tiny_run, with_checkpoint
 
-Main = Callable[[list[str]], int]
+_recording = []
+
+
+def _hook(event, arguments):
+    if event != "open" or not _recording:
+        return
+    path, _, flags = arguments
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(flags, int):
+        return
+    absolute = os.path.abspath(path)
+    if flags & (os.O_WRONLY | os.O_CREAT | os.O_DIRECTORY):
+        return
+    for root, found in _recording:
+        if absolute.startswith(root + os.sep) and os.path.isfile(absolute):
+            found.add(Path(absolute))
+
+
+sys.addaudithook(_hook)  # a hook stays for ever, so there is one for all tests
+
+
+@contextmanager
+def opened_below(root):
+    """Yields the set of regular files below `root` that are opened to read during the block."""
+    entry = (str(root), set())
+    _recording.append(entry)
+    try:
+        yield entry[1]
+    finally:
+        _recording.remove(entry)
 
 
 class Tool(NamedTuple):
     """A command. prepare: makes its files in a folder. words: with {} for that folder."""
 
-    main: Main
-    prepare: Callable[[Path], object]
+    main: object
+    prepare: object
     words: str
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +22,6 @@ from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.step import StageRunner, train_step
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config
 from tests.support.runs import tiny_run
-
-if TYPE_CHECKING:
-    pass
 
 CPU = torch.device("cpu")
 ARCHITECTURES = {

@@ -1,12 +1,15 @@
 """Dropout: which stream each mask comes from, one byte per element, the right statistics, and
 nothing at evaluation."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron_lite.model import dropout as module
 from megatron_lite.model.dropout import dropout, keep_mask, keep_scale
 from megatron_lite.parallel.rng import DEFAULT, RngStreams
-from tests.support.dropout_masks import mask_faults, masks_of_one_forward, recorded_masks
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
@@ -20,17 +23,32 @@ def _generator_is_put_back():
         yield
 
 
-def model_with_dropout(parallel, **overrides):
+def model_with_dropout(parallel, *, sequence_parallel=False, **overrides):
     config = variant_config(
         "gpt2",
-        **{
-            "hidden_dropout": 0.5,
-            "attention_dropout": 0.5,
-            "attention_backend": "auto",
-            **overrides,
-        },
+        **dict(hidden_dropout=0.5, attention_dropout=0.5, attention_backend="auto") | overrides,
     )
-    return build_tiny_model(config, parallel, dtype=torch.float32)
+    return build_tiny_model(
+        config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32
+    )
+
+
+@contextmanager
+def recorded_masks():
+    """Yields the masks that are drawn on the CPU in the block. True keeps the element.
+
+    residual: [s, b, h], or [s/t, b, h] under sequence parallelism. attention: [b a/t, s, s].
+    """
+    masks = SimpleNamespace(residual=[], attention=[])
+
+    def recording(numbers, shape, probability):
+        mask = keep_mask(numbers, shape, probability)
+        (masks.attention if shape[-1] == shape[-2] else masks.residual).append(mask.clone())
+        return mask
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "keep_mask", recording)
+        yield masks
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -41,13 +59,19 @@ def test_ranks_share_residual_masks_if_they_hold_the_same_tokens_and_never_atten
     shapes."""
 
     def work(rank, world_size):
-        with tp_state(2) as parallel:
-            return masks_of_one_forward(parallel, sequence_parallel=sequence_parallel)
+        with tp_state(2) as parallel, recorded_masks() as masks:
+            model_with_dropout(
+                parallel, sequence_parallel=sequence_parallel, attention_backend="unfused"
+            ).loss(*sample_tokens())
+        return masks
 
     first, second = run_ranks(work, 2)
     # embedding, and per layer attention and MLP; per layer one
     assert len(first.residual) == 5 and len(first.attention) == 2
-    assert mask_faults(first, second, sequence_parallel=sequence_parallel) == set()
+    for mine, other in zip(first.residual, second.residual, strict=True):
+        assert torch.equal(mine, other) != sequence_parallel  # ranks hold equal or own tokens
+    for mine, other in zip(first.attention, second.attention, strict=True):
+        assert not torch.equal(mine, other)  # each rank has its own heads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -7,7 +7,6 @@ test_region_mutants.py.
 
 from contextlib import contextmanager
 
-import pytest
 import torch
 
 from megatron_lite.model import layer
@@ -19,7 +18,7 @@ from megatron_lite.recompute.phase import is_recomputing
 from tests.recompute import test_checkpoint, test_runner, test_split
 from tests.support.mutants import Mutant, each_is_seen, replaces
 
-Patch, Function, Randomness = pytest.MonkeyPatch, engine._Checkpoint, randomness.Randomness
+Function, Randomness = engine._Checkpoint, randomness.Randomness
 
 
 @replaces("replayed", Randomness)

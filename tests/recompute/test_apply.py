@@ -8,7 +8,6 @@ from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.recompute import witness
 from megatron_lite.recompute.apply import apply_policy_
-from megatron_lite.recompute.replay import RecomputeMismatch
 from tests.support.foreign_families import FAMILIES, tokens
 
 MODELS = {"GPT-2": "transformer.h", "Llama": "model.layers"}  # by name: their layers
@@ -43,20 +42,6 @@ def test_recomputing_every_layer_keeps_no_more_than_transformers_own_checkpointi
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
 
     assert alive_after_forward(name, policy(name, "*:full")) <= alive_after_forward(name, own)
-
-
-def test_a_verified_replay_that_differs_names_the_layer(monkeypatch):
-    torch.manual_seed(1)
-    model = FAMILIES["GPT-2"].build()
-    apply_policy_(model, layers_fqn="transformer.h", policy="*:full", verify=True)
-    model.train()
-    trained_once(model).backward()  # nothing differs yet
-    loss = trained_once(model)
-    # not part of the state that a replay restores
-    act = type(model.transformer.h[1].mlp.act)
-    monkeypatch.setattr(act, "forward", lambda self, hidden: torch.relu(hidden))
-    with pytest.raises(RecomputeMismatch, match=r"transformer\.h\.2"):
-        loss.backward()
 
 
 @pytest.mark.parametrize(

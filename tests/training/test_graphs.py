@@ -34,7 +34,7 @@ def _config(folder, name, **training):
     return tiny_run(metrics=folder, **settings)
 
 
-def _run(_, __, folder, name, checkpoint=None, **training):
+def _run(rank, world_size, folder, name, training, checkpoint=None):
     """Trains. Returns the number of steps that ran without a graph."""
     config = _config(folder / "m", name, **training)
     config = replace(config, checkpoint=checkpoint or CheckpointConfig(save=str(folder)))
@@ -55,13 +55,9 @@ def _run(_, __, folder, name, checkpoint=None, **training):
 def _both(folder, name):
     """Runs with a graph and without. The calls of the step's Python in each."""
     return [
-        run_ranks(_in_fork, RUNS[name][0], folder / str(bool(training)), name, training)[0]
+        run_ranks(_run, RUNS[name][0], folder / str(bool(training)), name, training)[0]
         for training in ({}, GRAPH)
     ]
-
-
-def _in_fork(rank, world, folder, name, training):
-    return _run(rank, world, folder, name, **training)
 
 
 def check_same_bits(folder, name):
@@ -83,16 +79,11 @@ def test_a_captured_run_has_the_bits_of_one_without_graphs(tmp_path, name):
 @pytest.mark.long
 def test_a_resumed_captured_run_ends_as_an_unbroken_one(tmp_path):
     for folder, steps, load in (("whole", 8, None), ("parts", 4, None), ("parts", 8, "parts")):
-        _run(
-            *(0, 1, tmp_path / folder, "full"),
-            CheckpointConfig(
-                save=str(tmp_path / folder), load=None if load is None else str(tmp_path / load)
-            ),
-            **GRAPH,
-            num_layers=1,
-            train_iters=8,
-            exit_interval=steps if steps < 8 else None,
+        saved = CheckpointConfig(
+            save=str(tmp_path / folder), load=None if load is None else str(tmp_path / load)
         )
+        more = dict(num_layers=1, train_iters=8, exit_interval=steps if steps < 8 else None)
+        _run(0, 1, tmp_path / folder, "full", GRAPH | more, saved)
     assert rows(tmp_path / "parts" / "m") == rows(tmp_path / "whole" / "m")
     assert step_bytes(tmp_path / "parts", 8) == step_bytes(tmp_path / "whole", 8)
 
@@ -107,7 +98,7 @@ def test_a_step_that_reads_a_value_is_named_with_the_flag(tmp_path):
 
         patch.setattr(StageRunner, "train", reading)
         with pytest.raises(InputError) as caught:
-            _run(0, 1, tmp_path, "none", **GRAPH)
+            _run(0, 1, tmp_path, "none", GRAPH)
     message = str(caught.value)
     for words in ("--cuda-graph-impl", "train_step", "_local_scalar_dense", "impl none"):
         assert words in message, message

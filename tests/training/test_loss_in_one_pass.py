@@ -191,36 +191,33 @@ def test_the_kept_bytes_are_those_predicted(layout, model, mask, chunk_size):
         assert found.fault is None and found.measured > 0
 
 
-def test_an_evaluation_between_steps_writes_no_gradient():
-    config = single()
-    with parallel_state(config.parallel, seed=1) as parallel:
-        run = Run(config, parallel)
-        run.step(0)
-        before = run.state()
-        loss = run.runner.evaluate(run.batches(7))
-        assert all(torch.equal(one, before[name]) for name, one in run.state().items())
-        with two_passes():
-            assert torch.equal(loss, run.runner.evaluate(run.batches(7)))
-        run.step(1)
-        found = run.state()
-    expected = trained(config)[1]
-    assert all(torch.equal(one, expected[name]) for name, one in found.items())
+def evaluated(run):
+    before = run.state()
+    loss = run.runner.evaluate(run.batches(7))
+    assert all(torch.equal(one, before[name]) for name, one in run.state().items())
+    with two_passes():
+        assert torch.equal(loss, run.runner.evaluate(run.batches(7)))
 
 
 def spoiled(*arguments):
     return RowStatistics(*(torch.full_like(one, math.nan) for one in row_statistics(*arguments)))
 
 
-def test_a_skipped_step_leaves_no_trace():
-    """A step of NaN losses lies between two others. Its gradients are in the sums."""
+def skipped(run):
+    """A step of NaN losses, whose gradients are in the sums."""
+    with patch.object(cross_entropy, "row_statistics", spoiled):
+        step = run.step(5)
+    grad = run.optimizer.buffer.grads["output_layer.weight"]
+    assert step.update.skipped == 1.0 and grad.isnan().any()
+
+
+@pytest.mark.parametrize("between", [evaluated, skipped])
+def test_an_evaluation_or_a_skipped_step_between_two_others_leaves_no_trace(between):
     config = single()
     with parallel_state(config.parallel, seed=1) as parallel:
         run = Run(config, parallel)
         run.step(0)
-        with patch.object(cross_entropy, "row_statistics", spoiled):
-            skipped = run.step(5)
-        grad = run.optimizer.buffer.grads["output_layer.weight"]
-        assert skipped.update.skipped == 1.0 and grad.isnan().any()
+        between(run)
         run.step(1)
         found = run.state()
     expected = trained(config)[1]

@@ -23,10 +23,6 @@ def _config(folder):
     return with_settings(config, **settings)
 
 
-def _rows(folder):
-    return [json.loads(line) for line in (folder / "m").read_text().splitlines()]
-
-
 def _figures(text):
     """The parts of the lines that are figures of a step."""
     words = ("loss", "norm", "zeros")
@@ -57,9 +53,10 @@ def test_figures_read_one_step_late_are_those_of_their_own_step_and_wait_for_no_
         0 if number in drained else 1 for number in range(1, 21)
     ]
     # By the device's clock step N takes N ms, and an evaluation 1000 ms that belong to no step.
-    assert [row["iteration_ms"] for row in _rows(tmp_path / "late")] == pytest.approx(
-        list(range(1, 21))
-    )
+    assert [
+        json.loads(row)["iteration_ms"]
+        for row in (tmp_path / "late" / "m").read_text().splitlines()
+    ] == pytest.approx(list(range(1, 21)))
 
 
 @pytest.mark.parametrize(("as_graph", "is_said"), [(20.0, True), (58.0, False), (None, False)])
