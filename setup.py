@@ -36,6 +36,7 @@ setup(
     package_data={
         "megatron_lite": ["py.typed"],
         "megatron_lite.config": ["*.json"],
+        "megatron_lite.convert.megatron": ["*.json"],
         "megatron_lite.plan": ["machines/*.json"],
         "megatron_lite.pages": ["*.html"],
     },

@@ -116,7 +116,7 @@ def hf_source(path: Path) -> WeightSource:
     # Files of a tied model may hold the head too. It must then equal the embedding (`read`).
     copy = held.pop(head_of(family), None) if OUTPUT not in specs else None
     held = {name: one for name, one in held.items() if name in shapes or not BUFFERS.search(name)}
-    check_held(path, {name: [one] for name, one in held.items()}, shapes, CONFIG)
+    check_held(path, held, shapes, CONFIG)
     dtypes: dict[str, Any] = {}
     for name, row in rows.items():
         kinds = " and ".join(sorted({str(held[part].values.get_dtype()) for part in row.theirs}))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -170,24 +170,6 @@ def parameter_specs(
     return {**kinds[None], **layers}
 
 
-def split(whole: Tensor, spec: ParameterSpec, tp_size: int) -> list[Tensor]:
-    """Returns the part of a whole tensor that each TP rank holds."""
-    dim = spec.tp_dim
-    if dim is None:
-        return [whole] * tp_size
-    parts = whole.unflatten(dim, (spec.tp_blocks, tp_size, -1)).unbind(dim + 1)
-    return [part.flatten(dim, dim + 1) for part in parts]
-
-
-def joined(parts: Sequence[Tensor], spec: ParameterSpec) -> Tensor:
-    """Returns the whole tensor of which each TP rank has a part: the inverse of `split`."""
-    dim = spec.tp_dim
-    if dim is None:
-        return parts[0].contiguous()
-    blocks = [part.unflatten(dim, (spec.tp_blocks, -1)) for part in parts]
-    return torch.stack(blocks, dim + 1).flatten(dim, dim + 2)
-
-
 def is_buffer(name: str) -> bool:
     """Returns whether the optimizer does not update a tensor: the router's bias of each expert."""
     return name.endswith(".expert_bias")
@@ -212,14 +194,11 @@ def check_layers(num_layers: int, num_held: int, where: object) -> None:
 
 
 def check_held(
-    where: object,
-    held: Mapping[str, Sequence[Any]],
-    needed: Mapping[str, tuple[int, ...]],
-    config: str,
+    where: object, held: Mapping[str, Any], needed: Mapping[str, tuple[int, ...]], config: str
 ) -> None:
     """Raises InputError for tensors that are missing, not expected, or of another shape.
 
-    held: by name the parts of all TP ranks, each with a `shape`.
+    held: by name, with a `shape`.
     needed: the shapes of the model that `config` describes.
     """
     both = held.keys(), needed.keys()
@@ -228,9 +207,8 @@ def check_held(
             first = shown(", ".join(sorted(names)[:MOST_NAMED]))
             raise InputError(f"{where}: {verb} {first} ({len(names)} in all), unlike its {config}")
     for name, shape in needed.items():
-        for part in held[name]:
-            if tuple(part.shape) != shape:
-                raise InputError(
-                    f"{where}: {name} has the shape {tuple(part.shape)}, but {config} describes "
-                    f"{shape}: they belong to different models"
-                )
+        if tuple(held[name].shape) != shape:
+            raise InputError(
+                f"{where}: {name} has the shape {tuple(held[name].shape)}, but {config} describes "
+                f"{shape}: they belong to different models"
+            )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lite.convert import hf
-from megatron_lite.convert.megatron import dist, source
+from megatron_lite.convert.megatron import dist, legacy
 from tests.convert.megatron import test_dist_layouts, test_legacy_layouts
 from tests.model import test_transformers_parity as parity
 from tests.support.mutants import Mutant, each_is_seen, replaces
@@ -28,15 +28,15 @@ def joined_by(name, join):
     return fault
 
 
-@replaces("parameter_specs", source)
+@replaces("parameter_specs", legacy)
 def gate_and_up_are_one_block(parameter_specs, *args, **kwargs):
     found = parameter_specs(*args, **kwargs)
     return {name: replace(spec, tp_blocks=1) for name, spec in found.items()}
 
 
-@replaces("read", dist.DistTensor)
-def every_layer_is_the_first_row(read, self):
-    return read(self._replace(layer=self.layer and 0))
+@replaces("_row", dist)
+def every_layer_is_the_first_row(_row, chunk, _):
+    return _row(chunk, 0)
 
 
 MUTANTS = [

@@ -17,7 +17,7 @@ from megatron_lite.config.checks import InputError, flag, input_faults, quoted
 from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
-from megatron_lite.config.plain import from_plain
+from megatron_lite.config.plain import from_plain, parse_json
 from megatron_lite.config.rotary import RotarySettings
 from megatron_lite.config.variants import LatentSettings, Variants
 from megatron_lite.convert.megatron.torch_file import Inert
@@ -41,36 +41,20 @@ ONLY_HERE = {
     "rope_type": "rope",
 }
 SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in ONLY_HERE]
-# Arguments that change the model, and must be off unless ModelConfig has them as a field.
-VARIANTS = (
-    *("quick_geglu", "glu_linear_offset", "activation_func_clamp_value", "moe_latent_size"),
-    *("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_mlp_glu_interleave_size"),
-    *("moe_shared_expert_glu_interleave_size", "moe_expert_capacity_factor"),
-    *("moe_expert_rank_capacity_factor", "moe_router_topk_limited_devices"),
-    *("moe_router_force_load_balancing", "moe_router_force_biased"),
-    *("onnx_safe", "multi_latent_attention", "rotary_scaling_factor", "mtp_num_layers"),
-    *("hybrid_layer_pattern", "hybrid_override_pattern", "heterogeneous_layers_config_path"),
-    *("heterogeneous_layers_config_encoded_json", "apply_layernorm_1p"),
-    *("layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm"),
-    *("attention_output_gate", "experimental_attention_variant", "qk_l2_norm", "softmax_type"),
-    "retro_add_retriever",
-)
-# Further values with which the model is the one of this project.
-NEUTRAL = {"rotary_scaling_factor": (1, 40), "softmax_type": ("vanilla",)}
+# tables.json: the names of older releases (`names`) and of TE's fused norms (`norms`), in the order
+# in which they are replaced; the `order` of a layer's modules, which numbers the optimizer states;
+# the arguments that make a model another one (`variants`), with the values besides None and False
+# for which they do not, unless ModelConfig has them as a field; and values of files that are
+# written. The run that loads a `schedule` takes its own with --override-opt_param-scheduler.
+TABLES = parse_json(Path(__file__).with_name("tables.json").read_text())
 VOCAB_MULTIPLE = 128  # --make-vocab-size-divisible-by, its default in Megatron-LM
 ADAM, MASTER = ("exp_avg", "exp_avg_sq"), "master"
-# Of Megatron's schedule of the learning rate. The run that loads it takes its own values with
-# --override-opt_param-scheduler.
-SCHEDULE = (
-    *("max_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps", "min_lr", "start_wd"),
-    *("end_wd", "wd_incr_style", "wd_incr_steps"),
-)
 
 
 def arguments_of(common: Any, where: object) -> dict[str, Any]:
     """Returns the `args` of a checkpoint's common values. Raises InputError if there are none."""
     found = common.get("args") if isinstance(common, dict) else None
-    found = found.fields if isinstance(found, Inert) else found
+    found = vars(found) if isinstance(found, Inert) else found
     if not isinstance(found, dict) or not found:
         raise InputError(
             f"{where}: holds no `args`, so the shape of its model is not known. Checkpoints of "
@@ -96,9 +80,9 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
 
     Raises InputError if this project has no such model; it names the argument.
     """
-    for name in VARIANTS:
+    for name, neutral in TABLES["variants"].items():
         value = args.get(name)
-        if name not in SHARED and value not in (None, False, *NEUTRAL.get(name, ())):
+        if name not in SHARED and value not in (None, False, *neutral):
             reason = REFUSED.get(flag(name), "this project has no such layer")
             raise InputError(
                 f"{where}: was trained with {name} = {quoted(value)}, which cannot be converted: "
@@ -169,10 +153,10 @@ def progress_of(common: Mapping[str, Any], args: Mapping[str, Any], where: str) 
     return progress
 
 
-def size_of(args: Mapping[str, Any], *names: str) -> int | None:
-    """Returns the first of the named arguments that is a positive number, or None."""
+def size_of(args: Mapping[str, Any], *names: str) -> int:
+    """Returns the first of the named arguments that is a positive number, or 1."""
     found = (args.get(name) for name in names)
-    return next((one for one in found if type(one) is int and 0 < one < 2**20), None)
+    return next((one for one in found if type(one) is int and 0 < one < 2**20), 1)
 
 
 # --- writing ---
@@ -207,48 +191,36 @@ def new_iteration(source: WeightSource, path: Path) -> Iterator[Path]:
 
 
 def common_values(source: WeightSource, *, tp_size: int, pp_size: int) -> dict[str, Any]:
-    """Returns the values that are no tensors and belong to no optimizer.
-
-    Without optimizer states the progress is zero, since training starts anew.
-    """
-    model, states = source.model, source.state_keys
-    progress = source.progress if states else Progress()
-    values = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in asdict(model).items()
-        if name in SHARED
-    }
+    """Returns the values that are no tensors and belong to no optimizer."""
+    model, progress = source.model, source.progress
+    values = {name: value for name, value in asdict(model).items() if name in SHARED}
+    for name, value in values.items():
+        values[name] = list(value) if isinstance(value, tuple) else value
     if not model.group_query_attention:
         values["num_query_groups"] = model.num_attention_heads
     args = argparse.Namespace(
+        **TABLES["saved"],
         **values,
         seq_length=model.max_position_embeddings,
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=pp_size,
-        virtual_pipeline_model_parallel_size=None,
-        expert_model_parallel_size=1,
         expert_tensor_parallel_size=tp_size,
-        tokenizer_type="NullTokenizer",
         vocab_size=source.true_vocab_size - 1,
         padded_vocab_size=padded_vocab_size(source, tp_size),
         make_vocab_size_divisible_by=VOCAB_MULTIPLE,
         consumed_train_samples=progress.consumed_samples,
-        consumed_valid_samples=0,
     )
-    schedule = {**dict.fromkeys(SCHEDULE), "num_steps": progress.consumed_samples}
-    return {
-        "args": args,
-        "checkpoint_version": 3.0,
-        "iteration": progress.iteration,
-        "num_floating_point_operations_so_far": 0,
-        **({"opt_param_scheduler": schedule} if states else {}),
-    }
+    found = dict(args=args, checkpoint_version=3.0, iteration=progress.iteration)
+    found["num_floating_point_operations_so_far"] = 0
+    if source.state_keys:
+        schedule = TABLES["schedule"]
+        found["opt_param_scheduler"] = {**schedule, "num_steps": progress.consumed_samples}
+    return found
 
 
 def groups(source: WeightSource) -> list[dict[str, Any]]:
     """Returns the optimizer's groups with and without weight decay, without `params`."""
-    common: dict[str, Any] = dict(lr_mult=1.0, max_lr=None, min_lr=None, step=source.num_updates)
-    common |= dict(is_expert_parallel=False, is_decoupled_lr=False, default_config=True)
+    common = {**TABLES["group"], "step": source.num_updates}
     return [{"wd_mult": decay, **common} for decay in (1.0, 0.0)]
 
 

@@ -18,9 +18,10 @@ import math
 import pickle
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +35,14 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.megatron import args as megatron_args
 from megatron_lite.convert.megatron.source import (
     EXPERTS,
+    Chunk,
+    Chunked,
+    Parameters,
     dist_name,
     has_stacks,
-    iteration_folder,
     megatron_source,
     need,
+    opened,
     our_name,
     updates_of,
 )
@@ -64,12 +68,6 @@ from megatron_lite.parallel.torch_internals import storage_info
 
 MOST_NESTED = 4  # levels of the values of an optimizer
 COMMON, SHARDS = "common.pt", "__0_0.distcp"
-FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 # The names of weights and optimizer states in the checkpoint, by their keys here.
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_param"}
 KEYS = {None: WEIGHT, "param": "master"} | {theirs: key for key, theirs in STATES.items()}
@@ -78,65 +76,12 @@ LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2)\.weight$")
 OTHERS = re.compile(r"optimizer\.|^(rng_state|rerun_state|opt_param_scheduler)")
 
 
-class Chunk(NamedTuple):
-    """A block of a tensor. offsets, sizes: its place along each dim. window: its bytes."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    window: Window
-
-
-class DistTensor(NamedTuple):
-    """One tensor of the checkpoint, or one layer's part of a stack. chunks: those that it needs.
-
-    layer: the index of the first dim of all chunks, in a stack of layers.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: Sequence[Chunk]
-    layer: int | None = None
-
-    def read(self) -> Tensor:
-        """Returns the tensor. Raises InputError if a chunk has another shape.
-
-        Numbers that no chunk holds are NaN.
-        """
-        whole = torch.full(self.shape, math.nan, dtype=self.dtype)
-        for offsets, sizes, window in self.chunks:
-            value = read_torch_file(window)
-            is_tensor = isinstance(value, Tensor) and value.dtype == self.dtype
-            if not is_tensor or value.shape != sizes:
-                raise InputError(
-                    f"{window}: must hold a chunk {sizes} of {self.name}: the checkpoint is damaged"
-                )
-            if self.layer is not None:
-                value, offsets = value[self.layer - offsets[0]], offsets[1:]
-            place = zip(offsets, value.shape, strict=True)
-            whole[tuple(slice(start, start + size) for start, size in place)] = value
-        return whole
-
-    def layers(self) -> Iterator[DistTensor]:
-        """Yields the parts of a stack of layers."""
-        # A chunk that holds numbers holds at least one for each of its rows, so this takes no more
-        # time than the numbers take bytes.
-        chunks = defaultdict(list)
-        for chunk in self.chunks:
-            for row in range(chunk.sizes[0]):
-                chunks[chunk.offsets[0] + row].append(chunk)
-        for layer in range(self.shape[0]):
-            yield self._replace(shape=self.shape[1:], chunks=chunks[layer], layer=layer)
-
-
 def dist_source(path: Path) -> WeightSource:
     """Opens a directory of `--save` with `--ckpt-format torch_dist`, or one iteration of it.
 
     Raises InputError if it is missing, damaged, or of another kind.
     """
-    folder = iteration_folder(path, "megatron-dist")
-    with crafted(str(folder)):
-        return _opened(folder)
+    return opened(path, "megatron-dist", _opened)
 
 
 def _opened(folder: Path) -> WeightSource:
@@ -147,17 +92,17 @@ def _opened(folder: Path) -> WeightSource:
     # Layers may be stacked in one tensor, but each has at least one number.
     numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
     check_layers(model.num_layers, numbers, where)
-    found: dict[str, dict[str, list[DistTensor]]] = defaultdict(dict)
+    found: dict[str, Parameters] = defaultdict(dict)
     for full, tensor in tensors.items():
         state, name = NAME.fullmatch(full).groups()  # type: ignore[union-attr]
         ours, key = our_name(name), KEYS.get(state)
         if ours is None or key is None or OTHERS.search(name):
             continue
         if not ours.startswith(LAYERS) or layer_of(ours)[0] is not None:
-            found[key][ours] = [tensor]
+            found[key][ours] = tensor
         elif tensor.shape[:1] == (model.num_layers,):
-            for layer, part in enumerate(tensor.layers()):
-                found[key][ours.replace(LAYERS, f"{LAYERS}{layer}.", 1)] = [part]
+            for layer, part in enumerate(_layers(tensor)):
+                found[key][ours.replace(LAYERS, f"{LAYERS}{layer}.", 1)] = part
         else:
             raise InputError(
                 f"{where}: {full} has the shape {tensor.shape}, and the first dim must be the "
@@ -165,15 +110,12 @@ def _opened(folder: Path) -> WeightSource:
             )
     weights = found.pop(WEIGHT, {})
 
-    def states() -> tuple[Mapping[str, Mapping[str, list[DistTensor]]], int]:
+    def states() -> tuple[Mapping[str, Parameters], int]:
+        needed = {name: one.shape for name, one in weights.items() if not is_buffer(name)}
         whole = {
             key: found[key]
             for key in STATES
-            if all(
-                name in found[key] and found[key][name][0].shape == one.shape
-                for name, (one,) in weights.items()
-                if not is_buffer(name)
-            )
+            if needed.items() <= {name: one.shape for name, one in found[key].items()}.items()
         }
         need(
             whole.keys() >= {*megatron_args.ADAM},
@@ -190,29 +132,45 @@ def _opened(folder: Path) -> WeightSource:
     return megatron_source(where, common, args, model, weights, states)
 
 
-def _tensors_of(folder: Path) -> dict[str, DistTensor]:
+def _layers(stack: Chunked) -> Iterator[Chunked]:
+    """Yields the tensor of each layer of a stack."""
+    # A chunk that holds numbers holds at least one for each of its rows, so this takes no more
+    # time than the numbers take bytes.
+    chunks: dict[int, list[Chunk]] = defaultdict(list)
+    for chunk in stack.chunks:
+        for row in range(chunk.sizes[0]):
+            part = Chunk(chunk.offsets[1:], chunk.sizes[1:], partial(_row, chunk, row))
+            chunks[chunk.offsets[0] + row].append(part)
+    for layer in range(stack.shape[0]):
+        yield Chunked(stack.shape[1:], stack.dtype, chunks[layer])
+
+
+def _row(chunk: Chunk, row: int) -> Tensor:
+    return chunk.read()[row]
+
+
+def _tensors_of(folder: Path) -> Parameters:
     """Returns all tensors by name, from .metadata alone."""
     path = folder / DIST_METADATA
     found = read_pickle(read_input(path, MOST_BYTES), str(path))
     with crafted(f"{path}: its description of tensors"):
         windows: dict[str, Window] = {}
         lengths: Counter[Path] = Counter()
-        for key, place in found.fields["storage_data"].items():
-            name, of = place.fields["relative_path"], place.fields
+        for key, place in found.storage_data.items():
+            name = place.relative_path
             # A name with folders could point at any file of this machine.
-            if name != Path(name).name or of.get("transform_descriptors"):
+            if name != Path(name).name or getattr(place, "transform_descriptors", None):
                 raise ValueError("a chunk is outside of the folder, compressed or encrypted")
-            start, length = _sizes((of["offset"], of["length"]))
-            window = Window(folder / name, start, length)
-            windows[_place(key.fields["fqn"], key.fields.get("offset"))] = window
-            lengths[window.path] += length
+            window = Window(folder / name, *_sizes((place.offset, place.length)))
+            windows[_place(key.fqn, getattr(key, "offset", None))] = window
+            lengths[window.path] += place.length
         # Chunks that share bytes would let a small file hold very many of them.
         for shard, length in lengths.items():
             if length > input_size(shard):
                 raise ValueError(f"the chunks in {shard.name} have more bytes than the file")
         return {
-            name: _tensor(name, one.fields, windows)
-            for name, one in found.fields["state_dict_metadata"].items()
+            name: _tensor(name, one, windows)
+            for name, one in found.state_dict_metadata.items()
             if one.kind.endswith(".TensorStorageMetadata")
         }
 
@@ -224,25 +182,28 @@ def _place(name: Any, offsets: Any) -> str:
     return f"{None if offsets is None else _sizes(offsets)} of {name}"
 
 
-def _tensor(name: str, found: Mapping[str, Any], windows: Mapping[str, Window]) -> DistTensor:
-    shape, properties = _sizes(found["size"]), found["properties"]
+def _tensor(name: str, found: Any, windows: Mapping[str, Window]) -> Chunked:
+    shape, properties = _sizes(found.size), found.properties
     # The state of TensorProperties is a tuple or a dict.
-    dtype = DTYPES[(properties.fields.get("dtype") or properties.state[0]).kind]
+    dtype = DTYPES[(getattr(properties, "dtype", None) or properties.state[0]).kind]
     chunks = []
-    for one in found["chunks"]:
-        offsets, sizes = _sizes(one.fields["offsets"]), _sizes(one.fields["sizes"])
+    for one in found.chunks:
+        offsets, sizes = _sizes(one.offsets), _sizes(one.sizes)
         window = windows.get(_place(name, offsets))
-        ends = map(sum, zip(offsets, sizes, strict=True))
-        if any(end > whole for end, whole in zip(ends, shape, strict=True)):
-            raise ValueError(f"a chunk of {name} lies outside of the tensor")
         if window is None or math.prod(sizes) * dtype.itemsize > (window.length or 0):
             raise ValueError(f"a chunk of {name} is in no file")
         if math.prod(sizes):
-            chunks.append(Chunk(offsets, sizes, window))
-    covered, numel = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(shape)
-    if covered != numel:
-        raise ValueError(f"the chunks of {name} hold {covered} of its {numel} numbers")
-    return DistTensor(name, shape, dtype, chunks)
+            chunks.append(Chunk(offsets, sizes, partial(_read, window, name, sizes, dtype)))
+    return Chunked(shape, dtype, chunks).checked(name)
+
+
+def _read(window: Window, name: str, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    value = read_torch_file(window)
+    if not isinstance(value, Tensor) or (value.dtype, value.shape) != (dtype, sizes):
+        raise InputError(
+            f"{window}: must hold a chunk {sizes} of {name}: the checkpoint is damaged"
+        )
+    return value
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -261,7 +222,6 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
     `--ckpt-format torch_dist`. The directory appears complete, or not at all."""
     megatron_args.check_exact(source, "megatron-dist")
     model, padded = source.model, megatron_args.padded_vocab_size(source, 1)
-    num_layers, is_stacked = model.num_layers, has_stacks(model)
     tensors: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, Any] = {}
     with megatron_args.new_iteration(source, path) as step:
@@ -276,9 +236,9 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
             def put(name: str, key: str, values: Tensor) -> None:
                 values = megatron_args.with_padding(name, values, padded)
                 shape, offsets, (layer, _) = values.shape, (0,) * values.dim(), layer_of(name)
-                if layer is not None and is_stacked:  # a chunk of the tensor of all layers
+                if layer is not None and has_stacks(model):  # a chunk of the tensor of all layers
                     values, offsets = values[None], (layer, *offsets)
-                    shape = torch.Size((num_layers, *shape))
+                    shape = torch.Size((model.num_layers, *shape))
                 full = dist_name(name, model)
                 full = f"optimizer.state.{STATES[key]}.{full}" if key else full
                 whole = dcp.TensorStorageMetadata(dcp.TensorProperties(values.dtype), shape, [])
@@ -287,10 +247,9 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
                 save(full, values.clone(), chunk.offsets)  # of a view, all values would be saved
 
             copy_tensors(source, put, advance)
-            for name in source.specs:
-                for full in _extra_states(name, model):
-                    tensors[full] = dcp.BytesStorageMetadata()
-                    save(full, [None])
+            for full in (one for name in source.specs for one in _extra_states(name, model)):
+                tensors[full] = dcp.BytesStorageMetadata()
+                save(full, [None])
         metadata = dcp.Metadata(tensors, storage_data=places)
         (step / DIST_METADATA).write_bytes(pickle.dumps(metadata))
         common = megatron_args.common_values(source, tp_size=1, pp_size=1)
@@ -299,7 +258,7 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
             nested = megatron_args.MASTER in source.state_keys
             common["optimizer"] = {"optimizer": optimizer} if nested else optimizer
         torch.save(common, step / COMMON)
-        (step / "metadata.json").write_text(json.dumps(FORMAT))
+        (step / "metadata.json").write_text(json.dumps(megatron_args.TABLES["format"]))
 
 
 def _extra_states(name: str, model: ModelConfig) -> Iterator[str]:

@@ -12,10 +12,10 @@ read once, split, and written to its places, so that only one is in memory.
 
 from __future__ import annotations
 
-import itertools
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,23 +24,23 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError, input_faults
-from megatron_lite.config.input_file import crafted
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import Stage, stages
 from megatron_lite.convert.megatron import args as megatron_args
 from megatron_lite.convert.megatron.source import (
     EXPERTS,
-    Ranks,
+    Chunk,
+    Chunked,
+    Parameters,
     Unmapped,
     flat,
     has_decay,
-    iteration_folder,
     megatron_source,
     need,
+    opened,
     our_name,
     updates_of,
-    whole_parameters,
 )
 from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
 from megatron_lite.convert.weights import (
@@ -50,22 +50,21 @@ from megatron_lite.convert.weights import (
     WORDS,
     Advance,
     WeightSource,
+    check_layers,
     copy_tensors,
     is_buffer,
     layer_of,
     parameter_specs,
-    split,
 )
 from megatron_lite.parallel.parameter_spec import ParameterSpec
-from megatron_lite.parallel.torch_internals import FakeTensorMode, tree_leaves, tree_map
+from megatron_lite.parallel.torch_internals import FakeTensorMode, tree_leaves
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
-CHUNKS = tuple(f"model{number}" for number in range(1000))  # of virtual stages
+# With virtual stages each has a chunk of its own.
+CHUNKS = ("model", *(f"model{number}" for number in range(1000)))
 COMPARED = 256  # numbers of each parameter
-# What values of another form than Megatron's lead to.
-FOREIGN = (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, ValueError)
-
+Ranks = tuple[int, ...]  # a TP rank, a pipeline rank and an expert rank
 Named = tuple[str, Tensor]
 
 
@@ -74,9 +73,7 @@ def legacy_source(path: Path) -> WeightSource:
 
     Raises InputError if there is none, if a rank's file is missing, or if a file is damaged.
     """
-    folder = iteration_folder(path, "megatron")
-    with crafted(str(folder)):
-        return _opened(folder)
+    return opened(path, "megatron", _opened)
 
 
 def _opened(folder: Path) -> WeightSource:
@@ -86,71 +83,62 @@ def _opened(folder: Path) -> WeightSource:
         raise InputError(f"{where}: holds no mp_rank_*/{MODEL_FILES[0]}: copy all of its folders")
     common = read_torch_file(Window(first))
     args = megatron_args.arguments_of(common, first)
-    sizes = [
-        megatron_args.size_of(args, *names) or 1
-        for names in (
-            ("tensor_model_parallel_size", "model_parallel_size"),
-            ("pipeline_model_parallel_size",),
-            ("expert_model_parallel_size",),
-        )
-    ]
-    tp_size, _, ep_size = sizes
-    expert_tp_size = megatron_args.size_of(args, "expert_tensor_parallel_size")
-    if args.get("num_experts") and expert_tp_size not in (None, tp_size):
+    tp_size = megatron_args.size_of(args, "tensor_model_parallel_size", "model_parallel_size")
+    pp_size = megatron_args.size_of(args, "pipeline_model_parallel_size")
+    sizes = (tp_size, pp_size, megatron_args.size_of(args, "expert_model_parallel_size"))
+    of_experts = args.get("expert_tensor_parallel_size")
+    if args.get("num_experts") and of_experts not in (None, tp_size):
         raise InputError(
-            f"{where}: its experts are split over {expert_tp_size} TP ranks, and all else over "
+            f"{where}: its experts are split over {of_experts} TP ranks, and all else over "
             f"{tp_size}: save the checkpoint with --ckpt-format torch_dist, which any layout reads"
         )
     # Folders of another run may lie beside those of this one.
     files = {ranks: _rank_file(folder, ranks, sizes) for ranks in product(*map(range, sizes))}
     values = {ranks: read_torch_file(Window(file)) for ranks, file in files.items()}
     model = megatron_args.model_of(args, where)
-    parts = _parts(where, values, model.num_layers)
-    held = [(ranks, name, value) for ranks, own in parts.items() for name, value in own]
-    weights = whole_parameters(held, model, ep_size)
-    for name, of_ranks in weights.items():
-        if len(of_ranks) != tp_size:
-            raise InputError(f"{where}: {len(of_ranks)} of {tp_size} TP ranks hold {name}")
-    version = common.get("checkpoint_version", 0)
-    if version not in (0, 1, 2, 3):
-        raise InputError(f"{where}: its checkpoint_version must be 0, 1, 2 or 3")
+    parts: dict[Ranks, list[Named]] = {ranks: [] for ranks in values}
+    for ranks, name, tensor in _named(where, values, pp_size):
+        parts[ranks].append((name, tensor))
+    check_layers(model.num_layers, sum(map(len, parts.values())), where)
+    specs = parameter_specs(model, tp_size, tp_size=tp_size)  # for any size of the vocabulary
+    whole = partial(_whole, model=model, specs=specs, sizes=sizes)
+    held = [(ranks, *one) for ranks, own in parts.items() for one in own]
+    weights = whole(held, version=common.get("checkpoint_version", 0))
 
-    def states() -> tuple[dict[str, Any], int]:
+    def states() -> tuple[dict[str, Parameters], int]:
         need(
             not any(file.with_name(DISTRIBUTED_OPTIMIZER).exists() for file in files.values()),
             f"{DISTRIBUTED_OPTIMIZER} does not name their parameters; save with --ckpt-format "
             "torch_dist --dist-ckpt-optim-fully-reshardable to convert them",
         )
-        optimizers = {ranks: value.get("optimizer") for ranks, value in values.items()}
-        return _states(optimizers, parts, model)
+        found, updates = _states(values, parts)
+        return {key: whole(own) for key, own in found.items()}, updates
 
-    return megatron_source(
-        where, common, args, model, weights, states, tp_size=tp_size, version=version
-    )
+    return megatron_source(where, common, args, model, weights, states)
+
+
+def _folder(ranks: Sequence[int], sizes: Sequence[int]) -> str:
+    """Returns the name of a rank's folder. Pipeline and expert axes of size 1 have no number."""
+    others = zip(ranks[1:], sizes[1:], strict=True)
+    return f"mp_rank_{ranks[0]:02d}" + "".join(f"_{rank:03d}" for rank, size in others if size > 1)
 
 
 def _rank_file(folder: Path, ranks: Ranks, sizes: Sequence[int]) -> Path:
-    """Returns the file of a rank. Pipeline and expert axes of size 1 have no number in its name."""
-    others = zip(ranks[1:], sizes[1:], strict=True)
-    name = f"mp_rank_{ranks[0]:02d}" + "".join(f"_{rank:03d}" for rank, size in others if size > 1)
     for file in MODEL_FILES:
-        if (folder / name / file).exists():
-            return folder / name / file
+        path = folder / _folder(ranks, sizes) / file
+        if path.exists():
+            return path
     raise InputError(
         f"{folder}: was saved by TP {sizes[0]} x PP {sizes[1]} x EP {sizes[2]} ranks, and lacks "
-        f"{name}/{MODEL_FILES[0]}: copy all mp_rank_* folders"
+        f"{_folder(ranks, sizes)}/{MODEL_FILES[0]}: copy all mp_rank_* folders"
     )
 
 
-def _parts(
-    where: str, values: Mapping[Ranks, dict[str, Any]], num_layers: int
-) -> dict[Ranks, list[Named]]:
-    """Returns each rank's tensors, in the order of the model, by their names in the whole model."""
-    chunks = {
-        # Without virtual stages there is one chunk.
-        ranks: [one[key] for key in ("model", *CHUNKS) if key in one]
-        for ranks, one in values.items()
-    }
+def _named(
+    where: str, values: Mapping[Ranks, Any], pp_size: int
+) -> Iterator[tuple[Ranks, str, Tensor]]:
+    """Yields each rank's tensors, in the order of the model, by their names in the whole model."""
+    chunks = {ranks: [one[key] for key in CHUNKS if key in one] for ranks, one in values.items()}
     most = max(map(len, chunks.values()))
     for ranks, own in chunks.items():
         if len(own) != most or most == 0:
@@ -158,72 +146,115 @@ def _parts(
                 f"{where}: the file of TP and PP rank {ranks[:2]} holds {len(own)} model chunks, "
                 f"and others {most}: copy all mp_rank_* folders of one run"
             )
-    found: dict[Ranks, list[Named]] = {ranks: [] for ranks in values}
     first_layer, seen = 0, set[int]()
-    pp_ranks = sorted({pp for _, pp, _ in values})
     # stage number = chunk * PP + pipeline rank
-    for chunk, pp_rank in product(range(most), pp_ranks):
-        layers = 0
+    for chunk, pp_rank in product(range(most), range(pp_size)):
+        num_layers = 0
         for ranks in (ranks for ranks in values if ranks[1] == pp_rank):
             for key, value in flat(chunks[ranks][chunk], seen):
                 name = our_name(key)
                 if name is None or value is None:
                     continue
+                if not isinstance(value, Tensor):
+                    raise InputError(f"{where}: {key} is no plain tensor")
                 layer, rest = layer_of(name)
-                if not isinstance(value, Tensor) or (layer is None and name.startswith(LAYERS)):
-                    raise InputError(f"{where}: {key} is no plain tensor of a layer")
                 if layer is not None:
-                    layers = max(layers, layer + 1)
+                    num_layers = max(num_layers, layer + 1)
                     name = f"{LAYERS}{first_layer + layer}.{rest}"
-                found[ranks].append((name, value))
-        first_layer += layers
-    if first_layer != num_layers:
-        raise InputError(
-            f"{where}: its files hold {first_layer} layers, and its args say num_layers = "
-            f"{num_layers}"
-        )
-    return found
+                yield ranks, name, value
+        first_layer += num_layers
+
+
+# --- whole tensors ---
+
+ONE_EXPERT = re.compile(
+    r"(.*\.mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)"
+)
+GROUPED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
+
+
+def _whole(
+    held: Iterable[tuple[Ranks, str, Tensor]],
+    model: ModelConfig,
+    specs: Mapping[str, ParameterSpec],
+    sizes: Sequence[int],
+    version: float = 3,
+) -> Parameters:
+    """Returns the whole tensors of which each rank holds a part.
+
+    specs: tell how the parts lie. version: that of the layout of linear_qkv.
+    """
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    wholes: dict[str, Chunked] = {}
+    all_experts = model.num_experts or 1
+    experts = all_experts // sizes[2]
+    for (tp_rank, _, ep_rank), name, tensor in held:
+        first = 0
+        if one := ONE_EXPERT.fullmatch(name):
+            name, first, tensor = one[1] + one[3], int(one[2] or one[4] or 0), tensor[None]
+        elif grouped := GROUPED_EXPERTS.fullmatch(name):
+            name = f"{grouped[1]}linear_fc{grouped[2]}.weight"
+            rows = model.hidden_size if grouped[2] == "1" else len(tensor) // experts
+            tensor = tensor.view(experts, rows, -1).transpose(1, 2)
+        elif ".self_attention.linear_qkv." in name and version < 2:
+            # Rows are head by head since version 2.
+            d, rest = model.head_dim, tensor.shape[1:]
+            if version == 0:
+                tensor = tensor.view(3, -1, d, *rest).transpose(0, 1).reshape(tensor.shape)
+            else:
+                tensor = tensor.view(-1, d, 3, *rest).transpose(1, 2).reshape(tensor.shape)
+        spec, of_experts = specs.get(name), EXPERTS in name
+        dim, ranks, blocks = 0, 1, 1
+        if spec is not None and spec.tp_dim is not None:
+            dim, ranks, blocks = spec.tp_dim, sizes[0], spec.tp_blocks
+        if tp_rank >= ranks or (ep_rank and not of_experts):
+            continue  # a copy
+        shape = [all_experts if of_experts else len(tensor), *tensor.shape[1:]]
+        shape[dim] *= ranks
+        for block, part in enumerate(tensor.chunk(blocks, dim)):
+            offsets = [first + ep_rank * experts * of_experts, *(0 for _ in part.shape[1:])]
+            offsets[dim] += (block * ranks + tp_rank) * part.shape[dim]
+            chunks[name].append(Chunk(tuple(offsets), tuple(part.shape), part.detach))
+        wholes[name] = Chunked(tuple(shape), tensor.dtype, chunks[name])
+    return {name: one.checked(name) for name, one in wholes.items()}
 
 
 # --- optimizer states ---
 
 
 def _states(
-    saved: Mapping[Ranks, Any], parts: Mapping[Ranks, Sequence[Named]], model: ModelConfig
-) -> tuple[dict[str, Any], int]:
-    """Returns the states by key and parameter, and how many updates were made.
+    values: Mapping[Ranks, Any], parts: Mapping[Ranks, Sequence[Named]]
+) -> tuple[dict[str, list[tuple[Ranks, str, Tensor]]], int]:
+    """Returns what each rank holds of the states, by key, and how many updates were made.
 
     The files number the states and do not name their parameters. Megatron's optimizer has a group
     of parameters with weight decay and a group without it, each in the order of the model. The
     float32 weights beside the 16-bit ones show whether the states were mapped as they were saved.
 
-    saved: the optimizer of each rank.
+    values: the contents of each rank's file.
     Raises Unmapped, with the reason, if the states cannot be mapped exactly.
     """
+    saved = {ranks: value.get("optimizer") for ranks, value in values.items()}
     need(any(saved.values()), "the checkpoint holds no optimizer states")
-    need(
-        not any(expert_rank for _, _, expert_rank in saved),
-        "those of expert parallelism lie in several optimizers",
-    )
+    several = any(expert_rank for _, _, expert_rank in saved)
+    need(not several, "those of expert parallelism lie in several optimizers")
     found: dict[str, list[tuple[Ranks, str, Tensor]]] = defaultdict(list)
     updates = set()
     try:
-        for ranks, optimizer in sorted(saved.items()):
+        for ranks, optimizer in saved.items():
             inner = optimizer.get("optimizer", optimizer)
             groups, states = inner["param_groups"], inner.get("state", {})
             updates.add(updates_of(groups, states))
             masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
             for name, key, tensor in _of_groups(groups, states, masters, parts[ranks]):
                 found[key].append((ranks, name, tensor))
-        need(
-            len(updates) == len({*map(len, found.values())}) == 1, "the ranks have different states"
-        )
-        whole = {key: whole_parameters(held, model, 1) for key, held in found.items()}
     except InputError:
         raise
-    except FOREIGN as error:
+    except Exception as error:  # values of another form than Megatron's
         raise Unmapped("they are not those of one optimizer of Megatron-LM") from error
-    return whole, updates.pop()
+    is_equal = len(updates) == len({*map(len, found.values())}) == 1
+    need(is_equal, "the ranks have different states")
+    return found, updates.pop()
 
 
 def _of_groups(
@@ -235,8 +266,7 @@ def _of_groups(
         if not is_buffer(name):
             members[has_decay(name, weight.ndim)].append((name, weight))
     for place, group in enumerate(groups):
-        decays = bool(group["wd_mult"]) if "wd_mult" in group else group.get("weight_decay") != 0.0
-        own = members.pop(decays, [])
+        own = members.pop(group.get("wd_mult", group.get("weight_decay")) != 0.0, [])
         held = own if masters is None else masters[place]
         need(
             len(group["params"]) == len(held) == len(own),
@@ -258,47 +288,6 @@ def _of_groups(
 
 
 # --- writing ---
-
-
-# The order of a layer's modules in Megatron-LM, which numbers the optimizer states.
-ORDER = (
-    *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
-    *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm"),
-    *("mlp.linear_fc1", "mlp.linear_fc2"),
-    *("mlp.router", "mlp.experts", "mlp.shared_experts"),
-)
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a tensor in a state dict: that of a parameter, or of one of its states.
-
-    expert: the number of the expert, of whose own tensor it is the place.
-    """
-
-    name: str
-    key: str = WEIGHT
-    expert: int | None = None
-
-    @property
-    def number(self) -> tuple[Any, ...]:
-        """The place among those of a model, in the order of Megatron-LM's modules."""
-        layer, rest = layer_of(self.name)
-        if layer is None:
-            return (0 if self.name.startswith("embedding.") else 2,)
-        module, _, kind = rest.rpartition(".")
-        # In each module the weight comes before the bias.
-        place = next(number for number, one in enumerate(ORDER) if module.startswith(one))
-        return 1, layer, place, self.expert or 0, module, kind == "bias"
-
-    def theirs(self, first_layer: int) -> str:
-        """Returns the name in the file of a stage that begins with the layer `first_layer`."""
-        layer, rest = layer_of(self.name)
-        if layer is None:
-            return self.name
-        if self.expert is not None:
-            rest = rest.replace("experts.", f"experts.local_experts.{self.expert}.")
-        return f"{LAYERS}{layer - first_layer}.{rest}"
 
 
 def write_legacy(
@@ -324,78 +313,97 @@ def write_legacy(
         specs = parameter_specs(source.model, padded, tp_size=tp_size)
         held = stages(parallel, source.model.num_layers)
     places: dict[tuple[str, str], list[tuple[int, int | None, Tensor]]] = defaultdict(list)
+    made: dict[int, tuple[str, str, int | None]] = {}  # by the tensor's id
 
-    def empty(leaf: object) -> object:
-        if not isinstance(leaf, Place):
-            return leaf
-        shape = specs[leaf.name].local_shape(tp_size)[0 if leaf.expert is None else 1 :]
-        return torch.empty(shape, dtype=torch.float32 if leaf.key else source.dtypes[leaf.name])
+    def empty(name: str, expert: int | None, key: str = WEIGHT) -> Tensor:
+        shape = specs[name].local_shape(tp_size)[0 if expert is None else 1 :]
+        found = torch.empty(shape, dtype=torch.float32 if key else source.dtypes[name])
+        made[id(found)] = (name, key, expert)
+        return found
 
     def put(name: str, key: str, whole: Tensor) -> None:
-        whole = megatron_args.with_padding(name, whole, padded)
-        parts = split(whole, specs[name], tp_size)
+        whole, spec = megatron_args.with_padding(name, whole, padded), specs[name]
+        parts = [whole] * tp_size
+        if (dim := spec.tp_dim) is not None:
+            ranks = whole.unflatten(dim, (spec.tp_blocks, tp_size, -1)).unbind(dim + 1)
+            parts = [part.flatten(dim, dim + 1) for part in ranks]
         for tp_rank, expert, tensor in places[name, key]:
             tensor.copy_(parts[tp_rank] if expert is None else parts[tp_rank][expert])
 
     with megatron_args.new_iteration(source, path) as folder:
         for stage, tp_rank in product(held, range(tp_size)):
-            rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage.rank:03d}" if pp_size > 1 else "")
-            file = folder / rank / MODEL_FILES[0]
+            file = folder / _folder((tp_rank, stage.rank), (tp_size, pp_size)) / MODEL_FILES[0]
             file.parent.mkdir()
             # Fake tensors have sizes and no numbers, so the whole model is never in memory. The
             # file gets room for each of them.
-            value = _state_dict(source, specs, stage, tp_size)
             with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-                torch.save(tree_map(empty, value), file)
-            found = tree_leaves(read_torch_file(Window(file), shared=True))
-            for place, tensor in zip(tree_leaves(value), found, strict=True):
-                if isinstance(place, Place):
-                    places[place.name, place.key].append((tp_rank, place.expert, tensor))
+                value = megatron_args.common_values(source, tp_size=tp_size, pp_size=pp_size)
+                value |= _state_dict(source, specs, stage, empty)
+                torch.save(value, file)
+            room = tree_leaves(read_torch_file(Window(file), shared=True))
+            for fake, tensor in zip(tree_leaves(value), room, strict=True):
+                if isinstance(fake, Tensor):
+                    name, key, expert = made[id(fake)]
+                    places[name, key].append((tp_rank, expert, tensor))
         copy_tensors(source, put, advance)
 
 
-def _is_held(name: str, stage: Stage) -> bool:
-    """Returns whether a pipeline stage holds a parameter."""
-    layer, _ = layer_of(name)
-    if layer is not None:
-        return 0 <= layer - stage.first_layer < stage.num_layers
-    return stage.is_first if name.startswith("embedding.") else stage.is_last
-
-
 def _state_dict(
-    source: WeightSource, specs: Mapping[str, ParameterSpec], stage: Stage, tp_size: int
+    source: WeightSource,
+    specs: Mapping[str, ParameterSpec],
+    stage: Stage,
+    empty: Callable[..., Tensor],
 ) -> dict[str, Any]:
-    """Returns what the file of one TP rank of a pipeline stage holds, with places for tensors."""
-    held = [
-        Place(name, expert=expert)
-        for name, spec in specs.items()
-        if _is_held(name, stage)
-        for expert in (range(spec.global_shape[0]) if EXPERTS in name else (None,))
-    ]
-    held.sort(key=lambda place: place.number)
-    model: dict[str, Any] = OrderedDict((one.theirs(stage.first_layer), one) for one in held)
+    """Returns the model and the optimizer in the file of a TP rank of a pipeline stage.
+
+    empty: makes a tensor of a parameter, an expert or None, and the key of a state.
+    """
+    held = _held(specs, stage)
+    model = {theirs: empty(*one) for theirs, *one in held}
     if OUTPUT not in specs and stage.is_last and not stage.is_first:
-        held.append(Place(WORDS))
-        model[OUTPUT] = held[-1]
-    value = megatron_args.common_values(source, tp_size=tp_size, pp_size=stage.count)
-    value["model"] = model
+        held.append((OUTPUT, WORDS, None))
+        model[OUTPUT] = empty(WORDS, None)
     if not source.state_keys:
-        return value
-    # The optimizer numbers its parameters, those with weight decay first.
-    trained = [one for one in held if not is_buffer(one.name)]
-    members = [
-        [one for one in trained if has_decay(one.name, len(specs[one.name].global_shape)) is decays]
-        for decays in (True, False)
-    ]
-    groups, numbers = megatron_args.groups(source), itertools.count()
-    for group, own in zip(groups, members, strict=True):
-        group["params"] = [next(numbers) for _ in own]
-    states = {
-        number: {key: replace(one, key=key) for key in megatron_args.ADAM}
-        for number, one in enumerate(itertools.chain(*members))
-    }
-    value["optimizer"] = {"state": states, "param_groups": groups}
+        return {"model": model}
+    groups, masters = megatron_args.groups(source), []
+    states: dict[int, dict[str, Tensor]] = {}
+    for group in groups:  # with weight decay and without
+        own = [
+            one
+            for _, *one in held
+            if not is_buffer(one[0])
+            and has_decay(one[0], len(specs[one[0]].global_shape)) == group["wd_mult"]
+        ]
+        group["params"] = [*range(len(states), len(states) + len(own))]
+        for number, one in zip(group["params"], own, strict=True):
+            states[number] = {key: empty(*one, key) for key in megatron_args.ADAM}
+        masters.append([empty(*one, megatron_args.MASTER) for one in own])
+    optimizer: dict[str, Any] = {"state": states, "param_groups": groups}
     if megatron_args.MASTER in source.state_keys:
-        masters = [[replace(one, key=megatron_args.MASTER) for one in own] for own in members]
-        value["optimizer"] = {"optimizer": value["optimizer"], "fp32_from_fp16_params": masters}
-    return value
+        optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
+    return {"model": model, "optimizer": optimizer}
+
+
+def _held(specs: Mapping[str, ParameterSpec], stage: Stage) -> list[tuple[str, str, int | None]]:
+    """Returns the tensors of a stage in the order of Megatron-LM's modules.
+
+    Each has its name there, the parameter, and the number of the expert if it is one of its own.
+    """
+    found: list[tuple[tuple[int, ...], tuple[str, str, int | None]]] = []
+    for name, spec in specs.items():
+        layer, rest = layer_of(name)
+        if layer is None:
+            is_first = name.startswith("embedding.")
+            if stage.is_first if is_first else stage.is_last:
+                found.append(((0 if is_first else 2,), (name, name, None)))
+        elif 0 <= layer - stage.first_layer < stage.num_layers:
+            order = enumerate(megatron_args.TABLES["order"])
+            place = next(number for number, one in order if rest.startswith(one))
+            theirs = f"{LAYERS}{layer - stage.first_layer}.{rest}"
+            if EXPERTS not in name:
+                found.append(((1, layer, place), (theirs, name, None)))
+                continue
+            for expert in range(spec.global_shape[0]):
+                one = theirs.replace(EXPERTS, f"{EXPERTS}local_experts.{expert}.")
+                found.append(((1, layer, place, expert), (one, name, expert)))
+    return [one for _, one in sorted(found, key=lambda one: one[0])]

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import io
 import mmap
-import os
 import pickle
 import pickletools
 import re
 import struct
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple, cast
 
@@ -56,41 +54,28 @@ NAMES = re.compile(
     r"|torch\.(nn\.parameter\.Parameter|serialization\._get_layout)"
     r"|torch\.(_utils\._rebuild_(tensor|parameter)\w*|_tensor\._rebuild_from_type_v2)"
 )
-STORAGES = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
-    "torch.storage.UntypedStorage": torch.uint8,
+KINDS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+STORAGES = {f"torch.{name}Storage": getattr(torch, f"{name}Tensor").dtype for name in KINDS} | {
+    "torch.storage.UntypedStorage": torch.uint8
 }
 DTYPES = {str(dtype): dtype for dtype in STORAGES.values()}
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # the signature, the lengths of the name and the extra
 SIGNATURE = b"PK\x03\x04"
 
 
-@dataclass(eq=False, repr=False)
 class Inert:
     """A name that a pickle imports, or an object whose class is not loaded.
 
     kind: the name, such as "torch.FloatStorage". arguments: what it was called with; None if it is
-    the name alone. state: what the pickle gives the object afterwards, usually its fields as a
-    dict.
+    the name alone. The fields that the pickle gives the object are attributes; a state of another
+    form is its `state`.
     """
 
-    kind: str
-    arguments: tuple[Any, ...] | None = None
-    state: Any = None
+    __slots__ = ("__dict__", "arguments", "kind")  # a field has no such name
+    state: Any = ()
 
-    @property
-    def fields(self) -> dict[Any, Any]:
-        """The fields by name; empty if the state is of another form."""
-        return self.state if isinstance(self.state, dict) else {}
+    def __init__(self, kind: str, arguments: tuple[Any, ...] | None = None) -> None:
+        self.kind, self.arguments = kind, arguments
 
 
 class Window(NamedTuple):
@@ -153,19 +138,16 @@ def read_torch_file(window: Window, *, shared: bool = False) -> Any:
 def _mapped(window: Window, shared: bool) -> mmap.mmap:
     """Returns a memory map of the file up to the window's end."""
     with window.path.open("r+b") if shared else open_input(window.path) as file:
-        size = os.fstat(file.fileno()).st_size
-        end = size if window.length is None else window.start + window.length
-        if not 0 <= window.start <= end <= size:
-            raise ValueError(f"it has {size} bytes, and {end} are needed")
-        if os.pread(file.fileno(), len(SIGNATURE), window.start) != SIGNATURE:
-            raise InputError(
-                f"{window}: is no zip archive as torch.save writes it since torch 1.6. If it is an "
-                "older file of torch.save, which mixes tensors and code, load and save it again "
-                "with a torch that you trust it with"
-            )
-        return mmap.mmap(
-            file.fileno(), end, access=mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY
+        end = 0 if window.length is None else window.start + window.length  # 0: that of the file
+        access = mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY
+        found = mmap.mmap(file.fileno(), end, access=access)
+    if found[window.start : window.start + len(SIGNATURE)] != SIGNATURE:
+        raise InputError(
+            f"{window}: is no zip archive as torch.save writes it since torch 1.6. If it is an "
+            "older file of torch.save, which mixes tensors and code, load and save it again "
+            "with a torch that you trust it with"
         )
+    return found
 
 
 def read_pickle(
@@ -227,16 +209,16 @@ class _Machine(pickle._Unpickler):
         if found is None or (isinstance(found, Inert) and found.arguments is None):
             raise ValueError("attributes are set on a name")
         # The attributes of anything else, such as a tensor's or an ordered dict's, are not read.
-        if isinstance(found, Inert):
+        if isinstance(found, Inert) and isinstance(state, dict):
+            vars(found).update(state)
+        elif isinstance(found, Inert):
             found.state = state
 
     def _setitem(self) -> None:
-        self._set([self.stack.pop(-2), self.stack.pop()])
+        self._setitems([self.stack.pop(-2), self.stack.pop()])
 
-    def _setitems(self) -> None:
-        self._set(self.pop_mark())  # type: ignore[attr-defined]
-
-    def _set(self, items: list[Any]) -> None:
+    def _setitems(self, pair: Sequence[Any] = ()) -> None:
+        items = pair or self.pop_mark()  # type: ignore[attr-defined]
         found = self.stack[-1]
         if type(found) is not dict or len(items) % 2:
             raise ValueError("items are set in what is no dict")
