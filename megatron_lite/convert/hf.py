@@ -50,7 +50,6 @@ from megatron_lite.convert.target import (
 )
 from megatron_lite.convert.weights import (
     OUTPUT,
-    WEIGHT,
     WORDS,
     Advance,
     WeightSource,
@@ -122,7 +121,7 @@ def hf_source(path: Path) -> WeightSource:
         kinds = " and ".join(sorted({str(held[part].values.get_dtype()) for part in row.theirs}))
         dtypes[name] = FLOATS.get(kinds, kinds)  # what is no dtype is refused
 
-    def read(name: str, key: str = WEIGHT) -> Tensor:
+    def read(name: str) -> Tensor:
         parts = [held[part].read() for part in rows[name].theirs]
         if name == WORDS and copy and not torch.equal(parts[0], copy.read()):
             raise InputError(
@@ -220,7 +219,7 @@ def write_hf(
         paths = {folder / file: parts for file, parts in files.items()}
         write = safetensors_files(paths, {"format": "pt"})
 
-        def put(name: str, key: str, whole: Tensor) -> None:
+        def put(name: str, whole: Tensor) -> None:
             for part, value in rows[name].split(whole).items():
                 write(part, value)
 

@@ -15,7 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, Metadata, read_config, row_of
+from megatron_lite.checkpointing.metadata import (
+    AXES,
+    MANIFEST,
+    Manifest,
+    Metadata,
+    read_config,
+    row_of,
+)
 from megatron_lite.checkpointing.shards import SavedLayout, ShardReader
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import (
@@ -42,7 +49,6 @@ from megatron_lite.convert.target import (
     stored_tokenizer,
 )
 from megatron_lite.convert.weights import (
-    WEIGHT,
     WORDS,
     Advance,
     WeightSource,
@@ -78,16 +84,14 @@ def native_source(path: Path) -> WeightSource:
         keys = [
             key
             for key in states.suffixes(WORDS, parameters[WORDS])
-            if all(states.has(_full(name, key), parameters[name]) for name in trained)
+            if all(states.has(f"{name}/{key}", parameters[name]) for name in trained)
         ]
-    tokenizer, ids = in_folder(step), step / TOKEN_IDS
-    if not tokenizer and config.tokenizer.tokenizer_type != "NullTokenizer":
-        note = f"{step} is older than checkpoints with a tokenizer: copy its files by hand"
-        notices = (*notices, note)
+    ids = step / TOKEN_IDS
 
-    def read(name: str, key: str = WEIGHT) -> Tensor:
-        reader = states if key else weights
-        whole = reader.read(_full(name, key), parameters[name], specs[name], tp_rank=0, tp_size=1)
+    def read(name: str) -> Tensor:
+        parameter, _, key = name.partition("/")
+        place = (parameters[parameter], specs[parameter])
+        whole = (states if key else weights).read(name, *place, tp_rank=0, tp_size=1)
         return whole.float() if key else whole
 
     return WeightSource(
@@ -95,7 +99,7 @@ def native_source(path: Path) -> WeightSource:
         true_vocab_size=vocab_size,
         dtypes={name: weights.dtype_of(name, parameters[name]) for name in specs},
         read=read,
-        tokenizer=tokenizer,
+        tokenizer=in_folder(step),
         token_ids=token_ids_of(read_json(ids)) if ids.exists() else {},
         progress=metadata.progress,
         state_keys=tuple(keys),
@@ -128,9 +132,9 @@ def write_native(
         missing=("rng",) if source.state_keys else ("optimizer", "rng"),
     )
     files: dict[str, Tensors] = defaultdict(dict)
-    for name, key, dtype, shape in source.tensors():
-        file = shard_file("optimizer" if key else "model", 0, 0, 1)
-        files[file][_full(name, key)] = (dtype, shape)
+    for name, dtype, shape in source.tensors():
+        kind = "optimizer" if "/" in name else "model"
+        files[shard_file(kind, 0, 0, 1)][name] = (dtype, shape)
     texts, _ = stored_tokenizer(source)
     texts[CONFIG] = config.to_json().encode()
     texts[METADATA] = metadata.to_json().encode()
@@ -141,17 +145,12 @@ def write_native(
         step = folder / step_name
         step.mkdir()
         write = safetensors_files({step / file: tensors for file, tensors in files.items()})
-        copy_tensors(source, lambda name, key, whole: write(_full(name, key), whole), advance)
+        copy_tensors(source, write, advance)
         for name, content in texts.items():
             (step / name).write_bytes(content)
         manifest = Manifest(progress.iteration, {one.name: row_of(one) for one in step.iterdir()})
         (step / MANIFEST).write_text(manifest.to_json())
         (folder / LATEST).write_text(str(progress.iteration))
-
-
-def _full(name: str, key: str) -> str:
-    """Returns the name of a parameter, or of one of its states, in the files."""
-    return f"{name}/{key}" if key else name
 
 
 def _config(source: WeightSource, step: Path, tp_size: int, pp_size: int) -> RunConfig:

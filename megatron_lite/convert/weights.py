@@ -32,7 +32,6 @@ LAYERS = "decoder.layers."
 OF_A_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 MOST_NAMED = 5  # tensors that a message lists
-WEIGHT = ""  # the key of a parameter's own values, beside those of its optimizer states
 Advance = Callable[[int], None]  # called with the bytes of each tensor, for the progress bar
 
 
@@ -43,10 +42,10 @@ class WeightSource:
     model: the shape of the model.
     true_vocab_size: V, without padding.
     dtypes: the dtype of each parameter. Optimizer states are in float32.
-    read: `read(name, key=WEIGHT)` returns one parameter, or one of its states in float32, whole and
-        without padding, on the CPU. The name is as in a model's `named_parameters()`, such as
+    read: `read(name)` returns one parameter, or one of its states in float32, whole and without
+        padding, on the CPU. The name is as in a model's `named_parameters()`, such as
         "decoder.layers.3.self_attention.linear_qkv.weight", with the layer's number in the whole
-        model. It raises InputError, with tensor and shapes, if the tensor has another shape.
+        model; that of a state ends with its key, as "output_layer.weight/exp_avg".
     tokenizer: the files of the tokenizer; () if the format has none.
     token_ids: the ids of special tokens, as the config.json of Hugging Face names them.
     progress: how far the run had come that saved them; its beginning without optimizer states,
@@ -60,7 +59,7 @@ class WeightSource:
     model: ModelConfig
     true_vocab_size: int
     dtypes: Mapping[str, Any]
-    read: Callable[..., Tensor]
+    read: Callable[[str], Tensor]
     tokenizer: tuple[Path, ...] = ()
     token_ids: Mapping[str, Any] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
@@ -93,16 +92,15 @@ class WeightSource:
     def tensors(self) -> Iterator[StoredTensor]:
         """Yields all weights, and the optimizer states of those that are no buffers."""
         for name, spec in self.specs.items():
-            yield StoredTensor(name, WEIGHT, self.dtypes[name], spec.global_shape)
+            yield StoredTensor(name, self.dtypes[name], spec.global_shape)
             for key in () if is_buffer(name) else self.state_keys:
-                yield StoredTensor(name, key, torch.float32, spec.global_shape)
+                yield StoredTensor(f"{name}/{key}", torch.float32, spec.global_shape)
 
 
 class StoredTensor(NamedTuple):
-    """A parameter (WEIGHT), or one of its states, by the key."""
+    """A parameter, or one of its states."""
 
     name: str
-    key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -113,21 +111,21 @@ class StoredTensor(NamedTuple):
 
 
 def copy_tensors(
-    source: WeightSource, put: Callable[[str, str, Tensor], None], advance: Advance
+    source: WeightSource, put: Callable[[str, Tensor], None], advance: Advance
 ) -> None:
-    """Calls `put(name, key, tensor)` for each parameter and each of its states, one at a time.
+    """Calls `put(name, tensor)` for each parameter and each of its states, one at a time.
 
     Raises InputError for a tensor that holds NaN or infinity.
     """
-    for name, key, *_ in source.tensors():
-        tensor = source.read(name, key)
+    for name, *_ in source.tensors():
+        tensor = source.read(name)
         # The ends are NaN if any value is, and need no memory of the tensor's size.
         if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
             raise InputError(
-                f"{name}{key and f' ({key})'} holds NaN or infinity, so the model is broken: "
-                "convert an earlier checkpoint"
+                f"{name} holds NaN or infinity, so the model is broken: convert an earlier "
+                "checkpoint"
             )
-        put(name, key, tensor)
+        put(name, tensor)
         advance(tensor.nbytes)
         del tensor
 

@@ -38,7 +38,7 @@ def ones(model: ModelConfig = MODEL) -> WeightSource:
         model=model,
         true_vocab_size=512,
         dtypes=dtypes,
-        read=lambda name, key="": torch.ones(specs[name].global_shape),
+        read=lambda name: torch.ones(specs[name].global_shape),
     )
 
 

@@ -56,7 +56,7 @@ from megatron_lite.convert.megatron.torch_file import (
 )
 from megatron_lite.convert.weights import (
     LAYERS,
-    WEIGHT,
+    WORDS,
     Advance,
     WeightSource,
     check_layers,
@@ -68,9 +68,9 @@ from megatron_lite.parallel.torch_internals import storage_info
 
 MOST_NESTED = 4  # levels of the values of an optimizer
 COMMON, SHARDS = "common.pt", "__0_0.distcp"
-# The names of weights and optimizer states in the checkpoint, by their keys here.
+# The names of optimizer states in the checkpoint, by those here.
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_param"}
-KEYS = {None: WEIGHT, "param": "master"} | {theirs: key for key, theirs in STATES.items()}
+KEYS = {"param": "master"} | {theirs: key for key, theirs in STATES.items()}
 NAME = re.compile(r"(?:(?:chained_0\.)?optimizer\.state\.(\w+)\.)?(?:model\d{0,3}\.)?(.+)")
 LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2)\.weight$")
 OTHERS = re.compile(r"optimizer\.|^(rng_state|rerun_state|opt_param_scheduler)")
@@ -92,33 +92,32 @@ def _opened(folder: Path) -> WeightSource:
     # Layers may be stacked in one tensor, but each has at least one number.
     numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
     check_layers(model.num_layers, numbers, where)
-    found: dict[str, Parameters] = defaultdict(dict)
+    held: Parameters = {}
     for full, tensor in tensors.items():
         state, name = NAME.fullmatch(full).groups()  # type: ignore[union-attr]
-        ours, key = our_name(name), KEYS.get(state)
-        if ours is None or key is None or OTHERS.search(name):
+        ours, key = our_name(name), f"/{KEYS.get(state, state)}" if state else ""
+        if ours is None or OTHERS.search(name):
             continue
         if not ours.startswith(LAYERS) or layer_of(ours)[0] is not None:
-            found[key][ours] = tensor
+            held[ours + key] = tensor
         elif tensor.shape[:1] == (model.num_layers,):
             for layer, part in enumerate(_layers(tensor)):
-                found[key][ours.replace(LAYERS, f"{LAYERS}{layer}.", 1)] = part
+                held[ours.replace(LAYERS, f"{LAYERS}{layer}.", 1) + key] = part
         else:
             raise InputError(
                 f"{where}: {full} has the shape {tensor.shape}, and the first dim must be the "
                 f"{model.num_layers} layers of the model"
             )
-    weights = found.pop(WEIGHT, {})
+    weights = {name: one for name, one in held.items() if "/" not in name}
 
-    def states() -> tuple[Mapping[str, Parameters], int]:
-        needed = {name: one.shape for name, one in weights.items() if not is_buffer(name)}
-        whole = {
-            key: found[key]
-            for key in STATES
-            if needed.items() <= {name: one.shape for name, one in found[key].items()}.items()
-        }
+    def states() -> tuple[Parameters, int]:
+        found: Parameters = {}
+        for key in STATES:
+            own = {f"{name}/{key}": one for name, one in weights.items() if not is_buffer(name)}
+            if all(name in held and held[name].shape == one.shape for name, one in own.items()):
+                found |= {name: held[name] for name in own}
         need(
-            whole.keys() >= {*megatron_args.ADAM},
+            all(f"{WORDS}/{key}" in found for key in megatron_args.ADAM),
             "the checkpoint holds no optimizer states that are kept by parameter, as those of the "
             "distributed optimizer are with --dist-ckpt-optim-fully-reshardable",
         )
@@ -127,7 +126,7 @@ def _opened(folder: Path) -> WeightSource:
             if "param_groups" not in optimizer:
                 optimizer = optimizer.get("optimizer") or {}
         need("param_groups" in optimizer, "the checkpoint does not say how many updates were made")
-        return whole, updates_of(optimizer["param_groups"], optimizer.get("state") or {})
+        return found, updates_of(optimizer["param_groups"], optimizer.get("state") or {})
 
     return megatron_source(where, common, args, model, weights, states)
 
@@ -233,7 +232,8 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
                 place = storage_info()(SHARDS, start, file.tell() - start)
                 places[dcp.MetadataIndex(name, offsets)] = place
 
-            def put(name: str, key: str, values: Tensor) -> None:
+            def put(name: str, values: Tensor) -> None:
+                name, _, key = name.partition("/")
                 values = megatron_args.with_padding(name, values, padded)
                 shape, offsets, (layer, _) = values.shape, (0,) * values.dim(), layer_of(name)
                 if layer is not None and has_stacks(model):  # a chunk of the tensor of all layers

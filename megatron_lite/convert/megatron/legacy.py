@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -46,7 +46,6 @@ from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
 from megatron_lite.convert.weights import (
     LAYERS,
     OUTPUT,
-    WEIGHT,
     WORDS,
     Advance,
     WeightSource,
@@ -102,17 +101,16 @@ def _opened(folder: Path) -> WeightSource:
     check_layers(model.num_layers, sum(map(len, parts.values())), where)
     specs = parameter_specs(model, tp_size, tp_size=tp_size)  # for any size of the vocabulary
     whole = partial(_whole, model=model, specs=specs, sizes=sizes)
-    held = [(ranks, *one) for ranks, own in parts.items() for one in own]
-    weights = whole(held, version=common.get("checkpoint_version", 0))
+    weights = whole(parts, version=common.get("checkpoint_version", 0))
 
-    def states() -> tuple[dict[str, Parameters], int]:
+    def states() -> tuple[Parameters, int]:
         need(
             not any(file.with_name(DISTRIBUTED_OPTIMIZER).exists() for file in files.values()),
             f"{DISTRIBUTED_OPTIMIZER} does not name their parameters; save with --ckpt-format "
             "torch_dist --dist-ckpt-optim-fully-reshardable to convert them",
         )
         found, updates = _states(values, parts)
-        return {key: whole(own) for key, own in found.items()}, updates
+        return whole(found), updates
 
     return megatron_source(where, common, args, model, weights, states)
 
@@ -174,7 +172,7 @@ GROUPED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
 
 
 def _whole(
-    held: Iterable[tuple[Ranks, str, Tensor]],
+    parts: Mapping[Ranks, Sequence[Named]],
     model: ModelConfig,
     specs: Mapping[str, ParameterSpec],
     sizes: Sequence[int],
@@ -188,12 +186,14 @@ def _whole(
     wholes: dict[str, Chunked] = {}
     all_experts = model.num_experts or 1
     experts = all_experts // sizes[2]
-    for (tp_rank, _, ep_rank), name, tensor in held:
-        first = 0
-        if one := ONE_EXPERT.fullmatch(name):
-            name, first, tensor = one[1] + one[3], int(one[2] or one[4] or 0), tensor[None]
-        elif grouped := GROUPED_EXPERTS.fullmatch(name):
-            name = f"{grouped[1]}linear_fc{grouped[2]}.weight"
+    for (tp_rank, _, ep_rank), (name, tensor) in (
+        (ranks, one) for ranks, own in parts.items() for one in own
+    ):
+        first, (parameter, slash, key) = 0, name.partition("/")
+        if one := ONE_EXPERT.fullmatch(parameter):
+            parameter, first, tensor = one[1] + one[3], int(one[2] or one[4] or 0), tensor[None]
+        elif grouped := GROUPED_EXPERTS.fullmatch(parameter):
+            parameter = f"{grouped[1]}linear_fc{grouped[2]}.weight"
             rows = model.hidden_size if grouped[2] == "1" else len(tensor) // experts
             tensor = tensor.view(experts, rows, -1).transpose(1, 2)
         elif ".self_attention.linear_qkv." in name and version < 2:
@@ -203,7 +203,7 @@ def _whole(
                 tensor = tensor.view(3, -1, d, *rest).transpose(0, 1).reshape(tensor.shape)
             else:
                 tensor = tensor.view(-1, d, 3, *rest).transpose(1, 2).reshape(tensor.shape)
-        spec, of_experts = specs.get(name), EXPERTS in name
+        spec, of_experts, name = specs.get(parameter), EXPERTS in name, parameter + slash + key
         dim, ranks, blocks = 0, 1, 1
         if spec is not None and spec.tp_dim is not None:
             dim, ranks, blocks = spec.tp_dim, sizes[0], spec.tp_blocks
@@ -224,8 +224,8 @@ def _whole(
 
 def _states(
     values: Mapping[Ranks, Any], parts: Mapping[Ranks, Sequence[Named]]
-) -> tuple[dict[str, list[tuple[Ranks, str, Tensor]]], int]:
-    """Returns what each rank holds of the states, by key, and how many updates were made.
+) -> tuple[dict[Ranks, list[Named]], int]:
+    """Returns the states that each rank holds, by names here, and how many updates were made.
 
     The files number the states and do not name their parameters. Megatron's optimizer has a group
     of parameters with weight decay and a group without it, each in the order of the model. The
@@ -238,7 +238,7 @@ def _states(
     need(any(saved.values()), "the checkpoint holds no optimizer states")
     several = any(expert_rank for _, _, expert_rank in saved)
     need(not several, "those of expert parallelism lie in several optimizers")
-    found: dict[str, list[tuple[Ranks, str, Tensor]]] = defaultdict(list)
+    found: dict[Ranks, list[Named]] = {}
     updates = set()
     try:
         for ranks, optimizer in saved.items():
@@ -246,21 +246,19 @@ def _states(
             groups, states = inner["param_groups"], inner.get("state", {})
             updates.add(updates_of(groups, states))
             masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
-            for name, key, tensor in _of_groups(groups, states, masters, parts[ranks]):
-                found[key].append((ranks, name, tensor))
+            found[ranks] = [*_of_groups(groups, states, masters, parts[ranks])]
     except InputError:
         raise
     except Exception as error:  # values of another form than Megatron's
         raise Unmapped("they are not those of one optimizer of Megatron-LM") from error
-    is_equal = len(updates) == len({*map(len, found.values())}) == 1
-    need(is_equal, "the ranks have different states")
+    need(len(updates) == 1, "the ranks have different states")
     return found, updates.pop()
 
 
 def _of_groups(
     groups: list[Any], states: Mapping[Any, Any], masters: Any, named: Sequence[Named]
-) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields the states of one rank's parameters, by name and key. The groups number the states."""
+) -> Iterator[Named]:
+    """Yields the states of one rank's parameters. The groups number the states."""
     members: dict[bool, list[Named]] = {True: [], False: []}
     for name, weight in named:
         if not is_buffer(name):
@@ -283,7 +281,7 @@ def _of_groups(
                 )
             for key, tensor in found.items():
                 need(tensor.shape == weight.shape, f"the states of {name} have another shape")
-                yield name, key, tensor
+                yield f"{name}/{key}", tensor
     need(not any(members.values()), "some parameters are in no group")
 
 
@@ -312,22 +310,23 @@ def write_legacy(
         )
         specs = parameter_specs(source.model, padded, tp_size=tp_size)
         held = stages(parallel, source.model.num_layers)
-    places: dict[tuple[str, str], list[tuple[int, int | None, Tensor]]] = defaultdict(list)
-    made: dict[int, tuple[str, str, int | None]] = {}  # by the tensor's id
+    places: dict[str, list[tuple[int, int | None, Tensor]]] = defaultdict(list)
+    made: dict[int, tuple[str, int | None]] = {}  # by the tensor's id
 
-    def empty(name: str, expert: int | None, key: str = WEIGHT) -> Tensor:
+    def empty(name: str, expert: int | None, key: str = "") -> Tensor:
         shape = specs[name].local_shape(tp_size)[0 if expert is None else 1 :]
         found = torch.empty(shape, dtype=torch.float32 if key else source.dtypes[name])
-        made[id(found)] = (name, key, expert)
+        made[id(found)] = (f"{name}/{key}" if key else name, expert)
         return found
 
-    def put(name: str, key: str, whole: Tensor) -> None:
-        whole, spec = megatron_args.with_padding(name, whole, padded), specs[name]
+    def put(name: str, whole: Tensor) -> None:
+        parameter = name.partition("/")[0]
+        whole, spec = megatron_args.with_padding(parameter, whole, padded), specs[parameter]
         parts = [whole] * tp_size
         if (dim := spec.tp_dim) is not None:
             ranks = whole.unflatten(dim, (spec.tp_blocks, tp_size, -1)).unbind(dim + 1)
             parts = [part.flatten(dim, dim + 1) for part in ranks]
-        for tp_rank, expert, tensor in places[name, key]:
+        for tp_rank, expert, tensor in places[name]:
             tensor.copy_(parts[tp_rank] if expert is None else parts[tp_rank][expert])
 
     with megatron_args.new_iteration(source, path) as folder:
@@ -343,8 +342,8 @@ def write_legacy(
             room = tree_leaves(read_torch_file(Window(file), shared=True))
             for fake, tensor in zip(tree_leaves(value), room, strict=True):
                 if isinstance(fake, Tensor):
-                    name, key, expert = made[id(fake)]
-                    places[name, key].append((tp_rank, expert, tensor))
+                    name, expert = made[id(fake)]
+                    places[name].append((tp_rank, expert, tensor))
         copy_tensors(source, put, advance)
 
 
@@ -369,10 +368,10 @@ def _state_dict(
     states: dict[int, dict[str, Tensor]] = {}
     for group in groups:  # with weight decay and without
         own = [
-            one
-            for _, *one in held
-            if not is_buffer(one[0])
-            and has_decay(one[0], len(specs[one[0]].global_shape)) == group["wd_mult"]
+            (name, expert)
+            for _, name, expert in held
+            if has_decay(name, len(specs[name].global_shape)) == group["wd_mult"]
+            and not is_buffer(name)
         ]
         group["params"] = [*range(len(states), len(states) + len(own))]
         for number, one in zip(group["params"], own, strict=True):

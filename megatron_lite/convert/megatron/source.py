@@ -32,11 +32,10 @@ from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.megatron.args import TABLES, progress_of, vocabulary_of
+from megatron_lite.convert.megatron.args import ADAM, MASTER, TABLES, progress_of, vocabulary_of
 from megatron_lite.convert.weights import (
     LAYERS,
     OUTPUT,
-    WEIGHT,
     WORDS,
     WeightSource,
     check_held,
@@ -83,7 +82,7 @@ class Chunked(NamedTuple):
         return whole
 
 
-# By the parameter's name in the whole model.
+# By the name in the whole model, as in WeightSource.
 Parameters = dict[str, Chunked]
 
 
@@ -138,12 +137,12 @@ def megatron_source(
     args: Mapping[str, Any],
     model: ModelConfig,
     weights: Parameters,
-    states: Callable[[], tuple[Mapping[str, Parameters], int]],
+    states: Callable[[], tuple[Parameters, int]],
 ) -> WeightSource:
     """Returns the weights of a checkpoint, and its optimizer states if they can be mapped.
 
     where: its folder. common: values that are no tensors. args: the arguments of the run.
-    states: returns the optimizer states by key, and how many updates the optimizer made. It raises
+    states: returns the optimizer states, and how many updates the optimizer made. It raises
         Unmapped if they cannot be converted.
     Raises InputError if the weights are not those of the model that the arguments describe.
     """
@@ -153,19 +152,19 @@ def megatron_source(
     vocab_size, notes = vocabulary_of(args, padded)
     specs = parameter_specs(model, padded)
     check_held(where, weights, {name: spec.global_shape for name, spec in specs.items()}, "args")
-    places: dict[str, Parameters] = {WEIGHT: weights}
+    found: Parameters = {}
     updates = 0
     try:
         found, updates = states()
-        places |= found
     except Unmapped as reason:
         notes.append(
             f"the optimizer states are left out ({reason}): the weights alone are converted"
         )
 
-    def read(name: str, key: str = WEIGHT) -> Tensor:
-        whole = places[key][name].read()
-        whole = whole[:vocab_size] if name in (WORDS, OUTPUT) else whole
+    def read(name: str) -> Tensor:
+        parameter, _, key = name.partition("/")
+        whole = (found if key else weights)[name].read()
+        whole = whole[:vocab_size] if parameter in (WORDS, OUTPUT) else whole
         return whole.float() if key else whole
 
     return WeightSource(
@@ -174,7 +173,7 @@ def megatron_source(
         dtypes={name: one.dtype for name, one in weights.items()},
         read=read,
         progress=progress_of(common, args, where),
-        state_keys=tuple(key for key in places if key != WEIGHT),
+        state_keys=tuple(key for key in (*ADAM, MASTER) if f"{WORDS}/{key}" in found),
         num_updates=updates,
         notes=tuple(notes),
     )

@@ -197,4 +197,4 @@ def test_states_that_are_kept_by_parameter_are_read(master, tmp_path):
     assert "how many updates" in dist_source(tmp_path / "states").notes[0]
     for name in weights_of(CONFIG):
         for number, key in enumerate(("master", "exp_avg", "exp_avg_sq")):
-            assert torch.equal(source.read(name, key), weights.read(name) + number)
+            assert torch.equal(source.read(f"{name}/{key}"), weights.read(name) + number)
