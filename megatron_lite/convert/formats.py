@@ -18,18 +18,17 @@ class Format(NamedTuple):
 
     source: opens weights of this format. It raises InputError if they are of another format.
     write: writes weights in this format to a path that does not exist yet.
-    options: what `write` can be told: over how many ranks the files split the model ("tp_size",
-        "pp_size"), and the "family" of Hugging Face.
+        It can be told over how many ranks the files split the model (`tp_size`, `pp_size`), or the
+        `family` of Hugging Face, if it has such a parameter.
     """
 
     source: Callable[[Path], WeightSource]
     write: Callable[..., None]
-    options: tuple[str, ...] = ()
 
 
 FORMATS = {
-    "hf": Format(hf_source, write_hf, ("family",)),
-    "megatron-lite": Format(native_source, write_native, ("tp_size", "pp_size")),
-    "megatron": Format(legacy_source, write_legacy, ("tp_size", "pp_size")),
+    "hf": Format(hf_source, write_hf),
+    "megatron-lite": Format(native_source, write_native),
+    "megatron": Format(legacy_source, write_legacy),
     "megatron-dist": Format(dist_source, write_dist),
 }

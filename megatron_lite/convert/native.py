@@ -15,14 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.metadata import (
-    AXES,
-    MANIFEST,
-    Manifest,
-    Metadata,
-    read_config,
-    row_of,
-)
+from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, Metadata, read_config, row_of
 from megatron_lite.checkpointing.shards import SavedLayout, ShardReader
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import (
@@ -182,10 +175,8 @@ def next_lines(save: Path) -> Iterator[str]:
     commands run as printed once `preprocess` has made the data.
     """
     step = find_step(str(save)).step
-    config, metadata = read_config(step), Metadata.read(step)
+    config, done = read_config(step), Metadata.read(step).progress.iteration
     reads_ids = config.tokenizer.tokenizer_type == "NullTokenizer"
-    # Without optimizer states a run begins at iteration 0.
-    done = 0 if "optimizer" in metadata.missing else metadata.progress.iteration
     train = (
         *training_command(config.parallel.model_ranks),
         *("--config-json", str(step / CONFIG), "--load", str(save)),

@@ -8,6 +8,7 @@ killed conversion can be run again. docs/convert.md has the formats and the mode
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import time
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def convert(args: argparse.Namespace) -> None:
     ):
         if default == 1 and value < 1:
             raise InputError(f"{flag} must be at least 1 (got {value})")
-        if name in target.options:
+        if name in inspect.signature(target.write).parameters:
             options[name] = value
         elif value != default:
             raise InputError(f"{flag} {value} does not apply to --to {args.target}: leave it out")

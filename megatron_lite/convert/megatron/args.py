@@ -44,8 +44,9 @@ SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in
 # tables.json: the names of older releases (`names`) and of TE's fused norms (`norms`), in the order
 # in which they are replaced; the `order` of a layer's modules, which numbers the optimizer states;
 # the arguments that make a model another one (`variants`), with the values besides None and False
-# for which they do not, unless ModelConfig has them as a field; and values of files that are
-# written. The run that loads a `schedule` takes its own with --override-opt_param-scheduler.
+# for which they do not, unless ModelConfig has them as a field; `older` spellings of arguments; and
+# values of files that are written. The run that loads a `schedule` takes its own with
+# --override-opt_param-scheduler.
 TABLES = parse_json(Path(__file__).with_name("tables.json").read_text())
 VOCAB_MULTIPLE = 128  # --make-vocab-size-divisible-by, its default in Megatron-LM
 ADAM, MASTER = ("exp_avg", "exp_avg_sq"), "master"
@@ -89,29 +90,26 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
                 f"{reason.partition(';')[0]}"
             )
     # Spellings and forms of older releases count where the newer ones are missing.
-    older = {"norm_epsilon": args.get("layernorm_epsilon")}
-    older["max_position_embeddings"] = args.get("seq_length")
+    values = {name: args.get(older) for name, older in TABLES["older"].items()}
     if "disable_bias_linear" in args:
-        older["add_bias_linear"] = not args["disable_bias_linear"]
+        values["add_bias_linear"] = not args["disable_bias_linear"]
     if args.get("add_position_embedding") is False:
-        older["position_embedding_type"] = "none"
-    newer = {name: args[name] for name in SHARED if args.get(name) is not None}
-    values = {name: value for name, value in {**older, **newer}.items() if value is not None}
+        values["position_embedding_type"] = "none"
+    values |= {name: args[name] for name in SHARED if args.get(name) is not None}
     if args.get("use_rotary_position_embeddings"):
         values["position_embedding_type"] = "rope"
     # Megatron does not read the number of groups and the settings of experts without a switch.
-    for switch, names in (
-        ("group_query_attention", ("num_query_groups",)),
-        ("num_experts", EXPERT_FIELDS),
-    ):
-        if not values.get(switch):
-            values = {name: value for name, value in values.items() if name not in names}
+    if not values.get("group_query_attention"):
+        values["num_query_groups"] = None
+    if not values.get("num_experts"):
+        values |= dict.fromkeys(EXPERT_FIELDS)
     if args.get("openai_gelu"):
         values["bias_gelu_fusion"] = True  # both are the tanh approximation
     if type(base := values.get("rotary_base")) is float and base.is_integer():
         values["rotary_base"] = int(base)
     with input_faults(f"{where}: its args describe no model of this project: "):
-        model: ModelConfig = from_plain(ModelConfig, values, "args")
+        given = {name: value for name, value in values.items() if value is not None}
+        model: ModelConfig = from_plain(ModelConfig, given, "args")
     return model
 
 
@@ -172,7 +170,7 @@ def with_padding(name: str, whole: Tensor, num_rows: int) -> Tensor:
     """Returns the values of a parameter, with further rows of zeros if it is of the vocabulary."""
     if name not in (WORDS, OUTPUT):
         return whole
-    return torch.cat((whole, whole.new_zeros(num_rows - len(whole), *whole.shape[1:])))
+    return torch.nn.functional.pad(whole, (0, 0, 0, num_rows - len(whole)))
 
 
 @contextmanager

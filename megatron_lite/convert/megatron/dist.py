@@ -61,7 +61,6 @@ from megatron_lite.convert.weights import (
     WeightSource,
     check_layers,
     copy_tensors,
-    is_buffer,
     layer_of,
 )
 from megatron_lite.parallel.torch_internals import storage_info
@@ -92,12 +91,14 @@ def _opened(folder: Path) -> WeightSource:
     # Layers may be stacked in one tensor, but each has at least one number.
     numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
     check_layers(model.num_layers, numbers, where)
-    held: Parameters = {}
+    weights: Parameters = {}
+    saved: Parameters = {}
     for full, tensor in tensors.items():
         state, name = NAME.fullmatch(full).groups()  # type: ignore[union-attr]
         ours, key = our_name(name), f"/{KEYS.get(state, state)}" if state else ""
         if ours is None or OTHERS.search(name):
             continue
+        held = saved if state else weights
         if not ours.startswith(LAYERS) or layer_of(ours)[0] is not None:
             held[ours + key] = tensor
         elif tensor.shape[:1] == (model.num_layers,):
@@ -108,16 +109,10 @@ def _opened(folder: Path) -> WeightSource:
                 f"{where}: {full} has the shape {tensor.shape}, and the first dim must be the "
                 f"{model.num_layers} layers of the model"
             )
-    weights = {name: one for name, one in held.items() if "/" not in name}
 
     def states() -> tuple[Parameters, int]:
-        found: Parameters = {}
-        for key in STATES:
-            own = {f"{name}/{key}": one for name, one in weights.items() if not is_buffer(name)}
-            if all(name in held and held[name].shape == one.shape for name, one in own.items()):
-                found |= {name: held[name] for name in own}
         need(
-            all(f"{WORDS}/{key}" in found for key in megatron_args.ADAM),
+            f"{WORDS}/exp_avg" in saved,
             "the checkpoint holds no optimizer states that are kept by parameter, as those of the "
             "distributed optimizer are with --dist-ckpt-optim-fully-reshardable",
         )
@@ -126,7 +121,7 @@ def _opened(folder: Path) -> WeightSource:
             if "param_groups" not in optimizer:
                 optimizer = optimizer.get("optimizer") or {}
         need("param_groups" in optimizer, "the checkpoint does not say how many updates were made")
-        return found, updates_of(optimizer["param_groups"], optimizer.get("state") or {})
+        return saved, updates_of(optimizer["param_groups"], optimizer.get("state") or {})
 
     return megatron_source(where, common, args, model, weights, states)
 
@@ -270,9 +265,9 @@ def _extra_states(name: str, model: ModelConfig) -> Iterator[str]:
     if layer is None or not LINEAR.search(name):
         return
     of_layer = [(layer, model.num_layers)] if has_stacks(model) else []
-    count = model.num_experts or 1
-    of_experts = [[(one, count)] for one in range(count)] if EXPERTS in name else [[]]
-    for of_expert in of_experts:
+    count = (model.num_experts or 1) if EXPERTS in name else 1
+    for expert in range(count):
+        of_expert = [(expert, count)] if EXPERTS in name else []
         numbers, sizes = zip(*([*of_layer, *of_expert] or [(0, 1)]), strict=True)
         place = "_".join(".".join(map(str, one)) for one in (numbers, sizes))
         yield f"{dist_name(name, model).removesuffix('weight')}_extra_state/shard_{place}"

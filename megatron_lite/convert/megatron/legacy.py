@@ -35,7 +35,7 @@ from megatron_lite.convert.megatron.source import (
     Parameters,
     Unmapped,
     flat,
-    has_decay,
+    is_in_group,
     megatron_source,
     need,
     opened,
@@ -95,9 +95,7 @@ def _opened(folder: Path) -> WeightSource:
     files = {ranks: _rank_file(folder, ranks, sizes) for ranks in product(*map(range, sizes))}
     values = {ranks: read_torch_file(Window(file)) for ranks, file in files.items()}
     model = megatron_args.model_of(args, where)
-    parts: dict[Ranks, list[Named]] = {ranks: [] for ranks in values}
-    for ranks, name, tensor in _named(where, values, pp_size):
-        parts[ranks].append((name, tensor))
+    parts = _parts(where, values, pp_size)
     check_layers(model.num_layers, sum(map(len, parts.values())), where)
     specs = parameter_specs(model, tp_size, tp_size=tp_size)  # for any size of the vocabulary
     whole = partial(_whole, model=model, specs=specs, sizes=sizes)
@@ -109,8 +107,7 @@ def _opened(folder: Path) -> WeightSource:
             f"{DISTRIBUTED_OPTIMIZER} does not name their parameters; save with --ckpt-format "
             "torch_dist --dist-ckpt-optim-fully-reshardable to convert them",
         )
-        found, updates = _states(values, parts)
-        return whole(found), updates
+        return _states(values, parts, whole)
 
     return megatron_source(where, common, args, model, weights, states)
 
@@ -132,11 +129,10 @@ def _rank_file(folder: Path, ranks: Ranks, sizes: Sequence[int]) -> Path:
     )
 
 
-def _named(
-    where: str, values: Mapping[Ranks, Any], pp_size: int
-) -> Iterator[tuple[Ranks, str, Tensor]]:
-    """Yields each rank's tensors, in the order of the model, by their names in the whole model."""
+def _parts(where: str, values: Mapping[Ranks, Any], pp_size: int) -> dict[Ranks, list[Named]]:
+    """Returns each rank's tensors, in the order of the model, by their names in the whole model."""
     chunks = {ranks: [one[key] for key in CHUNKS if key in one] for ranks, one in values.items()}
+    found: dict[Ranks, list[Named]] = {ranks: [] for ranks in values}
     most = max(map(len, chunks.values()))
     for ranks, own in chunks.items():
         if len(own) != most or most == 0:
@@ -159,8 +155,9 @@ def _named(
                 if layer is not None:
                     num_layers = max(num_layers, layer + 1)
                     name = f"{LAYERS}{first_layer + layer}.{rest}"
-                yield ranks, name, value
+                found[ranks].append((name, value))
         first_layer += num_layers
+    return found
 
 
 # --- whole tensors ---
@@ -223,15 +220,17 @@ def _whole(
 
 
 def _states(
-    values: Mapping[Ranks, Any], parts: Mapping[Ranks, Sequence[Named]]
-) -> tuple[dict[Ranks, list[Named]], int]:
-    """Returns the states that each rank holds, by names here, and how many updates were made.
+    values: Mapping[Ranks, Any],
+    parts: Mapping[Ranks, Sequence[Named]],
+    whole: Callable[[Mapping[Ranks, Sequence[Named]]], Parameters],
+) -> tuple[Parameters, int]:
+    """Returns the states, and how many updates were made.
 
     The files number the states and do not name their parameters. Megatron's optimizer has a group
     of parameters with weight decay and a group without it, each in the order of the model. The
     float32 weights beside the 16-bit ones show whether the states were mapped as they were saved.
 
-    values: the contents of each rank's file.
+    values: the contents of each rank's file. parts: the weights in it. whole: joins parts.
     Raises Unmapped, with the reason, if the states cannot be mapped exactly.
     """
     saved = {ranks: value.get("optimizer") for ranks, value in values.items()}
@@ -247,42 +246,32 @@ def _states(
             updates.add(updates_of(groups, states))
             masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
             found[ranks] = [*_of_groups(groups, states, masters, parts[ranks])]
+        need(len(updates) == 1, "the ranks have different states")
+        return whole(found), updates.pop()
     except InputError:
         raise
     except Exception as error:  # values of another form than Megatron's
         raise Unmapped("they are not those of one optimizer of Megatron-LM") from error
-    need(len(updates) == 1, "the ranks have different states")
-    return found, updates.pop()
 
 
 def _of_groups(
     groups: list[Any], states: Mapping[Any, Any], masters: Any, named: Sequence[Named]
 ) -> Iterator[Named]:
     """Yields the states of one rank's parameters. The groups number the states."""
-    members: dict[bool, list[Named]] = {True: [], False: []}
-    for name, weight in named:
-        if not is_buffer(name):
-            members[has_decay(name, weight.ndim)].append((name, weight))
     for place, group in enumerate(groups):
-        own = members.pop(group.get("wd_mult", group.get("weight_decay")) != 0.0, [])
+        decays = group.get("wd_mult", group.get("weight_decay")) != 0.0
+        own = [one for one in named if is_in_group(one[0], one[1].ndim, decays=decays)]
         held = own if masters is None else masters[place]
-        need(
-            len(group["params"]) == len(held) == len(own),
-            f"one of {len(groups)} groups has other parameters than the model",
-        )
         for number, master, (name, weight) in zip(group["params"], held, own, strict=True):
-            found = {key: states[number][key] for key in megatron_args.ADAM}
+            for key in megatron_args.ADAM:
+                yield f"{name}/{key}", states[number][key]
             if masters is not None:
-                found[megatron_args.MASTER] = master
                 first = master.flatten()[:COMPARED].to(weight.dtype)
                 need(
                     torch.equal(first, weight.flatten()[:COMPARED]),
                     f"the float32 weights of {name} are not those of its 16-bit weights",
                 )
-            for key, tensor in found.items():
-                need(tensor.shape == weight.shape, f"the states of {name} have another shape")
-                yield f"{name}/{key}", tensor
-    need(not any(members.values()), "some parameters are in no group")
+                yield f"{name}/{megatron_args.MASTER}", master
 
 
 # --- writing ---
@@ -370,8 +359,7 @@ def _state_dict(
         own = [
             (name, expert)
             for _, name, expert in held
-            if has_decay(name, len(specs[name].global_shape)) == group["wd_mult"]
-            and not is_buffer(name)
+            if is_in_group(name, len(specs[name].global_shape), decays=group["wd_mult"] > 0)
         ]
         group["params"] = [*range(len(states), len(states) + len(own))]
         for number, one in zip(group["params"], own, strict=True):

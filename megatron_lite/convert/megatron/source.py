@@ -39,6 +39,7 @@ from megatron_lite.convert.weights import (
     WORDS,
     WeightSource,
     check_held,
+    is_buffer,
     layer_of,
     parameter_specs,
 )
@@ -153,10 +154,17 @@ def megatron_source(
     specs = parameter_specs(model, padded)
     check_held(where, weights, {name: spec.global_shape for name, spec in specs.items()}, "args")
     found: Parameters = {}
+    keys: list[str] = []
     updates = 0
     try:
         found, updates = states()
+        for key in (*ADAM, MASTER):
+            own = {name: found.get(f"{name}/{key}") for name in weights if not is_buffer(name)}
+            if all(one and one.shape == weights[name].shape for name, one in own.items()):
+                keys.append(key)
+        need({*ADAM} <= {*keys}, "some parameters have none, or those of another shape")
     except Unmapped as reason:
+        keys = []
         notes.append(
             f"the optimizer states are left out ({reason}): the weights alone are converted"
         )
@@ -173,7 +181,7 @@ def megatron_source(
         dtypes={name: one.dtype for name, one in weights.items()},
         read=read,
         progress=progress_of(common, args, where),
-        state_keys=tuple(key for key in (*ADAM, MASTER) if f"{WORDS}/{key}" in found),
+        state_keys=tuple(keys),
         num_updates=updates,
         notes=tuple(notes),
     )
@@ -226,9 +234,10 @@ def _replaced(name: str, parts: Mapping[str, str]) -> str:
     return name[1:]
 
 
-def has_decay(name: str, num_dims: int) -> bool:
-    """Returns whether Megatron's optimizer decays a parameter."""
-    return num_dims > 1 and not name.endswith(".bias")
+def is_in_group(name: str, num_dims: int, *, decays: bool) -> bool:
+    """Returns whether a parameter is in the group of Megatron's optimizer with weight decay, or
+    without it."""
+    return not is_buffer(name) and (num_dims > 1 and not name.endswith(".bias")) == decays
 
 
 def flat(values: Mapping[Any, Any], seen: set[int], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -118,14 +118,14 @@ def read_torch_file(window: Window, *, shared: bool = False) -> Any:
         def storage(found: Any) -> Tensor:
             kind, storage_type, key, _, numel = found
             # the text of a nested list could be endless
-            if type(key) is not str or len(key) > LONGEST_NAME:
+            if kind != "storage" or type(key) is not str or len(key) > LONGEST_NAME:
                 raise ValueError("the name of a storage is no text")
             data, dtype = member(f"{folder}data/{key}"), STORAGES[storage_type.kind]
-            held = len(data) // dtype.itemsize
-            if kind != "storage" or type(numel) is not int or not 0 <= numel <= held:
-                raise ValueError(f"the storage {key!r} has {len(data)} bytes, or is another kind")
-            data = data[: held * dtype.itemsize]
-            return torch.frombuffer(data, dtype=dtype) if held else torch.empty(0, dtype=dtype)
+            if type(numel) is not int or not 0 <= numel * dtype.itemsize <= len(data):
+                raise ValueError(f"the storage {key!r} has {len(data)} bytes")
+            if numel == 0:
+                return torch.empty(0, dtype=dtype)
+            return torch.frombuffer(data, dtype=dtype, count=numel)
 
         (name,) = (name for name in members if name.endswith("/data.pkl"))
         folder = name.removesuffix("data.pkl")

@@ -390,7 +390,7 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path):
 
     for change, message in (
         (swapped, "float32 weights"),
-        (shorter, "other parameters than"),
+        (shorter, "one optimizer"),
         (stateless, "one optimizer"),
         (lambda _: [{}, {}], "one optimizer"),
         (lambda _: None, "no optimizer states"),
