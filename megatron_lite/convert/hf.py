@@ -110,8 +110,7 @@ def hf_source(path: Path) -> WeightSource:
     rows = {name: row_of(family, name, model) for name in specs}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, spec in specs.items():
-        parts = rows[name].split(torch.empty(spec.global_shape, device="meta"))
-        shapes |= {part: tuple(one.shape) for part, one in parts.items()}
+        shapes |= rows[name].shapes(spec.global_shape)
     # Files of a tied model may hold the head too. It must then equal the embedding (`read`).
     copy = held.pop(head_of(family), None) if OUTPUT not in specs else None
     held = {name: one for name, one in held.items() if name in shapes or not BUFFERS.search(name)}
@@ -154,24 +153,23 @@ def _tensors_in(folder: Path, family: str) -> dict[str, TensorInFile]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    names = [WEIGHTS]
-    if os.path.lexists(folder / INDEX):
-        with crafted(str(folder / INDEX)):
-            names = sorted(
-                {*map(str, read_json(folder / INDEX, LARGEST_INDEX)["weight_map"].values())}
-            )
+    index = folder / INDEX
+    if os.path.lexists(index):
+        with crafted(str(index)):
+            names = {str(name) for name in read_json(index, LARGEST_INDEX)["weight_map"].values()}
             for name in names:
                 if Path(name).name != name:
                     raise ValueError(f"weight_map names {name!r}, which is no file's name")
-    elif not os.path.lexists(folder / WEIGHTS):
-        for file in folder.glob("pytorch_model.bin*"):
-            raise InputError(
-                f"{file} is pickled, and reading a pickle may run any code: convert it with "
-                "transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), "
-                "where you trust its author"
-            )
-        raise InputError(f"{folder}: has neither {WEIGHTS} nor {INDEX}")
-    return [folder / name for name in names]
+        return [folder / name for name in sorted(names)]
+    if os.path.lexists(folder / WEIGHTS):
+        return [folder / WEIGHTS]
+    for file in folder.glob("pytorch_model.bin*"):
+        raise InputError(
+            f"{file} is pickled, and reading a pickle may run any code: convert it with "
+            "transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), where "
+            "you trust its author"
+        )
+    raise InputError(f"{folder}: has neither {WEIGHTS} nor {INDEX}")
 
 
 def write_hf(
@@ -200,8 +198,8 @@ def write_hf(
             shards.append({})
             size = 0
         size += one.num_bytes
-        parts = rows[one.name].split(torch.empty(one.shape, dtype=one.dtype, device="meta"))
-        shards[-1] |= {part: (one.dtype, tuple(value.shape)) for part, value in parts.items()}
+        shapes = rows[one.name].shapes(one.shape)
+        shards[-1] |= {part: (one.dtype, shape) for part, shape in shapes.items()}
     count = len(shards)
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
     files = dict(zip(names if count > 1 else [WEIGHTS], shards, strict=True))
@@ -310,11 +308,16 @@ class Row(NamedTuple):
         return parts[0]
 
     def split(self, whole: Tensor) -> dict[str, Tensor]:
-        """Returns the tensors there, by name. Their shapes are those of a tensor without values."""
+        """Returns the tensors there, by name."""
         parts: Parts = [whole]
         for step in reversed(LAYOUTS[self.layout]):
             parts = step.split(parts, self.model)
         return dict(zip(self.theirs, parts, strict=True))
+
+    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors there, by name. shape: that of the parameter."""
+        parts = self.split(torch.empty(shape, device="meta"))
+        return {name: tuple(part.shape) for name, part in parts.items()}
 
 
 def head_of(family: str) -> str:

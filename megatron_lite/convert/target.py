@@ -120,7 +120,7 @@ def safetensors_files(
             start, stop = stop, stop + math.prod(shape) * dtype.itemsize
             header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [start, stop]}
         text = json.dumps(header, separators=(",", ":")).encode()
-        text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
+        text += b" " * (-len(text) % ALIGNMENT)
         first = path.write_bytes(len(text).to_bytes(8, "little") + text)
         places |= {name: (path, first + header[name]["data_offsets"][0]) for name in tensors}
 

@@ -151,10 +151,10 @@ def progress_of(common: Mapping[str, Any], args: Mapping[str, Any], where: str) 
     return progress
 
 
-def size_of(args: Mapping[str, Any], *names: str) -> int:
-    """Returns the first of the named arguments that is a positive number, or 1."""
-    found = (args.get(name) for name in names)
-    return next((one for one in found if type(one) is int and 0 < one < 2**20), 1)
+def size_of(args: Mapping[str, Any], axis: str) -> int:
+    """Returns the parallel size of an axis: 1 if the arguments say none that a run has."""
+    size = args.get(f"{axis}_model_parallel_size")
+    return size if type(size) is int and 0 < size < 2**20 else 1
 
 
 # --- writing ---

@@ -82,9 +82,9 @@ def _opened(folder: Path) -> WeightSource:
         raise InputError(f"{where}: holds no mp_rank_*/{MODEL_FILES[0]}: copy all of its folders")
     common = read_torch_file(Window(first))
     args = megatron_args.arguments_of(common, first)
-    tp_size = megatron_args.size_of(args, "tensor_model_parallel_size", "model_parallel_size")
-    pp_size = megatron_args.size_of(args, "pipeline_model_parallel_size")
-    sizes = (tp_size, pp_size, megatron_args.size_of(args, "expert_model_parallel_size"))
+    args.setdefault("tensor_model_parallel_size", args.get("model_parallel_size"))
+    sizes = [megatron_args.size_of(args, axis) for axis in ("tensor", "pipeline", "expert")]
+    tp_size, pp_size, _ = sizes
     of_experts = args.get("expert_tensor_parallel_size")
     if args.get("num_experts") and of_experts not in (None, tp_size):
         raise InputError(
