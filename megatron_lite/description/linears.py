@@ -69,7 +69,7 @@ def column_linear(
             OperatorCall(_linear(bias and not skips_bias), (result,), (product,)),
         ),
         backward=of.gathers + of.reduces,
-        beside=of.beside,
+        runs_beside=True,
         parameters=(weight, *((Parameter("bias", (width,)),) if bias else ())),
         # The gradient of the bias is a sum over the gradient of the output.
         moved=moved + (0, result.num_bytes * (bias and not skips_bias)),

@@ -35,7 +35,6 @@ def in_tiles(of: Shape, tile: Sequence[Operation], tiles: int) -> Iterator[Opera
         yield one._replace(
             calls=one.calls * tiles,
             backward=one.backward * tiles,
-            beside=one.beside * tiles,
             moved=Moved(*(tiles * moved for moved in one.moved)),
             temporary=one.temporary + of.hidden + sum(gradients) + left,
         )

@@ -86,7 +86,6 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
     # With loss chunks no logits are kept. In two passes backward of the output layer runs the
     # projection again. In one pass forward computes all gradients, and keeps that of its input.
     one_pass, chunk = sizes.loss_in_one_pass, sizes.loss_chunk_size
-    backward, beside = ((), ()) if one_pass else (of.gathers + of.reduces, of.beside)
     # One step for all tokens, or for each chunk in one pass, which sums its statistics apart.
     by_chunk = one_pass and of.tp_size > 1
     steps = range(0, sizes.tokens, (by_chunk and chunk) or sizes.tokens)
@@ -132,8 +131,8 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
             "output_layer" if model.untie_embeddings_and_output_weights else "",
             (KeptTensor(f"{'gradient of the ' * one_pass}normed output", of.hidden),),
             calls=(OperatorCall("", (), product, of.gathers),),
-            backward=backward,
-            beside=beside,
+            backward=() if one_pass else of.gathers + of.reduces,
+            runs_beside=True,
             rebuilds=product if chunk is not None and not one_pass else (),
             gradients_in_forward=one_pass,
             parameters=_output_weights(of, weight),

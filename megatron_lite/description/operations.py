@@ -174,8 +174,8 @@ class Operation(NamedTuple):
     enters: the regions that begin with it.
     calls: its operator calls in order.
     backward: the collectives of its backward.
-    beside: for each of these, the gradient whose matmul runs at the same time: "input", "weight",
-        or "" for none. An empty tuple means none for all.
+    runs_beside: whether these run at the same time as the matmuls of the gradients: gathers beside
+        that of the input, and sums beside that of the weight.
     rebuilds: matmuls that its backward runs in addition to two for each matmul of the forward.
     gradients_in_forward: whether its forward computes both gradients of its matmuls too. Its
         backward then computes none.
@@ -196,7 +196,7 @@ class Operation(NamedTuple):
     gradients_in_forward: bool = False
     parameters: tuple[Parameter, ...] = ()
     moved: Moved = NOTHING_MOVED
-    beside: tuple[str, ...] = ()
+    runs_beside: bool = False
     temporary: int = 0
 
     def outside(self, region: str) -> tuple[str, ...]:

@@ -256,7 +256,6 @@ class Shape:
     row: one float32 number for each token.
     gathers: the all-gather of [s', b, h] under sequence parallelism. reduces: the collective that
         sums the partial [s/c, b, h] of the ranks. Each moves a whole [s/c, b, h].
-    beside: see Operation, for the backward of a column-parallel linear layer, which has both.
     """
 
     def __init__(self, model: ModelConfig, sizes: Sizes, input_size: int | None = None) -> None:
@@ -280,7 +279,6 @@ class Shape:
         kind = REDUCE_SCATTER if sizes.sequence_parallel else ALL_REDUCE
         self.reduces = (Collective(kind, self.whole),) * several
         self.gathers = (Collective(ALL_GATHER, self.whole),) * (several and sizes.sequence_parallel)
-        self.beside = ("input",) * len(self.gathers) + ("weight",) * len(self.reduces)
 
     def reading(self, input_size: int) -> Shape:
         """Returns the shape of a linear layer that reads so many channels a token."""

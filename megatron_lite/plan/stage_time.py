@@ -11,7 +11,7 @@ again and again, so their times are cached. Standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -38,14 +38,13 @@ from megatron_lite.memory.predict.kept_tensors import (
     replayed_calls,
     replayed_operations,
 )
-from megatron_lite.memory.predict.states import parameter_count
+from megatron_lite.memory.predict.states import stage_parameters
 from megatron_lite.plan.hardware import Group
 from megatron_lite.plan.work import (
     REPLAYED_MATMULS,
     REPLAYED_MEMORY_BOUND,
     TENSOR_PARALLEL,
     Clock,
-    Row,
     Work,
     sum_of,
 )
@@ -65,6 +64,14 @@ class StageTime(NamedTuple):
 
     forward: Work
     backward: Work
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[StageTime, float]]) -> StageTime:
+        """Returns the sum of several, each of which happens so many times."""
+        forwards, backwards = zip(
+            *(((one.forward, times), (one.backward, times)) for one, times in parts), strict=True
+        )
+        return cls(sum_of(forwards), sum_of(backwards))
 
 
 class TimedRun(NamedTuple):
@@ -95,11 +102,12 @@ def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
     sizes = Sizes.of(run.config, device=clock.hardware.device, stage=stage)
     computed = _computed(run, stage, plan, sizes)
     transfers = _transfers(run, stage, plan, sizes, [one.seconds for one in computed])
-    forward, backward = (
-        Work({**one.terms, HOST_PACE: _host_pace(clock, one), **terms}, one.host)
-        for one, terms in zip(computed, transfers, strict=True)
+    return StageTime(
+        *(
+            Work({**one.terms, HOST_PACE: _host_pace(clock, one), **terms}, one.host)
+            for one, terms in zip(computed, transfers, strict=True)
+        )
     )
-    return StageTime(forward, backward)
 
 
 def _host_pace(clock: Clock, work: Work) -> float:
@@ -109,15 +117,14 @@ def _host_pace(clock: Clock, work: Work) -> float:
     return math.sqrt(math.hypot(work.seconds**2, work.host**2)) - work.seconds
 
 
-def _computed(run: TimedRun, stage: Stage, plan: RecomputePlan, sizes: Sizes) -> tuple[Work, Work]:
+def _computed(run: TimedRun, stage: Stage, plan: RecomputePlan, sizes: Sizes) -> StageTime:
     """Returns the work of forward and of backward besides copies and gathers of weights."""
     model, clock = run.config.model, run.clock
     ends = _ends(model, replace(sizes, first_layer=0), clock)
     inner = layer_sizes(model, sizes)
-    layers = _layers(model, inner, stage.num_layers, clock)
-    backward = [(ends.backward, 1.0), (layers.backward, 1.0)]
+    once = StageTime.of([(ends, 1.0), (_layers(model, inner, stage.num_layers, clock), 1.0)])
     skip, budget = plan.skip_tail, run.config.recompute.activation_memory_budget
-    backward += [
+    backward = [(once.backward, 1.0)] + [
         (replay_time(model, one, skip, clock, inner), 1.0)
         for one in plan.segments
         if one.unit or one.regions or one.ops
@@ -126,8 +133,9 @@ def _computed(run: TimedRun, stage: Stage, plan: RecomputePlan, sizes: Sizes) ->
         whole = Segment(first_layer=0, num_layers=stage.num_layers, unit=True)
         backward.append((replay_time(model, whole, skip, clock, inner), 1.0 - budget))
     summed = _summed_bytes(run) * stage_parameters(run.config, stage)
-    backward.append((Work.of([clock.streamed(GRADIENT_SUMS, GRADIENT_SUMS, summed)]), 1.0))
-    return sum_of([(ends.forward, 1.0), (layers.forward, 1.0)]), sum_of(backward)
+    seconds = clock.hardware.memory_seconds(summed) + clock.hardware.kernel_s
+    backward.append((clock.work(GRADIENT_SUMS, seconds, 1.0), 1.0))
+    return StageTime(once.forward, sum_of(backward))
 
 
 def _transfers(
@@ -177,20 +185,14 @@ def _ends(model: ModelConfig, sizes: Sizes, clock: Clock) -> StageTime:
 
 @lru_cache(CACHED)
 def _layers(model: ModelConfig, sizes: Sizes, num_layers: int, clock: Clock) -> StageTime:
-    kinds = [
-        (_passes(layer.operations, clock), float(count))
-        for layer, count in describe_kinds(model, sizes, num_layers)
-    ]
-    return StageTime(
-        sum_of((one.forward, count) for one, count in kinds),
-        sum_of((one.backward, count) for one, count in kinds),
-    )
+    kinds = describe_kinds(model, sizes, num_layers)
+    return StageTime.of((_passes(layer.operations, clock), count) for layer, count in kinds)
 
 
 def _passes(operations: Sequence[Operation], clock: Clock) -> StageTime:
     return StageTime(
-        Work.of(row for one in operations for row in clock.forward(one)),
-        Work.of(row for one in operations for row in clock.backward(one)),
+        sum_of((work, 1.0) for one in operations for work in clock.forward(one)),
+        sum_of((work, 1.0) for one in operations for work in clock.backward(one)),
     )
 
 
@@ -198,9 +200,8 @@ def replay_time(
     model: ModelConfig, segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes
 ) -> Work:
     """Returns the work that backward does again of a segment."""
-    if not layers_differ(
-        model, sizes.cp_comm_type
-    ):  # alike layers are replayed in the same time wherever they lie
+    # alike layers are replayed in the same time wherever they lie
+    if not layers_differ(model, sizes.cp_comm_type):
         segment = replace(segment, first_layer=0)
     return _replay(model, segment, skip_tail, clock, sizes)
 
@@ -211,21 +212,21 @@ def _replay(
 ) -> Work:
     stop = segment.first_layer + segment.num_layers
     layers = describe_layers(model, sizes, stop, (segment.tiles,) * stop)[segment.first_layer :]
-    rows = [
+    works = [
         clock.pointwise(one, REPLAYED_MEMORY_BOUND, backward=False)
         for one in replayed_operations(layers, segment, skip_tail=skip_tail)
     ]
     for _, operation, call in replayed_calls(layers, segment, skip_tail=skip_tail):
-        rows += clock.call(operation, call, REPLAYED_MATMULS)
+        works += clock.call(operation, call, REPLAYED_MATMULS)
     starts = segment.num_layers * len(segment.regions) * REGION_START or 1.0
-    rows.append(Row("replay", REPLAYED_MEMORY_BOUND, 0.0, starts * clock.mode.replay_s))
+    works.append(Work({REPLAYED_MEMORY_BOUND: 0.0}, starts * clock.mode.replay_s))
     if segment.split:
         # The gather of a unit's input runs beside the backward of the unit after it.
         gather = Collective(ALL_GATHER, Shape(model, sizes).whole)
         seconds = clock.hardware.collective_seconds(gather, clock.tp)
-        beside = sum(row.seconds for row in rows)
-        rows.append(Row("replay", TENSOR_PARALLEL, clock.exposed(seconds, beside)))
-    return Work.of(rows)
+        beside = sum(work.seconds for work in works)
+        works.append(Work({TENSOR_PARALLEL: clock.exposed(seconds, beside)}, 0.0))
+    return sum_of((work, 1.0) for work in works)
 
 
 def _summed_bytes(run: TimedRun) -> int:
@@ -242,24 +243,6 @@ def _summed_bytes(run: TimedRun) -> int:
     if fused and config.training.gradient_accumulation_fusion and not config.compiles_layers:
         return 2 * FLOAT32 - element
     return 2 * FLOAT32 + element
-
-
-def stage_parameters(config: RunConfig, stage: Stage, of_experts: bool | None = None) -> int:
-    """Returns how many parameters one rank of a stage holds: all, those of experts, or others."""
-    parallel = config.parallel
-    tp_size = parallel.tensor_model_parallel_size
-    return _parameter_count(
-        config.model,
-        config.tokenizer.rows(tp_size),
-        tp_size=tp_size,
-        ep_size=parallel.expert_model_parallel_size,
-        whole_experts=parallel.expert_tensor_parallel < tp_size,
-        stage=stage,
-        of_experts=of_experts,
-    )
-
-
-_parameter_count = lru_cache(CACHED)(parameter_count)
 
 
 def _host_copies(run: TimedRun, plan: RecomputePlan, sizes: Sizes) -> tuple[float, int]:

@@ -28,9 +28,10 @@ from megatron_lite.description.operations import (
 from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, layers_differ
 from megatron_lite.memory.predict.flops import step_flops
+from megatron_lite.memory.predict.states import stage_parameters
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.pipeline_time import Durations, RankEnd, run_pipeline, shortest_pipeline
-from megatron_lite.plan.stage_time import FLOAT32, StageTime, TimedRun, stage_parameters, stage_time
+from megatron_lite.plan.stage_time import FLOAT32, StageTime, TimedRun, stage_time
 from megatron_lite.plan.work import Clock, sum_of
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage
@@ -174,11 +175,7 @@ def _passages(
         whole = keep_everything(stage.num_layers)
         plan = plan_stage(config.recompute, stage.num_layers, stage.number)
         parts = ((plan, 1.0 - kept), (whole, kept)) if stage.num_layers else ((whole, 1.0),)
-        times = [(stage_time(run, stage, one), share) for one, share in parts if share]
-        return StageTime(
-            sum_of((one.forward, share) for one, share in times),
-            sum_of((one.backward, share) for one, share in times),
-        )
+        return StageTime.of((stage_time(run, stage, one), share) for one, share in parts if share)
 
     passages = []
     for rank in range(p):

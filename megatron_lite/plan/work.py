@@ -1,20 +1,27 @@
-"""The work of the operations of the description, as rows: FLOPs, bytes, launches -> seconds.
+"""The work of the operations of the description: FLOPs, bytes, launches -> seconds.
 
-A row is one kind of work of an operation's forward, backward or replay. What a transfer runs beside
-hides it: only the seconds by which it takes longer count. The host launches kernels ahead of the
-device, so its time counts where it is longer than that of a pass together (stage_time.py).
-Standard library only.
+What a transfer runs beside hides it: only the seconds by which it takes longer count. The host
+launches kernels ahead of the device, so its time counts where it is longer than that of a pass
+together (stage_time.py). Standard library only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.run import RunConfig
-from megatron_lite.description.operations import SHIFT, Collective, Matmul, Operation, OperatorCall
+from megatron_lite.description.operations import (
+    ALL_GATHER,
+    SHIFT,
+    Collective,
+    Matmul,
+    Operation,
+    OperatorCall,
+)
 from megatron_lite.description.self_attention import CORE
 from megatron_lite.description.sizes import ELEMENT_BYTES
 from megatron_lite.plan.hardware import Group, Hardware, Mode
@@ -42,32 +49,14 @@ ACCUMULATIONS = 1  # launches to add the gradient of a parameter, if no matmul d
 COLLECTIVE_LAUNCHES = 3  # a collective, and the events by which streams wait for each other
 
 
-class Row(NamedTuple):
-    """One kind of work of an operation.
-
-    term: the term of a step's time that it counts in.
-    seconds: those of the device. host: those in which the host launches the kernels.
-    """
-
-    operation: str
-    term: str
-    seconds: float
-    host: float = 0.0
-    launches: float = 0.0
-    flops: float = 0.0
-    num_bytes: float = 0.0
-
-
 class Work(NamedTuple):
-    """The sum of some rows: the device's seconds by term, and the seconds of the host."""
+    """Some work: the device's seconds by the terms of a step's time that they count in.
+
+    host: the seconds in which the host launches the kernels.
+    """
 
     terms: Mapping[str, float]
     host: float
-
-    @classmethod
-    def of(cls, rows: Iterable[Row]) -> Work:
-        """Returns the sum of the rows."""
-        return sum_of((cls({row.term: row.seconds}, row.host), 1.0) for row in rows)
 
     @property
     def seconds(self) -> float:
@@ -128,73 +117,57 @@ class Clock(NamedTuple):
             training.deterministic_mode or config.model.attention_backend == "flash",
         )
 
-    def row(
-        self, operation: str, term: str, seconds: float, launches: float, **sizes: float
-    ) -> Row:
-        """Returns a row of so many launches. sizes: its FLOPs and bytes."""
-        return Row(operation, term, seconds, launches * self.mode.launch_s, launches, **sizes)
+    def work(self, term: str, seconds: float, launches: float) -> Work:
+        """Returns the work of so many launches."""
+        return Work({term: seconds}, launches * self.mode.launch_s)
 
-    def forward(self, operation: Operation) -> Iterator[Row]:
-        """Yields the rows of the forward of an operation."""
+    def forward(self, operation: Operation) -> Iterator[Work]:
+        """Yields the works of the forward of an operation."""
         yield self.pointwise(operation, MEMORY_BOUND, backward=False)
         for call in operation.calls:
             yield from self.call(operation, call, FORWARD_MATMULS)
         if operation.gradients_in_forward:
-            yield from self._gradients(operation)
+            yield from chain(*self._gradients(operation))
 
-    def backward(self, operation: Operation) -> Iterator[Row]:
-        """Yields the rows of the backward of an operation, without a replay."""
+    def backward(self, operation: Operation) -> Iterator[Work]:
+        """Yields the works of the backward of an operation, without a replay."""
         yield self.pointwise(operation, MEMORY_BOUND, backward=True)
-        rebuilt = [
-            self._matmul(operation, one, BACKWARD_MATMULS, backward=True)
-            for one in operation.rebuilds
-        ]
-        halves: list[list[Row]] = [[], []]
-        if not operation.gradients_in_forward:
-            rows = list(self._gradients(operation))
-            halves = [rows[::2], rows[1::2]]
-        yield from (*rebuilt, *halves[0], *halves[1])
-        seconds = [sum(row.seconds for row in rows) for rows in (*halves, rebuilt)]
-        if not operation.beside:
+        rebuilt = [self._matmul(one, BACKWARD_MATMULS, True) for one in operation.rebuilds]
+        halves = [] if operation.gradients_in_forward else self._gradients(operation)
+        yield from (*rebuilt, *chain(*halves))
+        seconds = [sum(work.seconds for work in works) for works in (*halves, rebuilt)]
+        if not operation.runs_beside:
             yield from self._collectives(operation, operation.backward, sum(seconds))
             return
-        for collective, half in zip(operation.backward, operation.beside, strict=True):
-            beside = {"": 0.0, "input": seconds[0], "weight": seconds[1]}[half]
+        for collective in operation.backward:
+            # A gather runs beside the gradient of the input, a sum beside that of the weight.
+            beside = seconds[collective.kind != ALL_GATHER]
             exposed = self.exposed(self.hardware.collective_seconds(collective, self.tp), beside)
-            yield self.row(operation.name, TENSOR_PARALLEL, exposed, COLLECTIVE_LAUNCHES)
+            yield self.work(TENSOR_PARALLEL, exposed, COLLECTIVE_LAUNCHES)
 
-    def call(self, operation: Operation, call: OperatorCall, term: str) -> Iterator[Row]:
-        """Yields the rows of one call of an operation's forward, or of its replay.
+    def call(self, operation: Operation, call: OperatorCall, term: str) -> Iterator[Work]:
+        """Yields the works of one call of an operation's forward, or of its replay.
 
         term: the term that the matmuls count in.
         """
-        rows = [self._matmul(operation, one, term) for one in call.matmuls]
-        yield from rows
-        yield from self._collectives(operation, call.collectives, sum(row.seconds for row in rows))
+        works = [self._matmul(one, term) for one in call.matmuls]
+        yield from works
+        seconds = sum(work.seconds for work in works)
+        yield from self._collectives(operation, call.collectives, seconds)
 
-    def pointwise(self, operation: Operation, term: str, *, backward: bool) -> Row:
-        """Returns the row of the kernels of an operation besides matmuls and collectives."""
-        num_bytes = float(operation.moved[backward])
-        if operation.name == "loss" and self.is_fused:
+    def pointwise(self, operation: Operation, term: str, *, backward: bool) -> Work:
+        """Returns the work of the kernels of an operation besides matmuls and collectives."""
+        name, num_bytes = operation.name, float(operation.moved[backward])
+        if name == "loss" and self.is_fused:
             num_bytes *= self.hardware.loss_traffic
         launches, seconds = 0.0, self.hardware.memory_seconds(num_bytes, self.mode)
         if num_bytes:
-            launches = self._launches(operation)[backward]
+            usual = NORM_LAUNCHES if name.endswith("layernorm") else OTHER_LAUNCHES
+            launches = LAUNCHES.get(name, (usual, usual))[self.is_fused][backward]
             seconds += launches * self.hardware.kernel_s
         if backward and not self.hardware.fused_accumulation:
             launches += ACCUMULATIONS * len(operation.parameters)
-        return self.row(operation.name, term, seconds, launches, num_bytes=num_bytes)
-
-    def _launches(self, operation: Operation) -> tuple[int, int]:
-        name = operation.name
-        if name in LAUNCHES:
-            return LAUNCHES[name][self.is_fused]
-        return NORM_LAUNCHES if name.endswith("layernorm") else OTHER_LAUNCHES
-
-    def streamed(self, operation: str, term: str, num_bytes: float, launches: float = 1.0) -> Row:
-        """Returns the row of kernels that stream through buffers of so many bytes."""
-        seconds = self.hardware.memory_seconds(num_bytes) + launches * self.hardware.kernel_s
-        return self.row(operation, term, seconds, launches, num_bytes=num_bytes)
+        return self.work(term, seconds, launches)
 
     def exposed(self, seconds: float, beside: float) -> float:
         """Returns by how much a transfer delays the computation that runs beside it."""
@@ -216,30 +189,31 @@ class Clock(NamedTuple):
         """
         return max(self.in_parts(seconds, parts, beside), (1 - self.hardware.overlap) * seconds)
 
-    def _matmul(
-        self, operation: Operation, matmul: Matmul, term: str, *, backward: bool = False
-    ) -> Row:
+    def _matmul(self, matmul: Matmul, term: str, backward: bool = False) -> Work:
         if not matmul.fused:
-            seconds = self.hardware.matmul_seconds(matmul, self.element_bytes)
-            return self.row(operation.name, term, seconds, 1.0, flops=matmul.flops)
+            return self.work(term, self.hardware.matmul_seconds(matmul, self.element_bytes), 1.0)
         seconds = self.hardware.flash_seconds(
             matmul, self.element_bytes, backward=backward, deterministic=self.deterministic
         )
         # A flash kernel computes both matmuls of a forward, and all of a backward in two kernels.
-        return self.row(operation.name, term, seconds, 0.5, flops=matmul.flops)
+        return self.work(term, seconds, 0.5)
 
-    def _gradients(self, operation: Operation) -> Iterator[Row]:
-        """Yields the rows of dx = dy W^T and dW = x^T dy for each y = x W of the forward."""
-        for call in operation.calls:
-            for one in call.matmuls:
-                of_weight = one._replace(m=one.k, k=one.m, groups=one.k_groups, k_groups=one.groups)
-                for other in (one._replace(n=one.k, k=one.n), of_weight):
-                    yield self._matmul(operation, other, BACKWARD_MATMULS, backward=True)
+    def _gradients(self, operation: Operation) -> list[list[Work]]:
+        """Returns the works of dx = dy W^T, and those of dW = x^T dy, for each y = x W."""
+        own = [one for call in operation.calls for one in call.matmuls]
+        swapped = (
+            [one._replace(n=one.k, k=one.n) for one in own],
+            [
+                one._replace(m=one.k, k=one.m, groups=one.k_groups, k_groups=one.groups)
+                for one in own
+            ],
+        )
+        return [[self._matmul(one, BACKWARD_MATMULS, True) for one in half] for half in swapped]
 
     def _collectives(
         self, operation: Operation, collectives: Iterable[Collective], matmuls: float
-    ) -> Iterator[Row]:
-        """Yields the row of collectives, of which only ring shifts run beside the matmuls.
+    ) -> Iterator[Work]:
+        """Yields the work of collectives, of which only ring shifts run beside the matmuls.
 
         Core attention exchanges keys and values over context-parallel ranks. Other operations
         communicate with tensor-parallel ranks, and rows of experts with those of other experts.
@@ -250,7 +224,7 @@ class Clock(NamedTuple):
         for collective in collectives:
             if collective.over_experts:
                 wait = self.hardware.collective_seconds(collective, self.ep)
-                yield self.row(operation.name, EXPERT_PARALLEL, wait, COLLECTIVE_LAUNCHES)
+                yield self.work(EXPERT_PARALLEL, wait, COLLECTIVE_LAUNCHES)
                 continue
             seconds = self.hardware.collective_seconds(collective, group)
             launches += COLLECTIVE_LAUNCHES
@@ -259,4 +233,4 @@ class Clock(NamedTuple):
             else:
                 waits += seconds
         if launches:
-            yield self.row(operation.name, term, waits + self.exposed(shifts, matmuls), launches)
+            yield self.work(term, waits + self.exposed(shifts, matmuls), launches)

@@ -23,7 +23,7 @@ The memory that the end of a step needs besides the states: after the last backw
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -52,6 +52,7 @@ class RankStates(NamedTuple):
     optimizer: the states of the update rule, such as the two moments of AdamW.
     host_masters, host_optimizer: those in host memory.
     host_copies: the places of gradients there, and the buffers through which weights pass.
+    rounding: the bytes that CUDA's allocator adds to the tensors on the device.
     """
 
     weights: int
@@ -61,6 +62,7 @@ class RankStates(NamedTuple):
     host_masters: int = 0
     host_optimizer: int = 0
     host_copies: int = 0
+    rounding: int = 0
 
     @property
     def total(self) -> int:
@@ -70,57 +72,32 @@ class RankStates(NamedTuple):
     @property
     def on_host(self) -> int:
         """The bytes in host memory."""
-        return sum(self[4:])
+        return sum(self[4:7])
+
+    @classmethod
+    def of(cls, *tensors: list[int]) -> RankStates:
+        """Returns the sums of the bytes of the tensors of each kind, in the order of the fields."""
+        on_device = [size for sizes in tensors[:4] for size in sizes]
+        rounding = sum(allocated(size, "cuda") - size for size in on_device)
+        return cls(*map(sum, tensors))._replace(rounding=rounding)
 
 
-class _HeldParameter(NamedTuple):
+class _Held(NamedTuple):
     """A parameter of a rank. is_matrix: whether it is a weight of a linear layer in a layer."""
 
     name: str
     parameter: Parameter
     is_matrix: bool
 
-    @property
-    def num_elements(self) -> int:
-        return self.parameter.num_elements
-
-
-class StateTensors(NamedTuple):
-    """The bytes of each tensor of the states; see RankStates."""
-
-    weights: list[int]
-    masters: list[int]
-    gradients: list[int]
-    optimizer: list[int]
-    host_masters: Sequence[int] = ()
-    host_optimizer: Sequence[int] = ()
-    host_copies: Sequence[int] = ()
-
-    @property
-    def sums(self) -> RankStates:
-        """The bytes of each kind."""
-        return RankStates(*map(sum, self))
-
-    def rounding(self, device: str) -> int:
-        """Returns the bytes that the device's allocator adds to the tensors."""
-        return sum(allocated(size, device) - size for sizes in self[:4] for size in sizes)
-
 
 def rank_states(config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
-    """Returns the bytes of one rank. The vocabulary size must be known. See `state_tensors`."""
-    return state_tensors(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank).sums
-
-
-def state_tensors(
-    config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank: int
-) -> StateTensors:
-    """Returns the bytes of each tensor of one rank. The vocabulary size must be known.
+    """Returns the bytes of one rank. The vocabulary size must be known.
 
     pp_rank: the pipeline rank.
     dp_cp_size, dp_cp_rank: the number of ranks that share the states, over data and context
         parallelism together, and the number of this rank among them.
     """
-    return _state_tensors(_Settings.of(config), pp_rank, dp_cp_size, dp_cp_rank)
+    return _states(_Settings.of(config), pp_rank, dp_cp_size, dp_cp_rank)
 
 
 @dataclass(frozen=True)
@@ -137,9 +114,7 @@ class _Settings:
 
 
 @lru_cache(maxsize=1024)
-def _state_tensors(
-    settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int
-) -> StateTensors:
+def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
     config = settings.config
     held = [one for stage in config.stages_of_rank(pp_rank) for one in _parameters(config, stage)]
     element = chosen("the precision", config.training.precision, ELEMENT_BYTES)
@@ -155,13 +130,13 @@ def _state_tensors(
     buckets = bucket_layouts(
         [
             Gradient(
-                one.name,
+                name,
                 one.num_elements,
-                one.parameter.partial,
-                one.parameter.tied,
-                one.parameter.of_experts and parallel.spreads_experts,
+                one.partial,
+                one.tied,
+                one.of_experts and parallel.spreads_experts,
             )
-            for one in held
+            for name, one, _ in held
         ],
         bucket_size=config.data_parallel.bucket_size(dp_cp_size) if dp_cp_size > 1 else None,
         shards=shards,
@@ -169,12 +144,12 @@ def _state_tensors(
     )
     # ZeRO-1's weights are views of buckets (optim/layouts.py), so their padding counts too.
     in_buckets = [(bucket.num_elements, bucket.shards) for bucket in buckets]
-    weights = in_buckets if zero1 else [(one.num_elements, 1) for one in held]
+    weights = in_buckets if zero1 else [(one.num_elements, 1) for _, one, _ in held]
     rank = own_rank if zero1 else 0
     own_ranks = [rank * bucket.shards // shards for bucket in buckets]  # of copies of experts too
-    matrices = {one.name for one in held if one.is_matrix}
+    is_matrix = {one.name: one.is_matrix for one in held}
     pieces = [
-        (name in matrices, part.stop - part.start)
+        (is_matrix[name], part.stop - part.start)
         for bucket, own in zip(buckets, own_ranks, strict=True)
         for name in bucket.places
         for part in (bucket.own_part(name, own),)
@@ -191,21 +166,19 @@ def _state_tensors(
     taken = part
     if options.overlap_cpu_optimizer_d2h_h2d:  # each gradient has its place
         taken = sum(number for _, number in there)
-    return StateTensors(
-        weights=[element * number for number, _ in weights],
-        masters=[main * number for _, number in here if element < FLOAT32],
-        gradients=[grad * number for number, _ in in_buckets],
-        optimizer=_optimizer_tensors(config, here),
-        host_masters=[main * number for _, number in there],
-        host_optimizer=_optimizer_tensors(config, there),
-        host_copies=[taken * grad, 2 * part * element],
+    return RankStates.of(
+        [element * number for number, _ in weights],
+        [main * number for _, number in here if element < FLOAT32],
+        [grad * number for number, _ in in_buckets],
+        _optimizer_tensors(config, here),
+        [main * number for _, number in there],
+        _optimizer_tensors(config, there),
+        [taken * grad, 2 * part * element],
     )
 
 
-def _fully_sharded(
-    config: RunConfig, held: list[_HeldParameter], shards: int, rank: int
-) -> StateTensors:
-    """Returns the tensors under FSDP2, which splits the rows of a parameter like torch.chunk.
+def _fully_sharded(config: RunConfig, held: list[_Held], shards: int, rank: int) -> RankStates:
+    """Returns the bytes under FSDP2, which splits the rows of a parameter like torch.chunk.
 
     Every rank allocates as many rows of the weight as the first rank has.
     """
@@ -217,12 +190,8 @@ def _fully_sharded(
         allocates.append(FLOAT32 * per_rank * math.prod(others))
         if mine:
             pieces.append((one.is_matrix, mine))
-    return StateTensors(
-        weights=allocates,
-        masters=[],
-        gradients=[FLOAT32 * mine for _, mine in pieces],
-        optimizer=_optimizer_tensors(config, pieces),
-    )
+    gradients = [FLOAT32 * mine for _, mine in pieces]
+    return RankStates.of(allocates, [], gradients, _optimizer_tensors(config, pieces))
 
 
 def _optimizer_tensors(config: RunConfig, pieces: list[tuple[bool, int]]) -> list[int]:
@@ -237,25 +206,27 @@ def _optimizer_tensors(config: RunConfig, pieces: list[tuple[bool, int]]) -> lis
     ]
 
 
-def _parameters(config: RunConfig, stage: Stage) -> Iterator[_HeldParameter]:
+def _parameters(config: RunConfig, stage: Stage) -> Iterator[_Held]:
     """Yields the parameters of a stage on one TP rank, in the order of the model."""
     sizes = Sizes.of(config, device="cpu", stage=stage)
-    yield from _of_operations(embedding_operations(config.model, sizes))
-    for number, layer in enumerate(describe_layers(config.model, sizes, stage.num_layers)):
-        prefix = f"decoder.layers.{stage.first_layer + number}"
-        for module, parameter in layer.parameters():
-            name = f"{prefix}.{module}.{parameter.name}"
-            yield _HeldParameter(name, parameter, len(parameter.shape) == 2)
-    yield from _of_operations(head_operations(config.model, sizes))
+    layers = describe_layers(config.model, sizes, stage.num_layers)
+    first, last = (
+        [(one.module, parameter) for one in operations for parameter in one.parameters]
+        for operations in (
+            embedding_operations(config.model, sizes),
+            head_operations(config.model, sizes),
+        )
+    )
+    parts = [("", False, first)]
+    for number, layer in enumerate(layers, start=stage.first_layer):
+        parts.append((f"decoder.layers.{number}", True, [*layer.parameters()]))
+    for prefix, in_layer, own in (*parts, ("", False, last)):
+        for module, one in own:
+            name = ".".join(filter(None, (prefix, module, one.name)))
+            yield _Held(name, one, in_layer and len(one.shape) == 2)
 
 
-def _of_operations(operations: tuple[Operation, ...]) -> Iterator[_HeldParameter]:
-    for operation in operations:
-        for parameter in operation.parameters:
-            name = ".".join(filter(None, (operation.module, parameter.name)))
-            yield _HeldParameter(name, parameter, False)
-
-
+@lru_cache(4096)
 def parameter_count(
     model: ModelConfig,
     vocab_size: int,
@@ -297,17 +268,21 @@ def rank_parameter_count(config: RunConfig, rank: int) -> int:
 
     The vocabulary size must be known.
     """
-    sizes = Sizes.of(config, device="cpu")
-    return sum(
-        parameter_count(
-            config.model,
-            sizes.padded_vocab_size,
-            tp_size=sizes.tp_size,
-            ep_size=sizes.ep_size,
-            whole_experts=sizes.whole_experts,
-            stage=stage,
-        )
-        for stage in config.stages_of_rank(rank)
+    return sum(stage_parameters(config, stage) for stage in config.stages_of_rank(rank))
+
+
+def stage_parameters(config: RunConfig, stage: Stage, of_experts: bool | None = None) -> int:
+    """Returns how many parameters one rank of a stage holds: all, those of experts, or others."""
+    parallel = config.parallel
+    tp_size = parallel.tensor_model_parallel_size
+    return parameter_count(
+        config.model,
+        config.tokenizer.rows(tp_size),
+        tp_size=tp_size,
+        ep_size=parallel.expert_model_parallel_size,
+        whole_experts=parallel.expert_tensor_parallel < tp_size,
+        stage=stage,
+        of_experts=of_experts,
     )
 
 

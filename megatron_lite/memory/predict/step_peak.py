@@ -44,7 +44,7 @@ from megatron_lite.memory.predict.pipeline_memory import (
     step_microbatches,
 )
 from megatron_lite.memory.predict.stage_course import StageCourse, stage_course
-from megatron_lite.memory.predict.states import state_tensors, update_memory
+from megatron_lite.memory.predict.states import rank_states, update_memory
 from megatron_lite.memory.predict.walk import NOT_SHARDED, GatheredWeights, Moment
 from megatron_lite.pipeline.order import Action
 
@@ -155,8 +155,7 @@ def step_peak(
     num_microbatches: those of one data-parallel rank in a step. None: those of a rank that runs
         --global-batch-size alone.
     """
-    tensors = state_tensors(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
-    states = tensors.sums
+    states = rank_states(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
     shards = config.parallel.shards(dp_cp_size) if config.data_parallel.use_torch_fsdp2 else 1
     sharded = shards > 1
@@ -190,7 +189,7 @@ def step_peak(
         ("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
         ("optimizer states", states.optimizer, EXACT),
         ("optimizer in host memory", states.on_host if device == "cpu" else 0, EXACT),
-        (ROUNDING, tensors.rounding(device), ESTIMATE),
+        (ROUNDING, 0 if device == "cpu" else states.rounding, ESTIMATE),
         (CUBLAS, 0 if device == "cpu" else workspaces * WORKSPACE, ESTIMATE),
         ("rotary tables", sum(one.tables for one in each), EXACT),
         ("gathered weights", sum(one.staying for one in each), ESTIMATE),
