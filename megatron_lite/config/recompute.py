@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megatron_lite.config.checks import ContradictionError, chosen, flag
 from megatron_lite.config.policy import Policy, parse_policy
@@ -202,6 +203,12 @@ class RecomputeConfig:
                 "with full",
                 "contiguous_saved_activations",
             )
+
+    def instead(self, **fields: Any) -> RecomputeConfig:
+        """Returns the settings of these fields alone, with --no-recompute-tail-skip and
+        --recompute-verify as they are here. Raises ValueError if the fields are illegal."""
+        kept = {name: getattr(self, name) for name in ("recompute_tail_skip", "recompute_verify")}
+        return RecomputeConfig(**kept, **fields)
 
     def _resolve_granularity(self) -> None:
         """A setting that the granularity never reads is refused where Megatron refuses it, and else

@@ -18,7 +18,6 @@ from megatron_lite.description.operations import (
     ALL_REDUCE,
     ALL_TO_ALL,
     NOTHING_MOVED,
-    OPERATORS,
     REDUCE_SCATTER,
     ROUTER,
     Collective,
@@ -224,13 +223,7 @@ def _combined(shape: ExpertShape) -> Operation:
         (),
         (MOE,),
         calls=tuple(
-            OperatorCall(
-                OPERATORS[one.kind],
-                (KeptTensor(f"sum {number} of experts", num_bytes),),
-                (),
-                (one,),
-                output_only=not shape.model.norms_after,
-            )
+            one.call(f"sum {number} of experts", num_bytes, output_only=not shape.model.norms_after)
             for number, (one, num_bytes) in enumerate(sums)
         ),
         backward=(*shape.gathers, *shape.over_experts(ALL_GATHER, shape.whole)),
@@ -255,8 +248,7 @@ def _counting(shape: ExpertShape, counts: tuple[KeptTensor, ...]) -> Iterator[Op
 
 def _exchange(name: str, num_bytes: int) -> OperatorCall:
     """Returns an all-to-all, of which this rank receives so many bytes."""
-    collective = Collective(ALL_TO_ALL, num_bytes, over_experts=True)
-    return OperatorCall(OPERATORS[ALL_TO_ALL], (KeptTensor(name, num_bytes),), (), (collective,))
+    return Collective(ALL_TO_ALL, num_bytes, over_experts=True).call(name)
 
 
 def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
@@ -311,10 +303,7 @@ def _entering(shape: ExpertShape) -> tuple[OperatorCall, ...]:
         for name in ("choice", "tokens", "weights")
         for collective in shape.over_experts(ALL_GATHER, sizes[name])
     ]
-    return tuple(
-        OperatorCall(OPERATORS[ALL_GATHER], (KeptTensor(name, one.num_bytes),), (), (one,))
-        for name, one in gathered
-    )
+    return tuple(one.call(name) for name, one in gathered)
 
 
 def _leaving(shape: ExpertShape) -> tuple[Collective, ...]:

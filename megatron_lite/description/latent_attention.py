@@ -12,13 +12,11 @@ from megatron_lite.description.norms import norm_parameters, norm_statistics, sh
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
-    OPERATORS,
     REDUCE_SCATTER,
     Collective,
     KeptTensor,
     Moved,
     Operation,
-    OperatorCall,
     RegionEntry,
     shared_table,
 )
@@ -132,10 +130,9 @@ def _enter(of: Shape, rotated: KeptTensor) -> Operation:
     gather, scatter, reduce = (
         Collective(kind, rotated.num_bytes) for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
     )
-    call = OperatorCall(OPERATORS[ALL_GATHER], (rotated,), (), (gather,))
     return Operation(
         "split_latent",
         "self_attention",
-        calls=(call,) * splits,
+        calls=(gather.call(rotated.name),) * splits,
         backward=(scatter if splits else reduce,) * several,
     )

@@ -21,7 +21,6 @@ from typing import Any
 from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.description.operations import (
     NOTHING_MOVED,
-    OPERATORS,
     KeptTensor,
     Matmul,
     Moved,
@@ -60,12 +59,11 @@ def column_linear(
     result = KeptTensor(output, sizes.tokens * width * of.element)
     product = Matmul(matmul, sizes.tokens, width, hidden)
     weight = Parameter("weight", (width, hidden))
-    gathered = KeptTensor(f"gathered input of {name}", of.whole)
     return Operation(
         name,
         module,
         calls=(
-            *(OperatorCall(OPERATORS[one.kind], (gathered,), (), (one,)) for one in of.gathers),
+            *(one.call(f"gathered input of {name}") for one in of.gathers),
             OperatorCall(_linear(bias and not skips_bias), (result,), (product,)),
         ),
         backward=of.gathers + of.reduces,
@@ -109,7 +107,6 @@ def row_linear(
     # One rank adds the bias in the matmul (addmm). Several ranks add it after the sum, so that it
     # counts once: their matmul is an mm, and its partial result is a storage of its own.
     result = KeptTensor(f"{'partial ' * several}{name} output", of.whole)
-    summed = KeptTensor(f"{name} output", of.hidden)
     weight = Parameter("weight", (model.hidden_size, width))
     vector = Parameter("bias", (model.hidden_size,), sizes.sequence_parallel)
     inside = sizes.tokens * width * of.element + of.weight_gradient(weight)
@@ -121,10 +118,7 @@ def row_linear(
         module,
         calls=(
             OperatorCall(_linear(adds and not several), (result,), product, output_only=last),
-            *(
-                OperatorCall(OPERATORS[one.kind], (summed,), (), (one,), output_only=last)
-                for one in of.reduces
-            ),
+            *(one.call(f"{name} output", of.hidden, output_only=last) for one in of.reduces),
         ),
         backward=of.gathers,
         parameters=(weight, *((vector,) if bias else ())),

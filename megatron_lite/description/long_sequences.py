@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.description.operations import (
     ALL_TO_ALL,
-    OPERATORS,
     Collective,
     KeptTensor,
     Moved,
     Operation,
-    OperatorCall,
     RegionEntry,
 )
 from megatron_lite.description.sizes import Shape
@@ -48,13 +46,7 @@ def with_heads_exchanged(of: Shape, core: Operation, inputs: tuple[KeptTensor, .
     sizes = dict(query=of.query, key=of.kv, value=of.kv, output=of.query)
     sent = tuple(Collective(ALL_TO_ALL, num_bytes) for num_bytes in sizes.values())
     *before, after = (
-        OperatorCall(
-            OPERATORS[ALL_TO_ALL],
-            (KeptTensor(f"received {name}", one.num_bytes),),
-            (),
-            (one,),
-            output_only=name == "output",
-        )
+        one.call(f"received {name}", output_only=name == "output")
         for name, one in zip(sizes, sent, strict=True)
     )
     return core._replace(

@@ -13,7 +13,6 @@ from megatron_lite.config.regions import DROPOUT, LAYERNORM
 from megatron_lite.description.operations import (
     ALL_REDUCE,
     LINEAR_PROJ,
-    OPERATORS,
     QK_LAYERNORM,
     Collective,
     KeptTensor,
@@ -96,46 +95,37 @@ def query_key_norms(of: Shape, raw: tuple[KeptTensor, ...]) -> Operation:
 
     raw: the tensors that they keep of their inputs.
     """
-    model, both = of.model, of.query + of.kv
+    model, both, names = of.model, of.query + of.kv, ("query", "key")
     calls: tuple[OperatorCall, ...] = ()
     if model.norms_all_heads:
         # One scale for each token and norm, and the weights of this rank's heads.
-        statistics = KeptTensor("qk norm statistics", 2 * of.row)
-        widths = (
-            heads * model.head_dim // of.tp_size
-            for heads in (model.num_attention_heads, model.query_groups)
-        )
-        pairs: tuple[tuple[Parameter, ...], ...] = tuple(
-            (Parameter(f"{name}_layernorm.weight", (width,)),)
-            for name, width in zip("qk", widths, strict=True)
-        )
-        moved = Moved(3 * both, 5 * both)
+        rows, moved = 2 * of.sizes.tokens, Moved(3 * both, 5 * both)
+        heads = model.num_attention_heads // of.tp_size, model.query_groups // of.tp_size
         if of.tp_size > 1:
-            calls = tuple(
-                OperatorCall(
-                    OPERATORS[ALL_REDUCE],
-                    (KeptTensor(f"sum of squares of the {name}", of.row),),
-                    collectives=(Collective(ALL_REDUCE, of.row),),
-                )
-                for name in ("query", "key")
-            )
+            total = Collective(ALL_REDUCE, of.row)
+            calls = tuple(total.call(f"sum of squares of the {name}") for name in names)
     else:
-        statistics = norm_statistics(of, "qk norm", both // of.element // model.head_dim)
-        pairs = tuple(
-            norm_parameters(of, model.head_dim, f"{name}_layernorm.", partial=True) for name in "qk"
-        )
-        moved = Moved(2 * both, 3 * both)
-    names = zip(("query norm", "key norm"), pairs, strict=True)
+        rows, moved = both // of.element // model.head_dim, Moved(2 * both, 3 * both)
+        heads = 1, 1
+    widths = [number * model.head_dim for number in heads]
     shifted = (
-        one for name, pair in names for one in shifted_weight(of, name, pair[0].num_elements)
+        one
+        for name, width in zip(names, widths, strict=True)
+        for one in shifted_weight(of, f"{name} norm", width)
     )
     return Operation(
         QK_LAYERNORM,
         "self_attention",
-        (*raw, statistics, *shifted),
+        (*raw, norm_statistics(of, "qk norm", rows), *shifted),
         calls=calls,
         backward=tuple(one for call in calls for one in call.collectives),
-        parameters=tuple(one for pair in pairs for one in pair),
+        parameters=tuple(
+            one
+            for name, width in zip("qk", widths, strict=True)
+            for one in norm_parameters(
+                of, width, f"{name}_layernorm.", partial=not model.norms_all_heads
+            )
+        ),
         moved=moved,
     )
 

@@ -102,6 +102,13 @@ class Collective(NamedTuple):
     num_bytes: int
     over_experts: bool = False
 
+    def call(
+        self, name: str, num_bytes: int | None = None, *, output_only: bool = False
+    ) -> OperatorCall:
+        """Returns its operator call. name, num_bytes: its result; None: all bytes of the tensor."""
+        result = KeptTensor(name, self.num_bytes if num_bytes is None else num_bytes)
+        return OperatorCall(OPERATORS[self.kind], (result,), (), (self,), output_only)
+
 
 class OperatorCall(NamedTuple):
     """One call of a torch operator that `ops(...)` of a policy can name.

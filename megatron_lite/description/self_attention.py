@@ -23,7 +23,6 @@ from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.description.norms import query_key_norms
 from megatron_lite.description.operations import (
     ALL_GATHER,
-    OPERATORS,
     REDUCE_SCATTER,
     SHIFT,
     Collective,
@@ -251,7 +250,6 @@ def _unfused(of: Shape, inputs: Tensors) -> Operation:
         moved += (4 * repeated,) * 2
     first, second = _matmuls(of)
     forward, backward = _exchange(of)
-    gathered = KeptTensor("gathered key and value", 2 * of.kv * sizes.cp_size)
     by_head = attended._replace(name="attention output by head")
     return Operation(
         CORE,
@@ -260,7 +258,7 @@ def _unfused(of: Shape, inputs: Tensors) -> Operation:
         (CORE_ATTENTION,),
         (RegionEntry(CORE_ATTENTION, inputs),),
         (
-            *(OperatorCall(OPERATORS[ALL_GATHER], (gathered,), (), (one,)) for one in forward),
+            *(one.call("gathered key and value") for one in forward),
             OperatorCall("aten.baddbmm.default", (KeptTensor("scores", scores),), (first,)),
             OperatorCall("aten.bmm.default", (by_head,), (second,), output_only=True),
         ),

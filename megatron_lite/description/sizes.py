@@ -45,7 +45,8 @@ class Sizes:
         computes no logits again.
     has_embedding: whether the stage holds the embedding.
     has_head: whether the stage holds the final norm, the output projection and the loss.
-    first_layer: the number of the stage's first layer in the whole model, counted from 0.
+    first_layer: the number of the stage's first layer in the whole model, counted from 0; 0 if all
+        layers are alike, so that the stages share what is cached.
     sums_gradients: whether the gradient of a parameter is added to the rank's sum of gradients and
         freed as soon as it is complete, as in training. If not, it stays alive.
     adds_by_itself: whether the backward of a linear layer adds its weight's gradient to that sum by
@@ -103,6 +104,7 @@ class Sizes:
         Raises ValueError if the size of the vocabulary is not known.
         """
         tp_size = config.parallel.tensor_model_parallel_size
+        differ = layers_differ(config.model, config.parallel.cp_comm_type)
         return cls(
             micro_batch_size=config.training.micro_batch_size,
             seq_length=config.data.seq_length,
@@ -122,7 +124,7 @@ class Sizes:
             loss_in_one_pass=config.loss_in_one_pass,
             has_embedding=stage is None or stage.is_first,
             has_head=stage is None or stage.is_last,
-            first_layer=0 if stage is None else stage.first_layer,
+            first_layer=stage.first_layer if stage and differ else 0,
             masks_loss=config.data.eod_mask_loss,
             resets_positions=config.data.reset_position_ids and config.model.positions.learned,
             resets_attention=config.data.reset_attention_mask,
@@ -227,6 +229,16 @@ def allocated(num_bytes: int, device: str) -> int:
         return num_bytes
     rest = -num_bytes % BLOCK_UNIT
     return num_bytes + rest if rest <= BLOCK_UNIT // 2 else num_bytes
+
+
+def layers_differ(model: ModelConfig, exchange: str | tuple[str, ...]) -> bool:
+    """Tells whether a layer's number decides what it computes. exchange: --cp-comm-type."""
+    return (
+        model.window_size is not None
+        or model.no_rope_freq is not None
+        or model.moe_layer_freq != 1
+        or not isinstance(exchange, str)
+    )
 
 
 # The bytes of the tensors of a model on one rank, for one micro-batch, and collectives of them.

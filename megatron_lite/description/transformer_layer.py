@@ -30,7 +30,7 @@ from megatron_lite.description.operations import (
     RegionEntry,
 )
 from megatron_lite.description.self_attention import attention_operations, attention_output
-from megatron_lite.description.sizes import Shape, Sizes
+from megatron_lite.description.sizes import Shape, Sizes, layers_differ
 
 LINEAR_FC1, LINEAR_FC2 = "linear_fc1", "linear_fc2"
 
@@ -47,18 +47,27 @@ def describe_layers(
     layers = []
     for layer in range(sizes.first_layer, sizes.first_layer + num_layers):
         kind = (
-            model.layer_reach(layer, sizes.seq_length),
-            model.layer_rotates(layer),
-            model.layer_is_local(layer),
-            model.layer_has_experts(layer),
+            *layer_kind(model, layer, sizes.seq_length, sizes.cp_comm_type),
             sizes.rows_of_experts(layer),
-            exchange_of(sizes.cp_comm_type, layer),
             tiles[layer - sizes.first_layer] if tiles else 1,
         )
         if kind not in alike:
             alike[kind] = describe_layer(model, sizes, layer, kind[-1])
         layers.append(alike[kind])
     return tuple(layers)
+
+
+def layer_kind(
+    model: ModelConfig, layer: int, seq_length: int, exchange: str | tuple[str, ...]
+) -> tuple[object, ...]:
+    """Returns what a layer's number decides. exchange: --cp-comm-type."""
+    return (
+        model.layer_reach(layer, seq_length),
+        model.layer_rotates(layer),
+        model.layer_is_local(layer),
+        model.layer_has_experts(layer),
+        exchange_of(exchange, layer),
+    )
 
 
 def describe_kinds(
@@ -75,16 +84,6 @@ def describe_kinds(
     return [
         (layer, counts[number]) for number, layer in {id(layer): layer for layer in layers}.items()
     ]
-
-
-def layers_differ(model: ModelConfig, exchange: str | tuple[str, ...]) -> bool:
-    """Tells whether a layer's number decides what it computes. exchange: --cp-comm-type."""
-    return (
-        model.window_size is not None
-        or model.no_rope_freq is not None
-        or model.moe_layer_freq != 1
-        or not isinstance(exchange, str)
-    )
 
 
 @lru_cache(1024)

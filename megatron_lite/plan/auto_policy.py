@@ -48,12 +48,6 @@ def default_reserve(memory_bytes: int) -> int:
     return RESERVE_BYTES + round(RESERVE_SHARE * memory_bytes)
 
 
-class Unreachable(NamedTuple):
-    """No policy fits. smallest: the run with the smallest peak that was found."""
-
-    smallest: Chosen
-
-
 def choose_policy(
     config: RunConfig, hardware: Hardware, budget_bytes: int, num_ranks: int, *, host_bytes: int = 0
 ) -> str:
@@ -66,8 +60,7 @@ def choose_policy(
     ranks or the batch do not divide.
     """
     found = fitted(Run(config, hardware, num_ranks, host_bytes), budget_bytes)
-    if isinstance(found, Unreachable):
-        peak = found.smallest.peak
+    if not (peak := found.peak).fits(budget_bytes):
         largest = max(peak.terms, key=lambda term: term.num_bytes)
         raise InputError(
             f"no recompute policy fits in {size(budget_bytes)}: the smallest peak is "
@@ -78,8 +71,9 @@ def choose_policy(
     return str(found.config.recompute.policy)
 
 
-def fitted(run: Run, budget_bytes: int) -> Chosen | Unreachable:
-    """Returns the run with the fastest policy that fits the budget, or that no policy fits."""
+def fitted(run: Run, budget_bytes: int) -> Chosen:
+    """Returns the run with the fastest policy that fits the budget. If none does, it is that with
+    the smallest peak that was found."""
     whole = run.chosen(with_policy(run.config, None))
     if whole.peak.fits(budget_bytes):
         return whole
@@ -105,10 +99,7 @@ def fitted(run: Run, budget_bytes: int) -> Chosen | Unreachable:
             spaces = {rank: nearer(space, corrected[rank]) for rank, space in spaces.items()}
             if high and found.peak.rank not in spaces:  # the correction has not seen this rank
                 spaces[search.alike(found.peak.rank)] -= lacks
-    if best is not None:
-        return best
-    smallest = search.smallest()
-    return smallest if smallest.peak.fits(budget_bytes) else Unreachable(smallest)
+    return best or search.smallest()
 
 
 def least_replays(run: Run, budget_bytes: int) -> list[float] | None:

@@ -40,12 +40,6 @@ from megatron_lite.description.operations import (
 
 MACHINES = Path(__file__).parent / "machines"
 ALIASES = {"a100": "a100-80gb", "h100": "h100-80gb", "h200-141gb": "h200", "b200-180gb": "b200"}
-# Parts of the names that CUDA gives to GPUs, in lower case, and their machines.
-GPU_MACHINES = (
-    *(("a100", "a100-80gb"), ("h100", "h100-80gb"), ("h200", "h200"), ("gb200", "gb200")),
-    *(("b200", "b200"), ("l40s", "l40s"), ("rtx 4090", "rtx4090"), ("rtx 5090", "rtx5090")),
-    ("mi300x", "mi300x"),
-)
 CPU_MACHINE = "cpu"
 LARGEST_FIGURE = 1e24
 DEVICES = ("cpu", "cuda")
@@ -307,8 +301,10 @@ def save_hardware(machine: Hardware, path: str) -> None:
 
 def machine_of_gpu(gpu_name: str) -> Hardware | None:
     """Returns the machine with such GPUs, or None. gpu_name: as CUDA gives it."""
-    words = gpu_name.lower()
-    return next((load_hardware(name) for part, name in GPU_MACHINES if part in words), None)
+    words = gpu_name.lower().replace(" ", "")
+    # GB200 before B200
+    names = sorted({*machine_names()} - {CPU_MACHINE}, key=lambda name: (-len(name), name))
+    return next((load_hardware(name) for name in names if name.split("-")[0] in words), None)
 
 
 def machine_for_policy(machine: str | None, *, device: str, gpu_name: str | None) -> Hardware:

@@ -152,18 +152,14 @@ def _divides(config: RunConfig, num_ranks: int) -> bool:
     )
 
 
-def _tensor(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    # No tensor-parallel group crosses the border of a node.
-    for size in range(1, min(num_ranks, problem.hardware.ranks_per_node) + 1):
-        if num_ranks % size == 0:
-            yield {TENSOR: size}
+def _divisors(name: str, number: int, most: int) -> Iterator[Row]:
+    """Yields the values of a field that divide a number, up to `most`."""
+    return ({name: size} for size in range(1, min(number, most) + 1) if number % size == 0)
 
 
 def _context(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
     most = max(1, problem.base.data.seq_length // LEAST_CONTEXT)
-    for size in range(1, min(num_ranks, most) + 1):
-        if num_ranks % (size * row[TENSOR]) == 0:
-            yield {CONTEXT: size}
+    return _divisors(CONTEXT, num_ranks // row[TENSOR], most)
 
 
 def _ways(problem: Problem) -> tuple[str, ...]:
@@ -174,9 +170,9 @@ def _ways(problem: Problem) -> tuple[str, ...]:
 
 
 def _pipeline(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    for size in range(1, min(num_ranks, problem.base.model.num_layers) + 1):
-        if num_ranks % (size * row[TENSOR] * row[CONTEXT]) == 0:
-            yield {PIPELINE: size}
+    return _divisors(
+        PIPELINE, num_ranks // (row[TENSOR] * row[CONTEXT]), problem.base.model.num_layers
+    )
 
 
 def most_virtual(problem: Problem, config: RunConfig) -> int:
@@ -322,7 +318,11 @@ def _micro_batches(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
 
 # In the order in which the rows need each other. `savers` has other values of the last of them.
 DIMENSIONS: tuple[tuple[tuple[str, ...], Callable[[Problem, int, Row], Iterable[Row]]], ...] = (
-    ((TENSOR,), _tensor),
+    # No tensor-parallel group crosses the border of a node.
+    (
+        (TENSOR,),
+        lambda problem, ranks, _: _divisors(TENSOR, ranks, problem.hardware.ranks_per_node),
+    ),
     ((CONTEXT,), _context),
     ((PIPELINE,), _pipeline),
     ((SEQUENCE,), lambda problem, num_ranks, row: [{SEQUENCE: row[TENSOR] > 1}]),

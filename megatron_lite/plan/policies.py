@@ -207,7 +207,7 @@ def layer_choices(config: RunConfig, clock: Clock, *, host: bool) -> tuple[Layer
     differ (windows, rotary embeddings), the first layer stands for all.
     host: whether kept tensors may go to host memory.
     """
-    sizes = layer_sizes(config.model, Sizes.of(config, device=clock.hardware.device))
+    sizes = layer_sizes(Sizes.of(config, device=clock.hardware.device))
     recompute = config.recompute
     host = host and config.training.cuda_graph_impl == "none"  # a graph cannot wait for copies
     skip_tail = recompute.recompute_tail_skip and not recompute.recompute_verify

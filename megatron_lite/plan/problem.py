@@ -111,9 +111,8 @@ def problem_of(
     policy = {name: value for name, value in chosen.items() if fixes_policy(name)}
     recompute = None
     if policy or base.compiles_layers:
-        kept = {name: getattr(base.recompute, name) for name in KEPT_RECOMPUTE}
         with input_faults():
-            recompute = RecomputeConfig(**{**kept, **policy})
+            recompute = base.recompute.instead(**policy)
     dimensions = SEARCHED.union(DATA_PARALLEL, [WRAPPING, OFFLOAD])
     fixed = {name: value for name, value in chosen.items() if name in dimensions}
     return Problem(base, hardware, fixed, recompute, host_bytes or 0, host_bytes)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Layers, Policy, Rule
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.description.sizes import Sizes
@@ -82,13 +81,7 @@ class Chosen(NamedTuple):
 
 def with_policy(config: RunConfig, text: str | None) -> RunConfig:
     """Returns the run with another policy, or with none. Other recompute settings stay."""
-    own = config.recompute
-    recompute = RecomputeConfig(
-        recompute_policy=text,
-        recompute_tail_skip=own.recompute_tail_skip,
-        recompute_verify=own.recompute_verify,
-    )
-    return replace(config, recompute=recompute)
+    return replace(config, recompute=config.recompute.instead(recompute_policy=text))
 
 
 class StageMix(NamedTuple):

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import StepPeak
-from megatron_lite.plan.auto_policy import Unreachable, fitted, least_replays
+from megatron_lite.plan.auto_policy import fitted, least_replays
 from megatron_lite.plan.layouts import (
     kind_of,
     layouts,
@@ -79,53 +79,49 @@ class SearchResult(NamedTuple):
 
 
 class Search:
-    """The search for one model on one machine."""
+    """The search for one model on so many ranks of one machine."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, num_ranks: int) -> None:
+        self.problem, self.num_ranks = problem, num_ranks
         self.fixed_policy = problem.recompute is not None
 
-    def run(self, config: RunConfig, num_ranks: int) -> Run:
+    def run(self, config: RunConfig) -> Run:
         """Returns the run for auto_policy."""
         left = self.problem.host_bytes
         if left and config.optimizer.optimizer_cpu_offload:  # the states take the same memory
             ranks = range(config.parallel.pipeline_model_parallel_size)
-            left -= max(states_on_host(config, num_ranks, rank) for rank in ranks)
-        return Run(config, self.problem.hardware, num_ranks, max(0, left))
+            left -= max(states_on_host(config, self.num_ranks, rank) for rank in ranks)
+        return Run(config, self.problem.hardware, self.num_ranks, max(0, left))
 
-    def time(
-        self, config: RunConfig, num_ranks: int, *, bound: bool = False, sends: bool = True
-    ) -> StepTime:
+    def time(self, config: RunConfig, *, bound: bool = False, sends: bool = True) -> StepTime:
         """Returns the step time. bound: a lower bound of it, in less time; see `step_time`."""
-        return step_time(config, self.problem.hardware, num_ranks, bound=bound, sends=sends)
+        return step_time(config, self.problem.hardware, self.num_ranks, bound=bound, sends=sends)
 
-    def plan(self, chosen: Chosen, num_ranks: int) -> Plan:
+    def plan(self, chosen: Chosen) -> Plan:
         """Returns the plan of a chosen policy."""
-        return Plan(chosen.config, num_ranks, chosen.peak, self.time(chosen.config, num_ranks))
+        return Plan(chosen.config, self.num_ranks, chosen.peak, self.time(chosen.config))
 
-    def fit(self, config: RunConfig, num_ranks: int, budget_bytes: int) -> Chosen | Unreachable:
-        """Returns the layout with its fastest policy, or with the user's policy if it is fixed."""
-        run = self.run(config, num_ranks)
-        if not self.fixed_policy:
-            return fitted(run, budget_bytes)
-        chosen = run.chosen(config)
-        return chosen if chosen.peak.fits(budget_bytes) else Unreachable(chosen)
+    def fit(self, config: RunConfig, budget_bytes: int) -> Chosen:
+        """Returns the layout with its fastest policy that fits, or with the user's policy if it is
+        fixed. If none fits, it has the smallest peak."""
+        run = self.run(config)
+        return run.chosen(config) if self.fixed_policy else fitted(run, budget_bytes)
 
-    def find(self, num_ranks: int, budget_bytes: int, *, most: int = 6) -> SearchResult:
+    def find(self, budget_bytes: int, *, most: int = 6) -> SearchResult:
         """Returns the fastest plans of so many ranks. most: how many plans to return."""
         tried: list[tuple[RunConfig, StepTime]] = []
-        plans, too_large = self._ranked(tried, num_ranks, budget_bytes, most)
+        plans, too_large = self._ranked(tried, budget_bytes, most)
         if not plans:
-            smallest = self._smallest(too_large, num_ranks)
+            smallest = self._smallest(too_large)
             return SearchResult((), len(tried), smallest=smallest)
         limit = BETTER * plans[0].time.seconds
         by_time = sorted(tried, key=lambda one: one[1].seconds)
         faster = [config for config, time in by_time if time.seconds < limit]
-        larger = None if self.fixed_policy else self._larger(faster, num_ranks, budget_bytes, limit)
+        larger = None if self.fixed_policy else self._larger(faster, budget_bytes, limit)
         return SearchResult(tuple(plans), len(tried), larger=larger)
 
     def _ranked(
-        self, tried: list[tuple[RunConfig, StepTime]], num_ranks: int, budget_bytes: int, most: int
+        self, tried: list[tuple[RunConfig, StepTime]], budget_bytes: int, most: int
     ) -> tuple[list[Plan], list[RunConfig]]:
         """Returns the fastest plans, and the layouts that were found not to fit until then.
 
@@ -146,16 +142,16 @@ class Search:
 
         def push_new(configs: Iterable[RunConfig], station: int) -> None:
             for config in configs:
-                time = self.time(config, num_ranks, bound=True)
+                time = self.time(config, bound=True)
                 tried.append((config, time))
                 seconds = balanced(config, time) if station == 1 else time.seconds
                 push(seconds, station, config, time)
 
         def balanced(config: RunConfig, time: StepTime) -> float:
-            return self._balanced(config, num_ranks, time, most_virtual(self.problem, config))
+            return self._balanced(config, time, most_virtual(self.problem, config))
 
-        for config in layouts(self.problem, num_ranks):
-            time = self.time(config, num_ranks, bound=True, sends=False)
+        for config in layouts(self.problem, self.num_ranks):
+            time = self.time(config, bound=True, sends=False)
             push(balanced(config, time), 0, config, time)
         plans: dict[object, Plan] = {}
         fastest: dict[object, float] = {}  # of the plans of a shape so far
@@ -172,10 +168,10 @@ class Search:
             elif fitted > MORE_FITTED:
                 continue
             elif station == 0:
-                push_new(variants(self.problem, num_ranks, config), 1)
+                push_new(variants(self.problem, self.num_ranks, config), 1)
             elif station == 1:
-                for one in (config, *virtuals(self.problem, num_ranks, config)):
-                    push(self._balanced(one, num_ranks, time), 2, one, time)
+                for one in (config, *virtuals(self.problem, self.num_ranks, config)):
+                    push(self._balanced(one, time), 2, one, time)
             elif station == 2:
                 if config.parallel.num_virtual_stages_per_pipeline_rank is None:
                     push(time.seconds, 3, config, time)
@@ -185,7 +181,7 @@ class Search:
             elif bound > BETTER * fastest.get(_shape(config), math.inf):
                 continue
             elif station == 3:
-                seconds = self._fitting(config, num_ranks, budget_bytes, time)
+                seconds = self._fitting(config, budget_bytes, time)
                 if seconds is None:
                     too_large.append(config)
                 else:
@@ -193,19 +189,17 @@ class Search:
                     push_new(savers(self.problem, config), 3)
             else:
                 fitted += bool(plans)
-                chosen = self.fit(config, num_ranks, budget_bytes)
-                if isinstance(chosen, Unreachable):
+                chosen = self.fit(config, budget_bytes)
+                if not chosen.peak.fits(budget_bytes):
                     too_large.append(config)
                 else:
-                    plan = self.plan(chosen, num_ranks)
+                    plan = self.plan(chosen)
                     push(plan.time.seconds, 5, config, time, plan)
                     known = fastest.get(_shape(config), math.inf)
                     fastest[_shape(config)] = min(known, plan.time.seconds)
         return list(plans.values()), too_large
 
-    def _balanced(
-        self, config: RunConfig, num_ranks: int, time: StepTime, chunks: int | None = None
-    ) -> float:
+    def _balanced(self, config: RunConfig, time: StepTime, chunks: int | None = None) -> float:
         """Returns a lower bound of the time, however the layers are cut into stages.
 
         Where all ranks compute for the same time, each but the last two begins later and ends
@@ -214,54 +208,45 @@ class Search:
         """
         parallel, ranks = config.parallel, len(time.busy)
         chunks = chunks or len(config.stage_lengths()) // ranks
-        number = config.training.num_microbatches(parallel.data_parallel_size(num_ranks))
+        number = config.training.num_microbatches(parallel.data_parallel_size(self.num_ranks))
         return sum(time.busy) / ranks * (1 + max(0, ranks - 2) / (chunks * number))
 
-    def _fitting(
-        self, config: RunConfig, num_ranks: int, budget_bytes: int, time: StepTime
-    ) -> float | None:
+    def _fitting(self, config: RunConfig, budget_bytes: int, time: StepTime) -> float | None:
         """Returns a lower bound of the time with a policy that fits, or None if none does.
 
         time: that without recomputation.
         """
         if self.fixed_policy:
             return time.seconds
-        replays = least_replays(self.run(config, num_ranks), budget_bytes)
+        replays = least_replays(self.run(config), budget_bytes)
         if replays is None:
             return None
-        size = config.parallel.data_parallel_size(num_ranks)
+        size = config.parallel.data_parallel_size(self.num_ranks)
         times = self.problem.hardware.pace * config.training.num_microbatches(size)
         # A replay also hides gathers, and waits for the host.
         hidden = sum(time.terms.get(term, 0.0) for term in (FSDP, HOST_PACE))
         ranks = zip(time.busy, replays, strict=True)
         return max(time.seconds, *(busy - hidden + times * replay for busy, replay in ranks))
 
-    def _smallest(self, too_large: list[RunConfig], num_ranks: int) -> Plan | None:
+    def _smallest(self, too_large: list[RunConfig]) -> Plan | None:
         """Returns the plan with the smallest peak among the most promising layouts."""
         sizes = []
         for config in too_large:
             full = config if self.fixed_policy else with_policy(config, "*:full")
-            sizes.append((self.run(config, num_ranks).chosen(full).peak.num_bytes, config))
+            sizes.append((self.run(config).chosen(full).peak.num_bytes, config))
         least = [config for _, config in sorted(sizes, key=itemgetter(0))[:SMALLEST_TRIED]]
         found = []
         for config in [*least, *(one for each in least[:1] for one in savers(self.problem, each))]:
-            chosen = self.fit(config, num_ranks, 0)
-            assert isinstance(chosen, Unreachable)
-            found.append(self.plan(chosen.smallest, num_ranks))
+            found.append(self.plan(self.fit(config, 0)))
         return min(found, key=lambda plan: plan.peak.num_bytes, default=None)
 
-    def _larger(
-        self, faster: list[RunConfig], num_ranks: int, budget_bytes: int, limit: float
-    ) -> Plan | None:
+    def _larger(self, faster: list[RunConfig], budget_bytes: int, limit: float) -> Plan | None:
         """Returns the plan without recomputation that lacks the fewest bytes."""
         # `faster` begins with the fastest: its end is nearest to the plan that fits.
-        found = [
-            self.run(config, num_ranks).chosen(with_policy(config, None))
-            for config in faster[-NEAREST:]
-        ]
+        found = [self.run(config).chosen(with_policy(config, None)) for config in faster[-NEAREST:]]
         for chosen in sorted(found, key=lambda one: one.peak.num_bytes):
             if not chosen.peak.fits(budget_bytes):
-                plan = self.plan(chosen, num_ranks)
+                plan = self.plan(chosen)
                 if plan.time.seconds < limit:
                     return plan
         return None

@@ -27,12 +27,8 @@ from megatron_lite.description.operations import (
     Collective,
     Operation,
 )
-from megatron_lite.description.sizes import Shape, Sizes
-from megatron_lite.description.transformer_layer import (
-    describe_kinds,
-    describe_layers,
-    layers_differ,
-)
+from megatron_lite.description.sizes import Shape, Sizes, layers_differ
+from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import (
     activation_terms,
     replayed_calls,
@@ -121,7 +117,7 @@ def _computed(run: TimedRun, stage: Stage, plan: RecomputePlan, sizes: Sizes) ->
     """Returns the work of forward and of backward besides copies and gathers of weights."""
     model, clock = run.config.model, run.clock
     ends = _ends(model, replace(sizes, first_layer=0), clock)
-    inner = layer_sizes(model, sizes)
+    inner = layer_sizes(sizes)
     once = StageTime.of([(ends, 1.0), (_layers(model, inner, stage.num_layers, clock), 1.0)])
     skip, budget = plan.skip_tail, run.config.recompute.activation_memory_budget
     backward = [(once.backward, 1.0)] + [
@@ -164,16 +160,10 @@ def _transfers(
     ]
 
 
-def layer_sizes(model: ModelConfig, sizes: Sizes) -> Sizes:
-    """Returns the sizes that decide the time of layers: without what only the ends of the model
-    read, and without the number of the first layer if all layers are alike."""
+def layer_sizes(sizes: Sizes) -> Sizes:
+    """Returns the sizes that decide the time of layers: without what only the ends read."""
     return replace(
-        sizes,
-        has_embedding=False,
-        has_head=False,
-        loss_chunk_size=None,
-        loss_in_one_pass=False,
-        first_layer=sizes.first_layer if layers_differ(model, sizes.cp_comm_type) else 0,
+        sizes, has_embedding=False, has_head=False, loss_chunk_size=None, loss_in_one_pass=False
     )
 
 
@@ -210,13 +200,13 @@ def replay_time(
 def _replay(
     model: ModelConfig, segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes
 ) -> Work:
-    stop = segment.first_layer + segment.num_layers
-    layers = describe_layers(model, sizes, stop, (segment.tiles,) * stop)[segment.first_layer :]
+    stop = segment.numbers.stop
+    layers = describe_layers(model, sizes, stop, (segment.tiles,) * stop)
     works = [
         clock.pointwise(one, REPLAYED_MEMORY_BOUND, backward=False)
         for one in replayed_operations(layers, segment, skip_tail=skip_tail)
     ]
-    for _, operation, call in replayed_calls(layers, segment, skip_tail=skip_tail):
+    for operation, call in replayed_calls(layers, segment, skip_tail=skip_tail):
         works += clock.call(operation, call, REPLAYED_MATMULS)
     starts = segment.num_layers * len(segment.regions) * REGION_START or 1.0
     works.append(Work({REPLAYED_MEMORY_BOUND: 0.0}, starts * clock.mode.replay_s))

@@ -25,8 +25,8 @@ from megatron_lite.description.operations import (
     Collective,
     Matmul,
 )
-from megatron_lite.description.sizes import Shape, Sizes
-from megatron_lite.description.transformer_layer import describe_kinds, layers_differ
+from megatron_lite.description.sizes import Shape, Sizes, layers_differ
+from megatron_lite.description.transformer_layer import describe_kinds
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.memory.predict.states import stage_parameters
 from megatron_lite.plan.hardware import Group, Hardware
@@ -57,8 +57,7 @@ class StepTime:
 
     terms: the seconds of each term, on the pipeline rank that ends last. They add up to `seconds`.
     rank: that pipeline rank.
-    model_flops: the model FLOPs of a step on all ranks, as the logs count them.
-    peak_flops: the peak of one rank.
+    ideal_seconds: those of its model FLOPs, as the logs count them, at the peak of all ranks.
     band: the relative error of the seconds that is expected, in both directions.
     busy: the seconds in which each pipeline rank runs its micro-batches.
     """
@@ -66,10 +65,8 @@ class StepTime:
     terms: Mapping[str, float]
     busy: tuple[float, ...]
     rank: int
-    num_ranks: int
     tokens: int
-    model_flops: int
-    peak_flops: float
+    ideal_seconds: float
     band: float
 
     @property
@@ -83,14 +80,9 @@ class StepTime:
         return self.tokens / self.seconds
 
     @property
-    def tflops_per_gpu(self) -> float:
-        """The model TFLOP/s of one rank."""
-        return self.model_flops / self.seconds / self.num_ranks / 1e12
-
-    @property
     def mfu(self) -> float:
         """The share of the peak that the model FLOPs use, from 0 to 1."""
-        return self.tflops_per_gpu * 1e12 / self.peak_flops
+        return self.ideal_seconds / self.seconds
 
 
 def step_time(
@@ -144,16 +136,15 @@ def step_time(
         )
     ]
     batch, length = config.training.batch_size(dp_size), config.data.seq_length
-    vocab_size = config.tokenizer.rows(t)
+    rows = config.tokenizer.rows(t)
+    flops = step_flops(model, batch=batch, seq_length=length, padded_vocab_size=rows)
     last = max(range(p), key=lambda rank: ran[rank].end + updates[rank].reduction)
     return StepTime(
         busy=tuple(hardware.pace * one.busy for one in ran),
         terms=_terms(passages[last], ran[last], updates, last, num_microbatches, hardware.pace),
         rank=last,
-        num_ranks=num_ranks,
         tokens=batch * length,
-        model_flops=step_flops(model, batch=batch, seq_length=length, padded_vocab_size=vocab_size),
-        peak_flops=hardware.matmuls(clock.element_bytes).peak_flops,
+        ideal_seconds=flops / (num_ranks * hardware.matmuls(clock.element_bytes).peak_flops),
         band=hardware.band,
     )
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.states import parameter_count
-from megatron_lite.plan.auto_policy import Budget, Unreachable
+from megatron_lite.plan.auto_policy import Budget
 from megatron_lite.plan.layouts import (
     KINDS,
     LOSS_CHUNKS,
@@ -69,20 +69,17 @@ def verdict(
     may_offload: whether host memory may be used if nothing else fits.
     Raises InputError if training would refuse every layout.
     """
-    search = Search(problem)
+    search = Search(problem, num_ranks)
     if next(layouts(problem, num_ranks), None) is None:
         raise InputError(f"{num_ranks} GPUs: {refusal(problem, num_ranks)}")
     for word, num_bytes in ((FITS, budget.plan_bytes), (TIGHT, budget.memory_bytes)):
-        found = search.find(num_ranks, num_bytes)
+        found = search.find(num_bytes)
         if found.plans:
             best = found.plans[0]
             largest = largest_micro_batch(search, best, num_bytes)
             # One step away, each with its own best policy. Training would refuse some.
             base = best.config if search.fixed_policy else with_policy(best.config, None)
-            near = [
-                _neighbour(search, base, *change, num_bytes)
-                for change in _changes(search, base, num_ranks)
-            ]
+            near = [_neighbour(*change, base, num_bytes) for change in _changes(search, base)]
             return FitVerdict(word, num_ranks, budget, found, largest, tuple(filter(None, near)))
         # The next round has a chance only if the smallest peak is within its budget.
         if found.smallest is None or not found.smallest.peak.fits(budget.memory_bytes):
@@ -106,7 +103,7 @@ def fewest_ranks(problem: Problem, budget: Budget, *, above: int = 0) -> int | N
     Returns None if none of the MOST_TRIED smallest possible numbers is enough: then more ranks do
     not help, because the memory goes to tensors that are not shared out over ranks.
     """
-    search, base = Search(problem), problem.base
+    base = problem.base
     parameters = parameter_count(base.model, base.tokenizer.true_vocab_size)
     count, tried = (1 << above.bit_length() if above else 1), 0
     while count <= MOST_RANKS and tried < MOST_TRIED:
@@ -114,7 +111,7 @@ def fewest_ranks(problem: Problem, budget: Budget, *, above: int = 0) -> int | N
         states = LEAST_STATES * parameters / count
         if states <= budget.memory_bytes and next(layouts(problem, count), None) is not None:
             tried += 1
-            if search.find(count, budget.memory_bytes, most=1).plans:
+            if Search(problem, count).find(budget.memory_bytes, most=1).plans:
                 return count
         count *= 2
     return None
@@ -146,9 +143,7 @@ def largest_micro_batch(search: Search, plan: Plan, budget_bytes: int) -> Plan:
     """
     largest = plan
     while (size := 2 * largest.config.training.micro_batch_size) <= LARGEST_MICRO_BATCH:
-        found = _neighbour(
-            search, plan.config, "", plan.num_ranks, {MICRO_BATCH: size}, budget_bytes
-        )
+        found = _neighbour("", search, {MICRO_BATCH: size}, plan.config, budget_bytes)
         if found is None or not found.fits:
             break
         largest = found.plan
@@ -156,44 +151,36 @@ def largest_micro_batch(search: Search, plan: Plan, budget_bytes: int) -> Plan:
 
 
 def _neighbour(
-    search: Search,
-    base: RunConfig,
-    words: str,
-    num_ranks: int,
-    fields: Mapping[str, Any],
-    budget_bytes: int,
+    words: str, search: Search, fields: Mapping[str, Any], base: RunConfig, budget_bytes: int
 ) -> Neighbour | None:
     """Returns a changed run with its best policy, or None if training would refuse it."""
     try:
-        found = search.fit(with_fields(base, fields), num_ranks, budget_bytes)
-        fits = not isinstance(found, Unreachable)
-        chosen = found.smallest if isinstance(found, Unreachable) else found
-        return Neighbour(words, search.plan(chosen, num_ranks), fits)
+        found = search.fit(with_fields(base, fields), budget_bytes)
+        return Neighbour(words, search.plan(found), found.peak.fits(budget_bytes))
     except ValueError:
         return None
 
 
-def _changes(
-    search: Search, base: RunConfig, ranks: int
-) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
-    """Yields the words of each change, the ranks, and the new values by field."""
+def _changes(search: Search, base: RunConfig) -> Iterator[tuple[str, Search, Mapping[str, Any]]]:
+    """Yields the words of each change, the search with its ranks, and the new values by field."""
+    ranks, problem = search.num_ranks, search.problem
     size, chunk = base.training.micro_batch_size, base.loss_chunk_size
-    yield "double the micro-batch", ranks, {MICRO_BATCH: 2 * size}
+    yield "double the micro-batch", search, {MICRO_BATCH: 2 * size}
     if size % 2 == 0:
-        yield "halve the micro-batch", ranks, {MICRO_BATCH: size // 2}
+        yield "halve the micro-batch", search, {MICRO_BATCH: size // 2}
     if base.training.loss_chunk_size is not None:
-        yield "no --loss-chunk-size", ranks, {LOSS_CHUNK: None}
+        yield "no --loss-chunk-size", search, {LOSS_CHUNK: None}
     smaller = LOSS_CHUNKS[0] if chunk is None else chunk // 2
     if smaller:
-        yield f"--loss-chunk-size {smaller}", ranks, {LOSS_CHUNK: smaller}
-    if search.run(base, ranks).dp_cp_size > 1:
+        yield f"--loss-chunk-size {smaller}", search, {LOSS_CHUNK: smaller}
+    if search.run(base).dp_cp_size > 1:
         for kind, flags in KINDS.items():
             if kind != kind_of(base):
-                yield kind, ranks, flags
-    node = search.problem.hardware.ranks_per_node
+                yield kind, search, flags
+    node = problem.hardware.ranks_per_node
     more = ranks + node if ranks >= node else 2 * ranks
     for count in (more, 2 * ranks):
         with suppress(ValueError):  # the batch does not divide over so many
             base.training.num_microbatches(base.parallel.data_parallel_size(count))
-            yield f"{count} GPUs", count, {}
+            yield f"{count} GPUs", Search(problem, count), {}
             break

@@ -51,6 +51,11 @@ class Segment:
         assert not self.ops or self.num_layers == 1, self
         assert not self.host_modules or not (self.unit or self.regions or self.ops), self
 
+    @property
+    def numbers(self) -> range:
+        """The numbers of the layers within the stage."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
     @cached_property
     def split(self) -> bool:
         """Tells whether each tensor-parallel rank keeps only its 1/t of the unit's input."""

@@ -23,8 +23,7 @@ from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import most_in_flight
-from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.transformer_layer import layers_differ
+from megatron_lite.description.sizes import Sizes, layers_differ
 from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, STATES, StepPeakMeasured
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.states import rank_states, update_memory

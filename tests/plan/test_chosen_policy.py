@@ -10,13 +10,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.plan.auto_policy import with_chosen_policy
-from megatron_lite.plan.hardware import (
-    GPU_MACHINES,
-    load_hardware,
-    machine_for_policy,
-    machine_names,
-    machine_of_gpu,
-)
+from megatron_lite.plan.hardware import load_hardware, machine_for_policy, machine_of_gpu
 
 RUN = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
@@ -74,7 +68,15 @@ def test_a_flag_replaces_the_auto_policy_of_a_file_and_its_budget(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "machine"), [("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA B200", "b200")]
+    ("gpu", "machine"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-80gb"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
 )
 def test_a_gpus_name_leads_to_its_machine(gpu, machine):
     assert machine_for_policy(None, device="cuda", gpu_name=gpu).name == machine
@@ -82,7 +84,6 @@ def test_a_gpus_name_leads_to_its_machine(gpu, machine):
 
 
 def test_an_unknown_gpu_is_an_error_that_lists_the_machines():
-    assert {machine for _, machine in GPU_MACHINES} <= set(machine_names())
     assert machine_of_gpu("Tesla T4") is None
     with pytest.raises(InputError, match="no machine is known for Tesla T4.*a100-80gb"):
         machine_for_policy(None, device="cuda", gpu_name="Tesla T4")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.plan.auto_policy import Budget, Unreachable, default_reserve
+from megatron_lite.plan.auto_policy import Budget, default_reserve
 from megatron_lite.plan.layouts import layouts, recuts, savers, variants, virtuals
 from megatron_lite.plan.problem import Problem, usual_batch
 from megatron_lite.plan.search import Search
@@ -55,7 +55,7 @@ def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, 
     """Every cut of every layout, with every loss chunk and both wrappings, is fitted in full,
     without bounds or an order."""
     problem = Problem(run, H100, fixed)
-    search, times = Search(problem), []
+    search, times = Search(problem, num_ranks), []
     stages = [
         one
         for layout in layouts(problem, num_ranks)
@@ -65,13 +65,13 @@ def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, 
     left = [cut for one in stages for cut in (one, *recuts(problem, one))]
     for config in left:
         left += savers(problem, config)
-        chosen = search.fit(config, num_ranks, limit * GIB)
-        if not isinstance(chosen, Unreachable):
-            times.append(search.time(chosen.config, num_ranks).seconds)
+        chosen = search.fit(config, limit * GIB)
+        if chosen.peak.fits(limit * GIB):
+            times.append(search.time(chosen.config).seconds)
     assert len({*left}) == len(left) >= len(times) >= 8
     ways = {(one.parallel.cp_comm_type, one.parallel.spreads_experts) for one in left}
     assert len(ways) == 3 if run is LONG else len(ways) == 1 + (run is SPREAD)
-    best = Search(problem).find(num_ranks, limit * GIB).plans[0]
+    best = search.find(limit * GIB).plans[0]
     assert best.peak.num_bytes <= limit * GIB
     # A simpler layout wins if it is less than a handicap slower.
     assert best.time.seconds <= min(times) * 1.005
@@ -95,12 +95,12 @@ def test_states_are_shared_out_in_each_of_several_nodes_where_that_is_faster():
     for nodes in (1, 2, 4):
         found = layouts(problem, 8 * nodes)
         assert {one.parallel.num_distributed_optimizer_instances for one in found} == {1, nodes}
-        best = Search(problem).find(8 * nodes, 80 * GIB).plans[0].config
+        best = Search(problem, 8 * nodes).find(80 * GIB).plans[0].config
         assert best.parallel.num_distributed_optimizer_instances == nodes
 
 
 def test_a_plan_that_cannot_fit_gives_the_smallest_peak():
-    found = Search(LLAMA).find(1, BUDGET.plan_bytes)
+    found = Search(LLAMA, 1).find(BUDGET.plan_bytes)
     assert not found.plans and found.smallest is not None
     # 8 billion parameters with 16 bytes each are 120 GiB.
     assert found.smallest.peak.num_bytes > 119 * GIB
@@ -124,16 +124,16 @@ def test_the_largest_micro_batch_fits_and_twice_as_much_does_not():
         SMALL,
         base=replace(SMALL.base, training=replace(SMALL.base.training, global_batch_size=4096)),
     )
-    search = Search(problem)
+    search = Search(problem, 1)
     limit = 12 * GIB
-    best = search.find(1, limit).plans[0]
+    best = search.find(limit).plans[0]
     largest = largest_micro_batch(search, best, limit)
     size = largest.config.training.micro_batch_size
     assert largest.peak.num_bytes <= limit and size >= best.config.training.micro_batch_size
     twice = replace(
         largest.config, training=replace(largest.config.training, micro_batch_size=2 * size)
     )
-    assert isinstance(search.fit(twice, 1, limit), Unreachable)
+    assert not search.fit(twice, limit).peak.fits(limit)
 
 
 def test_the_smallest_machine_is_the_first_power_of_two_that_fits():

@@ -11,8 +11,7 @@ def plan_collectives(model, plan, sizes):
     layers, of = describe_layers(model, sizes, plan.num_layers, plan.tiles), Shape(model, sizes)
     parts = [collectives(embedding_operations(model, sizes))]
     for one in plan.segments:
-        own = layers[one.first_layer : one.first_layer + one.num_layers]
-        parts.append(segment_collectives(of, one, own, skip_tail=plan.skip_tail))
+        parts.append(segment_collectives(of, one, layers, skip_tail=plan.skip_tail))
     return summed([*parts, collectives(head_operations(model, sizes))])
 
 

@@ -111,9 +111,7 @@ def with_flags(config: RunConfig, **flags: object) -> RunConfig:
     --no-recompute-tail-skip and --recompute-verify stay as they are in the run.
     ValueError: the fields are illegal for the run.
     """
-    own = config.recompute
-    kept = dict(recompute_tail_skip=own.recompute_tail_skip, recompute_verify=own.recompute_verify)
-    return replace(config, recompute=RecomputeConfig(**{**kept, **flags}))  # type: ignore[arg-type]
+    return replace(config, recompute=config.recompute.instead(**flags))
 
 
 def full(config: RunConfig, method: str, count: int, *, split: bool = False) -> RunConfig:

@@ -206,9 +206,8 @@ def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
                 shared[term.tensor.name].append(term)
         layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
         for segment in plan.segments:
-            numbers = range(segment.first_layer, segment.first_layer + segment.num_layers)
             part = _segment_part(config, plan, segment, terms, layers, sizes)
-            alike[part].setdefault(stage.number, []).extend(numbers)
+            alike[part].setdefault(stage.number, []).extend(segment.numbers)
     if EMBEDDING in ends:
         yield ends[EMBEDDING]
     for name, tables in shared.items():
@@ -230,29 +229,27 @@ def _segment_part(
     sizes: Sizes,
 ) -> Part:
     """Returns a segment of a stage as a part without a name. terms, layers: those of the stage."""
-    numbers = range(segment.first_layer, segment.first_layer + segment.num_layers)
-    own = layers[numbers.start : numbers.stop]
     replayed: Counter[str] = Counter()
-    for _, _, call in replayed_calls(own, segment, skip_tail=plan.skip_tail):
+    for _, call in replayed_calls(layers, segment, skip_tail=plan.skip_tail):
         for matmul in call.matmuls:
             replayed[matmul.name] += matmul.flops
     kept, moved = (
         largest_first(
             one
             for one in terms
-            if one.layer in numbers and not one.tensor.shared and one.on_host is on_host
+            if one.layer in segment.numbers and not one.tensor.shared and one.on_host is on_host
         )
         for on_host in (False, True)
     )
     return Part(
         name="",
-        treatment=_treatment(segment, own, sizes),
+        treatment=_treatment(segment, layers, sizes),
         num_layers=segment.num_layers,
         kept=kept,
         moved=moved,
         replayed=tuple(replayed.items()),
         traffic=segment_collectives(
-            Shape(config.model, sizes), segment, own, skip_tail=plan.skip_tail
+            Shape(config.model, sizes), segment, layers, skip_tail=plan.skip_tail
         ),
     )
 
@@ -270,7 +267,7 @@ def _treatment(segment: Segment, layers: Sequence[LayerDescription], sizes: Size
     if segment.tiles > 1:
         text += f", the MLP in {segment.tiles} tiles"
     # Layers of one model may differ from each other.
-    kinds = dict.fromkeys(layer.peculiarity for layer in layers)
+    kinds = dict.fromkeys(layers[number].peculiarity for number in segment.numbers)
     return text + "".join(f" ({kind})" for kind in kinds if kind)
 
 

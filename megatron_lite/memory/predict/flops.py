@@ -93,11 +93,7 @@ def replay_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
     return sizes.num_ranks * sum(
         matmul.flops
         for segment in plan.segments
-        for _, _, call in replayed_calls(
-            layers[segment.first_layer : segment.first_layer + segment.num_layers],
-            segment,
-            skip_tail=plan.skip_tail,
-        )
+        for _, call in replayed_calls(layers, segment, skip_tail=plan.skip_tail)
         for matmul in call.matmuls
     )
 

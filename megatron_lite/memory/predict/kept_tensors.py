@@ -39,47 +39,31 @@ from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 # micro-batch on one rank, without the reductions of gradients. Standard library only.
 
 
-class ReplayedCall(NamedTuple):
-    """A call of an operation. layer: the position of its layer in the segment."""
-
-    layer: int
-    operation: Operation
-    call: OperatorCall
-
-
 def replayed_calls(
     layers: Sequence[LayerDescription], segment: Segment, *, skip_tail: bool
-) -> Iterator[ReplayedCall]:
+) -> Iterator[tuple[Operation, OperatorCall]]:
     """Yields the calls of the segment's layers that backward runs again, in the order of the
     forward.
 
-    layers: the descriptions of the segment's layers.
+    layers: the descriptions of the stage's layers.
     """
-    for number, layer in enumerate(layers):
+    for number in segment.numbers:
+        layer, is_end = layers[number], skip_tail and number == segment.numbers[-1]
         if segment.ops:
-            yield from (
-                ReplayedCall(number, *one)
-                for one, kept in _chosen(layer, segment.ops, skip_tail)
-                if not kept
-            )
+            yield from (one for one, kept in _chosen(layer, segment.ops, skip_tail) if not kept)
             continue
-        skipped: set[tuple[str, int]] = set()
-        if skip_tail and segment.unit and number == len(layers) - 1:
-            skipped |= layer.tail()
+        skipped = layer.tail() if is_end and segment.unit else frozenset()
         # Only the output of a unit or region depends on its last matmul, and nothing reads the
         # output of a replay.
-        in_region = set(skipped)
-        for region in segment.rebuilt if skip_tail else ():
-            in_region |= layer.tail(region)
-        # A unit's replay runs its regions in full, which run once more in their backward, except
-        # the one at its end, of which nothing reads the output.
-        is_end = skip_tail and number == len(layers) - 1
+        in_region = skipped.union(*map(layer.tail, segment.rebuilt if skip_tail else ()))
         for operation in layer.operations:
             again = not segment.rebuilt.isdisjoint(operation.regions)
+            # A unit's replay runs its regions in full, which run once more in their backward,
+            # except the one at its end, of which nothing reads the output.
             runs = [skipped] * (segment.unit and not (again and is_end)) + [in_region] * again
             for left_out in runs:
                 yield from (
-                    ReplayedCall(number, operation, call)
+                    (operation, call)
                     for position, call in enumerate(operation.calls)
                     if (operation.name, position) not in left_out and not call.once
                 )
@@ -90,9 +74,9 @@ def replayed_operations(
 ) -> list[Operation]:
     """Returns the operations whose kernels besides matmuls and collectives run in a replay.
 
-    layers: the descriptions of the segment's layers.
+    layers: the descriptions of the stage's layers.
     """
-    again = [operation for layer in layers for operation in layer.operations]
+    again = [one for number in segment.numbers for one in layers[number].operations]
     if not (segment.unit or segment.ops):
         return [one for one in again if not segment.regions.isdisjoint(one.regions)]
     # the last operation adds the output of the tail to the residual
@@ -141,15 +125,15 @@ def collectives(operations: Iterable[Operation]) -> Traffic:
 def segment_collectives(
     of: Shape, segment: Segment, layers: Sequence[LayerDescription], *, skip_tail: bool
 ) -> Traffic:
-    """Returns the collectives of all layers of one segment. layers: those of the segment."""
+    """Returns the collectives of all layers of one segment. layers: those of the stage."""
     replay = tuple(
         collective
-        for _, _, call in replayed_calls(layers, segment, skip_tail=skip_tail)
+        for _, call in replayed_calls(layers, segment, skip_tail=skip_tail)
         for collective in call.collectives
     )
     if segment.split:
         replay = (Collective(ALL_GATHER, of.whole), *replay)
-    plain = collectives(operation for layer in layers for operation in layer.operations)
+    plain = collectives(one for number in segment.numbers for one in layers[number].operations)
     return plain._replace(replay=replay)
 
 
@@ -258,7 +242,7 @@ def _terms(
 ) -> Iterator[Term]:
     first = segment.first_layer
     if not segment.unit and not segment.ops:
-        for number in range(first, first + segment.num_layers):
+        for number in segment.numbers:
             yield from layer_terms(layers[number].operations, number, segment.rebuilt, sizes)
         return
     # A unit keeps only its input (1/t of it if split) and the states of the random-number streams.
@@ -270,7 +254,7 @@ def _terms(
         )
     yield Term(first, UNIT, kept)
     yield Term(first, UNIT, rng_state("RNG states", sizes.rng_state_bytes))
-    for number in range(first, first + segment.num_layers):
+    for number in segment.numbers:
         yield from (Term(number, UNIT, choice) for choice in layers[number].choices)
     if segment.ops:
         for operation, call in kept_calls(layers[first], segment.ops, skip_tail=plan.skip_tail):

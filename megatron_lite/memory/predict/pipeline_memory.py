@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from megatron_lite.config.parallel import exchange_of
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
-from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.transformer_layer import layers_differ
+from megatron_lite.description.sizes import Sizes, layers_differ
+from megatron_lite.description.transformer_layer import layer_kind
 from megatron_lite.memory.predict.flops import replay_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, activation_terms
 from megatron_lite.memory.predict.stage_course import replays_of
@@ -208,12 +207,7 @@ def _likeness(config: RunConfig, stage: Stage) -> tuple[object, ...]:
     """Returns a key that alike stages share."""
     model, exchange = config.model, config.parallel.cp_comm_type
     kinds = [
-        (
-            model.layer_reach(layer, config.data.seq_length),
-            model.layer_rotates(layer),
-            model.layer_has_experts(layer),
-            exchange_of(exchange, layer),
-        )
+        layer_kind(model, layer, config.data.seq_length, exchange)
         for layer in range(stage.first_layer, stage.first_layer + stage.num_layers)
         if layers_differ(model, exchange)
     ]

@@ -272,7 +272,7 @@ class _Course:
             walk.kept -= kept
         walk.other -= copied
         if held:
-            self.replays.append(Replay(first, first + segment.num_layers - 1, max(held)))
+            self.replays.append(Replay(first, segment.numbers[-1], max(held)))
 
     def _part(self, segment: Segment, place: int, returned: int) -> LayerBackward:
         """Returns the backward of a layer of a segment.
@@ -347,10 +347,10 @@ def kept_course(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterat
     yield KeptPoint("forward", -1, -1, activation_bytes(model, plan, sizes))
     replays = {one.first_layer: one for one in replays_of(model, plan, sizes)}
     for segment in reversed(plan.segments):
-        first, last = segment.first_layer, segment.first_layer + segment.num_layers - 1
+        first = segment.first_layer
         if first in replays:
             yield KeptPoint("replay", *replays[first])
-        yield KeptPoint("backward", first, last, kept[first])
+        yield KeptPoint("backward", first, segment.numbers[-1], kept[first])
 
 
 def replays_of(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[Replay, ...]:

@@ -35,7 +35,6 @@ from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Shape, Sizes
-from megatron_lite.description.transformer_layer import layers_differ
 from megatron_lite.memory.predict.pipeline_memory import (
     RankSchedule,
     distinct_ranks,
@@ -284,9 +283,6 @@ def _course(
     accumulates: whether a step has several micro-batches.
     """
     sizes = Sizes.in_training(config, device=device, stage=stage, accumulates=accumulates)
-    # Stages that no setting tells apart share one entry of the cache.
-    if not layers_differ(config.model, sizes.cp_comm_type):
-        sizes = replace(sizes, first_layer=0)
     weights = NOT_SHARDED
     if shards > 1:
         # FSDP2 has no sum of whole gradients: they live until their unit is reduced.

@@ -53,12 +53,15 @@ class FsdpUnit(NamedTuple):
     buffer: the gradients in the buffer that is reduced. rows: this rank's part of the sum.
     """
 
-    gathered: int
-    cast: int
-    gradients: int
-    last: int
-    buffer: int
-    rows: int
+    gathered: int = 0
+    cast: int = 0
+    gradients: int = 0
+    last: int = 0
+    buffer: int = 0
+    rows: int = 0
+
+
+NOTHING = FsdpUnit()
 
 
 class GatheredWeights(NamedTuple):
@@ -75,16 +78,16 @@ class GatheredWeights(NamedTuple):
     staying: the bytes of those weights.
     """
 
-    root: FsdpUnit
-    embedding: FsdpUnit
-    layer: FsdpUnit
-    output: FsdpUnit
-    tied: bool
-    reshards: bool
-    accumulates: bool
-    copies: bool
-    several: bool
-    staying: int
+    root: FsdpUnit = NOTHING
+    embedding: FsdpUnit = NOTHING
+    layer: FsdpUnit = NOTHING
+    output: FsdpUnit = NOTHING
+    tied: bool = False
+    reshards: bool = True
+    accumulates: bool = False
+    copies: bool = False
+    several: bool = False
+    staying: int = 0
 
     @classmethod
     def of(
@@ -148,10 +151,7 @@ class GatheredWeights(NamedTuple):
         )
 
 
-NOTHING = FsdpUnit(0, 0, 0, 0, 0, 0)
-NOT_SHARDED = GatheredWeights(
-    NOTHING, NOTHING, NOTHING, NOTHING, False, True, False, False, False, 0
-)
+NOT_SHARDED = GatheredWeights()
 
 
 def _parameters(operations: Iterable[Operation]) -> list[Parameter]:
