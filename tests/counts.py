@@ -28,7 +28,7 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 308_620,
+    "tokens of the library": 307_600,
     "files of the library": 274,
     "tokens of tests": 297_400,
     "tokens of benchmarks": 20_900,
