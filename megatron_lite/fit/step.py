@@ -30,7 +30,7 @@ from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
 
 FORWARD_END, BACKWARD_END, MODEL_END = range(4, 7)
-PATIENCE = 5.0  # seconds, after which each run is told
+PATIENCE = 5.0  # seconds between two lines that tell which run it is
 
 
 class Event(NamedTuple):
@@ -76,7 +76,7 @@ class Step:
     ) -> None:
         self._model, self._layers, self._step = model, layers, step
         self._shapes: list[list[Any]] = []  # of the inputs, in each run
-        self._began = time.monotonic()
+        self._told = time.monotonic()
         self._largest: tuple[int, Any] = (0, None)
         self._events: list[Event] = []
         self.is_divided = False  # over tensor-parallel ranks, as the last read run has seen
@@ -94,7 +94,8 @@ class Step:
         If the inputs vary, every call of the model in a read step gets the largest one so far.
         """
         self._shapes.append([])
-        if time.monotonic() - self._began > PATIENCE and os.environ.get("RANK", "0") == "0":
+        if time.monotonic() - self._told > PATIENCE and os.environ.get("RANK", "0") == "0":
+            self._told = time.monotonic()
             print(f"fit_memory_: run {len(self._shapes)} of the step", file=sys.stderr, flush=True)
         with unchanged(self._model), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Layers under a recompute policy keep no k")
