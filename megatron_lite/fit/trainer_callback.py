@@ -43,9 +43,10 @@ class MemoryBudgetCallback(TrainerCallback):
         with torch.random.fork_rng([]), drawn_again(map(GeneratorState.of, GLOBAL)):
             first = islice(getattr(loader, "base_dataloader", loader), LOOKED_AT)
             batch = max(first, key=lambda each: sum(one.numel() for one in tensors_of(each)))
+        told = ""
         if getattr(model, "is_gradient_checkpointing", False):  # TRL turns it on by default
             model.gradient_checkpointing_disable()
-            print("gradient_checkpointing is off in this training: the policy takes its place")
+            told = "gradient_checkpointing is off in this training: the policy takes its place\n"
         modes = [(module, module.training) for module in model.modules()]
         model.train()  # as the Trainer does at its first step: a loaded model is in eval mode
         before = {name: deepcopy(each) for name, each in vars(trainer).items() if _is_plain(each)}
@@ -67,7 +68,8 @@ class MemoryBudgetCallback(TrainerCallback):
             vars(trainer).update(before)
             for module, mode in modes:
                 module.training = mode
-        print(self.fit)
+        if trainer.is_world_process_zero():
+            print(f"{told}{self.fit}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Takes the policy off."""
