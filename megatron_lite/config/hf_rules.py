@@ -216,8 +216,7 @@ class Latent(NamedTuple):
         rope = config.object("rope_scaling") or config.object("rope_parameters")
         if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
             raise ValueError("mscale and mscale_all_dim need each other: give both, or none")
-        if fields["norm_epsilon"] != EPSILON:
-            epsilon = fields["norm_epsilon"]
+        if (epsilon := fields["norm_epsilon"]) != EPSILON:
             config.inexact.append(
                 f"rms_norm_eps is {epsilon}, but the norms of latents have {EPSILON} there"
             )
@@ -261,10 +260,10 @@ class Experts(NamedTuple):
     listed: bool = False
 
     def read(self, config: Config, fields: Values) -> None:
-        counts = [config.value(key, int, None) for key in ("num_experts", "num_local_experts")]
-        given = {count for count in counts if count is not None}
+        keys = ("num_experts", "num_local_experts")
+        given = {config.value(key, int, None) for key in keys} - {None}
         if len(given) > 1:
-            raise ValueError(f"num_experts {counts[0]} with num_local_experts {counts[1]}")
+            raise ValueError(f"num_experts and num_local_experts differ: {sorted(given)}")
         fields["num_experts"] = given.pop() if given else self.number
         default = REQUIRED if self.default is None else self.default
         fields["moe_ffn_hidden_size"] = config.value(self.size, int, default)
@@ -325,9 +324,8 @@ class DeepSeek(NamedTuple):
         shared = config.value(self.together, int, self.shared)
         fields["moe_shared_expert_intermediate_size"] = shared * size
         dense = config.value("first_k_dense_replace", int, self.dense)
-        layers = fields["num_layers"]
-        reader = config if self.listed else Config({})
-        fields["moe_layer_freq"] = _expert_layers(reader, layers, range(dense))
+        listing = config if self.listed else Config({})
+        fields["moe_layer_freq"] = _expert_layers(listing, fields["num_layers"], range(dense))
         groups = config.value("n_group", int, self.groups)
         chosen = config.value("topk_group", int, self.chosen)
         if self.by_method and config.get("topk_method") != "group_limited_greedy":
@@ -354,6 +352,5 @@ class DeepSeek(NamedTuple):
         else:
             found["first_k_dense_replace"] = kinds.count("dense")
         if self.by_method:
-            in_groups = model.chooses_in_groups
-            found["topk_method"] = "group_limited_greedy" if in_groups else "greedy"
+            found["topk_method"] = "group_limited_" * model.chooses_in_groups + "greedy"
         return found

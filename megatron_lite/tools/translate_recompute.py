@@ -3,9 +3,10 @@
 
 The file is a whole config of torchtune, torchtitan, Modalities, DeepSpeed, OSLO or of Hugging
 Face's trainers (Trainer, TRL, axolotl, Automodel), or its part on activation checkpointing, as
-JSON, TOML or YAML. The tool prints the flags on stdout, quoted for a shell. It prints a note on
-stderr for each value without a counterpart, and for each key elsewhere in the file that concerns
-recomputation, offloading or wrapping. It does not import torch.
+JSON, TOML or YAML; of torchtitan's Python configs the literals are read. The tool prints the flags
+on stdout, quoted for a shell. It prints a note on stderr for each value without a counterpart, and
+for each key elsewhere in the file that concerns recomputation, offloading or wrapping. It does not
+import torch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="?",
         metavar="FILE",
         help="the config, or its part on activation checkpointing: .json, "
-        ".toml or .yaml; a file with another ending is told by its contents",
+        ".toml or .yaml, or FILE.py:NAME, a function of torchtitan; a file with another ending is "
+        "told by its contents",
     )
     add("--json", "--config", dest="named_file", metavar="FILE", help="the same, as a flag")
     add(

@@ -137,8 +137,9 @@ TITAN_TABLE = "activation_checkpoint"
 TORCHTITAN = {
     "mode": Key((NONE, WHOLE, SELECTIVE, BUDGET)),
     "selective_ac_option": Key((int, str)),
-    "per_op_sac_force_recompute_mm_shapes_by_fqns": Key(
-        (list,), note="ops(...) tells operators apart, not their shapes"
+    **dict.fromkeys(
+        ("per_op_sac_force_recompute_mm_shapes_by_fqns", "force_recompute_mm_shapes_by_fqns"),
+        Key((list,), note="ops(...) tells operators apart, not their shapes"),
     ),
     "early_stop": Key(
         note="a replay leaves out its last matmul unless --no-recompute-tail-skip is given"

@@ -143,6 +143,10 @@ def test_what_changes_no_size_becomes_a_note():
             ),
             "no layer has a rotary embedding.*or set sliding_window to null",
         ),
+        (
+            changed(LLAMA_3_8B, model_type="mixtral", num_experts=4, num_local_experts=8),
+            r"num_experts and num_local_experts differ: \[4, 8\]",
+        ),
         (HYBRID, "layer_types 'linear_attention' has no counterpart"),
         (
             {key: value for key, value in HYBRID.items() if key != "num_local_experts"},
