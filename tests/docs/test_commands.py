@@ -25,7 +25,7 @@ def script(block, where, number):
 # .ci/run itself runs the commands of README.md, the first page: here they come last, and weekly.
 @pytest.mark.runs(daily=0, ci=2)
 @pytest.mark.parametrize(
-    "page", [page for page in [*PAGES[1:], PAGES[0]] if RUN[page]], ids=lambda page: page.name
+    "page", [page for page in reversed(PAGES) if RUN[page]], ids=lambda page: page.name
 )
 def test_the_commands_of_a_page_work_one_after_the_other(page):
     with folder() as where:
