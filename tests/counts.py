@@ -30,7 +30,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 307_600,
     "files of the library": 274,
-    "tokens of tests": 297_400,
+    "tokens of tests": 297_200,
     "tokens of benchmarks": 20_900,
     "own files in one plain step": 32,
     "own functions in one plain step": 135,

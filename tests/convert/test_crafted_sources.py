@@ -1,12 +1,8 @@
 """Sources that somebody has crafted: each is one clear error, in time, and no target appears."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -52,14 +48,14 @@ def test_the_ids_of_special_tokens_survive_the_way_there_and_back(tmp_path):
     assert not (tmp_path / "again/token_ids.json").exists()
 
 
-def saved_by_megatron(folder: Path, model: dict[str, Any], **args: Any) -> None:
+def saved_by_megatron(folder, model, **args):
     (folder / "mp_rank_00").mkdir(parents=True)
     known = dict(num_layers=1, hidden_size=8, num_attention_heads=2, max_position_embeddings=8)
     value = {"args": argparse.Namespace(**{**known, **args}), "model": model, "iteration": 10**12}
     torch.save(value, folder / "mp_rank_00" / "model_optim_rng.pt")
 
 
-DEEP: list[Any] = []
+DEEP = []
 for _ in range(60):  # 2^60 values, if anybody walked through them
     DEEP = [DEEP, DEEP]
 WORD = "embedding.word_embeddings.weight"
@@ -99,7 +95,7 @@ def test_keys_whose_hashes_collide_take_no_quadratic_time(as_tuple, tmp_path):
 
 
 def test_one_dict_at_many_places_is_refused(tmp_path, capsys):
-    inner: dict[str, Any] = {WORD: torch.ones(8, 8)}
+    inner = {WORD: torch.ones(8, 8)}
     for _ in range(6):
         inner = {f"a{number}": inner for number in range(100)}
     saved_by_megatron(tmp_path / "theirs", inner)

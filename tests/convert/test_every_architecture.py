@@ -1,8 +1,6 @@
 """Every causal language model that transformers knows is exact here, or refused with a reason; and
 what transformers takes for a missing key is what is taken here."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Every family of Hugging Face: config and weights in, a checkpoint of this project, and out
 again. transformers opens the result."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -26,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
@@ -95,7 +93,7 @@ def test_names_without_their_prefix_and_buffers_are_understood(name, tmp_path):
     expected = weights_in(tmp_path / "theirs")
     prefix = {"gpt2": "transformer.", "llama": "model."}[name]
 
-    def change(tensors: dict[str, torch.Tensor]) -> None:
+    def change(tensors):
         for key in list(tensors):
             tensors[key.removeprefix(prefix)] = tensors.pop(key)
         for layer in range(2):

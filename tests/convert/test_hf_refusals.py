@@ -1,12 +1,7 @@
 """What a conversion refuses: one line with the value, the rule and the fix, and no target."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +14,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 
-def edit(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    def edited(folder: Path) -> None:
+def edit(name, change):
+    def edited(folder):
         values = json.loads((folder / name).read_text())
         change(values)
         (folder / name).write_text(json.dumps(values))
@@ -28,60 +23,60 @@ def edit(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
     return edited
 
 
-def tokenizer(change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    def edited(folder: Path) -> None:
+def tokenizer(change):
+    def edited(folder):
         save_tokenizer(folder)
         edit("tokenizer.json", change)(folder)
 
     return edited
 
 
-def secret(folder: Path) -> None:
+def secret(folder):
     (folder / "tokenizer.json").symlink_to("/proc/self/environ")
 
 
-def text(name: str, content: bytes) -> Callable[[Path], None]:
-    def written(folder: Path) -> None:
+def text(name, content):
+    def written(folder):
         save_tokenizer(folder)
         (folder / name).write_bytes(content)
 
     return written
 
 
-def one_id(values: Any) -> None:
+def one_id(values):
     values["model"]["vocab"] = dict.fromkeys(WORDS, 3)
 
 
-def rotary(**values: Any) -> Callable[[Path], None]:
+def rotary(**values):
     return edit("config.json", lambda found: found["rope_parameters"].update(values))
 
 
-def sizes(**values: Any) -> Callable[[Path], None]:
+def sizes(**values):
     """Returns a change of config.json."""
     return edit("config.json", lambda found: found.update(values))
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+def tensors(change):
     return lambda folder: rewrite(folder, change)
 
 
-def truncate(folder: Path) -> None:
+def truncate(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def pickle(folder: Path) -> None:
+def pickle(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def index(folder: Path) -> None:
+def index(folder):
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}})
     )
 
 
-def weight(value: float) -> Callable[[Path], None]:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
+def weight(value):
+    def change(tensors):
         tensors["model.norm.weight"][3] = value
 
     return lambda folder: rewrite(folder, change)
@@ -89,7 +84,7 @@ def weight(value: float) -> Callable[[Path], None]:
 
 NORM = "model.norm.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
-CASES: dict[str, tuple[Callable[[Path], None], str]] = {
+CASES = {
     "no directory": (lambda folder: folder.rename(folder.with_name("gone")), "no such directory"),
     "unknown family": (
         sizes(model_type="deepseek_v32"),

@@ -1,7 +1,5 @@
 """The commands that a conversion prints at its end run as they are printed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
@@ -24,7 +22,7 @@ SHORT = ["--train-iters", "2", "--eval-iters", "0", "--distributed-backend", "gl
 LAUNCHED = ["torchrun", "--nproc-per-node", "2", "-m", "megatron_lite"]
 
 
-def printed_commands(output: str) -> list[list[str]]:
+def printed_commands(output):
     """Returns the words of the two commands at the end of a conversion's output."""
     lines = output.replace(" \\\n", " ").splitlines()
     assert lines[-2] == "To generate:"

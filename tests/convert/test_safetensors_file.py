@@ -1,7 +1,5 @@
 """The safetensors writer: what it writes tensor by tensor is what the library reads."""
 
-from __future__ import annotations
-
 import json
 
 import torch

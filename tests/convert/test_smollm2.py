@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ class Model(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def smollm2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
     (folder / "theirs").mkdir()
     model = save_smollm2(folder / "theirs")
@@ -39,13 +38,13 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     yield Model(model, folder)
 
 
-def ids_of(folder: Path, text: str) -> list[int]:
+def ids_of(folder, text):
     from tokenizers import Tokenizer
 
     return list(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
 
 
-def logits(folder: Path, tokens: list[int], ranks: int) -> torch.Tensor:
+def logits(folder, tokens, ranks):
     """Returns our logits [s, V] of a text, on one rank of `ranks`."""
     step = find_step(str(folder)).step
     config = generation.config_for_ranks(read_config(step), ranks, "gloo")

@@ -1,13 +1,10 @@
 """A conversion's target appears complete or not at all, whatever ends the conversion."""
 
-from __future__ import annotations
-
 import os
 import signal
 from signal import SIGKILL
 
 import pytest
-from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert import hf
@@ -71,7 +68,7 @@ def test_a_killed_conversion_is_simply_run_again(tmp_path):
     pytest.importorskip("transformers")
     saved_peer("llama", tmp_path / "theirs")
 
-    def convert() -> None:
+    def convert():
         left = iter(range(2))
         source = FORMATS["hf"].source(tmp_path / "theirs")
         FORMATS["megatron-lite"].write(
@@ -119,14 +116,14 @@ def test_a_signal_ends_a_conversion_in_one_line(number, tmp_path, capfd):
     pytest.importorskip("transformers")
     saved_peer("llama", tmp_path / "theirs")
 
-    def convert() -> None:
+    def convert():
         read = hf.TensorInFile.read
 
-        def interrupted(self: hf.TensorInFile) -> Tensor:
+        def interrupted(self):
             os.kill(os.getpid(), number)
             return read(self)
 
-        hf.TensorInFile.read = interrupted  # type: ignore[method-assign]
+        hf.TensorInFile.read = interrupted
         converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite")
 
     capfd.readouterr()

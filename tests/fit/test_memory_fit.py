@@ -1,19 +1,15 @@
 """A budget holds for the real allocator, and neither the model nor the gradients change by it."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from statistics import mode
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -24,7 +20,6 @@ from megatron_lite.fit.gauges import CpuGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import fitted
-from megatron_lite.fit.plans import Problem
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from tests.support.foreign_families import FAMILIES, newer
 from tests.support.ranks import run_ranks
@@ -40,13 +35,13 @@ NEWER = ["LFM2", "Falcon-H1", "Qwen3-MoE"]
 class Block(nn.Module):
     """A layer with a residual, dropout and a buffer that it writes to."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width, inner):
         super().__init__()
         self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         """Returns [b, s, width]."""
         self.calls += 1
         return hidden + self.dropout(self.down(torch.relu(self.up(self.norm(hidden)))))
@@ -55,7 +50,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Lists of blocks that run one after another, and a head. tied: the head is the embedding."""
 
-    def __init__(self, *lists: list[int], tied: bool = False) -> None:
+    def __init__(self, *lists, tied=False):
         super().__init__()
         self.embedding = nn.Embedding(50, 32)
         for number, inner in enumerate(lists):
@@ -64,7 +59,7 @@ class Model(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         """Returns the loss of predicting the ids themselves."""
         hidden = self.embedding(ids)
         for number in range(self.num_lists):
@@ -73,12 +68,12 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
 
 
-def ids(batch: int = 2, length: int = 40) -> Tensor:
+def ids(batch=2, length=40):
     """Returns token ids."""
     return torch.arange(batch * length).reshape(batch, length) % 50
 
 
-def gradients(model: nn.Module, step: Callable[[], Any]) -> dict[str, Any]:
+def gradients(model, step):
     """Returns the gradients and buffers of a step from a fixed seed, after the model's own."""
     model.zero_grad()
     torch.manual_seed(5)
@@ -89,13 +84,13 @@ def gradients(model: nn.Module, step: Callable[[], Any]) -> dict[str, Any]:
     }
 
 
-def held(model: nn.Module) -> int:
+def held(model):
     """Returns the bytes of weights and buffers, tied ones once."""
     every = [*model.parameters(), *model.buffers()]
     return sum({one.data_ptr(): one.untyped_storage().nbytes() for one in every}.values())
 
 
-def check(model: nn.Module, step: Callable[[], Any], shares: tuple[float, ...]) -> float:
+def check(model, step, shares):
     """Fits the model to budgets between the smallest and the plain peak. Returns how far the worst
     prediction was off."""
     plain = gradients(model, step)
@@ -153,9 +148,7 @@ def test_every_family_fits_five_budgets(name):
 
 
 def test_a_vision_language_model_fits():
-    shape: Any = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
-    )
+    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
     config = transformers.LlavaConfig(
         text_config=transformers.LlamaConfig(vocab_size=99, **shape),
         vision_config=transformers.CLIPVisionConfig(image_size=16, patch_size=8, **shape),
@@ -164,7 +157,7 @@ def test_a_vision_language_model_fits():
     model = transformers.LlavaForConditionalGeneration(config).train()
     tokens = torch.cat([torch.full((2, 4), 98), ids(2, 20)], 1)  # 4 patches of an image
 
-    def step() -> None:
+    def step():
         pixels = torch.ones(2, 3, 16, 16)
         model(input_ids=tokens, pixel_values=pixels, labels=tokens).loss.backward()
 
@@ -189,7 +182,7 @@ def test_frozen_layers_autocast_and_accumulation_fit():
     for name, each in model.named_parameters():
         each.requires_grad = "up" in name or "head" in name
 
-    def step() -> None:
+    def step():
         for length in (40, 30):  # micro-batches of a step
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = model(ids(2, length))
@@ -202,7 +195,7 @@ def test_frozen_layers_autocast_and_accumulation_fit():
 def test_forwards_without_gradients_cost_nothing_that_a_policy_could_save(is_first):
     model, losses = Model([64] * 5), []
 
-    def step() -> None:
+    def step():
         losses.clear()
         for has_gradients in (not is_first, is_first):
             with torch.set_grad_enabled(has_gradients):
@@ -212,17 +205,17 @@ def test_forwards_without_gradients_cost_nothing_that_a_policy_could_save(is_fir
     assert check(model, step, (0.3,)) < 0.01
 
 
-def two_forwards(model: nn.Module) -> None:
+def two_forwards(model):
     (model(ids(2, 40)) * model(ids(2, 60))).backward()
 
 
-def two_backwards(model: nn.Module) -> None:
+def two_backwards(model):
     loss = model(ids())
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-def unequal_batches(model: nn.Module) -> None:
+def unequal_batches(model):
     for length in (20, 60, 40):
         model(ids(2, length)).backward()
 
@@ -236,7 +229,7 @@ def test_several_forwards_or_backwards_of_a_step_are_foreseen(step):
 def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan():
     model = Model([64] * 4)
 
-    def step() -> None:
+    def step():
         model(ids(4, 60)).backward()
 
     plain = fit_memory_(model, None, step=step)
@@ -246,17 +239,17 @@ def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan():
         """Its predictions are 10 % too high."""
 
         @property
-        def problem(self) -> Problem:
+        def problem(self):
             return self._problem_found
 
         @problem.setter
-        def problem(self, one: Problem) -> None:
+        def problem(self, one):
             moments = [
                 [m._replace(peak=m.peak + plain.measured // 10) for m in n] for n in one.moments
             ]
             self._problem_found = replace(one, moments=moments)
 
-    def measured(kind: type[Measurement]) -> Measurement:
+    def measured(kind):
         return kind(model, layer_lists(model, None), step, None, torch.device("cpu"), CpuGauge)
 
     budget = plain.measured + 1000
@@ -267,13 +260,13 @@ def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan():
     class Scarce(High):
         calls = 0
 
-        def peak(self) -> int:
+        def peak(self):
             self.calls += 1
             if self.calls == 2:
                 raise torch.OutOfMemoryError("the faster plan")
             return super().peak()
 
-    scarce: Any = measured(Scarce)
+    scarce = measured(Scarce)
     kept = fitted(model, scarce, budget)
     assert scarce.calls == 3 and kept.measured <= budget
     assert [one.action for one in kept.plan.choice] != [one.action for one in found.plan.choice]
@@ -288,7 +281,7 @@ def test_the_call_leaves_model_and_generators_as_they_were():
     buffers = {name: each.clone() for name, each in model.named_buffers()}
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
 
-    def step() -> None:
+    def step():
         random.random(), np.random.rand()
         model(ids()).backward()
 
@@ -306,7 +299,7 @@ def test_states_of_an_optimizer_count_whether_they_exist_or_not():
     model = Model([64] * 4)
     weights = sum(each.nbytes for each in model.parameters())
 
-    def peak(optimizer: Any) -> int:
+    def peak(optimizer):
         model.zero_grad()
         fit = fit_memory_(model, None, step=lambda: model(ids()).backward(), optimizer=optimizer)
         fit.remove()
@@ -326,7 +319,7 @@ def test_states_of_an_optimizer_count_whether_they_exist_or_not():
 def test_the_largest_batch_is_the_last_that_fits():
     model = Model([64] * 3)
 
-    def step(batch: int) -> None:
+    def step(batch):
         model(ids(batch)).backward()
 
     budget = fit_memory_(model, None, step=lambda: step(5))
@@ -359,7 +352,7 @@ def test_a_fit_that_takes_long_tells_how_far_it_is(monkeypatch, capsys):
 
 def test_the_text_names_the_policy_the_peak_and_the_price():
     model = Model([64] * 6)
-    step: Any = lambda: model(ids()).backward()  # noqa: E731
+    step = lambda: model(ids()).backward()  # noqa: E731
     whole = fit_memory_(model, None, step=step)
     whole.remove()
     fit = fit_memory_(model, f"{whole.measured - 1}B", step=step)
@@ -372,23 +365,23 @@ def test_the_text_names_the_policy_the_peak_and_the_price():
     assert all("forward" not in vars(block) for block in model.part0)
 
 
-def updates(model: nn.Module) -> Callable[[], Any]:
+def updates(model):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    def step() -> None:
+    def step():
         model(ids()).backward()
         optimizer.step()
 
     return step
 
 
-def compiled() -> Model:
+def compiled():
     model = Model([64] * 3)
     model.part0[0].compile(backend="eager")
     return model
 
 
-def checkpointed() -> nn.Module:
+def checkpointed():
     model = FAMILIES["GPT-2"].build()
     model.gradient_checkpointing_enable()
     return model
@@ -420,10 +413,10 @@ def test_a_wrong_call_is_refused_with_the_reason(build, settings, text):
     assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
 
 
-def fit_on_rank(rank: int, world_size: int, wrapper: str) -> tuple[list[str], int]:
+def fit_on_rank(rank, world_size, wrapper):
     """Fits a model whose batch is larger on rank 1."""
     torch.manual_seed(1)
-    model: Any = Model([64] * 4)
+    model = Model([64] * 4)
     mesh = init_device_mesh("cpu", (world_size,))
     if wrapper == "DDP":
         model = nn.parallel.DistributedDataParallel(model)
@@ -435,7 +428,7 @@ def fit_on_rank(rank: int, world_size: int, wrapper: str) -> tuple[list[str], in
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, mesh, plan)
 
-    def step() -> None:
+    def step():
         batch = 4 if wrapper == "TP" else 2 + 2 * rank
         model(ids(batch)).backward()
 
@@ -457,11 +450,11 @@ def test_ranks_get_the_policy_of_the_fullest_one(wrapper):
     assert first == second and first[0] != ["*:none"]
 
 
-def fail_on_rank(rank: int, world_size: int, kind: type[Exception], call: int) -> str:
+def fail_on_rank(rank, world_size, kind, call):
     """Fits a model whose step raises on rank 1 alone. Returns the error, or the policy."""
     model, calls = Model([64] * 3), itertools.count(1)
 
-    def step() -> None:
+    def step():
         model(ids()).backward()
         if next(calls) == call and rank == 1:
             raise kind("too much")
@@ -491,12 +484,12 @@ def test_prices_are_those_of_one_step_on_a_machine_that_slows_down(monkeypatch):
     layers take time, in replays as well."""
     model, now, tick = Model([64] * 9), 0, 1
 
-    def run_block(real: Any, block: Block, hidden: Tensor) -> Tensor:
+    def run_block(real, block, hidden):
         nonlocal now
         now += tick
         return real(block, hidden)
 
-    def step() -> None:
+    def step():
         nonlocal tick
         tick *= 3
         model(ids()).backward()
@@ -511,13 +504,13 @@ def test_prices_are_those_of_one_step_on_a_machine_that_slows_down(monkeypatch):
     assert {*times.values()} == {0}  # each other action runs the layer twice, as full does
 
 
-def split_on_rank(rank: int, world_size: int) -> list[int]:
+def split_on_rank(rank, world_size):
     """Returns the bytes that a layer keeps if it keeps a part of its input."""
     model, mesh = Model([64] * 4), init_device_mesh("cpu", (world_size,))
     for block in model.part0:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
-    def held() -> list[int]:
+    def held():
         measured = Measurement(
             model, layer_lists(model, None), lambda: model(ids()).backward(), None,
             torch.device("cpu"), CpuGauge,

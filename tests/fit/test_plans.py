@@ -1,10 +1,7 @@
 """The search of plans against brute force, and the text of a policy against its parser."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Sequence
 
 import pytest
 
@@ -28,7 +25,7 @@ from megatron_lite.fit.plans import (
 LEAST = {FORWARD: 20, BACKWARD: 30, OUTSIDE: 20, AFTER: 20}
 
 
-def drawn(seed: int) -> Problem:
+def drawn(seed):
     """Returns a problem of 5 layers with three actions each. Several share two tensors: the first
     layer that has the second one makes it. In half of the problems several calls of a layer wait
     at once."""
@@ -38,7 +35,7 @@ def drawn(seed: int) -> Problem:
         first = draw.randint(made, 3)
         shared[key] = Shared(first - made, first, draw.randint(first, 4), draw.randint(1, 12))
 
-    def option(action: str, number: int) -> Option:
+    def option(action, number):
         has = [key for key, one in shared.items() if one.made <= number <= one.last]
         given = {key for key in has if shared[key].first <= number}
         keeps = given if action == "full" else {key for key in has if draw.random() < 0.5}
@@ -51,7 +48,7 @@ def drawn(seed: int) -> Problem:
             -draw.randint(0, 9), frozenset(keeps), moved,
         )  # fmt: skip
 
-    def moment(name: int) -> Moment:
+    def moment(name):
         calls = draw.choice([(1, 0), (1, 1), (2, 1), (3, 2)]) if seed % 2 else (1, 0)
         least = LEAST[name]
         return Moment(name, draw.randint(least, least + 20), *(CALL * one for one in calls))
@@ -67,11 +64,11 @@ def drawn(seed: int) -> Problem:
     )
 
 
-def peak_of(problem: Problem, choice: Sequence[Option]) -> int:
+def peak_of(problem, choice):
     """Returns the peak of a step by what is there at each moment."""
     numbers = range(len(choice))
 
-    def extra(name: int, number: int) -> int:
+    def extra(name, number):
         """Returns the bytes more of what the layers keep up to a moment at a layer."""
         moment = "forward" if name in (FORWARD, OUTSIDE) else "backward"
         waiting = number + (name != FORWARD)
@@ -91,7 +88,7 @@ def peak_of(problem: Problem, choice: Sequence[Option]) -> int:
 
     copying = [n for n in numbers if choice[n].moved]
 
-    def moving(number: int, *, between: bool = False) -> int:
+    def moving(number, *, between=False):
         """Returns the bytes on their way at a layer, or between it and the next one."""
         before = [n for n in copying if n < number + between]
         return choice[before[-1]].moved if before and before[-1] != copying[-1] else 0

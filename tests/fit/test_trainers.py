@@ -53,7 +53,7 @@ class Summed(transformers.Trainer):
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
-        self.losses: dict[str, list[int]] = {"train": []}
+        self.losses = {"train": []}
 
     def compute_loss(self, model, inputs, *_, **__):
         assert model.training

@@ -1,8 +1,6 @@
 """A Megatron checkpoint under --load of a run, and its conversion by the command that the answer
 gives."""
 
-from __future__ import annotations
-
 import re
 import shlex
 
