@@ -1,7 +1,5 @@
 """Converted checkpoints of this project, which training, generation and other layouts read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -21,7 +19,7 @@ from tests.support.conversions import converted, save_tokenizer, saved_peer, wei
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 
-def weights_only(step: Path) -> None:
+def weights_only(step):
     """Turns a checkpoint into one without optimizer states and streams, as conversions write."""
     for path in (*step.glob("optimizer_*"), *step.glob("rng_*")):
         path.unlink()
@@ -31,7 +29,7 @@ def weights_only(step: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """Three iterations with Adam, saved."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     run_to_end(tiny_run(save=str(folder), train_iters=3))
@@ -93,7 +91,7 @@ def test_a_step_of_weights_alone_starts_a_run_with_a_notice(trained, tmp_path, c
 def test_a_damaged_checkpoint_is_not_converted(trained, tmp_path, capsys):
     """Nor one whose metadata hides a missing file."""
 
-    def refused(message: str) -> None:
+    def refused(message):
         assert converted(tmp_path / "run", tmp_path / "out", "megatron-lite megatron-lite") == 2
         assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 

@@ -1,7 +1,5 @@
 """SmolLM2-135M with its real weights: the same logits and tokens as transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,8 +1,5 @@
 """A conversion holds one tensor at a time."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +27,7 @@ MODEL = ModelConfig(
 )
 
 
-def ones(model: ModelConfig = MODEL) -> WeightSource:
+def ones(model=MODEL):
     """A source of 60 MiB, whose largest tensor has 1 MiB."""
     specs = parameter_specs(model, 512)
     dtypes = dict.fromkeys(specs, torch.float32)
@@ -42,18 +39,18 @@ def ones(model: ModelConfig = MODEL) -> WeightSource:
     )
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes():
     """Returns the memory of this process that no file backs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":") for line in lines)
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
-def peak_bytes(source: Callable[[], WeightSource], write: Callable[..., None], path: Path) -> int:
+def peak_bytes(source, write, path):
     """Returns by how much the process grew while it converted."""
     before, most = anonymous_bytes(), 0
 
-    def advance(num_bytes: int) -> None:
+    def advance(num_bytes):
         nonlocal most
         most = max(most, anonymous_bytes())
 

@@ -191,15 +191,13 @@ def _whole(
             parameter, first, tensor = one[1] + one[3], int(one[2] or one[4] or 0), tensor[None]
         elif grouped := GROUPED_EXPERTS.fullmatch(parameter):
             parameter = f"{grouped[1]}linear_fc{grouped[2]}.weight"
-            rows = model.hidden_size if grouped[2] == "1" else len(tensor) // experts
-            tensor = tensor.view(experts, rows, -1).transpose(1, 2)
+            inputs = model.hidden_size if grouped[2] == "1" else len(tensor) // experts
+            tensor = tensor.view(experts, inputs, -1).transpose(1, 2)
         elif ".self_attention.linear_qkv." in name and version < 2:
-            # Rows are head by head since version 2.
+            # Since version 2 the rows are head by head; they were [3, heads, d] and [heads, d, 3].
             d, rest = model.head_dim, tensor.shape[1:]
-            if version == 0:
-                tensor = tensor.view(3, -1, d, *rest).transpose(0, 1).reshape(tensor.shape)
-            else:
-                tensor = tensor.view(-1, d, 3, *rest).transpose(1, 2).reshape(tensor.shape)
+            rows, dims = {0.0: ((3, -1, d), (0, 1)), 1.0: ((-1, d, 3), (1, 2))}[version]
+            tensor = tensor.view(*rows, *rest).transpose(*dims).reshape(tensor.shape)
         spec, of_experts, name = specs.get(parameter), EXPERTS in name, parameter + slash + key
         dim, ranks, blocks = 0, 1, 1
         if spec is not None and spec.tp_dim is not None:

@@ -1,23 +1,17 @@
 """torch_dist checkpoints as torch's own writer makes them, and damaged ones."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.megatron.dist import dist_source
 from tests.convert.megatron.test_legacy_layouts import (
     EXPERTS,
@@ -35,21 +29,14 @@ CONFIG = tiny_config(**LLAMA)
 WORDS = "embedding.word_embeddings.weight"
 
 
-def save(
-    root: Path,
-    *,
-    stacked: bool = True,
-    common: Any = None,
-    config: ModelConfig = CONFIG,
-    **more: Tensor,
-) -> dict[str, Any]:
+def save(root, *, stacked=True, common=None, config=CONFIG, **more):
     """Writes the checkpoint with torch's writer. Returns the weights."""
     weights = weights_of(config)
     named = {
         name.replace(".mlp.experts.", ".mlp.experts.experts."): value
         for name, value in te_names(weights).items()
     }
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for name, value in named.items():
         _, _, rest = name.partition("decoder.layers.")
         _, _, own = rest.partition(".")
@@ -83,23 +70,23 @@ def test_stacked_and_numbered_layers_are_read(stacked, settings, tmp_path):
         assert torch.equal(source.read(name), whole), name
 
 
-def _with_place(metadata: Metadata, **change: Any) -> Metadata:
+def _with_place(metadata, **change):
     places = {key: replace(place, **change) for key, place in metadata.storage_data.items()}
     return replace(metadata, storage_data=places)
 
 
-def _with_one_place(metadata: Metadata) -> Metadata:
+def _with_one_place(metadata):
     place = next(iter(metadata.storage_data.values()))
     return replace(metadata, storage_data=dict.fromkeys(metadata.storage_data, place))
 
 
-def _with_words(metadata: Metadata, **change: Any) -> Metadata:
+def _with_words(metadata, **change):
     tensors = dict(metadata.state_dict_metadata)
     tensors[WORDS] = replace(tensors[WORDS], **change)
     return replace(metadata, state_dict_metadata=tensors)
 
 
-CHANGES: dict[str, tuple[Any, str]] = {
+CHANGES = {
     "code": (lambda found: [found, Evil(print, "ran")], "asks for"),
     "a path outside": (lambda found: _with_place(found, relative_path="../x"), "outside"),
     "a missing file": (lambda found: _with_place(found, relative_path="x"), "cannot be read"),
@@ -172,7 +159,7 @@ def test_states_that_are_kept_by_parameter_are_read(master, tmp_path):
     """As the distributed optimizer saves them with --dist-ckpt-optim-fully-reshardable."""
     save(tmp_path / "weights")
     weights = dist_source(tmp_path / "weights")
-    states: dict[str, Tensor] = {}
+    states = {}
     for number, theirs in enumerate((master, "exp_avg", "exp_avg_sq")):
         for name, whole in te_names(weights_of(CONFIG)).items():
             if not name.endswith("_extra_state"):
@@ -191,7 +178,7 @@ def test_states_that_are_kept_by_parameter_are_read(master, tmp_path):
     assert found.state_keys == () and "kept by parameter" in found.notes[0]
     # An optimizer that holds itself is not walked through for ever.
     torch_file = tmp_path / "states" / "common.pt"
-    optimizer: dict[str, Any] = {}
+    optimizer = {}
     optimizer["optimizer"] = optimizer
     torch.save({**common, "optimizer": optimizer}, torch_file)
     assert "how many updates" in dist_source(tmp_path / "states").notes[0]

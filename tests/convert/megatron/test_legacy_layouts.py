@@ -1,37 +1,29 @@
 """Legacy checkpoints of every release and layout: the files are split and named here by hand, as
 Megatron-LM does it, from a model with known weights."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
 from megatron_lite.convert.weights import WeightSource, parameter_specs
 from tests.support.models import tiny_config
 from tests.support.pairs import in_one_test, pairs
 
 V, PADDED = 61, 64
-LLAMA: dict[str, Any] = dict(
-    num_layers=5, normalization="RMSNorm", swiglu=True, add_bias_linear=False
-)
+LLAMA = dict(num_layers=5, normalization="RMSNorm", swiglu=True, add_bias_linear=False)
 WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-def weights_of(config: ModelConfig) -> dict[str, Tensor]:
+def weights_of(config):
     generator = torch.Generator().manual_seed(5)
     return {
         name: torch.randn(spec.global_shape, generator=generator)
@@ -39,14 +31,14 @@ def weights_of(config: ModelConfig) -> dict[str, Tensor]:
     }
 
 
-def args_of(config: ModelConfig, tp: int, pp: int, **more: Any) -> argparse.Namespace:
+def args_of(config, tp, pp, **more):
     values = asdict(config)
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     vocabulary = dict(tokenizer_type="NullTokenizer", vocab_size=V - 1)
     return argparse.Namespace(**{**values, **sizes, **vocabulary, **more})
 
 
-def part(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
+def part(name, whole, rank, size):
     """What a TP rank holds, by the rules of Megatron-LM's layers."""
     if "word_embeddings" in name or name == OUTPUT:
         padded = torch.cat((whole, torch.full((PADDED - V, whole.shape[1]), 9.0)))
@@ -62,25 +54,15 @@ def part(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
     return whole
 
 
-def save(
-    root: Path,
-    config: ModelConfig,
-    stages: list[tuple[int, str, list[int]]],
-    *,
-    tp: int = 1,
-    ep: int = 1,
-    rename: Any = lambda model: model,
-    version: float = 3.0,
-    **args: Any,
-) -> dict[str, Tensor]:
+def save(root, config, stages, *, tp=1, ep=1, rename=lambda model: model, version=3.0, **args):
     """Writes the files. stages: in the order of the model (pipeline rank, key, its layers)."""
     weights = weights_of(config)
     pp = 1 + max(rank for rank, _, _ in stages)
     args = {**args, "expert_model_parallel_size": ep}
     for tp_rank, ep_rank in itertools.product(range(tp), range(ep)):
-        files: dict[int, dict[str, Any]] = {}
+        files = {}
         for number, (pp_rank, key, layers) in enumerate(stages):
-            model: dict[str, Any] = OrderedDict()
+            model = OrderedDict()
             last = number == len(stages) - 1
             for name, whole in weights.items():
                 _, _, rest = name.partition("decoder.layers.")
@@ -108,7 +90,7 @@ def save(
     return weights
 
 
-def check(root: Path, weights: Mapping[str, Tensor]) -> WeightSource:
+def check(root, weights):
     source = legacy_source(root)
     assert source.true_vocab_size == V
     for name, whole in weights.items():
@@ -116,7 +98,7 @@ def check(root: Path, weights: Mapping[str, Tensor]) -> WeightSource:
     return source
 
 
-LAYOUTS: dict[str, Any] = {
+LAYOUTS = {
     "one file": [(0, "model", [0, 1, 2, 3, 4])],
     "uneven stages": [(0, "model", [0]), (1, "model", [1, 2]), (2, "model", [3, 4])],
     "interleaved stages": [
@@ -138,9 +120,9 @@ def test_every_layout_gives_the_whole_weights(layout, tp, tied, tmp_path):
     assert "no optimizer states" in source.notes[0]
 
 
-def te_names(model: Mapping[str, Any]) -> dict[str, Any]:
+def te_names(model):
     """Transformer Engine's layers, whose linear layers hold the norms and FP8's scales."""
-    found: dict[str, Any] = OrderedDict()
+    found = OrderedDict()
     for name, value in model.items():
         name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
         name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
@@ -151,7 +133,7 @@ def te_names(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 GPT = tiny_config(num_layers=5)
-EXPERTS: dict[str, Any] = dict(
+EXPERTS = dict(
     **LLAMA,
     num_experts=4,
     moe_layer_freq=(0, 1, 0, 1, 1),
@@ -163,29 +145,29 @@ EXPERTS: dict[str, Any] = dict(
 )
 
 
-def one_by_one(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:
+def one_by_one(name, experts):
     """SequentialMLP."""
     for number, one in enumerate(experts):
         yield name.replace("experts.", f"experts.local_experts.{number}."), one.clone()
 
 
-def grouped(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:
+def grouped(name, experts):
     """TEGroupedMLP."""
     for number, one in enumerate(experts):
         yield f"{name}{number}", one.clone()
 
 
-def in_one_matrix(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:
+def in_one_matrix(name, experts):
     """GroupedMLP, whose forward views weight1 as [E, h, ..] and weight2 as [E, .., h]."""
     before, _, after = name.partition("linear_fc")
     rows = 32 if after[0] == "1" else -1
     yield f"{before}weight{after[0]}", experts.transpose(1, 2).reshape(rows, 32 if rows < 0 else -1)
 
 
-def experts_as(form: Any) -> Any:
+def experts_as(form):
     """Returns a function that gives the experts of a model the names of a form."""
 
-    def rename(model: Mapping[str, Any]) -> dict[str, Any]:
+    def rename(model):
         found = OrderedDict()
         for name, value in model.items():
             found.update(form(name, value) if ".mlp.experts." in name else {name: value})
@@ -194,9 +176,9 @@ def experts_as(form: Any) -> Any:
     return rename
 
 
-def old_names(model: Mapping[str, Any], attention: str = "self_attention") -> dict[str, Any]:
+def old_names(model, attention="self_attention"):
     """The names before Megatron core: nested dicts."""
-    embedding: dict[str, Any] = {}
+    embedding = {}
     layers, inner = OrderedDict(), {"embedding": embedding}
     for name, value in model.items():
         if name.startswith("embedding."):
@@ -219,12 +201,12 @@ def old_names(model: Mapping[str, Any], attention: str = "self_attention") -> di
     return {"language_model": inner}
 
 
-def oldest_names(model: Mapping[str, Any]) -> dict[str, Any]:
+def oldest_names(model):
     """The names of Megatron-LM 1.0 and 2.0."""
     return old_names(model, "attention")
 
 
-def reordered(version: float, model: Mapping[str, Any]) -> dict[str, Any]:
+def reordered(version, model):
     """Version 0: [3, heads, d]. Version 1: [heads, d, 3]. Since 2: [heads, 3, d]."""
     found = dict(model)
     for name, value in model.items():
@@ -257,7 +239,7 @@ def test_the_forms_of_every_release_are_read(rename, settings, how, tmp_path):
 
 
 def test_experts_that_are_split_otherwise_or_missing_are_refused(tmp_path):
-    def without_number_3(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def without_number_3(name, experts):
         return (
             (one.replace("experts.3.", "experts.5."), part)
             for one, part in one_by_one(name, experts)
@@ -318,7 +300,7 @@ def test_arguments_that_do_not_fit_are_one_clear_error(change, message, tmp_path
 
 
 def test_missing_and_damaged_files_are_one_clear_error(tmp_path):
-    def refused(message: str, path: Path = tmp_path) -> None:
+    def refused(message, path=tmp_path):
         with pytest.raises(InputError, match=message):
             legacy_source(path)
 
@@ -361,7 +343,7 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path):
     write_legacy(source, tmp_path / "run", lambda _: None)
     path = tmp_path / "run/iter_0000000/mp_rank_00/model_optim_rng.pt"
 
-    def saved(change: Any = lambda optimizer: optimizer) -> WeightSource:
+    def saved(change=lambda optimizer: optimizer):
         value = torch.load(saved_by_run, weights_only=False)
         torch.save({**value, "optimizer": change(value["optimizer"])}, path)
         return check(tmp_path / "run", weights)
@@ -375,16 +357,16 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path):
     for name, whole in weights.items():
         assert all(torch.equal(good.read(f"{name}/{key}"), whole) for key in good.state_keys)
 
-    def swapped(found: Any) -> Any:
+    def swapped(found):
         first = found["fp32_from_fp16_params"][0]
         first[1], first[5] = first[5], first[1]
         return found
 
-    def shorter(found: Any) -> Any:
+    def shorter(found):
         found["optimizer"]["param_groups"][1]["params"].pop()
         return found
 
-    def stateless(found: Any) -> Any:
+    def stateless(found):
         found["optimizer"]["state"] = {}
         return found
 

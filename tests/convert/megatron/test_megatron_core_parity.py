@@ -1,21 +1,14 @@
 """megatron-core saves checkpoints, and they are converted: the same logits, loss and optimizer
 states. And the other way round: it loads what a conversion wrote, strictly."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.formats import FORMATS
-from megatron_lite.convert.weights import WeightSource
 from tests.support.equality import difference
 from tests.support.models import build_tiny_model, load_whole_, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
@@ -25,7 +18,7 @@ with warnings.catch_warnings():
     pytest.importorskip("megatron.core")
     from tests.support import megatron_core
 
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "llama": dict(
         position_embedding_type="rope",
         normalization="RMSNorm",
@@ -52,13 +45,11 @@ SOURCES = {"megatron": "legacy", "megatron-dist": "dist"}
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def config_of(name: str) -> ModelConfig:
+def config_of(name):
     return tiny_config(**MODELS[name])
 
 
-def save(
-    rank: int, world_size: int, root: Path, name: str, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+def save(rank, world_size, root, name, dtype):
     """Returns the logits and the loss of a trained model, and this rank's states by parameter."""
     config = config_of(name)
     with megatron_core.on_cpu(world_size):
@@ -81,11 +72,11 @@ def save(
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def saved(tmp_path_factory):
     """A function that returns the folder of a checkpoint and what `save` returned on each rank."""
-    found: dict[Any, Any] = {}
+    found = {}
 
-    def make(name: str, tp_size: int, dtype: torch.dtype = F32) -> tuple[Path, list[Any]]:
+    def make(name, tp_size, dtype=F32):
         key = (name, tp_size, dtype)
         if key not in found:
             root = tmp_path_factory.mktemp("saved")
@@ -95,7 +86,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def our_results(source: WeightSource) -> dict[str, Tensor]:
+def our_results(source):
     """Returns the logits and the loss of this project's model with the converted weights."""
     model, vocab_size = source.model, source.true_vocab_size
     tokens, labels = sample_tokens()
@@ -161,9 +152,7 @@ def test_a_round_trip_is_bitwise(saved, tmp_path, target_name, name, dtype):
         assert torch.equal(first.read(name), last.read(name)), name
 
 
-def load(
-    rank: int, world_size: int, root: Path, name: str, format_name: str
-) -> tuple[dict[str, Tensor], Any, Any]:
+def load(rank, world_size, root, name, format_name):
     """Returns megatron-core's results with the weights of a folder, and its optimizer's states."""
     with megatron_core.on_cpu(world_size):
         model = megatron_core.their_model(config_of(name), world_size, padded=128 * world_size)

@@ -1,8 +1,6 @@
 """A file of torch.save is read without running its code: every malicious or damaged one is refused
 with one error, and nothing of it has run."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import io
@@ -13,7 +11,6 @@ import signal
 import struct
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ from tests.support.pairs import in_one_test
 SENTINEL = "ran.txt"
 
 
-def archive(path: Path, data: bytes, **members: bytes) -> Path:
+def archive(path, data, **members):
     """Writes a zip archive as torch.save does, with a pickle of the test's choice."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("a/data.pkl", data)
@@ -36,24 +33,24 @@ def archive(path: Path, data: bytes, **members: bytes) -> Path:
     return path
 
 
-def text(value: str) -> bytes:
+def text(value):
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 
-def name(module: str, attribute: str) -> bytes:
+def name(module, attribute):
     """The opcodes that import a name."""
     return f"c{module}\n{attribute}\n".encode()
 
 
-def read(path: Path) -> Any:
+def read(path):
     return read_torch_file(Window(path))
 
 
 class Evil:
-    def __init__(self, function: Any, *arguments: Any) -> None:
+    def __init__(self, function, *arguments):
         self.call = (function, arguments)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.call
 
 
@@ -101,12 +98,12 @@ def test_a_malicious_or_damaged_pickle_is_one_error_and_runs_nothing(kind, tmp_p
         assert "asks for" in str(error.value) and "Megatron" in str(error.value)
 
 
-def _tensor(numel: int, *, offset: int = 0, shape: Any = (4,), stride: Any = (1,)) -> bytes:
+def _tensor(numel, *, offset=0, shape=(4,), stride=(1,)):
     """A pickle of one tensor in storage 0 with `numel` numbers."""
     buffer = io.BytesIO()
 
     class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> Any:
+        def persistent_id(self, value):
             if not isinstance(value, torch.UntypedStorage):
                 return None
             return ("storage", torch.FloatStorage, "0", "cpu", numel)
