@@ -44,8 +44,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.target import (
     Tensors,
     complete_folder,
+    create_files,
     json_bytes,
-    safetensors_files,
     stored_tokenizer,
 )
 from megatron_lite.convert.weights import (
@@ -214,16 +214,13 @@ def write_hf(
         weight_map = {part: file for file, parts in files.items() for part in parts}
         texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     with complete_folder(path) as folder:
-        paths = {folder / file: parts for file, parts in files.items()}
-        write = safetensors_files(paths, {"format": "pt"})
+        write = create_files(folder, files, texts, {"format": "pt"})
 
         def put(name: str, whole: Tensor) -> None:
             for part, value in rows[name].split(whole).items():
                 write(part, value)
 
         copy_tensors(source, put, advance)
-        for name, content in texts.items():
-            (folder / name).write_bytes(content)
 
 
 # --- layouts ---

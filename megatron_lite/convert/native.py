@@ -26,7 +26,7 @@ from megatron_lite.checkpointing.step_files import (
     shard_file,
     step_directory,
 )
-from megatron_lite.config.checks import InputError, input_faults
+from megatron_lite.config.checks import input_faults
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.hf_config import token_ids_of
 from megatron_lite.config.input_file import read_json
@@ -37,8 +37,8 @@ from megatron_lite.config.training import TrainingConfig
 from megatron_lite.convert.target import (
     Tensors,
     complete_folder,
+    create_files,
     json_bytes,
-    safetensors_files,
     stored_tokenizer,
 )
 from megatron_lite.convert.weights import (
@@ -58,11 +58,6 @@ def native_source(path: Path) -> WeightSource:
 
     The step's checksums are verified. Raises InputError if there is no good step.
     """
-    if not path.is_dir():
-        raise InputError(
-            f"--load {path}: no such directory (the format megatron-lite is a directory that a "
-            "training run with --save has written)"
-        )
     step, notices = find_step(str(path))
     metadata, config = Metadata.read(step), read_config(step)
     parameters, vocab_size = metadata.parameters, config.tokenizer.true_vocab_size
@@ -137,10 +132,7 @@ def write_native(
     with complete_folder(path) as folder:
         step = folder / step_name
         step.mkdir()
-        write = safetensors_files({step / file: tensors for file, tensors in files.items()})
-        copy_tensors(source, write, advance)
-        for name, content in texts.items():
-            (step / name).write_bytes(content)
+        copy_tensors(source, create_files(step, files, texts), advance)
         manifest = Manifest(progress.iteration, {one.name: row_of(one) for one in step.iterdir()})
         (step / MANIFEST).write_text(manifest.to_json())
         (folder / LATEST).write_text(str(progress.iteration))

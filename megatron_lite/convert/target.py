@@ -108,12 +108,20 @@ def _remove_left(target: Path) -> None:
                 shutil.rmtree(mark.parent, ignore_errors=True)
 
 
-def safetensors_files(
-    files: Mapping[Path, Tensors], metadata: Mapping[str, str] | None = None
+def create_files(
+    folder: Path,
+    files: Mapping[str, Tensors],
+    texts: Mapping[str, bytes],
+    metadata: Mapping[str, str] | None = None,
 ) -> Callable[[str, Tensor], None]:
-    """Creates files and returns `write(name, tensor)`, to call once for each of their tensors."""
+    """Creates safetensors files and others in a folder.
+
+    Returns `write(name, tensor)`, to call once for each tensor of the files.
+    """
+    for name, content in texts.items():
+        (folder / name).write_bytes(content)
     places: dict[str, tuple[Path, int]] = {}
-    for path, tensors in files.items():
+    for file, tensors in files.items():
         header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         stop = 0
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda one: -one[1][0].itemsize):
@@ -121,8 +129,10 @@ def safetensors_files(
             header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [start, stop]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % ALIGNMENT)
-        first = path.write_bytes(len(text).to_bytes(8, "little") + text)
-        places |= {name: (path, first + header[name]["data_offsets"][0]) for name in tensors}
+        first = (folder / file).write_bytes(len(text).to_bytes(8, "little") + text)
+        places |= {
+            name: (folder / file, first + header[name]["data_offsets"][0]) for name in tensors
+        }
 
     def write(name: str, tensor: Tensor) -> None:
         path, start = places[name]

@@ -5,7 +5,7 @@ import json
 import torch
 from safetensors.torch import load_file
 
-from megatron_lite.convert.target import safetensors_files
+from megatron_lite.convert.target import create_files
 from tests.support.conversions import same_weights
 
 MIXED = {
@@ -24,7 +24,7 @@ def test_any_order_of_dtypes_is_read_back_bit_for_bit(tmp_path):
         names = [*list(MIXED)[shift:], *list(MIXED)[:shift]]
         path = tmp_path / f"{shift}.safetensors"
         entries = {name: (MIXED[name].dtype, tuple(MIXED[name].shape)) for name in names}
-        write = safetensors_files({path: entries}, {"format": "pt"})
+        write = create_files(tmp_path, {path.name: entries}, {}, {"format": "pt"})
         for name in reversed(names):
             write(name, MIXED[name])
         read = load_file(path)

@@ -233,8 +233,6 @@ def _states(
     """
     saved = {ranks: value.get("optimizer") for ranks, value in values.items()}
     need(any(saved.values()), "the checkpoint holds no optimizer states")
-    several = any(expert_rank for _, _, expert_rank in saved)
-    need(not several, "those of expert parallelism lie in several optimizers")
     found: dict[Ranks, list[Named]] = {}
     updates = set()
     try:
