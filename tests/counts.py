@@ -28,9 +28,9 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 307_600,
+    "tokens of the library": 306_900,
     "files of the library": 274,
-    "tokens of tests": 297_200,
+    "tokens of tests": 296_800,
     "tokens of benchmarks": 20_900,
     "own files in one plain step": 32,
     "own functions in one plain step": 135,
