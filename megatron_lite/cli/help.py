@@ -25,7 +25,7 @@ from megatron_lite.config.megatron_flags import (
     WHOSE,
     closest_flag,
 )
-from megatron_lite.config.other_ways import FLAGS, launcher_flags
+from megatron_lite.config.other_ways import FLAGS, without_launcher
 from megatron_lite.config.plain import LARGEST_TEXT, shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
 from megatron_lite.config.run_flags import Parser, help_columns, paragraph, run_fields
@@ -93,7 +93,9 @@ def print_fates(parser: Parser, argv: Sequence[str]) -> None:
     except (OSError, ValueError) as error:
         parser.error(f"--check-line {shown(str(error))}")
     code = re.sub(r"(?m)(^|\s)#.*$", "", text)
-    found, launched = dict(FLAGS.findall(code)), launcher_flags(code)
+    lines = code.replace("\\\n", " ").splitlines()
+    launches = " ".join(without_launcher(line.split())[1] for line in lines)
+    found, launched = dict(FLAGS.findall(code)), dict(FLAGS.findall(launches))
     if not found:
         parser.error(f"--check-line {path}: no flag is in it; give a script that names flags")
     parsed, taken, faults, unknown = parser._option_string_actions, [], 0, 0

@@ -279,8 +279,8 @@ def _written(model: ModelConfig, vocab_size: int, name: str) -> dict[str, Any]:
         if "values" in row:
             value = next(theirs for theirs, ours in row["values"].items() if ours == value)
         config[key] = not value if row.get("inverted") else value
-    only = {key: row["values"][-1] for key, row in family["only"].items()}
-    config |= {key: value for key, value in only.items() if value is not None}
+    only = ((key, row["values"][-1]) for key, row in family["only"].items())
+    config |= {key: value for key, value in only if value is not None}
     for rule in _rules(family):
         config |= rule.write(model)
     return {**config, "vocab_size": vocab_size, "initializer_range": model.init_method_std}

@@ -45,16 +45,11 @@ STAGES = {1: "use_distributed_optimizer", 2: "use_distributed_optimizer", 3: "us
 AUTO = "auto"
 # A flag, and its value if that is plain.
 FLAGS = re.compile(r"(?<![\w$-])(--[a-zA-Z][\w-]*)(?:[= ]+([^\s\\\"'$()-][^\s\\\"'$()]*))?")
-# A launcher with its flags, and what begins the program that it starts.
-LAUNCHER = re.compile(
-    r"\b(?:srun|mpirun|mpiexec|torchrun|deepspeed|accelerate|ray|torch\.distributed\.\w+)\b.*"
-)
-PROGRAM_STARTS = re.compile(r"\.py\b|\bbash\b|\bpython|-m megatron.lite")
-# Variables of the environment, a launcher and a program, as words with \0 between them.
-START = re.compile(
+# What a launcher starts, and how a command begins, as words with \0 between them.
+PROGRAM = re.compile(r"(?:^|(?<=\0))(?:[^\0]*\.py|bash|megatron.lite\0train)(?=\0|$)")
+COMMAND = re.compile(
     r"(?:^|(?<=\0))(?:(?:[A-Za-z_]\w*=[^\0]*|(?:[^\0]*/)?(?:env|srun|\w+run|mpiexec|deepspeed|"
-    r"python[\d.]*))\0(?:.*\0)?)?(?:[^\0]*\.py|megatron.lite\0train)(?=\0|$)",
-    re.DOTALL,
+    rf"accelerate|ray|python[\d.]*))\0|{PROGRAM.pattern})"
 )
 NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -352,13 +347,6 @@ def _context_parallel_attention(given: Given) -> list[str]:
     ]
 
 
-def launcher_flags(text: str) -> dict[str, str]:
-    """Returns the flags of the launchers in the lines of a script, with their plain values."""
-    lines = text.replace("\\\n", " ").splitlines()
-    parts = [part for line in lines for part in PROGRAM_STARTS.split(line)[:-1]]
-    return dict(FLAGS.findall(" ".join(one for part in parts for one in LAUNCHER.findall(part))))
-
-
 def without_launcher(words: Sequence[str]) -> tuple[list[str], str]:
     """Returns the words without those that start a program, such as `X=1 torchrun .. a.py`; and
     those.
@@ -370,14 +358,15 @@ def without_launcher(words: Sequence[str]) -> tuple[list[str], str]:
         line = word.replace("\\\n", " ")
         parts += shlex.split(line) if ".py " in line else [word]
     text = "\0".join(parts)
-    if (found := START.search(text)) is None:
+    if not (programs := [*PROGRAM.finditer(text)]):
         return parts, ""
-    rest = text[: found.start()] + text[found.end() + 1 :]
-    return rest.strip("\0").split("\0"), found[0].replace("\0", " ")
+    begin, end = next(COMMAND.finditer(text)).start(), programs[-1].end()
+    rest = text[:begin] + text[end + 1 :]
+    return rest.strip("\0").split("\0"), text[begin:end].replace("\0", " ")
 
 
 def num_processes(started: str) -> str | None:
     """Returns how many processes the words that start a program say, if they do."""
-    given = launcher_flags(started.replace("_", "-"))
+    given = dict(FLAGS.findall(started.replace("_", "-")))
     numbers = given.get("--nproc-per-node", ""), given.get("--nnodes", "1")
     return str(math.prod(map(int, numbers))) if all(map(str.isdecimal, numbers)) else None

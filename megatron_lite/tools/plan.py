@@ -57,10 +57,9 @@ MORE_DO_NOT_HELP = (
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
-    words = sys.argv[1:] if argv is None else argv
     parser, own = _parser(program)
     try:
-        words, started = without_launcher(words)
+        words, started = without_launcher(sys.argv[1:] if argv is None else argv)
     except ValueError as error:
         parser.error(f"a whole command line in one word: {error}")
     renamed, notes = renamed_words(words, parser._option_string_actions)
