@@ -260,8 +260,8 @@ class Experts(NamedTuple):
     listed: bool = False
 
     def read(self, config: Config, fields: Values) -> None:
-        keys = ("num_experts", "num_local_experts")
-        given = {config.value(key, int, None) for key in keys} - {None}
+        given = {config.value(key, int, None) for key in ("num_experts", "num_local_experts")}
+        given -= {None}
         if len(given) > 1:
             raise ValueError(f"num_experts and num_local_experts differ: {sorted(given)}")
         fields["num_experts"] = given.pop() if given else self.number
