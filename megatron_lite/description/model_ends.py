@@ -7,7 +7,7 @@ and model/gpt.py. Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.row_blocks import has_gradient_tensor, product_rows, rows_at_a_time
+from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.description.norms import norm_keeps, norm_parameters
 from megatron_lite.description.operations import (
     ALL_REDUCE,
@@ -166,13 +166,14 @@ def loss_mask(sizes: Sizes) -> KeptTensor:
     return KeptTensor("loss mask", 4 * sizes.tokens, given=True)
 
 
-def loss_blocks(sizes: Sizes, tokens: int, columns: int, caps: bool = False) -> int:
+def _loss_blocks(of: Shape, tokens: int, columns: int) -> int:
     """Returns the bytes with which the loss computes the softmax of some rows of its logits.
 
     torch casts bfloat16 rows to float32 before its softmax, on every device. It casts float16 rows
     on a CPU only. Rows that are a slice of padded columns are copied, unless they are cast. One
-    compiled kernel for all rows has none of these. caps: whether the tanh of the rows is taken too.
+    compiled kernel for all rows has none of these. A cap takes the tanh of the rows too.
     """
+    sizes, caps = of.sizes, of.model.final_logit_softcapping is not None
     if sizes.compiled:
         return 0
     rows = min(tokens, rows_at_a_time(tokens, columns, sizes.device))
@@ -190,25 +191,21 @@ def _loss_temporary(of: Shape, columns: int) -> int:
     """
     tokens, chunks = _chunk(of.sizes), of.sizes.loss_chunk_size is not None
     logits = tokens * columns * of.element * chunks
-    caps = of.model.final_logit_softcapping is not None
-    return logits + loss_blocks(of.sizes, tokens, columns, caps) + LOSS_ROWS * of.row
+    return logits + _loss_blocks(of, tokens, columns) + LOSS_ROWS * of.row
 
 
 def _chunked_temporary(of: Shape, columns: int) -> int:
     """Returns the number of the output projection with the loss, one chunk of tokens at a time."""
     sizes, hidden = of.sizes, of.model.hidden_size
-    total = cast = product = gathered = scattered = 0
+    total = cast = gathered = scattered = 0
     if not sizes.adds_by_itself:
         # The gradient is summed over the chunks in float32, and cast when it is complete.
         total = columns * hidden * sizes.accumulate_bytes
         cast = columns * hidden * of.element * sizes.is_rounded
-    if sizes.is_rounded and has_gradient_tensor(sizes.device):
-        wide = sizes.accumulate_bytes if sizes.device == "cpu" else 0
-        product = min(columns, product_rows(hidden)) * hidden * (of.element + wide)
     if of.gathers:
         gathered, scattered = of.whole, of.hidden + sizes.gloo_copy(of.whole)
-    caps = of.model.final_logit_softcapping is not None
-    blocks = loss_blocks(sizes, _chunk(sizes), columns, caps)
+    product = of.weight_rows(columns, hidden, True)
+    blocks = _loss_blocks(of, _chunk(sizes), columns)
     inside = _loss_temporary(of, columns) + max(0, scattered + product - blocks)
     return of.whole + gathered + total + max(inside, cast)
 

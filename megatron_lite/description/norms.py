@@ -8,7 +8,6 @@ branch ends. Standard library only.
 
 from __future__ import annotations
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.regions import DROPOUT, LAYERNORM
 from megatron_lite.description.operations import (
     ALL_REDUCE,
@@ -143,7 +142,7 @@ def norm_statistics(of: Shape, name: str, rows: int, *, wide: bool = False) -> K
     in_rows_dtype = (
         model.normalization != "RMSNorm" and sizes.device == "cpu" and not (sizes.compiled or wide)
     )
-    numbers = rows * chosen("--normalization", model.normalization, STATISTICS)
+    numbers = rows * STATISTICS[model.normalization]
     num_bytes = numbers * (of.element if in_rows_dtype else sizes.accumulate_bytes)
     return KeptTensor(f"{name} statistics", num_bytes)
 

@@ -241,18 +241,6 @@ class LayerDescription:
         """The layer's input, which a recomputed unit keeps."""
         return self.operations[0].keeps[0]
 
-    def tables(self) -> dict[str, int]:
-        """Returns the bytes of the tables that this layer shares with other layers, by name.
-
-        Tensors of the micro-batch that layers share are not among them.
-        """
-        return {
-            tensor.name: tensor.num_bytes
-            for one in self.operations
-            for tensor in one.keeps
-            if tensor.shared and not tensor.given
-        }
-
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yields (module, parameter) in the order of the model's `named_parameters`.
 

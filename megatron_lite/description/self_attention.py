@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.description.norms import query_key_norms
 from megatron_lite.description.operations import (
@@ -153,6 +152,7 @@ def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
         forward,
     )
     in_flash = (is_flash or sizes.deterministic) and not (masked or is_wide)
+    built = 2 * sizes.own_seq_length * sizes.seq_length * of.element  # the mask, once more
     pieces, size = 0, sizes.micro_batch_size
     if packed and (on_cpu or is_wide):  # the gradients of a document, at most of a whole sample
         pieces = (of.query + 2 * of.kv) // size
@@ -174,7 +174,7 @@ def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
         (call,),
         backward,
         rebuilds=(scores,),
-        temporary=_flash_temporary(of) + alone * (_mask_temporary(of) * masked + pieces),
+        temporary=_flash_temporary(of) + alone * (built * masked + pieces),
     )
 
 
@@ -199,11 +199,6 @@ def _flash_temporary(of: Shape) -> int:
     copy = of.sizes.gloo_copy(whole)
     most = max(gradients + max(copy, second), second + part + copy)
     return gradients + of.wide(query) + 2 * whole + most
-
-
-def _mask_temporary(of: Shape) -> int:
-    """Returns the most bytes while the mask of a window is built again."""
-    return 2 * of.sizes.own_seq_length * of.sizes.seq_length * of.element
 
 
 def _unfused(of: Shape, inputs: Tensors) -> Operation:
@@ -304,10 +299,6 @@ def _exchange(of: Shape) -> tuple[tuple[Collective, ...], tuple[Collective, ...]
         return (), ()
     if of.model.builds_scores(of.sizes.device):
         return (gather,), (scatter,)
-    ways = {
-        "p2p": ((shift,) * (ranks - 1), (shift,) * (2 * ranks - 1)),
-        "allgather": ((gather,), (gather, scatter)),
-    }
-    kind = of.sizes.cp_comm_type
-    assert isinstance(kind, str)  # that of a layer
-    return chosen("--cp-comm-type", kind, ways)
+    if of.sizes.cp_comm_type == "p2p":
+        return (shift,) * (ranks - 1), (shift,) * (2 * ranks - 1)
+    return (gather,), (gather, scatter)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.row_blocks import has_gradient_tensor, product_rows
 from megatron_lite.config.run import RunConfig
@@ -119,7 +118,7 @@ class Sizes:
             gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
             device=device,
             deterministic=config.training.deterministic_mode,
-            element_bytes=chosen("the precision", config.training.precision, ELEMENT_BYTES),
+            element_bytes=ELEMENT_BYTES[config.training.precision],
             loss_chunk_size=config.loss_chunk_size,
             loss_in_one_pass=config.loss_in_one_pass,
             has_embedding=stage is None or stage.is_first,
@@ -313,9 +312,14 @@ class Shape:
             return rows * columns * self.element
         if not sizes.adds_by_itself:
             return rows * columns * (self.element + wide)
+        return self.weight_rows(rows, columns, sizes.accumulates)
+
+    def weight_rows(self, rows: int, columns: int, accumulates: bool) -> int:
+        """Returns the bytes of the rows of a weight's gradient that are computed at a time."""
+        sizes = self.sizes
         if not sizes.is_rounded or not has_gradient_tensor(sizes.device):
             return 0
-        cast = wide if sizes.device == "cpu" and sizes.accumulates else 0
+        cast = sizes.accumulate_bytes if sizes.device == "cpu" and accumulates else 0
         return min(rows, product_rows(columns)) * columns * (self.element + cast)
 
     def column_temporary(self, output: int, weight: Parameter) -> int:

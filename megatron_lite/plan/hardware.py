@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError, chosen, input_faults
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.plain import LARGEST_TEXT, from_plain, parse_json, shown
 from megatron_lite.data.durable_files import write_text
@@ -166,7 +166,7 @@ class Hardware:
 
     def matmuls(self, element_bytes: int) -> Matmuls:
         """Returns the rates of matmuls of elements with 2 or 4 bytes."""
-        return chosen("an element of bytes", str(element_bytes), {"2": self.bf16, "4": self.fp32})
+        return self.bf16 if element_bytes == 2 else self.fp32
 
     def matmul_seconds(self, matmul: Matmul, element_bytes: int) -> float:
         """Returns the time of one matmul that is no part of a flash attention kernel."""
@@ -201,7 +201,7 @@ class Hardware:
         """Returns the time of one collective of a group of ranks."""
         if group.size == 1:
             return 0.0
-        link, rounds = self.between, chosen("the collective", collective.kind, ROUNDS)
+        link, rounds = self.between, ROUNDS[collective.kind]
         bandwidth = link.bandwidth * min(group.size, group.per_node(self))
         if group.is_inside_a_node(self):
             link, bandwidth = self.inside, self.inside.bandwidth

@@ -31,17 +31,11 @@ class Durations(NamedTuple):
     overlap: bool = True
 
 
-class RankEnd(NamedTuple):
-    """The time at which a rank ends its last action, and how long it computed until then."""
-
-    end: float
-    busy: float
-
-
 def run_pipeline(
     durations: Durations, num_microbatches: int, *, in_full: bool = False
-) -> list[RankEnd]:
-    """Returns the times of every rank. in_full: whether every micro-batch is simulated.
+) -> list[float]:
+    """Returns when each rank ends its last action. in_full: whether all micro-batches are
+    simulated.
 
     The schedule soon repeats: each further period of p micro-batches (1 without virtual stages)
     takes as long as the one before it, on every rank. So the time of many periods follows from two
@@ -53,36 +47,25 @@ def run_pipeline(
     few = WARM_UP * -(-(2 * size + 2) // period) * period + num_microbatches % period
     more = (num_microbatches - few) / (AVERAGED * period)
     if in_full or more < 1:
-        ends = _simulate(durations, num_microbatches)
-    else:
-        short, longer = (_simulate(durations, few + part * period) for part in (0, AVERAGED))
-        ends = [end + more * (one - end) for end, one in zip(short, longer, strict=True)]
-    return [
-        RankEnd(end, num_microbatches * _busy(durations, rank)) for rank, end in enumerate(ends)
-    ]
+        return _simulate(durations, num_microbatches)
+    short, longer = (_simulate(durations, few + part * period) for part in (0, AVERAGED))
+    return [end + more * (one - end) for end, one in zip(short, longer, strict=True)]
 
 
-def _busy(durations: Durations, rank: int) -> float:
-    """Returns how long a rank computes for a micro-batch."""
-    return sum(durations.forward[rank]) + sum(durations.backward[rank])
-
-
-def shortest_pipeline(durations: Durations, num_microbatches: int) -> list[RankEnd]:
-    """Returns lower bounds of the times of every rank, without a simulation.
+def shortest_pipeline(durations: Durations, num_microbatches: int) -> list[float]:
+    """Returns lower bounds of these times, without a simulation.
 
     A rank begins when the first micro-batch arrives, and computes all of them. The gradient of the
     last one then passes through the ranks before it.
     """
-    found: list[RankEnd] = []
+    found: list[float] = []
     arrives = passes = last = 0.0  # passes: through the backwards of all ranks before
-    for rank in range(len(durations.forward)):
-        busy = num_microbatches * _busy(durations, rank)
-        found.append(RankEnd(arrives + busy, busy))
-        last = max(last, arrives + busy + passes)
-        arrives += durations.forward[rank][0] + durations.transfer
-        passes += durations.backward[rank][0] + durations.transfer
-    found[0] = RankEnd(last, found[0].busy)
-    return found
+    for forward, backward in zip(durations.forward, durations.backward, strict=True):
+        found.append(arrives + num_microbatches * (sum(forward) + sum(backward)))
+        last = max(last, found[-1] + passes)
+        arrives += forward[0] + durations.transfer
+        passes += backward[0] + durations.transfer
+    return [last, *found[1:]]
 
 
 def _simulate(durations: Durations, num_microbatches: int) -> list[float]:

@@ -30,7 +30,7 @@ from megatron_lite.description.transformer_layer import describe_kinds
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.memory.predict.states import stage_parameters
 from megatron_lite.plan.hardware import Group, Hardware
-from megatron_lite.plan.pipeline_time import Durations, RankEnd, run_pipeline, shortest_pipeline
+from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
 from megatron_lite.plan.stage_time import FLOAT32, StageTime, TimedRun, stage_time
 from megatron_lite.plan.work import Clock, sum_of
 from megatron_lite.recompute.recompute_plan import keep_everything
@@ -125,23 +125,25 @@ def step_time(
         transfer if p > 1 else 0.0,
         parallel.overlap_p2p_comm,
     )
-    ran = (shortest_pipeline if bound else run_pipeline)(durations, num_microbatches)
+    ends = (shortest_pipeline if bound else run_pipeline)(durations, num_microbatches)
+    halves = [*zip(*(map(sum, half) for half in durations[:2]), strict=True)]
+    busy = [num_microbatches * (forward + backward) for forward, backward in halves]
     # A tied embedding is on the first and the last pipeline rank, which are p - 1 strides apart.
     embeddings = Group(min(p, 2), (p - 1) * pipeline.stride or 1)
     timed_update = cache(update_time)
     updates = [
-        timed_update(run, own_stages[rank::p], embeddings, sum(forward), sum(backward))
-        for rank, (forward, backward) in enumerate(
-            zip(durations.forward, durations.backward, strict=True)
-        )
+        timed_update(run, own_stages[rank::p], embeddings, *half)
+        for rank, half in enumerate(halves)
     ]
     batch, length = config.training.batch_size(dp_size), config.data.seq_length
     rows = config.tokenizer.rows(t)
     flops = step_flops(model, batch=batch, seq_length=length, padded_vocab_size=rows)
-    last = max(range(p), key=lambda rank: ran[rank].end + updates[rank].reduction)
+    last = max(range(p), key=lambda rank: ends[rank] + updates[rank].reduction)
     return StepTime(
-        busy=tuple(hardware.pace * one.busy for one in ran),
-        terms=_terms(passages[last], ran[last], updates, last, num_microbatches, hardware.pace),
+        busy=tuple(hardware.pace * one for one in busy),
+        terms=_terms(
+            passages[last], ends[last] - busy[last], updates, last, num_microbatches, hardware.pace
+        ),
         rank=last,
         tokens=batch * length,
         ideal_seconds=flops / (num_ranks * hardware.matmuls(clock.element_bytes).peak_flops),
@@ -180,7 +182,7 @@ def _passages(
 
 def _terms(
     passages: Sequence[StageTime],
-    ran: RankEnd,
+    waits: float,
     updates: Sequence[UpdateTime],
     rank: int,
     num_microbatches: int,
@@ -192,7 +194,7 @@ def _terms(
     )
     terms = {
         **computed.terms,
-        PIPELINE_WAITS: ran.end - ran.busy,
+        PIPELINE_WAITS: waits,
         REDUCTION: updates[rank].reduction,
         # The norm of all gradients makes every rank wait before its update.
         OPTIMIZER: max(one.update for one in updates),

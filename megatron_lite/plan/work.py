@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.operations import (
     ALL_GATHER,
@@ -96,7 +95,7 @@ class Clock(NamedTuple):
     def of(cls, config: RunConfig, hardware: Hardware) -> Clock:
         """Returns the clock of a run."""
         t, training = config.parallel.tensor_model_parallel_size, config.training
-        element_bytes = chosen("the precision", training.precision, ELEMENT_BYTES)
+        element_bytes = ELEMENT_BYTES[training.precision]
         is_fused = config.uses_compiler(hardware.device)
         mode = hardware.compiled if is_fused else hardware.eager
         if hardware.device == "cuda" and training.cuda_graph_impl != "none":

@@ -120,12 +120,13 @@ def _plan(own: Mapping[str, Any], flags: dict[str, Any], notes: list[str]) -> in
         check_ending("--html", own["html"], ".html", ".htm")
     check_only_values(flags)
     notes += take_ignored(flags)
-    problem, budget = _problem(own, flags, notes)
+    counts = None if own["gpus"] is None else _counts(own["gpus"])
+    problem, budget = _problem(own, flags, notes, counts or ())
     tokens, price = (_number(own, name) for name in ("train_tokens", "price_per_gpu_hour"))
     if price is not None and tokens is None:
         raise InputError(f"--price-per-gpu-hour {price:g} needs --train-tokens: give it")
     training = Training(None if tokens is None else round(tokens), price)
-    verdicts = list(_verdicts(problem, budget, own["gpus"]))
+    verdicts = list(_verdicts(problem, budget, counts))
     plain: dict[str, Any] = {
         "machine": problem.hardware.name,
         "verdicts": [plain_verdict(one, problem.hardware, training) for one in verdicts],
@@ -141,7 +142,7 @@ def _plan(own: Mapping[str, Any], flags: dict[str, Any], notes: list[str]) -> in
             print(paragraph(f"note: {note}"))
         for shown_verdict in plain["verdicts"]:
             print("\n".join(["", *lines(shown_verdict)]))
-        if own["gpus"] is not None and all(one.word == DOES_NOT_FIT for one in verdicts):
+        if counts is not None and all(one.word == DOES_NOT_FIT for one in verdicts):
             print(_more_gpus(problem, budget, max(one.num_ranks for one in verdicts)))
     return status(verdicts)
 
@@ -160,12 +161,13 @@ def _number(own: Mapping[str, Any], name: str) -> float | None:
     return number
 
 
-def _verdicts(problem: Problem, budget: Budget, gpus: str | None) -> Iterator[FitVerdict]:
-    if gpus is None:
+def _verdicts(
+    problem: Problem, budget: Budget, counts: Sequence[int] | None
+) -> Iterator[FitVerdict]:
+    if counts is None:
         with told_on_terminal("searching the fewest GPUs that are enough, of 1, 2, 4, ..."):
             yield smallest_machine(problem, budget)
         return
-    counts = _counts(gpus)
     for place, count in enumerate(counts, start=1):
         with told_on_terminal(
             f"searching the plans for {count} GPUs (number {place} of {len(counts)})"
@@ -197,7 +199,7 @@ def _more_gpus(problem: Problem, budget: Budget, tried: int) -> str:
 
 
 def _problem(
-    own: Mapping[str, Any], flags: Mapping[str, Any], notes: list[str]
+    own: Mapping[str, Any], flags: Mapping[str, Any], notes: list[str], counts: Sequence[int]
 ) -> tuple[Problem, Budget]:
     """Returns what to plan, and the memory of a rank. Adds the assumptions to the notes."""
     hardware = _hardware(own["gpu"], own["machine"])
@@ -219,7 +221,6 @@ def _problem(
             "more --memory-budget or less --reserve, with a unit such as 40GiB"
         )
     host_bytes = None if own["host_memory"] is None else _amount(own, "host_memory", 0)
-    counts = () if own["gpus"] is None else _counts(own["gpus"])
     problem = problem_of(
         values, chosen, hardware, host_bytes=host_bytes, notes=notes, num_ranks=counts
     )

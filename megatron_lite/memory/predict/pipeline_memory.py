@@ -109,7 +109,7 @@ def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -
         )
         own = [0, 0]
         for term in activation_terms(config.model, plan, sizes):
-            own[term.tensor.given or not term.tensor.shared] += term.num_bytes * (not term.on_host)
+            own[not term.tensor.shared] += term.num_bytes * (not term.on_host)
         replays = replays_of(config.model, plan, sizes)
         most = max((one.held_bytes for one in replays), default=0)
         return own[0], own[1], max(0, most - sum(own))

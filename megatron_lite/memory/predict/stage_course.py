@@ -114,8 +114,8 @@ class _Course:
             self.waits = sizes.padded_vocab_size // sizes.tp_size * model.hidden_size * wide
         self.layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
         alike = {id(one): one for one in self.layers}.values()
-        tables = {name: size for one in alike for name, size in one.tables().items()}
-        self.tables = sum(tables.values())
+        tensors = {one for layer in alike for each in layer.operations for one in each.keeps}
+        self.tables = sum(one.num_bytes for one in tensors if one.shared)
         self.first = embedding_operations(model, sizes)
         self.last = head_operations(model, sizes)
         self.embedding, self.head = (

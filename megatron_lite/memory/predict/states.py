@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS, MUON, PART
 from megatron_lite.config.run import RunConfig
@@ -117,7 +116,7 @@ class _Settings:
 def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
     config = settings.config
     held = [one for stage in config.stages_of_rank(pp_rank) for one in _parameters(config, stage)]
-    element = chosen("the precision", config.training.precision, ELEMENT_BYTES)
+    element = ELEMENT_BYTES[config.training.precision]
     parallel, shards = config.parallel, config.parallel.shards(dp_cp_size)
     own_rank = dp_cp_rank % shards
     if config.data_parallel.use_torch_fsdp2 and shards > 1:

@@ -102,6 +102,8 @@ class GatheredWeights(NamedTuple):
         layer = describe_layer(config.model, sizes, number)
 
         def unit(parameters: Sequence[Parameter], last: int = 0) -> FsdpUnit:
+            if not parameters:
+                return NOTHING
             padded = sum(_padded(one, dp_cp_size) for one in parameters)
             return FsdpUnit(
                 padded * sent,
@@ -139,9 +141,9 @@ class GatheredWeights(NamedTuple):
                 of_layer = of_layer._replace(gathered=0, cast=0)
         return cls(
             root,
-            unit(words) if words else NOTHING,
+            unit(words),
             of_layer,
-            unit(logits, head) if logits else unit(words) if tied else NOTHING,
+            unit(words if tied else logits, head),
             tied,
             reshards,
             sizes.accumulates,
