@@ -143,7 +143,6 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
         Matmul("experts' fc1", shape.rows, model.fc1_blocks * shape.width, model.hidden_size),
         intermediate,
         (rows, ends),
-        moved=NOTHING_MOVED,
     )
     forward, backward = ACTIVATIONS[model.activation].moved
     yield Operation(
@@ -324,7 +323,7 @@ def _grouped(
     output: KeptTensor,
     keeps: tuple[KeptTensor, ...],
     *,
-    moved: Moved,
+    moved: Moved = NOTHING_MOVED,
     output_only: bool = False,
 ) -> Operation:
     """Returns a linear layer of all experts, and the exchange of rows beside it."""

@@ -166,7 +166,7 @@ def loss_mask(sizes: Sizes) -> KeptTensor:
     return KeptTensor("loss mask", 4 * sizes.tokens, given=True)
 
 
-def _loss_blocks(of: Shape, tokens: int, columns: int) -> int:
+def loss_blocks(of: Shape, tokens: int, columns: int) -> int:
     """Returns the bytes with which the loss computes the softmax of some rows of its logits.
 
     torch casts bfloat16 rows to float32 before its softmax, on every device. It casts float16 rows
@@ -191,7 +191,7 @@ def _loss_temporary(of: Shape, columns: int) -> int:
     """
     tokens, chunks = _chunk(of.sizes), of.sizes.loss_chunk_size is not None
     logits = tokens * columns * of.element * chunks
-    return logits + _loss_blocks(of, tokens, columns) + LOSS_ROWS * of.row
+    return logits + loss_blocks(of, tokens, columns) + LOSS_ROWS * of.row
 
 
 def _chunked_temporary(of: Shape, columns: int) -> int:
@@ -205,7 +205,7 @@ def _chunked_temporary(of: Shape, columns: int) -> int:
     if of.gathers:
         gathered, scattered = of.whole, of.hidden + sizes.gloo_copy(of.whole)
     product = of.weight_rows(columns, hidden, True)
-    blocks = _loss_blocks(of, _chunk(sizes), columns)
+    blocks = loss_blocks(of, _chunk(sizes), columns)
     inside = _loss_temporary(of, columns) + max(0, scattered + product - blocks)
     return of.whole + gathered + total + max(inside, cast)
 

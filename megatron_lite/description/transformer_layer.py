@@ -79,11 +79,7 @@ def describe_kinds(
     """
     if not layers_differ(model, sizes.cp_comm_type):
         return [(describe_layer(model, sizes, sizes.first_layer), num_layers)]
-    layers = describe_layers(model, sizes, num_layers)
-    counts = Counter(map(id, layers))
-    return [
-        (layer, counts[number]) for number, layer in {id(layer): layer for layer in layers}.items()
-    ]
+    return list(Counter(describe_layers(model, sizes, num_layers)).items())
 
 
 @lru_cache(1024)
@@ -119,9 +115,7 @@ def describe_layer(
 
         tiles, kept_choices = 1, choices(of)
         mlp = expert_operations(of, normed_mlp, layer)
-    tile = of
-    if tiles > 1:
-        tile = Shape(model, replace(sizes, seq_length=sizes.seq_length // tiles))
+    tile = Shape(model, replace(sizes, seq_length=sizes.seq_length // tiles))
     if not has_experts:
         mlp = _mlp(tile, normed_mlp)
     region = MOE if has_experts else MLP_REGION

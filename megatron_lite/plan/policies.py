@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from operator import itemgetter
+from operator import itemgetter, le
 from typing import Any, NamedTuple
 
 from megatron_lite.config.model import ModelConfig
@@ -229,7 +229,7 @@ def _useful_choices(
     found: list[LayerChoice] = []
     # The cheapest first, so that of two equal choices the simpler one stays.
     for one in sorted(priced, key=lambda choice: choice.price):
-        if not any(_serves(other, one) for other in found):
+        if not any(all(map(le, other.price, one.price)) for other in found):
             found.append(one)
     return tuple(found)
 
@@ -325,8 +325,3 @@ def _segment(action: LayerAction, store: Store) -> Segment:
         tiles=action.tiles,
         store=store,
     )
-
-
-def _serves(one: LayerChoice, other: LayerChoice) -> bool:
-    """Returns whether a layer can have the one choice wherever it has the other."""
-    return all(own <= replaced for own, replaced in zip(one.price, other.price, strict=True))

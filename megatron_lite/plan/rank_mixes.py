@@ -244,19 +244,11 @@ class RankMixes:
         config = self.run.config
         sizes = Sizes.of(config, device=self.run.hardware.device)
         tiles = max(tile_counts(config.model, sizes, LayerAction(unit=1)))
-        policies = [
-            Policy(
-                (
-                    Rule(
-                        layers=(Layers(),),
-                        action=LayerAction(unit=length, tiles=tiles),
-                        store=store,
-                    ),
-                )
-            )
-            for store in (("device", "host") if self.run.host_bytes else ("device",))
+        in_tiles = f"+mlp/{tiles}" if tiles > 1 else ""
+        found = [
+            self.run.chosen(with_policy(config, f"*:full/{length}{in_tiles}{store}"))
+            for store in ("", "@host")[: 1 + (self.run.host_bytes > 0)]
             for length in UNIT_LENGTHS
             if length <= max(longest, 1)
         ]
-        found = [self.run.chosen(with_policy(self.run.config, str(one))) for one in policies]
         return min(found, key=lambda one: one.peak.num_bytes)

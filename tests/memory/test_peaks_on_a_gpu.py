@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_args
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.stages import whole_model
-from megatron_lite.description import model_ends, sizes
+from megatron_lite.description import sizes
 from megatron_lite.description.model_ends import loss_blocks
-from megatron_lite.description.sizes import Sizes, allocated
+from megatron_lite.description.sizes import Shape, Sizes, allocated
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.recompute.schedule import plan_stage
@@ -27,8 +28,7 @@ LOWEST, HIGHEST = -0.003, 0.01
 
 @pytest.fixture
 def earlier_kernels(monkeypatch):
-    for module, name in ((model_ends, "has_gradient_tensor"), (sizes, "has_gradient_tensor")):
-        monkeypatch.setattr(module, name, lambda device: True)
+    monkeypatch.setattr(sizes, "has_gradient_tensor", lambda device: True)
 
 
 def config_of(row):
@@ -74,7 +74,7 @@ def test_large_blocks_are_rounded_up_where_the_rest_is_small(num_bytes, on_cuda)
 def test_a_softmax_casts_its_rows_first_except_float16_on_cuda(
     device, element_bytes, is_float16, blocks
 ):
-    sizes = Sizes(
+    shape = Sizes(
         micro_batch_size=1,
         seq_length=8,
         padded_vocab_size=64,
@@ -82,4 +82,7 @@ def test_a_softmax_casts_its_rows_first_except_float16_on_cuda(
         element_bytes=element_bytes,
         is_float16=is_float16,
     )
-    assert loss_blocks(sizes, 8, 64) == blocks * 8 * 64 * 4
+    model = ModelConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, max_position_embeddings=8
+    )
+    assert loss_blocks(Shape(model, shape), 8, 64) == blocks * 8 * 64 * 4

@@ -178,10 +178,8 @@ def step_peak(
     moment, verifies = held.moment, config.recompute.recompute_verify
     # forward's and backward's threads have one each, and a captured step has a stream of its own
     workspaces = 2 + (config.training.cuda_graph_impl != "none")
-    on_host, arena = (
-        sum(waiting[chunk] * number for chunk, number in enumerate(one))
-        for one in zip(*((one.on_host, one.arena) for one in each), strict=True)
-    )
+    on_host = sum(waiting[chunk] * one.on_host for chunk, one in enumerate(each))
+    arena = sum(waiting[chunk] * one.arena for chunk, one in enumerate(each))
     rows: tuple[tuple[str, int, Tag], ...] = (
         ("weights", states.weights, EXACT),
         ("main weights", states.masters, EXACT),
