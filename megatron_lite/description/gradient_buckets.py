@@ -9,7 +9,6 @@ Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 ALIGNMENT = 32  # elements: 128 bytes, so that vectorised kernels take their fast path on every view
@@ -30,8 +29,7 @@ class Gradient(NamedTuple):
     of_experts: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class BucketLayout:
+class BucketLayout(NamedTuple):
     """The places of the gradients of one bucket. All numbers are elements.
 
     places[name]: the elements of one gradient.
@@ -108,7 +106,7 @@ def _layout(gradients: Iterable[Gradient], shards: int) -> BucketLayout:
     # Every rank's part must be equally long, and each must start at an aligned element.
     if shards > 1:
         total = _round_up(total, ALIGNMENT * shards)
-    return BucketLayout(places=places, num_partial=num_partial, num_elements=total, shards=shards)
+    return BucketLayout(places, num_partial, total, shards)
 
 
 def _round_up(number: int, multiple: int) -> int:

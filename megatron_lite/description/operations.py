@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lite.config.regions import REGIONS
@@ -221,8 +220,7 @@ class Operation(NamedTuple):
         return sum(matmul.flops for call in self.calls for matmul in call.matmuls)
 
 
-@dataclass(frozen=True)
-class LayerDescription:
+class LayerDescription(NamedTuple):
     """The operations of one layer, in the order of the forward.
 
     absorbs: the name of the operation whose backward frees the gradient of the layer's output, or

@@ -108,9 +108,7 @@ def least_replays(run: Run, budget_bytes: int) -> list[float] | None:
     search, fsdp = RankMixes(run), run.config.data_parallel.use_torch_fsdp2
     found = []
     for rank in range(search.size):
-        states = rank_states(
-            run.config, search.alike(rank), dp_cp_size=run.dp_cp_size, dp_cp_rank=0
-        )
+        states = rank_states(run.config, search.alike(rank), dp_cp_size=run.dp_cp_size)
         # Under FSDP2 no gradients exist before the first backward.
         space = budget_bytes - states.total + (states.gradients if fsdp else 0)
         layers, in_flight = search.stages[rank].num_layers, search.in_flight(rank)

@@ -118,7 +118,7 @@ def states_on_host(config: RunConfig, num_ranks: int, pp_rank: int = 0) -> int:
     """Returns the bytes of optimizer states that a rank has in host memory."""
     parallel = config.parallel
     size = parallel.data_parallel_size(num_ranks) * parallel.context_parallel_size
-    return rank_states(config, pp_rank, dp_cp_size=size, dp_cp_rank=0).on_host
+    return rank_states(config, pp_rank, dp_cp_size=size).on_host
 
 
 def with_host_memory(problem: Problem) -> Iterator[Problem]:

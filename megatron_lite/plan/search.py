@@ -159,12 +159,13 @@ class Search:
         fitted = 0
         while heap and len(plans) < most:
             bound, _, station, config, time, plan = heapq.heappop(heap)
+            shape = _shape(config)
             if plans and bound > SLOWEST * next(iter(plans.values())).time.seconds:
                 break
-            if _shape(config) in plans:
+            if shape in plans:
                 continue
             if plan is not None:  # no bound that is left is lower than its time
-                plans[_shape(config)] = plan
+                plans[shape] = plan
             elif fitted > MORE_FITTED:
                 continue
             elif station == 0:
@@ -178,7 +179,7 @@ class Search:
                 else:  # its time is that of one stage on each rank
                     push_new([config], 3)
                 push_new(recuts(self.problem, config), 3)
-            elif bound > BETTER * fastest.get(_shape(config), math.inf):
+            elif bound > BETTER * fastest.get(shape, math.inf):
                 continue
             elif station == 3:
                 seconds = self._fitting(config, budget_bytes, time)
@@ -195,8 +196,8 @@ class Search:
                 else:
                     plan = self.plan(chosen)
                     push(plan.time.seconds, 5, config, time, plan)
-                    known = fastest.get(_shape(config), math.inf)
-                    fastest[_shape(config)] = min(known, plan.time.seconds)
+                    known = fastest.get(shape, math.inf)
+                    fastest[shape] = min(known, plan.time.seconds)
         return list(plans.values()), too_large
 
     def _balanced(self, config: RunConfig, time: StepTime, chunks: int | None = None) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -51,8 +50,7 @@ MUON_BYTES = 12 + 12 + 6 + 2 + 4 + 10
 ROW_PARALLEL = ("linear_proj", "linear_fc2")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
+class StepTime(NamedTuple):
     """The predicted time of a step.
 
     terms: the seconds of each term, on the pipeline rank that ends last. They add up to `seconds`.

@@ -12,7 +12,8 @@ import contextlib
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from typing import NamedTuple
 
 from megatron_lite.config import run_flags
 from megatron_lite.config.recompute import RecomputeConfig
@@ -37,8 +38,7 @@ LONGEST_NAME = 45
 LOSS_CHUNK = 1024  # tokens; the value of --loss-chunk-size that the report compares
 
 
-@dataclass(frozen=True, kw_only=True)
-class Priced:
+class Priced(NamedTuple):
     """The cost of a run.
 
     name: the name of its setting in the table.
@@ -114,17 +114,6 @@ def with_flags(config: RunConfig, **flags: object) -> RunConfig:
     return replace(config, recompute=config.recompute.instead(**flags))
 
 
-def full(config: RunConfig, method: str, count: int, *, split: bool = False) -> RunConfig:
-    """Returns the run with whole layers recomputed. split: units keep 1/t of their input."""
-    return with_flags(
-        config,
-        recompute_granularity="full",
-        recompute_method=method,
-        recompute_num_layers=count,
-        distribute_saved_activations=split,
-    )
-
-
 def alternatives(config: RunConfig, device: str, *, dp_cp_size: int = 1) -> tuple[Priced, ...]:
     """Returns the costs of the run's own flags and of usual settings, the highest peak first."""
     priced = {
@@ -152,9 +141,17 @@ def _usual(config: RunConfig, device: str) -> Iterator[tuple[str, RunConfig]]:
         runs.append(with_flags(config, recompute_granularity="selective", recompute_modules=names))
     longest = max(stage.num_layers for stage in config.stages())
     for split in (False, True):
-        with contextlib.suppress(ValueError):  # not every layout can split the inputs of units
-            runs.append(full(config, "uniform", 1, split=split))
-            runs.append(full(config, "block", (longest + 1) // 2, split=split))
+        for method, count in (("uniform", 1), ("block", (longest + 1) // 2)):
+            with contextlib.suppress(ValueError):  # not every layout can split the inputs of units
+                runs.append(
+                    with_flags(
+                        config,
+                        recompute_granularity="full",
+                        recompute_method=method,
+                        recompute_num_layers=count,
+                        distribute_saved_activations=split,
+                    )
+                )
     runs += [with_flags(config, recompute_policy=policy) for policy in policies]
     yield from (("", run) for run in runs)
     tokens = config.data.seq_length * config.training.micro_batch_size

@@ -11,6 +11,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.notices import notices
@@ -75,8 +76,7 @@ class Part:
         return sum(tensor.num_bytes for tensor in self.kept)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(NamedTuple):
     """The report on a run. The kept bytes of its parts add up to `own.memory.kept_bytes`.
 
     sizes: the sizes of a micro-batch.

@@ -113,10 +113,14 @@ class PolicyFlops(NamedTuple):
     def of(cls, config: RunConfig, device: str) -> PolicyFlops:
         """Returns them for a run whose vocabulary size is known. device: "cpu" or "cuda"."""
         sizes = Sizes.of(config, device=device)
-        shape = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
+        shape = dict(
+            batch=sizes.micro_batch_size,
+            seq_length=sizes.seq_length,
+            padded_vocab_size=sizes.padded_vocab_size,
+        )
         ranks = dict(tp_size=sizes.tp_size, cp_size=sizes.cp_size)
         return cls(
-            step_flops(config.model, **shape, padded_vocab_size=sizes.padded_vocab_size),
+            step_flops(config.model, **shape),
             replay_flops(config.model, plan_model(config), **shape, **ranks, device=device),
             sizes.num_ranks * _rebuilds(head_operations(config.model, sizes)),
         )

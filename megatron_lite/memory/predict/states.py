@@ -89,7 +89,9 @@ class _Held(NamedTuple):
     is_matrix: bool
 
 
-def rank_states(config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
+def rank_states(
+    config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank: int = 0
+) -> RankStates:
     """Returns the bytes of one rank. The vocabulary size must be known.
 
     pp_rank: the pipeline rank.

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple
@@ -71,8 +71,7 @@ class PeakTerm(NamedTuple):
     tag: Tag = EXACT
 
 
-@dataclass(frozen=True)
-class StepPeak:
+class StepPeak(NamedTuple):
     """The peak of a step on one rank.
 
     rank: the pipeline rank.
