@@ -293,16 +293,17 @@ def _entering(shape: ExpertShape) -> tuple[OperatorCall, ...]:
     sizes = dict(
         tokens=shape.whole, weights=shape.slots * shape.scores, choice=shape.slots * INDEX_BYTES
     )
-    gathered = [
-        (f"gathered {name}", Collective(ALL_GATHER, size))
+    within = (
+        Collective(ALL_GATHER, size).call(f"gathered {name}")
         for name, size in sizes.items()
         if shape.gathers
-    ] + [
-        (f"{name} of other ranks", collective)
+    )
+    across = (
+        one.call(f"{name} of other ranks")
         for name in ("choice", "tokens", "weights")
-        for collective in shape.over_experts(ALL_GATHER, sizes[name])
-    ]
-    return tuple(one.call(name) for name, one in gathered)
+        for one in shape.over_experts(ALL_GATHER, sizes[name])
+    )
+    return (*within, *across)
 
 
 def _leaving(shape: ExpertShape) -> tuple[Collective, ...]:

@@ -68,7 +68,7 @@ def column_linear(
         ),
         backward=of.gathers + of.reduces,
         runs_beside=True,
-        parameters=(weight, *((Parameter("bias", (width,)),) if bias else ())),
+        parameters=(weight, *[Parameter("bias", (width,))] * bias),
         # The gradient of the bias is a sum over the gradient of the output.
         moved=moved + (0, result.num_bytes * (bias and not skips_bias)),
         temporary=of.column_temporary(result.num_bytes, weight),
@@ -121,7 +121,7 @@ def row_linear(
             *(one.call(f"{name} output", of.hidden, output_only=last) for one in of.reduces),
         ),
         backward=of.gathers,
-        parameters=(weight, *((vector,) if bias else ())),
+        parameters=(weight, *[vector] * bias),
         moved=Moved(2 * of.hidden * several, of.hidden) if adds else NOTHING_MOVED,
         temporary=inside + own_gradient * of.hidden,
         **others,

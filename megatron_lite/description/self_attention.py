@@ -159,7 +159,7 @@ def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
     elif packed and size > 1:  # copies in the order of the samples
         pieces = 3 * of.query + 2 * of.kv
     state = KeptTensor("seed and offset", OF_FLASH if in_flash else SEED_AND_OFFSET)
-    states = (state,) if not on_cpu and alone and (drops or not ours) else ()
+    states = (state,) * (not on_cpu and alone and (drops or not ours))
     mask: Tensors = ()
     if masked and drops:
         samples = sizes.micro_batch_size if packed else 1

@@ -148,16 +148,16 @@ def _layout(plan: Plan) -> str:
     words = [
         f"t {parallel.tensor_model_parallel_size}",
         f"p {size}" + f" ({first}{between}{last})" * is_uneven,
-        *([f"v {len(cut) // size}"] if len(cut) > size else []),
-        *([f"c {context}{exchange}"] if context > 1 else []),
+        *[f"v {len(cut) // size}"] * (len(cut) > size),
+        *[f"c {context}{exchange}"] * (context > 1),
         f"d {parallel.data_parallel_size(plan.num_ranks)}",
-        *([f"e {experts} x {parallel.expert_tensor_parallel}"] if experts > 1 else []),
+        *[f"e {experts} x {parallel.expert_tensor_parallel}"] * (experts > 1),
         kind_of(config)
         + f" x {instances}" * (instances > 1)
         + " wrapped" * config.data_parallel.fsdp_memory_efficient_wrapping,
         f"b {config.training.micro_batch_size}",
-        *(["host"] if config.optimizer.optimizer_cpu_offload else []),
-        *([f"chunk {config.loss_chunk_size}"] if config.loss_chunk_size else []),
+        *["host"] * config.optimizer.optimizer_cpu_offload,
+        *[f"chunk {config.loss_chunk_size}"] * (config.loss_chunk_size is not None),
     ]
     return ", ".join(words)
 

@@ -68,7 +68,7 @@ def _head(report: Report) -> Iterator[Block]:
     where = f"pipeline rank {report.rank}, the fullest of {ranks}" if ranks > 1 else "one rank"
     groups = f" (g {model.query_groups})" if model.group_query_attention else ""
     layout = [f"tensor-parallel {sizes.tp_size}"]
-    layout += ["sequence-parallel"] if sizes.sequence_parallel else []
+    layout += ["sequence-parallel"] * sizes.sequence_parallel
     if sizes.cp_size > 1:
         ways = ", ".join(sorted(config.parallel.exchanges))
         layout.append(f"context-parallel {sizes.cp_size} ({ways})")
@@ -76,7 +76,7 @@ def _head(report: Report) -> Iterator[Block]:
         times = sizes.expert_imbalance
         rows = "a balance of rows" if times == 1.0 else f"{times:g} times the rows of a balance"
         layout.append(f"expert-parallel {sizes.ep_size} ({rows})")
-    layout += [f"pipeline-parallel {ranks}"] if ranks > 1 else []
+    layout += [f"pipeline-parallel {ranks}"] * (ranks > 1)
     attention = "unfused" if model.builds_scores(sizes.device) else "flash"
     device = "CUDA" if sizes.device == "cuda" else "the CPU"
     unseen = sizes.device == "cpu" and config.parallel.distributed_backend == "auto"
