@@ -28,7 +28,7 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 306_900,
+    "tokens of the library": 306_300,
     "files of the library": 274,
     "tokens of tests": 296_800,
     "tokens of benchmarks": 20_900,
