@@ -26,6 +26,10 @@ COMMANDS = {
         " --eval-iters 0 --log-interval 1 --distributed-backend gloo"
     ),
     "fit": "python -c \"$(sed -n '/^import torch, transformers/,/^print(fit/p' README.md)\"",
+    "budgets": (
+        "python benchmarks/budgets.py --threads 1 --clock cpu --picture docs/pictures/budgets.svg"
+        " 2>/dev/null"
+    ),
     "verified": "python -c \"$(sed -n '/^import time, random/,/^print(f/p' docs/any-model.md)\"",
     "dry_run": (
         "NPROC_PER_NODE=1 bash examples/large/llama3_8b.sh --dry-run-memory"

@@ -1,0 +1,262 @@
+"""Memory against time on models of transformers: our budgets, and what else a user can set.
+
+    none                 the model as it is
+    budget               fit_memory_, at five budgets between the least and the most a step takes
+    gradient_checkpointing   of transformers
+    every-2, every-3     torch.utils.checkpoint around every second or third layer
+    SAC                  torch's selective checkpointing: it keeps matrix products and attention
+    SAC/2                the same, with every second matrix product, as torchtitan has it
+    compiler's budget    torch.compile with activation_memory_budget; not on experts, whose shapes
+                         change
+
+The peak is that of a step, with weights and gradients. A time is the ratio to a step of the plain
+model, which runs in turn; for the compiler's budget, to a step of the same compiled code with a
+budget of 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
+
+from benchmarks.harness import (
+    Progress,
+    clock_of,
+    new_report,
+    parse_benchmark,
+    plain_parser,
+    publish,
+    spread,
+)
+from megatron_lite.api import apply_policy_, fit_memory_, remove_policy_
+from megatron_lite.fit.gauges import CpuGauge, CudaGauge
+from megatron_lite.fit.layers import layer_lists
+from megatron_lite.fit.step import bytes_of
+
+SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)  # of the way from the least to the most
+BUDGETS = (0.0, 0.3, 0.6)  # of torch's compiler
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+}
+Step = Callable[[], Tensor]
+DECODER: dict[str, Any] = dict(
+    vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=6,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+)  # fmt: skip
+
+
+def decoder(kind: str, device: torch.device, **settings: Any) -> tuple[nn.Module, Step]:
+    """Returns a language model and its step."""
+    config = getattr(transformers, f"{kind}Config")(**DECODER, **settings)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).train().to(device)
+    ids = torch.randint(0, 2048, (2, 256), device=device)
+    return model, stepped(model, dict(input_ids=ids, labels=ids, use_cache=False))
+
+
+def whisper(device: torch.device) -> tuple[nn.Module, Step]:
+    """Returns a model of speech with two lists of layers, and its step."""
+    layers = dict(encoder_layers=4, decoder_layers=4, encoder_ffn_dim=1024, decoder_ffn_dim=1024)
+    config = transformers.WhisperConfig(
+        d_model=256, encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=2048,
+        max_source_positions=200, pad_token_id=0, decoder_start_token_id=1, **layers,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config).train().to(device)
+    sound = torch.randn(2, config.num_mel_bins, 400, device=device)
+    words = torch.randint(2, 2048, (2, 96), device=device)
+    return model, stepped(model, dict(input_features=sound, labels=words, use_cache=False))
+
+
+MODELS = {
+    "Qwen3": partial(decoder, "Qwen3"),
+    "Qwen3-MoE": partial(
+        decoder, "Qwen3Moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256
+    ),
+    "Whisper": whisper,
+}
+
+
+def stepped(model: Callable[..., Any], batch: dict[str, Tensor]) -> Step:
+    """Returns a forward and a backward."""
+
+    def step() -> Tensor:
+        loss: Tensor = model(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    step.batch = batch  # type: ignore[attr-defined]
+    return step
+
+
+@contextmanager
+def switched(model: Any) -> Iterator[None]:
+    """transformers' own switch."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    yield
+    model.gradient_checkpointing_disable()
+
+
+@contextmanager
+def wrapped(model: nn.Module, every: int, kept: int = 0) -> Iterator[None]:
+    """torch's checkpoint around layers. kept: every how many-th matrix product is kept, if any."""
+    layers = [layer for one in layer_lists(model, None) for layer in one.layers][::every]
+    for layer in layers:
+        more = {"context_fn": partial(selective, kept)} if kept else {}
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **more)
+    yield
+    for layer in layers:
+        del layer.forward
+
+
+def selective(kept: int) -> Any:
+    """The contexts of one layer's forward and replay."""
+    counts = {False: 0, True: 0}
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        counts[context.is_recompute] += operator in PRODUCTS
+        number = counts[context.is_recompute]
+        keeps = operator in ATTENTION or (operator in PRODUCTS and number % kept == 0)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def compiled(model: nn.Module, batch: dict[str, Tensor], budget: float) -> tuple[nn.Module, Step]:
+    """Returns a copy of the model, and its step compiled for a share of its activations."""
+    copied = copy.deepcopy(model)
+    is_cuda = next(model.parameters()).is_cuda
+    name = "inductor" if is_cuda else "aot_eager_decomp_partition"  # no C++ compiler needed
+    backend = partial(lookup_backend(name))  # one of its own, since code is shared by backend
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        step = stepped(torch.compile(copied, backend=backend), batch)
+        step()
+    return copied, step
+
+
+def peak_of(model: nn.Module, step: Step, device: torch.device) -> int:
+    """Returns the most bytes of a step, with the weights."""
+    model.zero_grad()
+    gc.collect()
+    with (CudaGauge if device.type == "cuda" else CpuGauge)(
+        device, bytes_of([*model.parameters(), *model.buffers()])
+    ) as gauge:
+        gauge.mark()
+        step()
+        gauge.mark()
+    return max(reading.peak for reading in gauge.readings)
+
+
+def rows_of(name: str, args: argparse.Namespace, progress: Progress) -> Iterator[dict[str, Any]]:
+    """Measures one model under every setting."""
+    torch.manual_seed(0)
+    model, step = MODELS[name](args.device)
+    plain = stepped(copy.deepcopy(model), step.batch)  # type: ignore[attr-defined]
+    clock = clock_of(args)
+
+    def row(setting: str, other: Step, base: Step, measured: nn.Module) -> dict[str, Any]:
+        progress(f"{name}, {setting}")
+        assert torch.allclose(other(), base(), rtol=1e-4), setting
+        peak, times = peak_of(measured, other, args.device), ([], [])
+        for number in range(args.repeats):
+            for which in (0, 1) if number % 2 else (1, 0):
+                times[which].append(clock.ms((other, base)[which]))
+        found = spread(*times)
+        return dict(what=name, name=setting, peak_bytes=peak, time_ratio=found)
+
+    most = peak_of(model, step, args.device)
+    for one in layer_lists(model, None):
+        apply_policy_(model, layers_fqn=one.name, policy="*:full", verify=False)
+    least = peak_of(model, step, args.device)
+    remove_policy_(model)
+    yield row("none", step, plain, model)
+    for share in SHARES:
+        budget = int(least + share * (most - least))
+        model.zero_grad()
+        fit = fit_memory_(model, f"{budget}B", step=step)
+        found = row(f"budget {budget / 2**20:.0f} MiB", step, plain, model)
+        assert found["peak_bytes"] <= budget * 1.01, found
+        yield found
+        fit.remove()
+    ways = {
+        "gradient_checkpointing": switched(model),
+        **{f"every-{n}": wrapped(model, n) for n in (2, 3)},
+        "SAC": wrapped(model, 1, kept=1),
+        "SAC/2": wrapped(model, 1, kept=2),
+    }
+    for setting, way in ways.items():
+        with way:
+            yield row(setting, step, plain, model)
+    if name != "Qwen3-MoE":
+        torch._dynamo.reset()
+        _, whole = compiled(model, step.batch, 1.0)  # type: ignore[attr-defined]
+        for share in BUDGETS:
+            copied, other = compiled(model, step.batch, share)  # type: ignore[attr-defined]
+            yield row(f"compiler's budget {share}", other, whole, copied)
+
+
+def draw(rows: Sequence[dict[str, Any]], file: str) -> None:
+    """Draws one picture for each model: memory to the right, time upwards."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "budgets"
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row["what"] for row in rows))
+    figure, axes = pyplot.subplots(1, len(names), figsize=(4.2 * len(names), 3.6), squeeze=False)
+    marks = {"none": "k*", "budget": "o-", "every": "s:", "SAC": "^:", "compiler's": "v:"}
+    for name, axis in zip(names, axes[0], strict=True):
+        for start, mark in {**marks, "gradient_checkpointing": "D"}.items():
+            found = [row for row in rows if row["what"] == name and row["name"].startswith(start)]
+            axis.plot(
+                [row["peak_bytes"] / 2**20 for row in found],
+                [row["time_ratio"][0] for row in found],
+                mark,
+                label={"budget": "megatron_lite's budget"}.get(start, start),
+            )
+        axis.set(title=name, xlabel="peak of a step, MiB", ylabel="time / plain")
+    axes[0][0].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark. Returns 0."""
+    parser = plain_parser("budgets.py", (__doc__ or "").partition("\n")[0], repeats=5)
+    parser.add_argument("--device", default="auto", help="default: cuda where there is one")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--picture", metavar="FILE.svg", help="memory against time, drawn")
+    args = parse_benchmark(parser, argv)
+    report, progress = new_report(args), Progress()
+    for name in args.models:
+        publish(report, list(rows_of(name, args, progress)), args.json)
+    if args.picture:
+        draw(report["rows"], args.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
