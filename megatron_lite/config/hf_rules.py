@@ -216,10 +216,8 @@ class Latent(NamedTuple):
         rope = config.object("rope_scaling") or config.object("rope_parameters")
         if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
             raise ValueError("mscale and mscale_all_dim need each other: give both, or none")
-        if (epsilon := fields["norm_epsilon"]) != EPSILON:
-            config.inexact.append(
-                f"rms_norm_eps is {epsilon}, but the norms of latents have {EPSILON} there"
-            )
+        if fields["norm_epsilon"] != EPSILON:
+            fields["latent_norm_epsilon"] = EPSILON
         fields.setdefault("rope_type", "rope")
 
     def write(self, model: ModelConfig) -> Values:

@@ -135,6 +135,9 @@ class LatentSettings:
         "channels of a head of queries and keys that are rotated", 64, least=2, without=LATENT
     )
     v_head_dim: int = setting("channels of a head of values", 128, least=1, without=LATENT)
+    latent_norm_epsilon: float | None = setting(
+        "of latents (default: --norm-epsilon)", least=0.0, without=LATENT
+    )
 
     def check_latent_heads(self) -> None:
         """Raises ValueError for sizes of heads that attention cannot have."""

@@ -12,6 +12,7 @@ Megatron and in DeepSeek's own: they are put in halves before they are rotated.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,12 @@ class LatentAttention(nn.Module):
             ColumnParallelLinear, bias=False, init_std=config.init_method_std, context=context
         )
         down = partial(ReplicatedLinear, init_std=config.init_method_std, context=context)
-        norm = partial(Norm, config=config, context=context, partial_grad=context.sequence_parallel)
+        of_latents = config
+        if config.latent_norm_epsilon is not None:
+            of_latents = replace(config, norm_epsilon=config.latent_norm_epsilon)
+        norm = partial(
+            Norm, config=of_latents, context=context, partial_grad=context.sequence_parallel
+        )
         self.q_layernorm: Norm | None = None
         self.kv_layernorm: Norm | None = None
         if rank is None:

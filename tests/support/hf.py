@@ -234,7 +234,7 @@ PEERS = {
         attention_bias=True,
     ),
     "glm4_moe_lite": _random(
-        "glm4_moe_lite", **_DEEPSEEK, q_lora_rank=8, rms_norm_eps=1e-6, n_group=4, topk_group=2
+        "glm4_moe_lite", **_DEEPSEEK, q_lora_rank=8, rms_norm_eps=1e-4, n_group=4, topk_group=2
     ),
     "youtu": _random("youtu", **_LATENT, q_lora_rank=8),
     "granitemoehybrid": _random(
