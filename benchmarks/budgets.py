@@ -227,20 +227,30 @@ def draw(rows: Sequence[dict[str, Any]], file: str) -> None:
 
     names = list(dict.fromkeys(row["what"] for row in rows))
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.2 * len(names), 3.6), squeeze=False)
-    marks = {"none": "k*", "budget": "o-", "every": "s:", "SAC": "^:", "compiler's": "v:"}
+    marks = {
+        "none": "k*",
+        "budget": "o-",
+        "gradient_checkpointing": "D",
+        "every": "s:",
+        "SAC": "^:",
+        "compiler's": "v:",
+    }
+    longer = {"budget": "megatron_lite's budget", "every": "every n-th layer"}
+    longer["compiler's"] = "torch's compiler"
     for name, axis in zip(names, axes[0], strict=True):
-        for start, mark in {**marks, "gradient_checkpointing": "D"}.items():
+        for start, mark in marks.items():
             found = [row for row in rows if row["what"] == name and row["name"].startswith(start)]
             axis.plot(
                 [row["peak_bytes"] / 2**20 for row in found],
                 [row["time_ratio"][0] for row in found],
                 mark,
-                label={"budget": "megatron_lite's budget"}.get(start, start),
+                label=longer.get(start, start),
             )
         axis.set(title=name, xlabel="peak of a step, MiB", ylabel="time / plain")
-    axes[0][0].legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize="small")
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(file, metadata={"Date": None} if file.endswith("svg") else None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

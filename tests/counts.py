@@ -28,10 +28,10 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 306_400,
+    "tokens of the library": 306_500,
     "files of the library": 274,
     "tokens of tests": 296_800,
-    "tokens of benchmarks": 22_900,
+    "tokens of benchmarks": 23_000,
     "own files in one plain step": 32,
     "own functions in one plain step": 130,
     "tokens that a training process has loaded": 123_300,

@@ -105,7 +105,7 @@ class Bound(NamedTuple):
 
 
 def least_seconds(
-    choices: Sequence[LayerChoice], num_layers: int, in_flight: int, limit: int
+    choices: tuple[LayerChoice, ...], num_layers: int, in_flight: int, limit: int
 ) -> Bound | None:
     """Returns the bound that parts of layers would reach, or None if no mix fits.
 
@@ -115,16 +115,20 @@ def least_seconds(
     space = (limit - min(one.rebuilt for one in choices)) / in_flight  # for K, at most
     if num_layers * min(one.kept for one in choices) > space:
         return None
+    return max(
+        Bound(num_layers * cheapest - price * space, price) for cheapest, price in _lines(choices)
+    )
+
+
+@lru_cache(64)
+def _lines(choices: tuple[LayerChoice, ...]) -> list[tuple[float, float]]:
+    """Returns the seconds of the cheapest choice for each price of a byte that can matter."""
     prices = {
         (one.seconds - other.seconds) / (other.kept - one.kept)
         for one, other in itertools.permutations(choices, 2)
         if other.kept > one.kept
     }
-    return max(
-        Bound(num_layers * _cheapest(choices, price) - price * space, price)
-        for price in {0.0, *prices}
-        if price >= 0.0
-    )
+    return [(_cheapest(choices, price), price) for price in {0.0, *prices} if price >= 0.0]
 
 
 def _cheapest(choices: Sequence[LayerChoice], price: float) -> float:

@@ -21,6 +21,7 @@ from megatron_lite.plan.policies import (
     best_mix,
     layer_choices,
     layer_order,
+    least_seconds,
     mix_peak,
     tile_counts,
 )
@@ -187,7 +188,11 @@ class RankMixes:
                     break  # more hosted layers take longer still
                 # Hosted layers come first, so all others have their bytes on top of theirs.
                 rest = limit - in_flight * count * hosted.kept
-                mix = StageMix.of(self.on_device, stage.num_layers - count, in_flight, rest)
+                others = (self.on_device, stage.num_layers - count, in_flight, rest)
+                bound = least_seconds(*others)
+                if bound is None or (best and bound.seconds + seconds >= best.seconds):
+                    continue
+                mix = StageMix.of(*others)
                 if mix is None or (best is not None and mix.seconds + seconds >= best.seconds):
                     continue
                 found = StageMix(

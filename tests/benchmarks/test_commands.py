@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from benchmarks import recompute, step_time
+from benchmarks import budgets, recompute, step_time
 from benchmarks.engines import PRESETS, Setting
 from megatron_lite.memory.predict.flops import forward_flops
 
@@ -56,3 +56,12 @@ def test_engines_train_the_same_model_and_units_cost_a_forward(tmp_path):
     )
     for name in (FULL, TORCH):
         assert rows[name]["flops"] - rows["none"]["flops"] == layers
+
+
+@pytest.mark.weekly
+def test_budgets_are_kept_beside_what_else_a_user_can_set(tmp_path, capsys):
+    picture = tmp_path / "budgets.svg"
+    words = ["--models", "Qwen3", "--repeats", "1", "--device", "cpu", "--picture", str(picture)]
+    assert budgets.main(words) == 0  # it compares losses, and peaks with their budgets
+    assert capsys.readouterr().out.count("| budget ") == len(budgets.SHARES)
+    assert picture.read_text().startswith("<?xml")

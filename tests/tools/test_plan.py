@@ -77,7 +77,7 @@ def test_a_whole_command_line_is_planned_on_the_ranks_that_it_starts():
     plans = as_json([*SMALL, "--gpus", "2", *fixed])
     assert as_json([*SMALL, *before.split(), *fixed]) == plans
     assert as_json([*SMALL, "--gpus", "2", *before.replace("2", "3").split(), *fixed]) == plans
-    text = printed([*SMALL, *before.split(), *fixed])
+    text = " ".join(printed([*SMALL, *before.split(), *fixed]).split())
     assert f"note: left out, but for the number of GPUs: {before}" in text
     fault = fault_of(plan.main, [*SMALL, "torchrun a.py --lr '3"])
     assert "a whole command line in one word: No closing quotation" in fault
