@@ -63,22 +63,23 @@ ATTENTION = {
     aten._scaled_dot_product_cudnn_attention.default,
 }
 Step = Callable[[], Tensor]
+Batch = dict[str, Any]
 DECODER: dict[str, Any] = dict(
     vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=6,
     num_attention_heads=8, num_key_value_heads=4, head_dim=32,
 )  # fmt: skip
 
 
-def decoder(kind: str, device: torch.device, **settings: Any) -> tuple[nn.Module, Step]:
-    """Returns a language model and its step."""
+def decoder(kind: str, device: torch.device, **settings: Any) -> tuple[nn.Module, Batch]:
+    """Returns a language model and its batch."""
     config = getattr(transformers, f"{kind}Config")(**DECODER, **settings)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).train().to(device)
     ids = torch.randint(0, 2048, (2, 256), device=device)
-    return model, stepped(model, dict(input_ids=ids, labels=ids, use_cache=False))
+    return model, dict(input_ids=ids, labels=ids, use_cache=False)
 
 
-def whisper(device: torch.device) -> tuple[nn.Module, Step]:
-    """Returns a model of speech with two lists of layers, and its step."""
+def whisper(device: torch.device) -> tuple[nn.Module, Batch]:
+    """Returns a model of speech with two lists of layers, and its batch."""
     layers = dict(encoder_layers=4, decoder_layers=4, encoder_ffn_dim=1024, decoder_ffn_dim=1024)
     config = transformers.WhisperConfig(
         d_model=256, encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=2048,
@@ -87,7 +88,7 @@ def whisper(device: torch.device) -> tuple[nn.Module, Step]:
     model = transformers.WhisperForConditionalGeneration(config).train().to(device)
     sound = torch.randn(2, config.num_mel_bins, 400, device=device)
     words = torch.randint(2, 2048, (2, 96), device=device)
-    return model, stepped(model, dict(input_features=sound, labels=words, use_cache=False))
+    return model, dict(input_features=sound, labels=words, use_cache=False)
 
 
 MODELS = {
@@ -99,7 +100,7 @@ MODELS = {
 }
 
 
-def stepped(model: Callable[..., Any], batch: dict[str, Tensor]) -> Step:
+def stepped(model: Callable[..., Any], batch: Batch) -> Step:
     """Returns a forward and a backward."""
 
     def step() -> Tensor:
@@ -107,7 +108,6 @@ def stepped(model: Callable[..., Any], batch: dict[str, Tensor]) -> Step:
         loss.backward()
         return loss.detach()
 
-    step.batch = batch  # type: ignore[attr-defined]
     return step
 
 
@@ -144,7 +144,7 @@ def selective(kept: int) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def compiled(model: nn.Module, batch: dict[str, Tensor], budget: float) -> tuple[nn.Module, Step]:
+def compiled(model: nn.Module, batch: Batch, budget: float) -> tuple[nn.Module, Step]:
     """Returns a copy of the model, and its step compiled for a share of its activations."""
     copied = copy.deepcopy(model)
     is_cuda = next(model.parameters()).is_cuda
@@ -172,8 +172,8 @@ def peak_of(model: nn.Module, step: Step, device: torch.device) -> int:
 def rows_of(name: str, args: argparse.Namespace, progress: Progress) -> Iterator[dict[str, Any]]:
     """Measures one model under every setting."""
     torch.manual_seed(0)
-    model, step = MODELS[name](args.device)
-    plain = stepped(copy.deepcopy(model), step.batch)  # type: ignore[attr-defined]
+    model, batch = MODELS[name](args.device)
+    step, plain = stepped(model, batch), stepped(copy.deepcopy(model), batch)
     clock = clock_of(args)
 
     def row(setting: str, other: Step, base: Step, measured: nn.Module) -> dict[str, Any]:
@@ -211,9 +211,9 @@ def rows_of(name: str, args: argparse.Namespace, progress: Progress) -> Iterator
             yield row(setting, step, plain, model)
     if name != "Qwen3-MoE":
         torch._dynamo.reset()
-        _, whole = compiled(model, step.batch, 1.0)  # type: ignore[attr-defined]
+        _, whole = compiled(model, batch, 1.0)
         for share in BUDGETS:
-            copied, other = compiled(model, step.batch, share)  # type: ignore[attr-defined]
+            copied, other = compiled(model, batch, share)
             yield row(f"compiler's budget {share}", other, whole, copied)
 
 
@@ -228,23 +228,21 @@ def draw(rows: Sequence[dict[str, Any]], file: str) -> None:
     names = list(dict.fromkeys(row["what"] for row in rows))
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.2 * len(names), 3.6), squeeze=False)
     marks = {
-        "none": "k*",
-        "budget": "o-",
-        "gradient_checkpointing": "D",
-        "every": "s:",
-        "SAC": "^:",
-        "compiler's": "v:",
+        "none": ("k*", "none"),
+        "budget": ("o-", "megatron_lite's budget"),
+        "gradient": ("D", "gradient_checkpointing"),
+        "every": ("s:", "every n-th layer"),
+        "SAC": ("^:", "SAC"),
+        "compiler's": ("v:", "torch's compiler"),
     }
-    longer = {"budget": "megatron_lite's budget", "every": "every n-th layer"}
-    longer["compiler's"] = "torch's compiler"
     for name, axis in zip(names, axes[0], strict=True):
-        for start, mark in marks.items():
+        for start, (mark, label) in marks.items():
             found = [row for row in rows if row["what"] == name and row["name"].startswith(start)]
             axis.plot(
                 [row["peak_bytes"] / 2**20 for row in found],
                 [row["time_ratio"][0] for row in found],
                 mark,
-                label=longer.get(start, start),
+                label=label,
             )
         axis.set(title=name, xlabel="peak of a step, MiB", ylabel="time / plain")
     handles, labels = axes[0][0].get_legend_handles_labels()

@@ -30,7 +30,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 306_500,
     "files of the library": 274,
-    "tokens of tests": 296_800,
+    "tokens of tests": 296_900,
     "tokens of benchmarks": 23_000,
     "own files in one plain step": 32,
     "own functions in one plain step": 130,

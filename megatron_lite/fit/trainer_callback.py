@@ -47,8 +47,6 @@ class MemoryBudgetCallback(TrainerCallback):
         if getattr(model, "is_gradient_checkpointing", False):  # TRL turns it on by default
             model.gradient_checkpointing_disable()
             told = "gradient_checkpointing is off in this training: the policy takes its place\n"
-        modes = [(module, module.training) for module in model.modules()]
-        model.train()  # as the Trainer does at its first step: a loaded model is in eval mode
         before = {name: deepcopy(each) for name, each in vars(trainer).items() if _is_plain(each)}
         trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
 
@@ -66,8 +64,6 @@ class MemoryBudgetCallback(TrainerCallback):
             )
         finally:
             vars(trainer).update(before)
-            for module, mode in modes:
-                module.training = mode
         if trainer.is_world_process_zero():
             print(f"{told}{self.fit}")
 

@@ -3,6 +3,8 @@
 Each recipe is that of docs/any-model.md.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -53,11 +55,13 @@ class Summed(transformers.Trainer):
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
-        self.losses = {"train": []}
+        self.losses, self.measured = {"train": []}, SimpleNamespace(calls=[])
 
     def compute_loss(self, model, inputs, *_, **__):
         assert model.training
         self.losses["train"].append(inputs["input_ids"].shape[1])
+        accumulates = any(each.grad is not None for each in model.parameters())
+        self.measured.calls.append((inputs["input_ids"].shape[1], accumulates))  # stays
         logits = model(input_ids=inputs["input_ids"]).logits
         return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
 
@@ -79,6 +83,8 @@ def test_the_trainer_of_transformers_is_measured_by_its_own_step(accumulation, t
         trainer.add_callback(callback or transformers.TrainerCallback())
         trainer.train()
         assert trainer.losses == {"train": [20, 35, 20, 35]}
+        measured = {(35, False), (35, accumulation > 1)} if budget else set()
+        assert set(trainer.measured.calls[:-4]) == measured
         assert not any("forward" in vars(each) for each in trainer.model.modules())
         return weights(trainer.model), callback and callback.fit
 
@@ -119,46 +125,43 @@ def test_sft_with_an_adapter_trains_to_the_same_bits(tmp_path):
     check(train, 0.9)  # the loss of TRL takes more than the layers
 
 
-class Lit:
-    """What Lightning's module and callback are made of, where it is installed."""
+def lightning_classes():
+    """Lightning, a module and a callback for it."""
+    lightning = pytest.importorskip("pytorch_lightning")
 
-    @staticmethod
-    def classes():
-        lightning = pytest.importorskip("pytorch_lightning")
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = language_model().train()
 
-        class Module(lightning.LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.model = language_model().train()
+        def training_step(self, batch, number):
+            loss = self.model(**batch).loss
+            self.log("loss", loss)
+            return loss
 
-            def training_step(self, batch, number):
-                loss = self.model(**batch).loss
-                self.log("loss", loss)
-                return loss
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
 
-            def configure_optimizers(self):
-                return torch.optim.AdamW(self.parameters())
+    class Budget(lightning.Callback):
+        def __init__(self, budget):
+            self.budget = budget
 
-        class Budget(lightning.Callback):
-            def __init__(self, budget):
-                self.budget = budget
+        def on_train_start(self, trainer, module):
+            with torch.random.fork_rng():
+                batch = trainer.strategy.batch_to_device(next(iter(trainer.train_dataloader)))
+            self.fit = fit_memory_(
+                module,
+                self.budget,
+                step=lambda: trainer.strategy.training_step(batch, 0).backward(),
+                optimizer=trainer.optimizers[0],
+            )
 
-            def on_train_start(self, trainer, module):
-                with torch.random.fork_rng():
-                    batch = trainer.strategy.batch_to_device(next(iter(trainer.train_dataloader)))
-                self.fit = fit_memory_(
-                    module,
-                    self.budget,
-                    step=lambda: trainer.strategy.training_step(batch, 0).backward(),
-                    optimizer=trainer.optimizers[0],
-                )
-
-        return lightning, Module, Budget
+    return lightning, Module, Budget
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning
 def test_lightning_trains_to_the_same_bits(tmp_path):
-    lightning, module, budgeted = Lit.classes()
+    lightning, module, budgeted = lightning_classes()
 
     def train(budget):
         callback = None if budget is None else budgeted(budget)
