@@ -28,13 +28,13 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 306_500,
+    "tokens of the library": 310_000,
     "files of the library": 274,
-    "tokens of tests": 296_900,
+    "tokens of tests": 300_000,
     "tokens of benchmarks": 23_000,
     "own files in one plain step": 32,
     "own functions in one plain step": 130,
-    "tokens that a training process has loaded": 123_300,
+    "tokens that a training process has loaded": 124_000,
     "own calls in one forward of a column-parallel linear layer": 4,
     "functions named *notices*": 1,
     "places that read JSON": 1,
