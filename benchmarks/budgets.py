@@ -14,21 +14,15 @@ model, which runs in turn; for the compiler's budget, to a step of the same comp
 budget of 1.
 """
 
-from __future__ import annotations
-
-import argparse
 import copy
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -62,15 +56,13 @@ ATTENTION = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 }
-Step = Callable[[], Tensor]
-Batch = dict[str, Any]
-DECODER: dict[str, Any] = dict(
+DECODER = dict(
     vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=6,
     num_attention_heads=8, num_key_value_heads=4, head_dim=32,
 )  # fmt: skip
 
 
-def decoder(kind: str, device: torch.device, **settings: Any) -> tuple[nn.Module, Batch]:
+def decoder(kind, device, **settings):
     """Returns a language model and its batch."""
     config = getattr(transformers, f"{kind}Config")(**DECODER, **settings)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).train().to(device)
@@ -78,7 +70,7 @@ def decoder(kind: str, device: torch.device, **settings: Any) -> tuple[nn.Module
     return model, dict(input_ids=ids, labels=ids, use_cache=False)
 
 
-def whisper(device: torch.device) -> tuple[nn.Module, Batch]:
+def whisper(device):
     """Returns a model of speech with two lists of layers, and its batch."""
     layers = dict(encoder_layers=4, decoder_layers=4, encoder_ffn_dim=1024, decoder_ffn_dim=1024)
     config = transformers.WhisperConfig(
@@ -100,11 +92,11 @@ MODELS = {
 }
 
 
-def stepped(model: Callable[..., Any], batch: Batch) -> Step:
+def stepped(model, batch):
     """Returns a forward and a backward."""
 
-    def step() -> Tensor:
-        loss: Tensor = model(**batch).loss
+    def step():
+        loss = model(**batch).loss
         loss.backward()
         return loss.detach()
 
@@ -112,7 +104,7 @@ def stepped(model: Callable[..., Any], batch: Batch) -> Step:
 
 
 @contextmanager
-def switched(model: Any) -> Iterator[None]:
+def switched(model):
     """transformers' own switch."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     yield
@@ -120,7 +112,7 @@ def switched(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def wrapped(model: nn.Module, every: int, kept: int = 0) -> Iterator[None]:
+def wrapped(model, every, kept=0):
     """torch's checkpoint around layers. kept: every how many-th matrix product is kept, if any."""
     layers = [layer for one in layer_lists(model, None) for layer in one.layers][::every]
     for layer in layers:
@@ -131,11 +123,11 @@ def wrapped(model: nn.Module, every: int, kept: int = 0) -> Iterator[None]:
         del layer.forward
 
 
-def selective(kept: int) -> Any:
+def selective(kept):
     """The contexts of one layer's forward and replay."""
     counts = {False: 0, True: 0}
 
-    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    def policy(context, operator, *_, **__):
         counts[context.is_recompute] += operator in PRODUCTS
         number = counts[context.is_recompute]
         keeps = operator in ATTENTION or (operator in PRODUCTS and number % kept == 0)
@@ -144,7 +136,7 @@ def selective(kept: int) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def compiled(model: nn.Module, batch: Batch, budget: float) -> tuple[nn.Module, Step]:
+def compiled(model, batch, budget):
     """Returns a copy of the model, and its step compiled for a share of its activations."""
     copied = copy.deepcopy(model)
     is_cuda = next(model.parameters()).is_cuda
@@ -156,7 +148,7 @@ def compiled(model: nn.Module, batch: Batch, budget: float) -> tuple[nn.Module, 
     return copied, step
 
 
-def peak_of(model: nn.Module, step: Step, device: torch.device) -> int:
+def peak_of(model, step, device):
     """Returns the most bytes of a step, with the weights."""
     model.zero_grad()
     gc.collect()
@@ -169,14 +161,14 @@ def peak_of(model: nn.Module, step: Step, device: torch.device) -> int:
     return max(reading.peak for reading in gauge.readings)
 
 
-def rows_of(name: str, args: argparse.Namespace, progress: Progress) -> Iterator[dict[str, Any]]:
+def rows_of(name, args, progress):
     """Measures one model under every setting."""
     torch.manual_seed(0)
     model, batch = MODELS[name](args.device)
     step, plain = stepped(model, batch), stepped(copy.deepcopy(model), batch)
     clock = clock_of(args)
 
-    def row(setting: str, other: Step, base: Step, measured: nn.Module) -> dict[str, Any]:
+    def row(setting, other, base, measured):
         progress(f"{name}, {setting}")
         assert torch.allclose(other(), base(), rtol=1e-4), setting
         peak, times = peak_of(measured, other, args.device), ([], [])
@@ -217,7 +209,7 @@ def rows_of(name: str, args: argparse.Namespace, progress: Progress) -> Iterator
             yield row(f"compiler's budget {share}", other, whole, copied)
 
 
-def draw(rows: Sequence[dict[str, Any]], file: str) -> None:
+def draw(rows, file):
     """Draws one picture for each model: memory to the right, time upwards."""
     import matplotlib
 
@@ -251,7 +243,7 @@ def draw(rows: Sequence[dict[str, Any]], file: str) -> None:
     figure.savefig(file, metadata={"Date": None} if file.endswith("svg") else None)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Runs the benchmark. Returns 0."""
     parser = plain_parser("budgets.py", (__doc__ or "").partition("\n")[0], repeats=5)
     parser.add_argument("--device", default="auto", help="default: cuda where there is one")

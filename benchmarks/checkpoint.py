@@ -13,26 +13,20 @@ A second part times training steps: without saving, with one save after a quarte
 that save in the background.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
-from benchmarks.checkpoint_engines import DISK, Bench, bench, forget_pages, loads, saves
+from benchmarks.checkpoint_engines import DISK, bench, forget_pages, loads, saves
 from benchmarks.engines import DTYPES
 from benchmarks.harness import (
-    Clock,
     add_number,
     add_preset,
     clock_of,
@@ -43,12 +37,9 @@ from benchmarks.harness import (
     publish,
     spread,
 )
-from megatron_lite.checkpointing.saver import Saver
-
-Rows = list[dict[str, Any]]
 
 
-def rows_of(what: str, samples: Mapping[str, list[float]], to: Sequence[float]) -> Rows:
+def rows_of(what, samples, to):
     """Returns a row for each engine. to: the base of the ratio in each round, in ms: the disk's own
     time for "save" and "load", and one training step for "stall"."""
     return [
@@ -63,7 +54,7 @@ def rows_of(what: str, samples: Mapping[str, list[float]], to: Sequence[float]) 
     ]
 
 
-def measure_files(one: Bench, clock: Clock, repeats: int, *, data: memoryview) -> Rows:
+def measure_files(one, clock, repeats, *, data):
     """Times saving and loading."""
     for name in (DISK, "safetensors", "torch", "dcp"):
         (one.folder / name).mkdir(parents=True)
@@ -71,7 +62,7 @@ def measure_files(one: Bench, clock: Clock, repeats: int, *, data: memoryview) -
         saving = saves(one, save, iter(range(1, 10**6)), data)
         saved = in_rounds({name: partial(clock.ms, do) for name, do in saving.items()}, repeats)
 
-    def cold(action: Callable[[], object]) -> float:
+    def cold(action):
         forget_pages(one.folder)
         return clock.ms(action)
 
@@ -79,19 +70,19 @@ def measure_files(one: Bench, clock: Clock, repeats: int, *, data: memoryview) -
     return [*rows_of("save", saved, saved[DISK]), *rows_of("load", loaded, loaded[DISK])]
 
 
-def measure_stall(one: Bench, clock: Clock, repeats: int, *, steps: int) -> Rows:
+def measure_stall(one, clock, repeats, *, steps):
     """Returns the time that one save adds to `steps` steps until it is durable, in steps.
 
     The row "waits" is the time of the call to `save` alone, which the log reports.
     """
     shutil.rmtree(one.directory, ignore_errors=True)
     ways = {"in the foreground": False, "in the background": True}
-    extra: dict[str, list[float]] = {name: [] for name in (*ways, "in the background, waits")}
-    one_step: list[float] = []
+    extra = {name: [] for name in (*ways, "in the background, waits")}
+    one_step = []
     iterations = iter(range(1, 10**6))
     waits = 0.0
 
-    def stepped(save: Callable[[int], Saver] | None = None) -> None:
+    def stepped(save=None):
         nonlocal waits
         saver = None
         for step in range(steps):
@@ -117,7 +108,7 @@ def measure_stall(one: Bench, clock: Clock, repeats: int, *, steps: int) -> Rows
     return rows_of("stall", extra, one_step)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv):
     parser = plain_parser("checkpoint.py", (__doc__ or "").partition("\n")[0], repeats=7)
     add_preset(parser, "medium")
     parser.add_argument(
@@ -130,7 +121,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parse_benchmark(parser, argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Runs the benchmark. Returns 0."""
     args = parse(argv)
     report, clock = new_report(args), clock_of(args)

@@ -1,13 +1,10 @@
 """Ways of saving and loading a checkpoint: ours, torch's, safetensors', and plain files."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from benchmarks.engines import SEED, Shape
+from benchmarks.engines import SEED
 from megatron_lite.api import run_config
 from megatron_lite.checkpointing.directory import claim_directory
 from megatron_lite.checkpointing.saver import Saver
@@ -44,11 +40,11 @@ class Bench:
     parallel: ParallelState
 
     @property
-    def directory(self) -> Path:
+    def directory(self):
         """The directory of --save."""
         return self.folder / "ours"
 
-    def options(self, *, async_save: bool = False) -> CheckpointConfig:
+    def options(self, *, async_save=False):
         """Returns options that keep the last checkpoint only, so the disk does not fill up."""
         return CheckpointConfig(
             save=str(self.directory),
@@ -57,7 +53,7 @@ class Bench:
             async_save=async_save,
         )
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self):
         """Returns all tensors of model and optimizer that a checkpoint holds."""
         states = {
             f"{name}/{key}": value
@@ -67,7 +63,7 @@ class Bench:
         weights = self.trainer.model.named_parameters()
         return {**{name: value.detach() for name, value in weights}, **states}
 
-    def step(self) -> None:
+    def step(self):
         """Runs one training step."""
         trainer = self.trainer
         batches = MicroBatches(
@@ -80,14 +76,14 @@ class Bench:
         train_step(trainer.runner, trainer.optimizer, batches, learning_rate=1e-4)
 
     @contextmanager
-    def saver(self, *, async_save: bool = False) -> Iterator[Callable[[int], Saver]]:
+    def saver(self, *, async_save=False):
         """Yields a function that saves a checkpoint as a given iteration."""
         options, trainer = self.options(async_save=async_save), self.trainer
         with Saver(
             options, self.parallel, claim_directory(options, self.parallel), started_at=0
         ) as saver:
 
-            def save(iteration: int) -> Saver:
+            def save(iteration):
                 snapshot = take_snapshot(
                     trainer.config,
                     self.parallel,
@@ -104,7 +100,7 @@ class Bench:
 
 
 @contextmanager
-def bench(shape: Shape, folder: Path, dtype: str) -> Iterator[Bench]:
+def bench(shape, folder, dtype):
     """Yields a bench with a model of the shape."""
     config = run_config(
         num_layers=shape.num_layers,
@@ -129,24 +125,22 @@ def bench(shape: Shape, folder: Path, dtype: str) -> Iterator[Bench]:
         yield one
 
 
-def saves(
-    one: Bench, save: Callable[[int], Saver], iterations: Iterator[int], data: memoryview
-) -> dict[str, Callable[[], object]]:
+def saves(one, save, iterations, data):
     """Returns every way of saving by name, DISK first."""
     tensors, folder = one.tensors(), one.folder
 
-    def by_torch() -> None:
+    def by_torch():
         torch.save(tensors, folder / "torch" / "file.pt")
         synced(folder / "torch" / "file.pt")
 
-    def by_safetensors() -> None:
+    def by_safetensors():
         save_file(
             {name: value.contiguous() for name, value in tensors.items()},
             str(folder / "safetensors" / "file"),
         )
         synced(folder / "safetensors" / "file")
 
-    def by_dcp() -> None:
+    def by_dcp():
         shutil.rmtree(folder / "dcp", ignore_errors=True)
         with quiet():
             dcp.save(
@@ -164,20 +158,20 @@ def saves(
     }
 
 
-def loads(one: Bench) -> dict[str, Callable[[], object]]:
+def loads(one):
     """Returns every way of loading by name, DISK first."""
     folder, targets = one.folder, {name: value.clone() for name, value in one.tensors().items()}
 
-    def by_ours() -> None:
+    def by_ours():
         config = replace(one.trainer.config, checkpoint=one.options())
         start = find_start(config.checkpoint, one.parallel)
         load_checkpoint(start, config, one.parallel, one.trainer.model, one.trainer.optimizer)
 
-    def fill(found: Mapping[str, Tensor]) -> None:
+    def fill(found):
         for name, value in found.items():
             targets[name].copy_(value)
 
-    def by_dcp() -> None:
+    def by_dcp():
         with quiet():
             dcp.load(targets, storage_reader=dcp.FileSystemReader(folder / "dcp"), no_dist=True)
 
@@ -191,20 +185,20 @@ def loads(one: Bench) -> dict[str, Callable[[], object]]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet():
     """Silences DCP, which warns that there is no process group."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
 
 
-def synced(path: Path) -> None:
+def synced(path):
     """Returns once a file and its name are on the disk."""
     sync(path)
     sync(path.parent)
 
 
-def write_plainly(path: Path, data: memoryview) -> None:
+def write_plainly(path, data):
     """Writes the bytes to one file and syncs it: the disk's own speed."""
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(data), BUFFER_BYTES):
@@ -212,7 +206,7 @@ def write_plainly(path: Path, data: memoryview) -> None:
     synced(path)
 
 
-def read_plainly(path: Path) -> None:
+def read_plainly(path):
     """Reads one file through a small buffer: the disk's own speed."""
     buffer = bytearray(BUFFER_BYTES)
     with path.open("rb", buffering=0) as file:
@@ -220,7 +214,7 @@ def read_plainly(path: Path) -> None:
             pass
 
 
-def forget_pages(folder: Path) -> None:
+def forget_pages(folder):
     """Drops the files below the folder from the page cache, so that a read goes to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():

@@ -5,23 +5,18 @@ rotary positions, RMSNorm, swiglu, no biases and an output layer of its own. All
 model have the weights of ours, so their losses are equal up to rounding.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import peers as others
-from benchmarks.engines import LEARNING_RATE, Setting, one_rank, our_model, our_optimizer
+from benchmarks.engines import LEARNING_RATE, one_rank, our_model, our_optimizer
 from benchmarks.peers import Contestant
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.model.gpt import GPTModel, ModelStages
+from megatron_lite.model.gpt import ModelStages
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.graphs import LEAST_WARMUP, Recorder
 from megatron_lite.training.step import StageRunner, train_step
@@ -34,9 +29,7 @@ PEERS = {
 }
 
 
-def build_contestants(
-    setting: Setting, *, peers: Sequence[str] = tuple(PEERS), compiled: bool = False
-) -> tuple[list[Contestant], dict[str, str]]:
+def build_contestants(setting, *, peers=tuple(PEERS), compiled=False):
     """Returns the contestants, and who is left out and why. Ours without recomputation is the
     first; the others follow by how much they tell.
 
@@ -72,9 +65,7 @@ def build_contestants(
     return found, skipped
 
 
-def _ours(
-    model: GPTModel, setting: Setting, names: Sequence[str], *, captured: bool = False
-) -> Iterator[Contestant]:
+def _ours(model, setting, names, *, captured=False):
     """Yields our contestants. They share one model and its optimizer.
 
     captured: whether a CUDA graph runs them, as under --cuda-graph-impl.
@@ -85,15 +76,15 @@ def _ours(
     batch, num_layers = setting.batch(), setting.shape.num_layers
     model.loss_chunk_size = setting.loss_chunk_size
 
-    def run(plan: Any, batches: Any, **_: Any) -> Any:
+    def run(plan, batches, **_):
         model.decoder.plan = plan
         return runner.train(batches, loss_factor=1.0, before_last=optimizer.sync_next_backward)
 
-    def step(plan: Any, batches: Any, learning_rate: Any, **_: Any) -> Any:
+    def step(plan, batches, learning_rate, **_):
         model.decoder.plan = plan
         return train_step(runner, optimizer, batches, learning_rate=learning_rate).loss
 
-    def called(way: Callable[..., Any]) -> Callable[[], Tensor]:
+    def called(way):
         call = partial(way, (batch,), learning_rate=LEARNING_RATE)
         if not captured:
             return call

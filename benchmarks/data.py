@@ -10,24 +10,18 @@ In each round every engine does each row once, in a process of its own, which al
 memory that the row adds. Mapped pages of files do not count.
 """
 
-from __future__ import annotations
-
-import argparse
 import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
-from benchmarks.data_engines import OURS, Sizes, Task, tasks_of
+from benchmarks.data_engines import OURS, Sizes, tasks_of
 from benchmarks.harness import (
-    Clock,
     add_number,
     clock_of,
     in_rounds,
@@ -39,12 +33,12 @@ from benchmarks.harness import (
 )
 
 
-def measured(action: Callable[[], object], clock: Clock) -> tuple[float, int]:
+def measured(action, clock):
     """Runs the action in a fork. Returns its milliseconds and the most bytes of memory it added."""
     reader, writer = multiprocessing.Pipe(duplex=False)
 
-    def run() -> None:
-        kept: list[object] = []
+    def run():
+        kept = []
         writer.send(_anonymous_bytes(os.getpid()))
         ms = clock.ms(lambda: kept.append(action()))
         writer.send((ms, _anonymous_bytes(os.getpid())))
@@ -60,13 +54,13 @@ def measured(action: Callable[[], object], clock: Clock) -> tuple[float, int]:
     return ms, max(most, last) - before
 
 
-def _anonymous_bytes(pid: int | None) -> int:
+def _anonymous_bytes(pid):
     """Returns the bytes of a process's memory without the pages of files."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
-def measure(task: Task, repeats: int, clock: Clock) -> list[dict[str, Any]]:
+def measure(task, repeats, clock):
     """Returns a row for each engine.
 
     per_second: how many of `unit` the engine does in a second, from the median of the rounds.
@@ -89,7 +83,7 @@ def measure(task: Task, repeats: int, clock: Clock) -> list[dict[str, Any]]:
     ]
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv):
     parser = plain_parser("data.py", (__doc__ or "").partition("\n")[0], repeats=5)
     for flag, default, text in (
         ("--lines", 20_000, "documents to tokenize"),
@@ -106,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parse_benchmark(parser, argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Runs the benchmark. Returns 0."""
     args = parse(argv)
     sizes = Sizes(**{name: getattr(args, name) for name in Sizes.__dataclass_fields__})

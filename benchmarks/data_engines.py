@@ -3,17 +3,13 @@
 megatron-core is imported only here and is optional; its helper in C++ comes with its wheel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
@@ -55,7 +51,7 @@ class Task:
     actions: Mapping[str, Callable[[], object]]
 
 
-def write_text(path: Path, lines: int) -> None:
+def write_text(path, lines):
     """Writes documents of 200 token ids, one JSON object a line."""
     random = np.random.RandomState(0)
     with open(path, "w") as file:
@@ -64,7 +60,7 @@ def write_text(path: Path, lines: int) -> None:
             file.write(json.dumps({"text": text}) + "\n")
 
 
-def write_dataset(prefix: Path, documents: int) -> None:
+def write_dataset(prefix, documents):
     """Writes a dataset of 1 to 799 tokens a document. The .bin is a hole: every token is 0."""
     lengths = np.random.RandomState(1).randint(1, 800, size=documents).astype("<i4")
     offsets = np.zeros(documents + 1, "<i8")
@@ -77,9 +73,9 @@ def write_dataset(prefix: Path, documents: int) -> None:
         file.truncate(offsets[-1])
 
 
-def tasks_of(folder: Path, sizes: Sizes) -> Iterator[Task]:
+def tasks_of(folder, sizes):
     """Writes the files and yields the rows. Rows of megatron-core are left out without it."""
-    engines: dict[str, Engine] = {OURS: Ours(folder, sizes)}
+    engines = {OURS: Ours(folder, sizes)}
     with contextlib.suppress(ImportError):
         engines[THEIRS] = Megatron(folder, sizes)
     documents = ("documents", sizes.documents)
@@ -96,7 +92,7 @@ def tasks_of(folder: Path, sizes: Sizes) -> Iterator[Task]:
 class Engine:
     """What an engine works on. Its methods have the names of the rows."""
 
-    def __init__(self, folder: Path, sizes: Sizes) -> None:
+    def __init__(self, folder, sizes):
         self.sizes, self.folder = sizes, folder
         self.text, self.prefix = folder / "text.jsonl", folder / "data"
         if not self.text.exists():
@@ -107,9 +103,9 @@ class Engine:
         parts = np.random.RandomState(2).dirichlet(np.ones(sizes.datasets))
         self.weights = normalized(parts.tolist())
         self.order = np.random.RandomState(3).randint(samples, size=sizes.reads).tolist()
-        self.dataset: Any = None
+        self.dataset = None
 
-    def load(self) -> None:
+    def load(self):
         for number in self.order:
             self.dataset[number]
 
@@ -117,7 +113,7 @@ class Engine:
 class Ours(Engine):
     """The functions of this project."""
 
-    def __init__(self, folder: Path, sizes: Sizes) -> None:
+    def __init__(self, folder, sizes):
         super().__init__(folder, sizes)
         self.dataset = GPTDataset(
             IndexedDataset(str(self.prefix)),
@@ -129,7 +125,7 @@ class Ours(Engine):
             cache_path=str(folder / "cache"),
         )
 
-    def preprocess(self) -> None:
+    def preprocess(self):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             status = preprocess_data.main(
                 f"--input {self.text} --output-prefix {self.folder / 'ours'} "
@@ -137,10 +133,10 @@ class Ours(Engine):
             )
         assert status == 0
 
-    def open(self) -> object:
+    def open(self):
         return IndexedDataset(str(self.prefix)).fingerprint
 
-    def sample_index(self) -> object:
+    def sample_index(self):
         return build_sample_index(
             self.lengths,
             first_document=0,
@@ -149,14 +145,14 @@ class Ours(Engine):
             seed=1,
         )
 
-    def blend_index(self) -> object:
+    def blend_index(self):
         return build_blend_index(self.weights, self.sizes.blend)
 
 
 class Megatron(Engine):
     """megatron-core's functions for the same work."""
 
-    def __init__(self, folder: Path, sizes: Sizes) -> None:
+    def __init__(self, folder, sizes):
         super().__init__(folder, sizes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
@@ -180,7 +176,7 @@ class Megatron(Engine):
         prefix, split = str(self.prefix), self.gpt.Split.train
         self.dataset = self.gpt.GPTDataset(self.open(), prefix, self.documents, None, split, config)
 
-    def preprocess(self) -> None:
+    def preprocess(self):
         """Does what Megatron's tool does in one process: parse, tokenize, append."""
         prefix = self.folder / "theirs"
         builder = self.indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
@@ -190,10 +186,10 @@ class Megatron(Engine):
                 builder.add_document(ids, [len(ids)])
         builder.finalize(f"{prefix}.idx")
 
-    def open(self) -> object:
+    def open(self):
         return self.indexed.IndexedDataset(str(self.prefix))
 
-    def sample_index(self) -> object:
+    def sample_index(self):
         random = np.random.RandomState(1)
         order = self.gpt._build_document_index(self.documents, 1, random, False)
         tokens = int(self.lengths.sum(dtype=np.int64))
@@ -203,7 +199,7 @@ class Megatron(Engine):
         samples = len(starts) - 1
         return order, starts, self.gpt._build_shuffle_index(samples, samples, random)
 
-    def blend_index(self) -> object:
+    def blend_index(self):
         size, weights = self.sizes.blend, np.array(self.weights)
         datasets, samples = np.zeros(size, np.int16), np.zeros(size, np.int64)
         self.helpers.build_blending_indices(datasets, samples, weights, len(weights), size, False)

@@ -1,22 +1,18 @@
 """The shapes and settings of the benchmarks, and our model and optimizer for one of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import default_chunk_size
 from megatron_lite.config.training import TrainingConfig
-from megatron_lite.model.gpt import GPTModel, ModelStages
+from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
@@ -63,21 +59,21 @@ class Setting:
     family = "gpt2"  # of transformers, which has the same model
 
     @property
-    def tokens(self) -> int:
+    def tokens(self):
         """The tokens of the batch."""
         return self.shape.batch_size * self.shape.seq_length
 
     @property
-    def loss_in_one_pass(self) -> bool:
+    def loss_in_one_pass(self):
         """Whether a loss in chunks computes its gradients in forward, as in a run."""
         return self.dtype == "float32"
 
     @property
-    def loss_chunk_size(self) -> int | None:
+    def loss_chunk_size(self):
         """The tokens of a loss chunk, as in a run without --loss-chunk-size."""
         return default_chunk_size(self.tokens, in_one_pass=self.loss_in_one_pass)
 
-    def model_config(self) -> ModelConfig:
+    def model_config(self):
         """Returns the shape as a config of megatron_lite."""
         shape = self.shape
         return ModelConfig(
@@ -90,7 +86,7 @@ class Setting:
             attention_backend=self.attention_backend,
         )
 
-    def batch(self) -> MicroBatch:
+    def batch(self):
         """Returns random tokens, the same for every engine."""
         text = torch.randint(
             0,
@@ -101,9 +97,7 @@ class Setting:
         return MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())
 
 
-def our_model(
-    setting: Setting, parallel: ParallelState, *, plan: RecomputePlan | None = None
-) -> GPTModel:
+def our_model(setting, parallel, *, plan=None):
     """Returns a freshly initialised model."""
     context = RankContext.of(
         parallel,
@@ -123,14 +117,12 @@ def our_model(
     return model
 
 
-def one_rank(setting: Setting) -> ParallelState:
+def one_rank(setting):
     """Returns the state of a run with this process as its only rank."""
     return ParallelState(device=setting.device, rng=RngStreams(setting.device, seed=SEED))
 
 
-def our_optimizer(
-    model: ModelStages, parallel: ParallelState, data_parallel: DataParallelConfig
-) -> Optimizer:
+def our_optimizer(model, parallel, data_parallel):
     """Returns the optimizer of a training run, whose weight gradients go the way of a run."""
     optimizer = Optimizer(model, OptimizerConfig(), parallel, data_parallel)
     fuse_weight_gradients_(TrainingConfig(micro_batch_size=1), parallel, model, optimizer)
@@ -142,7 +134,7 @@ class LlamaSetting(Setting):
 
     family = "llama"
 
-    def model_config(self) -> ModelConfig:
+    def model_config(self):
         return replace(
             super().model_config(),
             normalization="RMSNorm",

@@ -3,16 +3,12 @@
 python benchmarks/gpu_report.py PARTS FILE      PARTS: the folder with NAME.json and NAME.status
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +19,7 @@ from benchmarks.harness import about, table
 PACKAGES = ("transformers", "liger-kernel")
 
 
-def commit() -> str | None:
+def commit():
     """Returns the commit, with "-dirty" if files were changed; None without a repository."""
     words = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     try:
@@ -32,7 +28,7 @@ def commit() -> str | None:
         return None
 
 
-def version(package: str) -> str | None:
+def version(package):
     """Returns the version of a package; None: it is not installed."""
     try:
         return importlib.metadata.version(package)
@@ -40,7 +36,7 @@ def version(package: str) -> str | None:
         return None
 
 
-def joined(parts: Path) -> dict[str, Any]:
+def joined(parts):
     """Returns the report: machine, versions, and of each part its status and what it wrote."""
     return {
         **about(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
@@ -58,7 +54,7 @@ def joined(parts: Path) -> dict[str, Any]:
     }
 
 
-def page(report: dict[str, Any]) -> Iterator[str]:
+def page(report):
     """Yields the lines of the page."""
     yield f"# {report['device']}, torch {report['torch']}, {report['date'][:10]}"
     yield f"\nMade by `bash benchmarks/gpu.sh` at commit {report['git_commit']}."
@@ -75,7 +71,7 @@ def page(report: dict[str, Any]) -> Iterator[str]:
             yield from table(result["rows"])
 
 
-def main() -> int:
+def main():
     """Writes the report and its page. Returns 0, or 1 if a part failed."""
     parts, output = Path(sys.argv[1]), Path(sys.argv[2])
     report = joined(parts)

@@ -1,7 +1,5 @@
 """The parts that the benchmarks share: the clock, the options, and the report."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime
@@ -12,17 +10,12 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.engines import DTYPES, PRESETS, Shape
-
-Spread = tuple[float, float, float]  # median, minimum, maximum
-Sample = TypeVar("Sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +31,7 @@ class Clock:
     kind: str = "wall"
     steps: int = 1
 
-    def ms(self, action: Callable[[], object]) -> float:
+    def ms(self, action):
         """Returns the milliseconds per call over `steps` calls, including the device's work."""
         now = time.process_time if self.kind == "cpu" else time.perf_counter
         self._wait()
@@ -48,7 +41,7 @@ class Clock:
         self._wait()
         return (now() - start) * 1000.0 / self.steps
 
-    def _wait(self) -> None:
+    def _wait(self):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -56,24 +49,22 @@ class Clock:
 class Progress:
     """Prints lines on stderr, at most one in ten seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._last = time.monotonic()
 
-    def __call__(self, text: str) -> None:
+    def __call__(self, text):
         if time.monotonic() - self._last > 10.0:
             self._last = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 
 
-def in_rounds(
-    measured: Mapping[str, Callable[[], Sample]], rounds: int, until: float = math.inf
-) -> dict[str, list[Sample]]:
+def in_rounds(measured, rounds, until=math.inf):
     """Returns what each function measures in each round.
 
     Each round begins with another one. One round before them, which does not count, warms up.
     until: no round after the first begins later, by `time.monotonic`.
     """
-    samples: dict[str, list[Sample]] = {name: [] for name in measured}
+    samples = {name: [] for name in measured}
     names, progress = list(measured), Progress()
     for number in range(-1, rounds):
         if number > 0 and time.monotonic() > until:
@@ -88,7 +79,7 @@ def in_rounds(
     return samples
 
 
-def plain_parser(program: str, description: str, *, repeats: int) -> argparse.ArgumentParser:
+def plain_parser(program, description, *, repeats):
     """Returns a parser with the options that every timing command has."""
     parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
     add_number(parser, "--repeats", repeats, "rounds, in each of which every engine is timed once")
@@ -109,20 +100,20 @@ def plain_parser(program: str, description: str, *, repeats: int) -> argparse.Ar
     return parser
 
 
-def add_number(parser: argparse.ArgumentParser, flag: str, default: int | None, text: str) -> None:
+def add_number(parser, flag, default, text):
     """Adds a flag that takes a whole number."""
     more = "" if default is None else f"; default: {default}"
     parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text}{more}")
 
 
-def add_preset(parser: argparse.ArgumentParser, default: str) -> None:
+def add_preset(parser, default):
     """Adds the flag of the model's shape."""
     parser.add_argument(
         "--preset", choices=list(PRESETS), default=default, help=f"the shape; default: {default}"
     )
 
 
-def benchmark_parser(program: str, description: str, *, repeats: int) -> argparse.ArgumentParser:
+def benchmark_parser(program, description, *, repeats):
     """Returns a parser with the options of a benchmark of models."""
     parser = plain_parser(program, description, repeats=repeats)
     parser.add_argument(
@@ -146,15 +137,13 @@ def benchmark_parser(program: str, description: str, *, repeats: int) -> argpars
     return parser
 
 
-def spread(times: Sequence[float], others: Sequence[float]) -> Spread:
+def spread(times, others):
     """Returns the ratios of two engines' times, round by round."""
     ratios = [time / other for time, other in zip(times, others, strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def parse_benchmark(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None
-) -> argparse.Namespace:
+def parse_benchmark(parser, argv):
     """Returns the parsed options, with `device` resolved and `shape` added. Sets the threads."""
     args = parser.parse_args(argv)
     args.device = getattr(args, "device", "cpu")
@@ -172,7 +161,7 @@ def parse_benchmark(
     return args
 
 
-def clock_of(args: argparse.Namespace) -> Clock:
+def clock_of(args):
     """Returns the clock that the options ask for."""
     return Clock(
         device=args.device,
@@ -181,7 +170,7 @@ def clock_of(args: argparse.Namespace) -> Clock:
     )
 
 
-def new_report(args: argparse.Namespace) -> dict[str, Any]:
+def new_report(args):
     """Prints and returns a report with machine and settings, and without rows."""
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "shape")}
     report = {
@@ -202,7 +191,7 @@ def new_report(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def about(device: torch.device) -> dict[str, Any]:
+def about(device):
     """Returns the day, the name of the device, and the versions of torch and CUDA."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -236,7 +225,7 @@ COLUMNS = {
 }
 
 
-def table(rows: Sequence[Mapping[str, Any]], **headings: str) -> Iterator[str]:
+def table(rows, **headings):
     """Yields the lines of a table in Markdown of the rows' fields that COLUMNS has.
 
     headings: other headings than those of COLUMNS.
@@ -250,7 +239,7 @@ def table(rows: Sequence[Mapping[str, Any]], **headings: str) -> Iterator[str]:
         yield f"| {' | '.join(map(str.ljust, line, widths))} |"
 
 
-def _cell(name: str, value: Any) -> str:
+def _cell(name, value):
     if value is None:
         return "-"
     if isinstance(value, (list, tuple)):
@@ -259,9 +248,7 @@ def _cell(name: str, value: Any) -> str:
     return format(value / 2**20 if name.endswith("bytes") else value, COLUMNS[name][1])
 
 
-def publish(
-    report: dict[str, Any], rows: Sequence[Mapping[str, Any]], file: str | None, **headings: str
-) -> None:
+def publish(report, rows, file, **headings):
     """Prints a block of rows, and writes the report with it. It is called after every block, so a
     run cut short leaves its results."""
     print("", *table(rows, **headings), sep="\n", flush=True)
@@ -271,7 +258,7 @@ def publish(
         Path(file).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device):
     """Returns the name of the GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -283,7 +270,7 @@ def device_name(device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def garbage_kept() -> Iterator[None]:
+def garbage_kept():
     """Turns off automatic garbage collection inside the block. gc.collect() still works."""
     gc.collect()
     gc.freeze()  # later collections skip the objects that exist now

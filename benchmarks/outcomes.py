@@ -1,25 +1,21 @@
 """The outcome of a training in a process of its own, beside the outcome that is right."""
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 import re
 import resource
 import signal
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 
 import torch
 
-from tests.support.foreign import Outcome, count_unequal, error_of
+from tests.support.foreign import count_unequal, error_of
 from tests.support.ranks import RankFailure
 
 EQUAL = "equal"
 ROUNDED = "equal up to rounding"
 
 
-def alone(training: Callable[[], Outcome], seconds: int) -> Outcome | str:
+def alone(training, seconds):
     """Returns the outcome of the training, or a text about the error in which it ends.
 
     The training runs in its own process, because some engines never return.
@@ -46,18 +42,18 @@ def alone(training: Callable[[], Outcome], seconds: int) -> Outcome | str:
     return found
 
 
-def _send(training: Callable[[], Outcome], seconds: int, writer: Connection) -> None:
+def _send(training, seconds, writer):
     # The limit is on processor time, so on a busy machine a training does not count as endless.
     used = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
     resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, used + seconds + 5))
     try:
-        found: Outcome | str = training()
+        found = training()
     except Exception as error:  # any error of an engine is the content of its cell
         found = f"error: {short(error)}"
     writer.send_bytes(pickle.dumps(found))
 
 
-def verdict(expected: Outcome, found: Outcome, tolerance: float) -> str:
+def verdict(expected, found, tolerance):
     """Returns the comparison in a few words. Bold text means that the training is wrong."""
     counts, parts = count_unequal(expected, found, tolerance), []
     rounded = counts["rounded"] > 0 or not all(map(torch.equal, expected.losses, found.losses))
@@ -82,7 +78,7 @@ def verdict(expected: Outcome, found: Outcome, tolerance: float) -> str:
     return ROUNDED if rounded else EQUAL
 
 
-def short(error: Exception) -> str:
+def short(error):
     """Returns the error's message in at most 60 characters, without memory addresses."""
     for pattern, words in SHORT.items():
         if re.search(pattern, str(error), re.DOTALL):

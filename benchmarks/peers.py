@@ -4,19 +4,16 @@ Each function builds one model with the weights of ours and returns its ways to 
 raises ImportError if the library is not installed.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.engines import DTYPES, LEARNING_RATE, Setting, Shape
-from benchmarks.harness import Clock
+from benchmarks.engines import DTYPES, LEARNING_RATE
 from megatron_lite.config.hf_config import to_hf
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
@@ -36,7 +33,7 @@ class Contestant(NamedTuple):
     step: Callable[[], Tensor]
     plan: RecomputePlan | None = None
 
-    def ms(self, clock: Clock, action: Callable[[], Tensor]) -> float:
+    def ms(self, clock, action):
         """Returns the time of `run` or `step`, with no gradients before."""
         self.clear()
         ms = clock.ms(action)
@@ -44,14 +41,10 @@ class Contestant(NamedTuple):
         return ms
 
 
-Losses = dict[str, Callable[[], Tensor]]
-Weights = dict[str, Tensor]
 FULL = "transformers, full"
 
 
-def sharing(
-    losses: Losses, parameters: Sequence[nn.Parameter], *, compiled: bool
-) -> list[Contestant]:
+def sharing(losses, parameters, *, compiled):
     """Returns a contestant for each way to compute a loss of the same parameters.
 
     compiled: whether each but FULL is there through torch.compile too.
@@ -64,12 +57,12 @@ def sharing(
         losses |= {f"{name}, compiled": torch.compile(way) for name, way in ways if name != FULL}
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
 
-    def run(loss: Callable[[], Tensor]) -> Tensor:
+    def run(loss):
         value = loss()
         value.backward()
         return value.detach()
 
-    def step(loss: Callable[[], Tensor]) -> Tensor:
+    def step(loss):
         optimizer.zero_grad()
         value = run(loss)
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -82,14 +75,14 @@ def sharing(
     ]
 
 
-def of_logits(model: Any, setting: Setting) -> Callable[[], Tensor]:
+def of_logits(model, setting):
     """Returns the loss of a model that maps tokens [b, s] to logits [b, s, V]."""
     batch = setting.batch()
     labels = batch.labels.reshape(-1)
     return lambda: F.cross_entropy(model(batch.tokens).float().flatten(0, 1), labels)
 
 
-def plain(setting: Setting, weights: Weights, *, compiled: bool) -> list[Contestant]:
+def plain(setting, weights, *, compiled):
     """Returns GPT-2 in plain torch, and the same model compiled if `compiled`."""
     model = PlainGPT(setting).to(setting.device, DTYPES[setting.dtype]).train()
     parameters = dict(model.named_parameters())
@@ -105,7 +98,7 @@ def plain(setting: Setting, weights: Weights, *, compiled: bool) -> list[Contest
     return sharing(losses, list(model.parameters()), compiled=compiled)
 
 
-def transformers(setting: Setting, weights: Weights, *, compiled: bool) -> list[Contestant]:
+def transformers(setting, weights, *, compiled):
     """Returns transformers' model: as it is, with its checkpoint of each layer, and on a GPU, where
     Liger is installed, with Liger's kernels. All share one set of weights."""
     first, theirs = transformers_model(setting), as_transformers(weights, setting)
@@ -113,7 +106,7 @@ def transformers(setting: Setting, weights: Weights, *, compiled: bool) -> list[
         for name, parameter in first.model.named_parameters():
             parameter.copy_(theirs[name])
 
-    def another() -> Any:
+    def another():
         model = transformers_model(setting)
         model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
         model.model.tie_weights()
@@ -133,18 +126,18 @@ def transformers(setting: Setting, weights: Weights, *, compiled: bool) -> list[
     return sharing(losses, list(first.parameters()), compiled=compiled)
 
 
-def as_transformers(weights: Weights, setting: Setting) -> Weights:
+def as_transformers(weights, setting):
     """Returns the weights of ours by the names, and in the layouts, of transformers."""
     from megatron_lite.convert.hf import row_of  # needs safetensors
 
-    found: Weights = {}
+    found = {}
     model = setting.model_config()
     for name, weight in weights.items():
         found |= row_of(setting.family, name, model).split(weight)
     return found
 
 
-def transformers_model(setting: Setting) -> Any:
+def transformers_model(setting):
     """Returns transformers' model of the shape, on its device, which returns its logits only.
 
     The gelu is the one that is one kernel. Its default is a chain of seven pointwise kernels.
@@ -177,18 +170,18 @@ PLAIN_NAMES = {
 class Logits(nn.Module):
     """A transformers model that returns its logits only."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return self.model(tokens, use_cache=False, return_dict=True).logits
 
 
 class PlainLayer(nn.Module):
     """A GPT-2 layer of nn.Linear and scaled_dot_product_attention, batch first."""
 
-    def __init__(self, shape: Shape, dropout: float) -> None:
+    def __init__(self, shape, dropout):
         super().__init__()
         h = shape.hidden_size
         self.num_heads, self.dropout = shape.num_attention_heads, dropout
@@ -198,7 +191,7 @@ class PlainLayer(nn.Module):
         self.fc1 = nn.Linear(h, 4 * h)
         self.fc2 = nn.Linear(4 * h, h)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states):
         b, s, h = hidden_states.shape
         query, key, value = (
             self.qkv(self.norm1(hidden_states))
@@ -218,7 +211,7 @@ class PlainLayer(nn.Module):
 class PlainGPT(nn.Module):
     """GPT-2's architecture in plain PyTorch."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting):
         super().__init__()
         shape = setting.shape
         self.dropout = setting.dropout
@@ -229,7 +222,7 @@ class PlainGPT(nn.Module):
         )
         self.norm = nn.LayerNorm(shape.hidden_size)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         hidden_states = F.dropout(
             self.tokens(tokens) + self.positions.weight[: tokens.shape[1]], self.dropout
         )

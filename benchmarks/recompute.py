@@ -6,17 +6,12 @@ time comes from rounds in which every engine has its turn. benchmarks/README.md 
 the table.
 """
 
-from __future__ import annotations
-
-import argparse
 import gc
 import itertools
 import statistics
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -35,10 +30,9 @@ from benchmarks.harness import (
     publish,
     spread,
 )
-from benchmarks.recompute_engines import NONE, Engine, build_engines, engine_names
+from benchmarks.recompute_engines import NONE, build_engines, engine_names
 from megatron_lite.config.model import ATTENTION_BACKENDS
 from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.parallel.generators import RngSnapshot
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 
@@ -54,7 +48,7 @@ CPU_FLASH = {
 }
 
 
-def footprint(engine: Engine, streams: RngStreams, start: RngSnapshot) -> dict[str, Any]:
+def footprint(engine, streams, start):
     """Measures one forward and backward of an engine. Every engine starts from the same random
     state.
 
@@ -84,9 +78,7 @@ def footprint(engine: Engine, streams: RngStreams, start: RngSnapshot) -> dict[s
     )
 
 
-def measure(
-    setting: Setting, parallel: ParallelState, args: argparse.Namespace
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def measure(setting, parallel, args):
     """Measures all engines of one setting. Returns their rows, and who is left out and why.
 
     kept_ratio, extra_flops: relative to the same model without recomputation. transformers'
@@ -133,7 +125,7 @@ def measure(
     return rows, skipped
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv):
     parser = benchmark_parser("recompute.py", (__doc__ or "").partition("\n")[0], repeats=9)
     parser.add_argument(
         "--attention-backend",
@@ -155,7 +147,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Runs the benchmark. Returns 0."""
     args = parse(argv)
     report = new_report(args)

@@ -7,21 +7,17 @@ transformers    GPT2LMHeadModel of the same shape, without and with
                 gradient_checkpointing_enable
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from benchmarks.engines import SEED, Setting, our_model
+from benchmarks.engines import SEED, our_model
 from benchmarks.peers import of_logits, transformers_model
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
 
 NONE = "none"
@@ -40,7 +36,7 @@ class Engine:
     parameters: tuple[nn.Parameter, ...]
     rival: str | None = None
 
-    def step(self) -> None:
+    def step(self):
         """Drops the gradients, then runs forward, loss and backward.
 
         It leaves out the optimizer, which is the same for all engines.
@@ -50,7 +46,7 @@ class Engine:
         self.forward().backward()
 
 
-def policies(num_layers: int) -> dict[str, RecomputeConfig]:
+def policies(num_layers):
     """Returns our policies by name."""
     regions = ("core_attn", "mlp", "layernorm+activation", "core_attn+layernorm+activation")
     as_named = (
@@ -79,7 +75,7 @@ def policies(num_layers: int) -> dict[str, RecomputeConfig]:
 
 # Peers with torch.utils.checkpoint: the policy of ours that rebuilds the same, the module of a
 # layer that the checkpoint wraps, and n for every n-th layer, as torchtune does it.
-TORCH_PEERS: dict[str, tuple[str, Callable[[Any], nn.Module], int]] = {
+TORCH_PEERS = {
     "torch layers": ("uniform 1", lambda layer: layer, 1),
     "torch every-2": ("every-2:full", lambda layer: layer, 2),
     "torch core_attn": ("core_attn", lambda layer: layer.self_attention.core_attention, 1),
@@ -88,16 +84,16 @@ TORCH_PEERS: dict[str, tuple[str, Callable[[Any], nn.Module], int]] = {
 MODES = {"reentrant": True, "non-reentrant": False}
 
 
-def engine_names(num_layers: int) -> set[str]:
+def engine_names(num_layers):
     """Returns the names of all rows that some setting has."""
     peers = {f"{name}, {mode}" for name in (*TORCH_PEERS, "transformers") for mode in MODES}
     return {*policies(num_layers), *peers, f"transformers, {NONE}"}
 
 
-def build_engines(setting: Setting, parallel: ParallelState) -> tuple[list[Engine], dict[str, str]]:
+def build_engines(setting, parallel):
     """Returns the engines that can run here, NONE first, and the others with the reasons."""
-    engines: list[Engine] = []
-    skipped: dict[str, str] = {}
+    engines = []
+    skipped = {}
     ours = partial(_ours, setting, parallel, engines)
     for name, config in policies(setting.shape.num_layers).items():
         if name.endswith("@host") and setting.device.type == "cpu":
@@ -116,16 +112,7 @@ def build_engines(setting: Setting, parallel: ParallelState) -> tuple[list[Engin
     return engines, skipped
 
 
-def _ours(
-    setting: Setting,
-    parallel: ParallelState,
-    engines: Sequence[Engine],
-    name: str,
-    config: RecomputeConfig,
-    *,
-    rival: str | None = None,
-    prepare: Callable[[nn.Module], None] = lambda model: None,
-) -> Engine:
+def _ours(setting, parallel, engines, name, config, *, rival=None, prepare=lambda model: None):
     """Returns an engine of our model. It uses the same weight tensors as the first of `engines`.
 
     prepare: changes the model, for example to put a checkpoint around each layer.
@@ -144,9 +131,7 @@ def _ours(
     )
 
 
-def _checkpoint_layers(
-    model: Any, *, part: Callable[[Any], nn.Module], step: int, use_reentrant: bool
-) -> None:
+def _checkpoint_layers(model, *, part, step, use_reentrant):
     """Puts torch.utils.checkpoint around one module of every `step`-th layer.
 
     It restores the generator's state but not our named streams. With dropout its replays of
@@ -158,8 +143,8 @@ def _checkpoint_layers(
         module.forward = partial(torch_checkpoint, module.forward, use_reentrant=use_reentrant)
 
 
-def _transformers(setting: Setting) -> Iterator[Engine]:
-    first: nn.Module | None = None
+def _transformers(setting):
+    first = None
     for mode, use_reentrant in {NONE: None, **MODES}.items():
         torch.manual_seed(SEED)
         model = transformers_model(setting)

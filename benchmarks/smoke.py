@@ -10,12 +10,9 @@ attempt counts: other work can only spoil an attempt. The check fails if every a
 MARGIN above its limit.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not 
 from benchmarks.contestants import OURS, PLAIN, build_contestants
 from benchmarks.engines import PRESETS, Setting
 from benchmarks.harness import Clock, garbage_kept, in_rounds, spread
-from benchmarks.peers import Contestant
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 
-Pair = tuple[str, str]
 # The figure of the first over that of the second must not be above the limit. The peaks were 0.74,
 # 0.29 and 0.71 when the limits were chosen.
 FULL, POINTWISE = "ours, full", "ours, pointwise"
@@ -39,7 +34,7 @@ MARGIN = 0.05  # between two runs of one attempt on a shared machine
 ROUNDS, ATTEMPTS, SECONDS = 5, 8, 75.0
 
 
-def main() -> int:
+def main():
     """Returns 0, or 1 if a ratio is above its limit."""
     torch.set_num_threads(1)
     setting = Setting(
@@ -62,7 +57,7 @@ def main() -> int:
     )
 
 
-def best_attempts(contestants: Sequence[Contestant]) -> dict[Pair, float]:
+def best_attempts(contestants):
     """Returns the least ratio of all attempts for each pair of TIME_LIMITS.
 
     No attempt follows once every ratio is within its limit, or after SECONDS.
@@ -78,14 +73,14 @@ def best_attempts(contestants: Sequence[Contestant]) -> dict[Pair, float]:
     return best
 
 
-def attempt(contestants: Sequence[Contestant]) -> dict[Pair, float]:
+def attempt(contestants):
     """Returns the medians of the ratios over some rounds."""
     clock = Clock(device=torch.device("cpu"), kind="cpu")
     times = in_rounds({one.name: partial(one.ms, clock, one.run) for one in contestants}, ROUNDS)
     return {pair: spread(times[pair[0]], times[pair[1]])[0] for pair in TIME_LIMITS}
 
 
-def loss_and_peak(one: Contestant) -> tuple[float, int]:
+def loss_and_peak(one):
     """Returns the loss, and the most bytes of torch's allocator in forward and backward, above what
     was there before: weights, and gradients to which backward adds. It also warms up."""
     one.clear()
@@ -96,9 +91,7 @@ def loss_and_peak(one: Contestant) -> tuple[float, int]:
     return loss, peak.peak_bytes
 
 
-def told(
-    what: str, ratios: Mapping[Pair, float], limits: Mapping[Pair, float], margin: float
-) -> bool:
+def told(what, ratios, limits, margin):
     """Prints the ratios. Returns whether one is more than `margin` above its limit."""
     failed = False
     for pair, limit in limits.items():

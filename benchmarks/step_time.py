@@ -5,19 +5,14 @@ AdamW. benchmarks/README.md explains how to read the table. On a GPU the table h
 forward and backward too, above what weights, gradients and optimizer hold before.
 """
 
-from __future__ import annotations
-
-import argparse
 import gc
 import itertools
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +20,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
 from benchmarks.contestants import OURS, PEERS, build_contestants
-from benchmarks.engines import DTYPES, SETTINGS, Setting
+from benchmarks.engines import DTYPES, SETTINGS
 from benchmarks.harness import (
     Progress,
     add_number,
@@ -38,33 +33,32 @@ from benchmarks.harness import (
     publish,
     spread,
 )
-from benchmarks.peers import Contestant
 from megatron_lite.memory.predict.flops import step_flops
 
 LINEAR = "linear layers alone"
 FOR_WARMING = 0.45  # of --seconds; torch's compiler takes most of it
 
 
-def linear_layers(setting: Setting) -> tuple[Callable[[], None], int]:
+def linear_layers(setting):
     """Returns a function that runs each linear layer's forward matmul once, and its FLOPs."""
     config, shape = setting.model_config(), setting.shape
     h, wide = config.hidden_size, config.ffn_size
     into = 2 * wide if config.swiglu else wide
     sizes = [(h, 3 * h), (h, h), (h, into), (wide, h)] * shape.num_layers + [(h, shape.vocab_size)]
-    like: dict[str, Any] = dict(device=setting.device, dtype=DTYPES[setting.dtype])
+    like = dict(device=setting.device, dtype=DTYPES[setting.dtype])
     operands = {
         (m, n): (torch.randn(setting.tokens, m, **like), torch.randn(n, m, **like))
         for m, n in set(sizes)
     }
 
-    def run() -> None:
+    def run():
         for size in sizes:
             F.linear(*operands[size])
 
     return run, 2 * setting.tokens * sum(m * n for m, n in sizes)
 
 
-def warm(one: Contestant, device: torch.device) -> tuple[float, int | None]:
+def warm(one, device):
     """Runs the contestant twice. Returns its loss, and on a GPU its peak."""
     is_cuda = device.type == "cuda"
     before = 0
@@ -80,9 +74,7 @@ def warm(one: Contestant, device: torch.device) -> tuple[float, int | None]:
     return loss, peak
 
 
-def measure(
-    setting: Setting, args: argparse.Namespace, skipped: dict[str, str]
-) -> list[dict[str, Any]]:
+def measure(setting, args, skipped):
     """Returns a row of each contestant that the memory is enough for.
 
     ms, step_ms: of forward and backward, and of the whole step.
@@ -144,7 +136,7 @@ def measure(
     return rows
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv):
     parser = benchmark_parser("step_time.py", (__doc__ or "").partition("\n")[0], repeats=9)
     parser.add_argument("--family", choices=list(SETTINGS), default="gpt", help="default: gpt")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
@@ -153,7 +145,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parse_benchmark(parser, argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Runs the benchmark. Returns 0, or 1 if the losses of the contestants differ."""
     args = parse(argv)
     report = new_report(args)

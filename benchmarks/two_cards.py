@@ -6,8 +6,6 @@ batch. Two policies of one layout must give the same text of every loss. On two 
 through NCCL; `--device cpu` rehearses over gloo.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -15,10 +13,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYOUTS = {
@@ -54,7 +50,7 @@ COMMON = (
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}  # of a loss; the order of sums differs between layouts
 
 
-def rows_of(device: str, ranks: int, flags: str, steps: int) -> list[dict[str, Any]] | str:
+def rows_of(device, ranks, flags, steps):
     """Returns what each step of a run wrote, or the end of its errors."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "metrics.jsonl"
@@ -79,7 +75,7 @@ def rows_of(device: str, ranks: int, flags: str, steps: int) -> list[dict[str, A
         return [json.loads(line) for line in file.read_text().splitlines() if "lm_loss" in line]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Returns 0, or 1 if a loss differs, a policy changes one, or bytes are not as predicted."""
     parser = argparse.ArgumentParser(prog="two_cards.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=list(SIZES), default="cuda")

@@ -11,17 +11,14 @@ text is the same on every run.
         replaces the tables of the page, between its two marks
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -32,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not 
 
 from benchmarks.outcomes import EQUAL, ROUNDED, alone, verdict
 from megatron_lite.recompute.apply import apply_policy_
-from megatron_lite.recompute.guard import Verify
 from tests.support.foreign import Foreign, Outcome, Prepare, train
 from tests.support.foreign_families import FAMILIES, VARIANTS
 from tests.support.foreign_layers import LAYERS, UNSEEN
@@ -47,7 +43,7 @@ from tests.support.odd_state import CONTEXTS, STATES
 from tests.support.ranks import run_ranks
 
 BEGIN, END = "<!-- tables of benchmarks/who_is_right.py -->", "<!-- end of the tables -->"
-MODELS: dict[str, Foreign] = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN, **STATES, **CONTEXTS}
+MODELS = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN, **STATES, **CONTEXTS}
 ROUNDING = 1e-3  # relative; a gradient further off is wrong
 BF16_ROUNDING = 2.0**-5  # under autocast
 WAYS_OF = "BERT"  # the model of the table of ways to train: no cache, no side channel
@@ -70,15 +66,13 @@ class Engine:
     only_transformers: bool = False
 
 
-def _wrap_layers(model: nn.Module, foreign: Foreign, *, use_reentrant: bool) -> None:
+def _wrap_layers(model, foreign, *, use_reentrant):
     for name in foreign.lists:
         for layer in dict.fromkeys(model.get_submodule(name)):
             layer.forward = partial(_checkpointed, layer.forward, use_reentrant)
 
 
-def _checkpointed(
-    forward: Callable[..., Any], use_reentrant: bool, *args: Any, **kwargs: Any
-) -> Any:
+def _checkpointed(forward, use_reentrant, *args, **kwargs):
     """Calls `forward` under torch's checkpoint.
 
     The reentrant mode takes no keyword arguments. They are passed by position, so that it sees
@@ -88,14 +82,14 @@ def _checkpointed(
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     names = tuple(kwargs)
 
-    def by_position(*values: Any) -> Any:
+    def by_position(*values):
         return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
 
     return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=True)
 
 
-def _enable(model: nn.Module, foreign: Foreign, *, use_reentrant: bool | None) -> None:
-    inner: Any = next(
+def _enable(model, foreign, *, use_reentrant):
+    inner = next(
         module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)
     )
     inner.gradient_checkpointing_enable(
@@ -103,7 +97,7 @@ def _enable(model: nn.Module, foreign: Foreign, *, use_reentrant: bool | None) -
     )
 
 
-def _policy(model: nn.Module, foreign: Foreign, *, text: str, verify: Verify = "first") -> None:
+def _policy(model, foreign, *, text, verify="first"):
     for name in foreign.lists:
         apply_policy_(model, layers_fqn=name, policy=text, verify=verify)
 
@@ -140,14 +134,14 @@ class Row:
     seconds: int = 20
 
 
-def cells(row: Row) -> list[str]:
+def cells(row):
     """Returns the cells of the row, one for each engine."""
     expected = None if row.plain_refuses else alone(partial(row.run, None), row.seconds)
     assert expected is None or isinstance(expected, Outcome), f"{row.name}: {expected}"
     return [cell(row, engine, expected) for engine in ENGINES]
 
 
-def cell(row: Row, engine: Engine, expected: Outcome | None) -> str:
+def cell(row, engine, expected):
     """Returns one cell. expected: the outcome of plain torch, or None if it ends in an error."""
     if engine.only_transformers and not _is_of_transformers(row.foreign):
         return NOT_APPLICABLE
@@ -157,11 +151,11 @@ def cell(row: Row, engine: Engine, expected: Outcome | None) -> str:
     return "**silent**" if expected is None else verdict(expected, found, row.tolerance)
 
 
-def _is_of_transformers(foreign: Foreign) -> bool:
+def _is_of_transformers(foreign):
     return any(foreign is model for model in (*FAMILIES.values(), *VARIANTS.values()))
 
 
-def _trained(names: Sequence[str]) -> Iterator[Row]:
+def _trained(names):
     for name in names:
         yield Row(
             name,
@@ -171,7 +165,7 @@ def _trained(names: Sequence[str]) -> Iterator[Row]:
         )
 
 
-def _ways() -> Iterator[Row]:
+def _ways():
     model = MODELS[WAYS_OF]
     for way, name in WAYS.items():
         yield Row(
@@ -225,7 +219,7 @@ WAYS = {
 }
 
 
-def _in_ranks(foreign: Foreign, options: dict[str, bool], prepare: Prepare | None) -> Outcome:
+def _in_ranks(foreign, options, prepare):
     """Returns the outcome of the first of two ranks that train under DDP."""
     result = run_ranks(
         lambda rank, size: train_in_ddp(foreign, prepare, **options), 2, detail=False, timeout=60
@@ -234,7 +228,7 @@ def _in_ranks(foreign: Foreign, options: dict[str, bool], prepare: Prepare | Non
     return result
 
 
-TABLES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
+TABLES = {
     "Models of transformers, called by default": ("model", lambda: _trained([*FAMILIES])),
     "The same where more goes into a layer, or more of it into the loss": (
         "model",
@@ -251,7 +245,7 @@ TABLES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
 }
 
 
-def tables() -> str:
+def tables():
     """Trains every row, and returns Markdown."""
     _warm_up()
     return markdown(
@@ -259,13 +253,13 @@ def tables() -> str:
     )
 
 
-def markdown(found: Mapping[str, Sequence[tuple[str, Sequence[str]]]]) -> str:
+def markdown(found):
     """Returns a summary, and a table for each kind of row.
 
     found: by the title of each table, the name of every row and its cells, one for each engine.
     """
     every = [each for lines in found.values() for _, each in lines]
-    kinds: dict[str, Callable[[str], bool]] = {
+    kinds = {
         "equal to the bit": lambda text: text in (EQUAL, REFUSED_TOO),
         "equal up to rounding": lambda text: text == ROUNDED,
         "an error": lambda text: text.startswith("error: "),
@@ -296,7 +290,7 @@ def markdown(found: Mapping[str, Sequence[tuple[str, Sequence[str]]]]) -> str:
     return "\n".join(parts)
 
 
-def merged(line: Sequence[str]) -> str:
+def merged(line):
     """Returns one cell for all policies of ours: what most of them have, and each exception."""
     [(most, _)] = Counter(line).most_common(1)
     names = (engine.name.removeprefix(f"{OURS}, ") for engine in ENGINES[NUM_OTHERS:])
@@ -304,7 +298,7 @@ def merged(line: Sequence[str]) -> str:
     return "; ".join([most, *others])
 
 
-def _warm_up() -> None:
+def _warm_up():
     """Imports modules once that each forked process would import again.
 
     The imports of a selective checkpoint and of a compiler take seconds.
@@ -318,12 +312,12 @@ def _warm_up() -> None:
     train_compiled(MODELS["a tensor"], None, wrap=compile_layers, backend="aot_eager")
 
 
-def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def _table(head, rows):
     lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments=None):
     """Prints the tables, or writes them into a page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
