@@ -66,11 +66,11 @@ def policies(*, can_split):
 
 
 @contextmanager
-def rebuilt_tensors(watch, meter):
+def rebuilt_tensors(watch, meter, tables):
     """Appends to `watch` what is held whenever a tensor is saved, and whenever a discarded tensor,
     a mask or a split input has been made again, or a tensor has come back from host memory: those
-    live without being saved by anyone."""
-    unsaved = {}
+    live without being saved by anyone, as do the tables that the model holds."""
+    unsaved = {next(iter(addresses([one]))): weakref.ref(one.untyped_storage()) for one in tables}
 
     def look():
         held = {address: storage.num_bytes for address, storage in meter.storages().items()}
@@ -132,7 +132,7 @@ def measured(config, plan, parallel, *, sequence_parallel):
     with kept_for_backward(exclude=model.parameters()) as meter:
         loss = model.loss(*sample_tokens()).mean()
         forward = meter.total_bytes()
-        with rebuilt_tensors(held, meter):
+        with rebuilt_tensors(held, meter, model.constants()):
             loss.backward()
     return Fullest(forward, max(held, default=0))
 
