@@ -23,7 +23,7 @@ The memory that the end of a step needs besides the states: after the last backw
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -344,26 +344,46 @@ def _part(config: RunConfig, states: RankStates) -> int:
 
 
 def _muon(config: RunConfig, stage: Stage, shards: int) -> int:
-    """Returns the bytes of Muon's temporaries for the largest matrix, as one part.
+    """Returns the most bytes of Muon's temporaries for a parameter."""
+    sizes, model = Sizes.of(config, device="cpu", stage=stage), config.model
+    layer = describe_layer(model, sizes, min(stage.first_layer, model.num_layers - 1))
+    qkv: tuple[int, ...] = (1,)
+    if config.optimizer.muon_split_qkv:
+        qkv = (model.num_attention_heads // model.query_groups, 1, 1)
+    return max(
+        _matrices(config, sizes, shards, one.shape, qkv if operation.name == "linear_qkv" else (1,))
+        for operation in layer.operations
+        for one in operation.parameters
+        if len(one.shape) == 2
+    )
 
-    They are the iterates in bfloat16, and the result, first unscaled and then scaled, in float32.
+
+def _matrices(
+    config: RunConfig, sizes: Sizes, shards: int, shape: tuple[int, ...], parts: Sequence[int]
+) -> int:
+    """Returns the bytes of Muon's temporaries for a parameter. parts: the rows of its matrices.
+
+    A matrix is copied out of several. Then there are iterates in bfloat16, and its result, first
+    unscaled and then scaled, in float32. Several results are joined.
     """
-    sizes, optimizer = Sizes.of(config, device="cpu", stage=stage), config.optimizer
-    layer = describe_layer(config.model, sizes, min(stage.first_layer, config.model.num_layers - 1))
-    parameters = [one for operation in layer.operations for one in operation.parameters]
-    rows, columns = max((one.shape for one in parameters if len(one.shape) == 2), key=math.prod)
-    elements, whole = rows * columns, FLOAT32 * rows * columns
-    if optimizer.muon_fp32_matmul_prec == "medium":
-        iterates = 2 * BFLOAT16 * elements
-    else:
-        iterates = 2 * FLOAT32 * min(rows, columns) ** 2
-    if optimizer.muon_tp_mode == "duplicated":
-        iterates += 3 * BFLOAT16 * elements * (sizes.tp_size - 1)
+    optimizer, (rows, columns) = config.optimizer, shape
+    whole, done, most = FLOAT32 * rows * columns, 0, 0
+    for part in parts:
+        own = rows * part // sum(parts)
+        result = FLOAT32 * own * columns
+        used = 2 * result + result * (len(parts) > 1)
+        if optimizer.muon_fp32_matmul_prec == "medium":
+            used += result  # two in bfloat16
+        else:
+            used += 2 * FLOAT32 * min(own, columns) ** 2
+        if optimizer.muon_tp_mode == "duplicated":
+            used += 3 * BFLOAT16 * own * columns * (sizes.tp_size - 1)
+        most, done = max(most, done + used), done + result
     direction = whole if optimizer.muon_nesterov else 0
-    alone = iterates + 2 * whole + direction
+    alone = direction + max(most, done + whole)
     sharding = config.data_parallel
     if shards == 1 or not (sharding.use_distributed_optimizer or sharding.use_torch_fsdp2):
         return alone
     # The direction is gathered: padded, as a part for every rank, and joined.
-    part = whole // shards if sharding.use_torch_fsdp2 else whole
-    return max(part + shards * part + whole + direction, alone + whole)
+    share = whole // shards if sharding.use_torch_fsdp2 else whole
+    return max(share + shards * share + whole + direction, alone + whole)
