@@ -23,10 +23,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
     pytest.importorskip("megatron.core")
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
 MODELS = {
@@ -61,39 +57,18 @@ def our_config(name):
     )
 
 
-class CoreAttention(DotProductAttention):
-    """Their attention without a GPU, to which their latent attention also tells sizes of heads."""
-
-    def __init__(self, *args, k_channels=0, v_channels=0, **options):
-        super().__init__(*args, **options)
-
-
 def their_model(name):
-    from tests.support.megatron_core import their_config
+    from tests.support.megatron_core import their_config, their_layer
 
     ours = our_config(name)
     differing = {
         field: list(value) if field != "window_size" and isinstance(value, tuple) else value
         for field, value in MODELS[name].items()
     }
-    kind = MLATransformerConfig if ours.multi_latent_attention else TransformerConfig
-    config = their_config(
-        ours,
-        kind=kind,
-        kv_channels=ours.value_dim,
-        activation_func=lambda x: x.relu().square(),
-        **differing,
-    )
-    spec = get_gpt_layer_local_spec(
-        normalization="RMSNorm",
-        multi_latent_attention=ours.multi_latent_attention,
-        qk_layernorm=ours.qk_layernorm,
-    )
-    if ours.multi_latent_attention:
-        spec.submodules.self_attention.submodules.core_attention = CoreAttention
+    config = their_config(ours, activation_func=lambda x: x.relu().square(), **differing)
     model = GPTModel(
         config,
-        spec,
+        their_layer(ours),
         VOCAB_SIZE,
         ours.max_position_embeddings,
         position_embedding_type="rope",
@@ -115,7 +90,6 @@ def errors(rank, world_size):
     """By model and tensor: the largest error, relative to the largest value."""
     from tests.support.megatron_core import on_cpu
 
-    multi_latent_attention.HAVE_TE = False  # it takes it for granted
     with on_cpu(1):
         return {
             f"{name}: {key}": error for name in MODELS for key, error in errors_of(name).items()

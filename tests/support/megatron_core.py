@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_lite.config.experts import ExpertSettings
+from megatron_lite.convert.megatron.args import OF_LATENTS
 from tests.support.models import VOCAB_SIZE
 
 with warnings.catch_warnings():
@@ -33,9 +34,11 @@ with warnings.catch_warnings():
     )
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 PADDED = 64
 
@@ -52,12 +55,24 @@ def on_cpu(tp_size):
     CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
     filesystem_async._process_memory = lambda: 0  # psutil is not installed
     moe_utils.te_general_gemm = None  # it is not defined without Transformer Engine
+    multi_latent_attention.HAVE_TE = False  # it takes it for granted
     parallel_state.initialize_model_parallel(tp_size)
     yield
 
 
-def their_config(config, tp_size=1, dtype=torch.float64, kind=TransformerConfig, **more):
+class CoreAttention(DotProductAttention):
+    """Their attention without a GPU, to which their latent attention also tells sizes of heads."""
+
+    def __init__(self, *args, k_channels=0, v_channels=0, **options):
+        super().__init__(*args, **options)
+
+
+def their_config(config, tp_size=1, dtype=torch.float64, **more):
     """Returns megatron-core's config of ours."""
+    kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
+    if config.multi_latent_attention:
+        more = {name: getattr(config, name) for name in OF_LATENTS} | more
+        more |= dict(kv_channels=config.value_dim, multi_latent_attention=True)
     settings = dict(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -93,14 +108,14 @@ def their_model(config, tp_size=1, dtype=torch.float32, *, padded=PADDED):
     theirs = their_config(config, tp_size, dtype)
     torch.manual_seed(7)
     if config.num_experts is None:
-        spec = get_gpt_layer_local_spec(
-            normalization=config.normalization, qk_layernorm=config.qk_layernorm
-        )
+        spec = their_layer(config)
     else:
         spec = get_gpt_decoder_block_spec(
             theirs, use_transformer_engine=False, normalization=config.normalization
         )
         for number, layer in enumerate(spec.layer_specs):
+            if config.multi_latent_attention:
+                knows_latents_(layer)
             if config.layer_has_experts(number):  # the name of this norm in TE's spec of layers
                 layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     model = GPTModel(
@@ -118,6 +133,28 @@ def their_model(config, tp_size=1, dtype=torch.float32, *, padded=PADDED):
         if parameter.ndim == 1:  # zeros and ones would hide mistakes
             parameter.data += 0.3 * torch.sin(torch.arange(parameter.numel()) + number)
     return model.to(dtype)
+
+
+def their_layer(config):
+    """Returns the spec of a dense layer."""
+    spec = get_gpt_layer_local_spec(
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+    if config.multi_latent_attention:
+        knows_latents_(spec)
+    return spec
+
+
+def knows_latents_(spec):
+    """Gives a layer attention without a GPU, and the names of TE's spec of layers."""
+    spec.submodules.self_attention.submodules.core_attention = CoreAttention
+    spec.submodules.sharded_state_dict_keys_map = {
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    }
 
 
 def biases_work_(model):

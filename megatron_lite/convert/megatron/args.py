@@ -19,7 +19,7 @@ from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import from_plain, parse_json
 from megatron_lite.config.rotary import RotarySettings
-from megatron_lite.config.variants import LatentSettings, Variants
+from megatron_lite.config.variants import LATENT, LatentSettings, Variants
 from megatron_lite.convert.megatron.torch_file import Inert
 from megatron_lite.convert.target import complete_folder
 from megatron_lite.convert.weights import OUTPUT, WORDS, WeightSource
@@ -39,6 +39,13 @@ ONLY_HERE = {
         if field.name != "rotary_interleaved"
     },
     "rope_type": "rope",
+}
+# Of these Megatron-LM has arguments that count with multi-latent attention alone.
+OF_LATENTS = {
+    field.name for kind in (LatentSettings, RotarySettings) for field in fields(kind)
+} & ONLY_HERE.keys() - {
+    *("latent_norm_epsilon", "rotary_base_local", "rope_attention_factor"),
+    *("short_factor", "long_factor"),
 }
 SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in ONLY_HERE]
 # tables.json: the names of older releases (`names`) and of TE's fused norms (`norms`), in the order
@@ -76,14 +83,20 @@ def _plain(value: Any) -> Any:
     return value.kind if isinstance(value, Inert) else f"a {type(value).__name__}"
 
 
+def shared(has_latents: Any) -> list[str]:
+    """Returns the fields of ModelConfig that are arguments of Megatron-LM for a model."""
+    return [*SHARED, *(OF_LATENTS if has_latents else ())]
+
+
 def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     """Returns the model that a checkpoint's `args` describe.
 
     Raises InputError if this project has no such model; it names the argument.
     """
+    names = shared(args.get(LATENT))
     for name, neutral in TABLES["variants"].items():
         value = args.get(name)
-        if name not in SHARED and value not in (None, False, *neutral):
+        if name not in names and value not in (None, False, *neutral):
             reason = REFUSED.get(flag(name), "this project has no such layer")
             raise InputError(
                 f"{where}: was trained with {name} = {quoted(value)}, which cannot be converted: "
@@ -95,7 +108,7 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
         values["add_bias_linear"] = not args["disable_bias_linear"]
     if args.get("add_position_embedding") is False:
         values["position_embedding_type"] = "none"
-    values |= {name: args[name] for name in SHARED if args.get(name) is not None}
+    values |= {name: args[name] for name in names if args.get(name) is not None}
     if args.get("use_rotary_position_embeddings"):
         values["position_embedding_type"] = "rope"
     # Megatron does not read the number of groups and the settings of experts without a switch.
@@ -191,7 +204,8 @@ def new_iteration(source: WeightSource, path: Path) -> Iterator[Path]:
 def common_values(source: WeightSource, *, tp_size: int, pp_size: int) -> dict[str, Any]:
     """Returns the values that are no tensors and belong to no optimizer."""
     model, progress = source.model, source.progress
-    values = {name: value for name, value in asdict(model).items() if name in SHARED}
+    names = shared(model.multi_latent_attention)
+    values = {name: value for name, value in asdict(model).items() if name in names}
     for name, value in values.items():
         values[name] = list(value) if isinstance(value, tuple) else value
     if not model.group_query_attention:
@@ -225,8 +239,9 @@ def groups(source: WeightSource) -> list[dict[str, Any]]:
 def check_exact(source: WeightSource, target: str) -> None:
     """Raises InputError unless Megatron-LM has such a model, and reads the optimizer states."""
     model = source.model
+    has = shared(model.multi_latent_attention)
     for name, only in ONLY_HERE.items():
-        if getattr(model, name) != only:
+        if name not in has and getattr(model, name) != only:
             raise InputError(
                 f"--to {target}: the model has {name} = {getattr(model, name)}, and every model of "
                 f"Megatron-LM that is converted has {only}: convert with --to hf"

@@ -71,7 +71,7 @@ COMMON, SHARDS = "common.pt", "__0_0.distcp"
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_param"}
 KEYS = {"param": "master"} | {theirs: key for key, theirs in STATES.items()}
 NAME = re.compile(r"(?:(?:chained_0\.)?optimizer\.state\.(\w+)\.)?(?:model\d{0,3}\.)?(.+)")
-LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2)\.weight$")
+LINEAR = re.compile(r"\.linear_\w+\.weight$")
 OTHERS = re.compile(r"optimizer\.|^(rng_state|rerun_state|opt_param_scheduler)")
 
 

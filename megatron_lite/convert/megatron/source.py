@@ -221,6 +221,9 @@ def dist_name(name: str, model: ModelConfig) -> str:
     if layer is None:
         return name
     places = {ours: theirs for theirs, ours in TABLES["norms"].items()}
+    # Down projections have no norm in them, nor has linear_qkv that of queries.
+    latents = model.multi_latent_attention
+    del places[".input_layernorm." if latents else ".self_attention.q_layernorm."]
     if model.layer_has_experts(layer):
         del places[".pre_mlp_layernorm."]  # a module of its own in each spec of layers
     own = _replaced(own, {**places, EXPERTS: ".mlp.experts.experts."})

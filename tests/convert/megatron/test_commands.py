@@ -71,7 +71,10 @@ def test_each_format_names_the_other_one(tmp_path):
     "change, message",
     [
         (dict(parallel_residual=True), "parallel_residual = .*Megatron-LM"),
-        (dict(LATENT, position_embedding_type="rope"), "multi_latent_attention = .*Megatron-LM"),
+        (
+            dict(LATENT, position_embedding_type="rope", latent_norm_epsilon=1e-3),
+            "latent_norm_epsilon = .*Megatron-LM",
+        ),
         (dict(norm_position="after"), "norm_position = .*Megatron-LM"),
         (dict(bias_gelu_fusion=True, add_bias_linear=False), "bias_gelu_fusion = .*Megatron-LM"),
         ({}, "momentum, and only those of Adam"),

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megatron_lite.convert.formats import FORMATS
-from tests.support.equality import difference
+from tests.support.equality import LATENT, difference
 from tests.support.models import build_tiny_model, load_whole_, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
@@ -40,6 +40,17 @@ MODELS["experts"] = {
 MODELS["mixtral"] = {
     **MODELS["llama"],
     **dict(num_experts=4, moe_router_pre_softmax=True, add_bias_linear=True),
+}
+MODELS["latents"] = {
+    **dict(LATENT, q_lora_rank=8, qk_layernorm=True, position_embedding_type="rope"),
+    **dict(normalization="RMSNorm", add_bias_linear=False, swiglu=True),
+    **dict(rotary_scaling_factor=3.0, original_max_position_embeddings=20, mscale=0.8),
+}
+MODELS["deepseek"] = {
+    **MODELS["latents"],
+    **dict(q_lora_rank=None, untie_embeddings_and_output_weights=True),
+    **dict(num_experts=4, moe_layer_freq=(0, 1, 1), moe_ffn_hidden_size=24),
+    **dict(moe_shared_expert_intermediate_size=20, moe_router_pre_softmax=True),
 }
 SOURCES = {"megatron": "legacy", "megatron-dist": "dist"}
 F32, BF16 = torch.float32, torch.bfloat16
@@ -100,7 +111,7 @@ def our_results(source):
 
 
 CASES = [("llama", 1, F32), ("llama", 1, BF16), ("gpt2", 2, F32), ("experts", 1, F32)]
-CASES += [("mixtral", 1, F32)]
+CASES += [("mixtral", 1, F32), ("latents", 1, F32), ("deepseek", 1, F32)]
 
 
 @pytest.mark.parametrize(("name", "tp_size", "dtype"), CASES)
@@ -116,7 +127,7 @@ def test_a_converted_checkpoint_has_megatron_cores_logits_loss_and_states(
         got = our_results(source)
         assert difference(expected["logits"], got["logits"]) < 1e-5
         assert abs(float(expected["loss"] - got["loss"])) < 1e-5
-    if name != "llama":
+    if name not in ("llama", "latents"):
         return
     masters = ("master",) if dtype == BF16 else ()
     assert source.state_keys == ("exp_avg", "exp_avg_sq", *masters)
@@ -132,7 +143,12 @@ def test_a_converted_checkpoint_has_megatron_cores_logits_loss_and_states(
 @pytest.mark.parametrize("target_name", SOURCES)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama", F32), ("experts", F32), pytest.param("llama", BF16, marks=pytest.mark.long)],
+    [
+        ("llama", F32),
+        ("experts", F32),
+        ("latents", F32),
+        pytest.param("llama", BF16, marks=pytest.mark.long),
+    ],
 )
 def test_a_round_trip_is_bitwise(saved, tmp_path, target_name, name, dtype):
     """From torch_dist to this project's format, to Megatron's formats, and back."""
@@ -173,10 +189,13 @@ def load(rank, world_size, root, name, format_name):
         return megatron_core.their_results(model, tokens, labels), states, steps
 
 
-@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.runs(daily=2, ci=8)
 @pytest.mark.parametrize(
     ("name", "tp_size"),
-    [pytest.param("llama", 1, marks=pytest.mark.long), ("gpt2", 2), ("experts", 1), ("mixtral", 1)],
+    [
+        pytest.param("llama", 1, marks=pytest.mark.long),
+        *(("gpt2", 2), ("experts", 1), ("mixtral", 1), ("latents", 1), ("deepseek", 1)),
+    ],
 )
 @pytest.mark.parametrize("format_name", SOURCES)
 def test_megatron_core_loads_an_exported_checkpoint_strictly(
