@@ -7,18 +7,19 @@ does not count.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron_lite.config.optimizer_settings import SGD, OptimizerConfig
 from megatron_lite.optim.layouts import Piece
 from megatron_lite.parallel.rng import RngStreams, derive_seed
+from megatron_lite.parallel.torch_internals import fused_adamw_
 
 if TYPE_CHECKING:
     from megatron_lite.optim.host_link import HostLink
@@ -40,16 +41,31 @@ class Group(NamedTuple):
     on_host: bool
 
 
+def _groups(pieces: Sequence[Piece], weight_decay: float, has_ends: bool) -> list[Group]:
+    """Returns the groups. has_ends: whether the ends have a learning rate of their own."""
+    groups: dict[tuple[bool, ...], list[Piece]] = {}
+    for one in pieces:
+        at_an_end = has_ends and one.at_an_end
+        groups.setdefault((one.on_host, one.apart, not one.decays, at_an_end), []).append(one)
+    # The host comes last, so that the device works while the host does.
+    return [
+        Group(group, weight_decay * (not stays), at_an_end, apart, on_host)
+        for (on_host, apart, stays, at_an_end), group in sorted(groups.items(), key=itemgetter(0))
+    ]
+
+
 class AdamW:
     """AdamW by torch's fused kernel. Its states are the means of the gradient and of its square.
 
-    It issues no collective. It calls the function below torch.optim.AdamW(fused=True): creating a
-    torch.optim.Optimizer imports torch._dynamo, which takes more than a second of every start.
+    It issues no collective. It calls the kernel of torch.optim.AdamW(fused=True): creating a
+    torch.optim.Optimizer imports torch._dynamo, which takes more than a second of every start, and
+    raises a count for each parameter.
 
     names: those of the states, as in checkpoints.
     states[parameter][state]: in the order of the pieces, with the shape of the master, and stored
         where it is. A parameter of which this rank has no piece has no entry.
-    steps[parameter]: how many updates they have seen, 0-d.
+    count: how many updates the states have seen, 0-d. steps[parameter]: the same for a piece that
+        is apart.
     link: the way to the host; None if no piece is there.
     keys[parameter]: the seed of the rounding of its main weight, by `--stochastic-rounding`.
     """
@@ -57,7 +73,7 @@ class AdamW:
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams) -> None:
-        pieces, self._config, self._groups = list(pieces), config, []
+        pieces, self._config = list(pieces), config
         self.keys = {
             one.name: derive_seed(
                 "rounding", rng.seed, one.name, rng.tp_rank * (one.spec.tp_dim is not None)
@@ -68,22 +84,12 @@ class AdamW:
         self.states = {
             piece.name: {key: self._new_state(piece, key) for key in self.names} for piece in pieces
         }
-        # The host comes last, so that the device works while the host does.
-        for on_host, apart, decays, at_an_end in itertools.product(
-            (False, True), (False, True), (True, False), (False, True)
-        ):
-            key = on_host, apart, decays, at_an_end
-            group = [
-                one for one in pieces if (one.on_host, one.apart, one.decays, one.at_an_end) == key
-            ]
-            if group:
-                self._groups.append(
-                    Group(group, config.weight_decay * decays, at_an_end, apart, on_host)
-                )
-        # The fused kernel raises the step count of each piece, unless `skipped` is 1.
+        self._grouped = cache(partial(_groups, pieces, config.weight_decay))
+        self.count = torch.zeros((), dtype=torch.float32, device=rng.device)
         self.steps = {
             piece.name: torch.zeros((), dtype=torch.float32, device=piece.master.device)
             for piece in pieces
+            if piece.apart
         }
         self.link: HostLink | None = None
         if hosted := [piece for piece in pieces if piece.on_host]:
@@ -112,11 +118,13 @@ class AdamW:
         Every rank must call this, also one without pieces: a rule may issue collectives.
         rate_at_the_ends: the learning rate of the word embedding and the output layer.
         """
+        groups = self._grouped(rate_at_the_ends is not rate)
         if skipped.device.type == "cuda" and not isinstance(rate, Tensor):
             # as the kernel reads a tensor, so that a step in a CUDA graph has the same bits
             rate, rate_at_the_ends = torch.tensor([rate, rate_at_the_ends]).tolist()
         apart = []
-        for group in self._groups:
+        self.count += 1.0
+        for group in groups:
             names = [piece.name for piece in group.pieces]
             settings = dict(
                 lr=rate_at_the_ends if group.at_an_end else rate, weight_decay=group.weight_decay
@@ -128,10 +136,11 @@ class AdamW:
                 [piece.master for piece in group.pieces],
                 [piece.grad for piece in group.pieces],
                 [[self.states[name][key] for name in names] for key in self.names],
-                [self.steps[name] for name in names],
+                [self.count] * len(names),
                 found_inf=skipped,
                 **settings,
             )
+        self.count -= skipped
         if apart:
             from megatron_lite.optim.stored import update_apart
 
@@ -145,16 +154,18 @@ class AdamW:
         steps: list[Tensor],
         **settings: Any,
     ) -> None:
-        """Updates masters and states in place. states: a list of tensors for each of `names`."""
+        """Updates masters and states in place. states: a list of tensors for each of `names`.
+
+        steps: the numbers of their updates, this one included.
+        """
         averages, squares = states
-        adamw(
+        fused_adamw_(
             masters,
             grads,
             averages,
             squares,
             [],
             steps,
-            fused=True,
             amsgrad=False,
             beta1=self._config.adam_beta1,
             beta2=self._config.adam_beta2,
@@ -165,7 +176,7 @@ class AdamW:
 
     def set_num_updates(self, number: int) -> None:
         """Sets how many updates the moments have seen. Their bias correction depends on it."""
-        for step in self.steps.values():
+        for step in (self.count, *self.steps.values()):
             step.fill_(float(number))
 
 

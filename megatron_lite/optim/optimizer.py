@@ -155,7 +155,8 @@ class Optimizer:
         grad_norm, piece_norms = self._global_norms(grads, loss)
         # `skipped` stays on the device: reading it would make the host wait for backward. A spike
         # must not lower the loss scale, so the scale is updated before the spike is judged.
-        skipped = torch.isfinite(grad_norm).logical_not().float()
+        # Inf - Inf and NaN - NaN are NaN, which is not 0.
+        skipped = (grad_norm - grad_norm).ne(0.0).float()
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
         if self.spikes is not None and loss is not None:
@@ -277,13 +278,16 @@ class Optimizer:
         others: list[Tensor] = []
         for counts, norm in zip(self._counts_here, norms, strict=bool(norms)):
             (counted if counts else others).append(norm)
-        empty = torch.zeros(1, device=self._parallel.device)
-        total = (torch.stack(counted) if counted else empty).square().sum()
+        every = torch.stack(norms) if norms else torch.zeros(1, device=self._parallel.device)
+        summed = every
+        if others:
+            summed = torch.stack(counted) if counted else every.new_zeros(1)
+        total = summed.square().sum()
         if others:
             total = total + (torch.stack(others) * 0.0).sum()  # 0, or NaN if one is not finite
         if loss is not None:  # as above: 0, or NaN if the loss is not finite
-            total = total + loss.to(total.dtype) * 0.0
-        return self._sum_over_model(total).sqrt(), torch.stack(norms) if norms else empty
+            total = torch.add(total, loss.to(total.dtype), alpha=0.0)
+        return self._sum_over_model(total).sqrt(), every
 
     def _sum_over_model(self, value: Tensor) -> Tensor:
         # Each sum covers the ranks of one axis, so the three together cover every shard once.

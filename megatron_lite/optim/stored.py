@@ -164,12 +164,11 @@ def _update_part(rule: AdamW, part: Part, grad: Tensor, found_inf: Tensor | None
     piece, place, settings = part
     states = [piece.master, *(rule.states[piece.name][key] for key in rule.names)]
     master, *others = values = [read(state, place) for state in states]
-    # The parts of a piece share its step count, so each raises a copy.
     rule.update(
         [master],
         [grad.to(master.dtype)],
         [[one] for one in others],
-        [rule.steps[piece.name].clone()],
+        [rule.steps[piece.name] + 1.0],
         found_inf=found_inf,
         **settings,
     )

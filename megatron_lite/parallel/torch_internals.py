@@ -88,6 +88,7 @@ CachingMode = private("torch.utils.checkpoint._CachingTorchDispatchMode")
 CachedMode = private("torch.utils.checkpoint._CachedTorchDispatchMode")
 disable_current_modes = private("torch.utils._python_dispatch._disable_current_modes")
 
+fused_adamw_ = private("torch._fused_adamw_")
 # The product of groups of rows with a matrix each, (rows, matrices, offs=ends).
 grouped_product = private("torch._grouped_mm")
 grouped_operator = private("torch.ops.aten._grouped_mm.default")

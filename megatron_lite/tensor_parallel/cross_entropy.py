@@ -336,9 +336,14 @@ class _Head(NamedTuple):
 
 def local_labels(labels: Tensor, columns: Columns) -> LocalLabels:
     """Returns the places of n global ids of any shape, [n] each."""
-    local = labels.flatten() - columns.first_id
-    last = max(columns.num_ids - 1, 0)
-    return LocalLabels(local.clamp(0, last), (local >= 0) & (local < columns.num_ids))
+    settings = dict(first_id=columns.first_id, num_ids=columns.num_ids)
+    return LocalLabels(*_run(columns, places_of, labels, **settings))
+
+
+def places_of(labels: Tensor, *, first_id: int, num_ids: int) -> tuple[Tensor, Tensor]:
+    """Returns the fields of LocalLabels."""
+    local = labels.flatten() - first_id
+    return local.clamp(0, max(num_ids - 1, 0)), (local >= 0) & (local < num_ids)
 
 
 def row_statistics(logits: Tensor, labels: LocalLabels, columns: Columns) -> RowStatistics:
@@ -372,15 +377,27 @@ def combined(
     sums).
     """
     maximum = all_reduce(statistics.maximum, columns.tp_group, dist.ReduceOp.MAX)
+    sums, share = _run(columns, summands_of, *statistics, maximum, labels.here)
+    all_reduce_(sums, columns.tp_group)
+    losses, log_sum = _run(columns, losses_of, sums, maximum)
+    return losses, share.div_(sums[1]) if columns.kernels is None else log_sum
+
+
+def summands_of(
+    own_maximum: Tensor, total: Tensor, at_label: Tensor, maximum: Tensor, here: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns this rank's parts of two sums over ranks, [2, n]: of the label's logit and of the
+    exponentials, both relative to the maximum of all ranks; and the latter part alone."""
     # Each rank took its exponentials relative to its own maximum. A rank with padding alone has
     # the maximum -inf, and exp(-inf) = 0 is its part of the sum.
-    share = statistics.total * (statistics.maximum - maximum).exp_()
-    sums = torch.stack((torch.where(labels.here, statistics.at_label - maximum, 0.0), share))
-    all_reduce_(sums, columns.tp_group)
-    # loss = log(sum of exp(x - maximum)) - (x_label - maximum)
+    share = total * (own_maximum - maximum).exp_()
+    return torch.stack((torch.where(here, at_label - maximum, 0.0), share)), share
+
+
+def losses_of(sums: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns log(sum of exp(x - maximum)) - (x_label - maximum) and log(sum of exp(x))."""
     log_sum = sums[1].log()
-    losses = log_sum - sums[0]
-    return losses, share.div_(sums[1]) if columns.kernels is None else log_sum.add_(maximum)
+    return log_sum - sums[0], log_sum + maximum
 
 
 def write_gradient_(

@@ -33,6 +33,11 @@ def a_graph_keeps_the_first_batch(replay, self, inputs):
 
 
 @replaces("replay", graphs.Graph)
+def a_graph_keeps_the_first_learning_rate(replay, self, inputs):
+    return replay(self, inputs._replace(learning_rate=self._inputs.learning_rate))
+
+
+@replaces("replay", graphs.Graph)
 def a_graph_repeats_its_random_numbers(replay, self, inputs):
     before = self._rng.snapshot()
     result = replay(self, inputs)
@@ -64,6 +69,7 @@ MUTANTS = [
     LATE(figures_are_read_before_their_event),
     Mutant(nothing_waits_for_a_copy, check_short_case, dict(number=0)),
     CAPTURED(a_graph_keeps_the_first_batch),
+    CAPTURED(a_graph_keeps_the_first_learning_rate),
     CAPTURED(a_graph_repeats_its_random_numbers),
     CAPTURED(a_graph_does_not_go_back_for_a_replay),
     Mutant(a_collective_is_read_before_it_ends, check_short_case, dict(number=3)),
