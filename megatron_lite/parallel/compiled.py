@@ -47,6 +47,18 @@ from megatron_lite.parallel.torch_internals import (
 # first argument and returns None
 Function = Callable[..., Any]
 MOST_SHAPES = 16
+# Inductor's, whatever the environment says. Ranks must sum rows in the same order, and so must a
+# run that is resumed. So no measurement on a GPU, and no count of its free registers, may choose
+# between kernels. `deterministic` is torch 2.9's. A concatenation is a part of its kernel.
+SETTINGS = {
+    "deterministic": True,
+    "max_autotune": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+    "dynamic_scale_rblock": False,
+    "triton.multi_kernel": 0,
+    "force_pointwise_cat": True,
+}
 
 
 class CompiledKernels:
@@ -162,10 +174,7 @@ def _compiled(function: Function, tensors: tuple[Tensor, ...]) -> Callable[..., 
     from torch.fx.experimental.proxy_tensor import make_fx  # here: the import takes seconds
 
     compile_graph, settings = inductor_compile(), inductor_settings()
-    # Ranks must sum rows in the same order, and so must a run that is resumed. So no measurement on
-    # a GPU may choose between kernels (torch 2.9). A concatenation is a part of its kernel.
-    chosen = {"deterministic": True, "force_pointwise_cat": True}
-    chosen = {name: value for name, value in chosen.items() if hasattr(settings, name)}
+    chosen = {name: value for name, value in SETTINGS.items() if hasattr(settings, name)}
 
     # A meter's dispatch mode must not see the tensors of the trace, and the settings of the run
     # (autocast, gradients, hooks on saved tensors) must not change the graph.

@@ -189,6 +189,22 @@ def test_a_kernel_that_does_not_compile_names_the_function_its_shapes_and_the_fl
         CompiledKernels()(squared_relu, torch.randn(4, 5))
 
 
+def test_no_measurement_chooses_a_kernel_whatever_the_environment_says(monkeypatch):
+    import torch._inductor.config as settings
+
+    seen = {}
+
+    def compile_graph(graph, operands):
+        seen.update({name: getattr(settings, name) for name in asked})
+        return graph
+
+    asked = {"max_autotune": True, "coordinate_descent_tuning": True, "triton.multi_kernel": 1}
+    monkeypatch.setattr(compiled, "inductor_compile", lambda: compile_graph)
+    with settings.patch(asked):
+        CompiledKernels()(torch.sin, torch.ones(3))
+    assert seen == dict.fromkeys(asked, 0)
+
+
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch keeps dtypes equal")
 def test_a_kernel_reads_a_parameter_whose_gradient_has_another_dtype():
     """As in an evaluation after a step, whose bias has 16 bits and a float32 sum of gradients."""
