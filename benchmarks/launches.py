@@ -33,6 +33,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import weight_gradient
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.torch_internals import disable_current_modes, fake_mode_of, tree_map
+from megatron_lite.tensor_parallel import layers
 from megatron_lite.training import build_trainer
 from megatron_lite.training.step import train_step
 from tests.support.stand_in_device import ALLOCATIONS, _is_view, _tensors, step_on_the_device
@@ -160,7 +161,8 @@ def count(config: RunConfig) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", flash)
-        patch.setattr(weight_gradient, "adds_unrounded", lambda device, dtype: True)
+        for module in (weight_gradient, layers):
+            patch.setattr(module, "adds_unrounded", lambda device, dtype: True)
         patch.setattr(weight_gradient, "add_weight_product_", counted_product)
         patch.setattr(build_trainer, "CompiledKernels", lambda: CountedKernels(counts))
         with step_on_the_device(config, patch, rank=0, world_size=1) as step:

@@ -402,7 +402,7 @@ class CoreAttention(nn.Module):
         if heads > key.shape[2]:  # the heads of a query group are neighbours
             key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
         # [b a/t, s, d]
-        query, key, value = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))
+        query, key, value = [x.flatten(1, 2).transpose(0, 1) for x in (query, key, value)]
         # [b a/t, s, s]. The mask is the term that baddbmm adds, so nothing keeps it for backward.
         key = key.transpose(1, 2)
         if self.cap is None:

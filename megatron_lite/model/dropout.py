@@ -179,7 +179,7 @@ class _Dropout(torch.autograd.Function):
         ctx.branch_dtype, ctx.redraw, ctx.kernels = branch.dtype, redraw, kernels
         ctx.has_bias = bias is not None
         ctx.scale = keep_scale(probability, branch.device, kernels)
-        added = tuple(one for one in (residual, bias) if one is not None)
+        added = [one for one in (residual, bias) if one is not None]
         dtype = branch.dtype if residual is None else residual.dtype
         output = branch
         if probability:

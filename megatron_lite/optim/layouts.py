@@ -168,6 +168,9 @@ class Replicated:
             is_rounded(gathered_dtype(one)) for one in self._parameters.values()
         )
         self.pieces = self._new_pieces(model)
+        self._rounded = [
+            piece for piece in self.pieces if not piece.apart and is_rounded(piece.weight.dtype)
+        ]
 
     def _new_pieces(self, model: nn.Module) -> list[Piece]:
         """Makes `gradients`, and returns the pieces."""
@@ -239,12 +242,9 @@ class Replicated:
 
         It may return while weights are on their way: the forward of each module waits for its own.
         """
-        rounded = [
-            piece for piece in self.pieces if not piece.apart and is_rounded(piece.weight.dtype)
-        ]
-        if rounded:
-            weights = [piece.weight for piece in rounded]
-            foreach_copy_(weights, [piece.master for piece in rounded])
+        if self._rounded:
+            weights = [piece.weight for piece in self._rounded]
+            foreach_copy_(weights, [piece.master for piece in self._rounded])
 
     def finish(self) -> None:
         """Waits for the weights that are on their way."""

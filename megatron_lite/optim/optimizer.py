@@ -271,7 +271,7 @@ class Optimizer:
         NaN. Issues one all-reduce of one number over the ranks that hold different pieces, over the
         TP group and over the pipeline each.
         """
-        narrow = any(one.dtype.itemsize < 4 for one in values)
+        narrow = min([one.dtype.itemsize for one in values], default=4) < 4
         dtype = torch.float32 if narrow else None
         norms = foreach_norm(list(values), dtype=dtype) if values else ()
         counted: list[Tensor] = []

@@ -52,6 +52,7 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.weight_gradient import (
     LOOKUP_ATTRIBUTE,
     OwnSum,
+    adds_unrounded,
     in_autocast_dtype,
     own_sum,
     weight_gradient,
@@ -139,19 +140,14 @@ class _ParallelMatmul(torch.autograd.Function):
             start = start_reduce_scatter_first_dim if ctx.sequence_parallel else start_all_reduce_
             reduction, grad_input = start(grad_input, ctx.tp_group), None
         grad_weight = weight_gradient(ctx.add, whole, grad_output) if needs_weight else None
-        grad_bias = _bias_gradient(own_grad) if needs_bias else None
+        grad_bias = None
+        if needs_bias:
+            wide = adds_unrounded(own_grad.device, own_grad.dtype)
+            grad_bias = own_grad.flatten(0, -2).sum(0, dtype=torch.float32 if wide else None)
         # The wait comes last, so that dA and the bias's gradient are computed beside the reduction.
         if reduction is not None:
             grad_input = reduction.wait()
         return grad_input, grad_weight, grad_bias, *[None] * 5
-
-
-def _bias_gradient(grad_output: Tensor) -> Tensor:
-    """Returns the sum over the rows; on a GPU in float32, as micro-batches are summed."""
-    dtype = grad_output.dtype
-    if grad_output.device.type != "cpu":
-        dtype = torch.promote_types(dtype, torch.float32)
-    return grad_output.flatten(0, -2).sum(0, dtype=dtype)
 
 
 def _summed(
