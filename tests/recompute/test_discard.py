@@ -35,6 +35,9 @@ class Example:
     def linear(self, normed):
         return normed @ self.after
 
+    def square(self, normed):
+        return normed.square()
+
     def forward(self, *consumers, discard=True):
         """(z, the memory of y)"""
         hidden = self.leaf * 1
@@ -56,23 +59,8 @@ class Example:
 def kept_grads(example, *consumers):
     """Those of the same consumers where nothing is discarded."""
     kept = Example(after=example.after.detach().requires_grad_())
-    kept.forward(*(getattr(Consumers(kept), name) for name in consumers), discard=False)[
-        0
-    ].backward()
+    kept.forward(*(getattr(kept, name) for name in consumers), discard=False)[0].backward()
     return kept.grads()
-
-
-@dataclass
-class Consumers:
-    """Functions of the discarded tensor that keep it, or a view of it, for backward."""
-
-    example: Example
-
-    def linear(self, y):
-        return self.example.linear(y)
-
-    def square(self, y):
-        return y.square()
 
 
 def equal(first, second):
@@ -85,7 +73,7 @@ def equal(first, second):
 @pytest.mark.parametrize("names", [("linear",), ("linear", "square")])
 def test_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed(names):
     example = Example()
-    output, memory = example.forward(*(getattr(Consumers(example), name) for name in names))
+    output, memory = example.forward(*(getattr(example, name) for name in names))
     assert memory.expired() and example.calls == ["norm"]
     output.backward()
     assert example.calls == ["norm"] * 2 and equal(example.grads(), kept_grads(example, *names))

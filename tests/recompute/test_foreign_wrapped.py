@@ -34,17 +34,11 @@ def _ddp(rank, world_size, names, options):
 
 
 @pytest.mark.runs(daily=0, ci=1)
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_ddp_reduces_the_gradients_of_the_plain_model(find_unused):
+@pytest.mark.parametrize(("find_unused", "static"), [(False, False), (True, False), (False, True)])
+def test_ddp_reduces_the_gradients_of_the_plain_model(find_unused, static):
     names = WITH_UNUSED if find_unused else WITHOUT_UNUSED
-    assert run_ranks(_ddp, 2, names, dict(find_unused=find_unused), detail=False) == [[], []]
-
-
-@pytest.mark.weekly
-def test_ddp_with_a_static_graph_reduces_the_gradients_of_the_plain_model():
-    assert run_ranks(
-        _ddp, 2, WITHOUT_UNUSED, dict(find_unused=False, static=True), detail=False
-    ) == [[], []]
+    options = dict(find_unused=find_unused, static=static)
+    assert run_ranks(_ddp, 2, names, options, detail=False) == [[], []]
 
 
 def _compiled(name, text, wrap, backend, first):

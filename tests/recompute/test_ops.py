@@ -3,8 +3,6 @@ kept is, and the replay is the forward. Gradients of whole models: test_equality
 FLOPs: tests/memory/."""
 
 from collections import Counter
-from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import GROUPS, IN_GROUPS
 from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel import collectives
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.hooked import How, rebuild_saved
@@ -86,23 +83,6 @@ def test_backward_runs_again_exactly_what_is_not_kept(backend, policy, per_layer
         {name: 2 * count for name, count in per_layer.items()}
     )
     assert backward.replayed(("native_layer_norm", "relu")) == {"native_layer_norm": 4, "relu": 2}
-
-
-def test_every_second_result_is_counted_anew_in_each_layer_and_each_forward():
-    """A counter of the process would keep other results in the next layer, micro-batch or model."""
-    for model in (
-        planned("*:ops(matmul/2)", attention_backend="flash"),
-        planned("*:ops(matmul/2)", attention_backend="flash"),
-    ):
-        kept = []
-        for _ in range(2):
-            with kept_for_backward(exclude=model.parameters()) as meter:
-                loss = model.loss(*sample_tokens()).mean()
-            kept.append(meter.total_bytes())
-            with Dispatched() as backward:
-                loss.backward()
-            assert backward.replayed(("addmm",)) == {"addmm": NUM_LAYERS}
-        assert kept[0] == kept[1]
 
 
 # Collectives
@@ -273,52 +253,6 @@ def test_the_groups_hold_every_fused_attention_kernel_of_this_torch():
 
 
 # The replay
-
-
-def three_products(x, y):
-    return torch.mm(torch.mm(torch.mm(x, y).sin(), y).cos(), y).exp()
-
-
-def test_backward_may_run_twice_and_finds_the_kept_results_again(rng):
-    def gradients(run):
-        x, y = torch.eye(3).mul(0.3).requires_grad_(), torch.full((3, 3), 0.2).requires_grad_()
-        output = run(x, y).sum()
-        output.backward(retain_graph=True)
-        output.backward()
-        return [x.grad, y.grad]
-
-    kept = partial(
-        rebuilt, three_products, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng
-    )
-    assert all(map(torch.equal, gradients(kept), gradients(three_products)))
-
-
-def test_an_exception_in_a_replay_leaves_everything_as_it_was(rng):
-    @contextmanager
-    def failing_in_replays():
-        yield
-        if is_recomputing():
-            raise ValueError("not again")
-
-    def layer(x):
-        torch.rand(2)
-        with failing_in_replays():
-            return torch.mm(x, x).sin().cos()
-
-    output = rebuilt(
-        layer,
-        torch.ones(2, 2, requires_grad=True),
-        results=KeptResults(("max",), skip_tail=False),
-        rng=rng,
-    )
-    before = rng.state()
-    with pytest.raises(ValueError, match="not again"):
-        output.sum().backward()
-    assert (
-        not is_recomputing()
-        and not collectives.results_may_be_kept()
-        and torch.equal(before, rng.state())
-    )
 
 
 def test_a_run_that_verifies_finds_what_is_rebuilt_otherwise_beside_kept_results(rng):

@@ -48,11 +48,6 @@ def assert_right(model, policy, given):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_scripted_layers_train_as_without_a_policy(policy):
-    assert_right(InOrder(lambda: torch.jit.script(Normed())), policy, batches()[0])
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_lazy_layers_train_as_without_a_policy(policy):
     def steps(policy):
         torch.manual_seed(1)

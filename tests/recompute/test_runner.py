@@ -79,18 +79,6 @@ def test_what_runs_between_forward_and_backward_changes_nothing(recompute):
         assert all(map(torch.equal, outcome(recompute, first), outcome("*:none", first)))
 
 
-@pytest.mark.parametrize("recompute", [UNITS_OF_TWO, REGIONS])
-def test_backward_leaves_the_streams_as_it_found_them(recompute):
-    model = planned(recompute, hidden_dropout=0.5, attention_dropout=0.5)
-    loss = model.loss(*sample_tokens()).mean()
-    model.loss(*sample_tokens(5))  # what is drawn again ends elsewhere
-    before = model.context.rng.snapshot()
-    loss.backward()
-    after = model.context.rng.snapshot()
-    assert after.current == before.current
-    assert all(torch.equal(after.states[name], state) for name, state in before.states.items())
-
-
 def test_a_region_that_no_layer_calls_is_an_error_that_names_what_is_missing(monkeypatch):
     """Else its policy would save nothing, in silence."""
     monkeypatch.setitem(ALL_REGIONS, "rotary", RegionFacts(method="replay", help="a new region"))

@@ -134,27 +134,6 @@ def test_what_only_counts_is_counted_once(policy, verify):
     assert [stats["call"] for stats in counted[1:]] == [9, 9, 9]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_copy_that_shares_the_forward_runs_its_own_weights(policy):
-    def shared(model):
-        other = copy.copy(model.layers[1])
-        other._modules = {
-            name: nn.Linear(each.in_features, each.out_features)
-            if isinstance(each, nn.Linear)
-            else each
-            for name, each in other._modules.items()
-        }
-        model.extra = other
-        losses = [other(model.layers[0](model.embedding(x))).square().mean() for x in batches()]
-        for loss in losses:
-            loss.backward()
-        return losses
-
-    assert_equal(
-        outcome(lambda: Model(Block), policy, shared), outcome(lambda: Model(Block), None, shared)
-    )
-
-
 def test_a_scripted_function_that_no_search_finds_is_refused():
     """Its first replay is its second run, and later calls would agree."""
 
