@@ -7,21 +7,16 @@ by the first step count. The figure has every tensor of the process, with the al
 and the copies that gloo's collectives make. Memory outside of torch's allocator is not part of it.
 """
 
-from functools import partial
-
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, record_function
 
+from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import gloo_has_freed
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatches, document_rules, masked_mean
 from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.step import StageRunner, train_step
-
-STEP = "the measured step"
-LEARNING_RATE = 1e-4
 
 
 def measure(config, parallel, *, num_microbatches):
@@ -31,18 +26,14 @@ def measure(config, parallel, *, num_microbatches):
 
     num_microbatches: those of one data-parallel rank.
     """
-    activities = [ProfilerActivity.CPU]
     # The profiler sees the main thread alone, so gloo's threads must free nothing.
-    with (
-        gloo_has_freed(),
-        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
-    ):
+    with gloo_has_freed(), allocator_peak() as found:
         model = build_stages(config, parallel)
         optimizer = Optimizer(model, config.optimizer, parallel, config.data_parallel)
         fuse_weight_gradients_(config.training, parallel, model, optimizer)
         runner = StageRunner.of(config, model, parallel)
         batches = MicroBatches(
-            dataset=samples(config),
+            dataset=_Samples(config),
             consumed_samples=0,
             micro_batch_size=config.training.micro_batch_size,
             num_microbatches=num_microbatches,
@@ -51,22 +42,14 @@ def measure(config, parallel, *, num_microbatches):
         )
         # The profiler sees the allocations of its own thread and of threads that it starts.
         with torch.autograd.set_multithreading_enabled(False):
-            per_token = config.training.calculate_per_token_loss
             masked = None
             if batches.rules is not None and batches.rules.mask_loss:
-                masked = masked_mean(batches.counts(), parallel, per_token=per_token)
-            step = partial(
-                train_step, runner, optimizer, batches, learning_rate=LEARNING_RATE, masked=masked
-            )
-            step()
-            with record_function(STEP):
-                step()
-    return _peak(profile)
-
-
-def samples(config):
-    """Returns a dataset of random token ids for the run."""
-    return _Samples(config)
+                masked = masked_mean(batches.counts(), parallel, per_token=False)
+            for _ in range(2):
+                found.mark()
+                train_step(runner, optimizer, batches, learning_rate=1e-4, masked=masked)
+            found.mark()
+    return found.marks[-1][1]
 
 
 class _Samples:
@@ -83,29 +66,3 @@ class _Samples:
         return np.random.default_rng(index).integers(
             self._config.tokenizer.true_vocab_size, size=size, dtype=np.int64
         )
-
-
-def _peak(profile):
-    """Returns the most bytes that were allocated at once during the marked step."""
-    events = []
-    begins = ends = 0
-    pending = list(profile.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        pending += event.children
-        if event.name == STEP:
-            begins, ends = event.start_time_ns, event.end_time_ns
-        if type(event.extra_fields).__name__.endswith("Allocation"):
-            fields = event.extra_fields
-            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    alive = {}
-    total = most = 0
-    for time, address, size in sorted(events, key=lambda event: event[0]):
-        if size > 0:  # memory that another thread freed is used again
-            total += size - alive.get(address, 0)
-            alive[address] = size
-        else:
-            total -= alive.pop(address, 0)
-        if begins <= time <= ends:
-            most = max(most, total)
-    return most

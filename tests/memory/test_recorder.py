@@ -4,7 +4,6 @@ and module."""
 import pytest
 import torch
 
-from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.measure.recorder import record_timeline
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
@@ -40,18 +39,6 @@ def test_activations_at_the_end_of_forward_are_those_of_the_meter(policy):
     forward = [event for event in recorded(policy).events if event.phase == "forward"]
     # the float32 loss of each label, and the mean
     assert forward[-1].live_bytes == (expected, 0, 0, LABELS.numel() * 4 + 4)
-
-
-def test_the_peak_is_that_of_live_storages():
-    with tp_state(1) as parallel:
-        model = tiny_model(parallel, UNIFORM_2)
-        start = parallel.rng.snapshot()
-        timeline = record_timeline(model, lambda: mean_loss(model), name="x")
-        model.zero_grad()
-        parallel.rng.restore(start)
-        with LiveStorages() as live:
-            mean_loss(model).backward()
-    assert timeline.peak.total_bytes == live.peak_bytes
 
 
 def test_replays_are_told_from_backward_layer_by_layer_from_the_last_unit():

@@ -123,22 +123,6 @@ def test_the_parts_of_virtual_stages_add_up_and_more_layers_need_no_more_lines(p
     assert abs(lengths[0] - lengths[1]) <= 3
 
 
-@pytest.mark.runs(daily=12, ci=24)
-@pytest.mark.parametrize(("run", "policy"), CASES)
-def test_the_text_has_the_exact_totals(run, policy):
-    report = report_of(run + policy, "cpu")
-    lines = report_text(report).split("\n")
-    own, step = report.own.memory, report.own.step
-    for name, number in (
-        ("  kept in all ", own.kept_bytes),
-        ("  held at the fullest", own.peak_bytes),
-        ("  together", step.num_bytes),
-    ):
-        (line,) = (line for line in lines if line.startswith(name))
-        assert f"{number:,}" in line.split()
-    assert len([line for line in lines if line.startswith("> ")]) == 1
-
-
 @pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     "words",

@@ -62,21 +62,6 @@ LAYOUTS = (
     (2, f"{FSDP} {OWN_UNITS}", FEW),
     (2, f"{CP}", FEW),
 )
-# Each has another kind of plan, and together they have every layout.
-IN_EVERY_RUN = (
-    "bf16, untied",
-    "full/3, dropout",
-    "core_attn, layernorm, mlp",
-    "pointwise, llama",
-    "none@host",
-    "full/1, contiguous",
-    "TP 2, full/2@split",
-    "TP 2, sequence parallel, llama, chunks",
-    "PP 2, 2 virtual stages, mlp",
-    "DP 2, ZeRO-1",
-    "FSDP 2, chunks, full/2",
-    "CP 2, unfused, ZeRO-1",
-)
 CASES_HERE = (
     Case("mlp/8, llama, bf16", f"{CHUNKS} {LLAMA} --bf16 {policy('*:mlp/8')}"),
     Case("TP 2, full+mlp/4", f"{TP} {SEQUENCE} {CHUNKS} {policy('*:full+mlp/4')}", 2),
