@@ -4,11 +4,8 @@ import json
 import math
 
 import pytest
-import torch
 
 from benchmarks import budgets, recompute, step_time
-from benchmarks.engines import PRESETS, Setting
-from megatron_lite.memory.predict.flops import forward_flops
 
 pytestmark = pytest.mark.long
 FULL, TORCH = "uniform 1, no tail skip", "torch layers, reentrant"
@@ -32,7 +29,7 @@ def test_every_contestant_of_a_step_has_the_same_loss(family, tmp_path):
     assert abs(rows[0]["loss"] - math.log(256)) < 0.3  # a guess among the vocabulary's 256 ids
 
 
-def test_engines_train_the_same_model_and_units_cost_a_forward(tmp_path):
+def test_engines_train_the_same_model(tmp_path):
     """A checkpoint that drops gradients would look fast."""
     engines = (
         *(FULL, "every-2:full, else pointwise", TORCH, "torch mlp, non-reentrant"),
@@ -41,21 +38,11 @@ def test_engines_train_the_same_model_and_units_cost_a_forward(tmp_path):
     words = [*TINY.split(), "--dropout", "0", "--engines", *engines]
     found = report(recompute, words, tmp_path)
     assert {row["engine"] for row in found} == {*engines, "none", "transformers, none"}
-    rows, shape = {row["engine"]: row for row in found}, PRESETS["tiny"]
+    rows = {row["engine"]: row for row in found}
     for name, row in rows.items():
         base = rows["transformers, none" if name.startswith("transformers") else "none"]
         assert row["loss"] == base["loss"], name
         assert row["grad_norm"] == pytest.approx(base["grad_norm"], rel=1e-4), name
-        assert row["peak_bytes"] > row["kept_bytes"] and row["ms"] > 0.0
-    setting = Setting(shape=shape, device=torch.device("cpu"), dtype="float32", dropout=0.0)
-    layers = forward_flops(
-        setting.model_config(),
-        batch=shape.batch_size,
-        seq_length=shape.seq_length,
-        padded_vocab_size=0,
-    )
-    for name in (FULL, TORCH):
-        assert rows[name]["flops"] - rows["none"]["flops"] == layers
 
 
 @pytest.mark.weekly

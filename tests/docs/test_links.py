@@ -49,10 +49,6 @@ def test_the_index_has_every_page_and_every_page_is_reached():
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= index
 
 
-def test_the_readme_leads_to_the_index():
-    assert "docs/README.md" in set(links(ROOT / "README.md"))
-
-
 def test_the_tree_of_architecture_names_every_folder_and_files_that_exist():
     page, package = text_of("architecture"), ROOT / "megatron_lite"
     folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}

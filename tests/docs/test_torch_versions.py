@@ -1,7 +1,6 @@
 """One range of torch: in setup.py, in messages of the library, in the script and on the page."""
 
 import re
-from datetime import date
 
 from megatron_lite.parallel.torch_internals import FIRST_UNTRIED, OLDEST
 from tests.docs import torch_versions
@@ -23,13 +22,9 @@ def test_setup_allows_the_range_that_messages_name_and_the_pinned_release_is_in_
     assert release(OLDEST) <= release(pinned) < release(FIRST_UNTRIED)
 
 
-def test_the_results_on_the_page_are_of_the_ends_of_the_range_and_without_failures():
+def test_the_recorded_results_are_of_the_ends_of_the_range_and_without_failures():
     rows = {release(row["torch"]): row for row in torch_versions.recorded()}
     major, minor = release(FIRST_UNTRIED)
     assert set(rows) == {release(OLDEST), (major, minor - 1)}
     for row in rows.values():
         assert row["failed"] == 0 < row["passed"]
-        date.fromisoformat(row["day"])
-    page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
-    assert f"`torch>={OLDEST},<{FIRST_UNTRIED}`" in page
-    assert torch_versions.table(rows.values()) in page

@@ -7,7 +7,7 @@ that torch's CPU allocator had at once in the second step (tests/memory/step_pea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from arguments import parse_args
@@ -141,12 +141,9 @@ TWO_RANKS = (
 CASES = (*ONE_RANK, *TWO_RANKS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A row of the table. moment: when the prediction reaches the peak."""
+class Row(NamedTuple):
+    """What one rank of a case needs. moment: when the prediction reaches the peak."""
 
-    name: str
-    rank: int
     predicted_bytes: int
     measured_bytes: int
     moment: str
@@ -163,16 +160,10 @@ def row_of_rank(rank, world_size, case):
     with parallel_state(config.parallel, seed=config.training.seed) as parallel:
         measured = measure(config, parallel, num_microbatches=case.micro_batches)
         predicted = own_step_peak(config, parallel, case.micro_batches)
-    return Row(
-        name=case.name,
-        rank=rank,
-        predicted_bytes=predicted.num_bytes,
-        measured_bytes=measured,
-        moment=predicted.moment,
-    )
+    return Row(predicted.num_bytes, measured, predicted.moment)
 
 
 def rows(case):
     """Runs a case. Returns the row of every rank; ranks of equal sizes give one row."""
     found = run_ranks(row_of_rank, case.ranks, case, detail=False)
-    return list({(row.predicted_bytes, row.measured_bytes): row for row in found}.values())
+    return list({row[:2]: row for row in found}.values())

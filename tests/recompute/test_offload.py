@@ -44,8 +44,7 @@ def test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient(policy):
 
 
 @pytest.mark.parametrize(
-    "policy",
-    ["*:full/2@host", "*:none@host", "*:pointwise@host", "*:ops(matmul)@host", CONTIGUOUS],
+    "policy", ["*:full/2@host", "*:none@host", "*:pointwise@host", "*:ops(matmul)@host", CONTIGUOUS]
 )
 def test_two_backwards_through_a_retained_graph_equal_those_without(policy):
     def outcome(model):

@@ -1,7 +1,5 @@
 """plot_memory: what the picture says, that it is a picture, and one line for each fault."""
 
-import sys
-
 import pytest
 
 from megatron_lite.memory.measure.timeline import Event, Timeline, write_timeline
@@ -63,9 +61,3 @@ def test_a_file_that_will_not_do_is_one_line(two, tmp_path, name, text, message)
 def test_an_output_that_cannot_be_written_is_one_line(two, output):
     reason = "nowhere" if "/" in output else "must end in .svg or .png"
     assert reason in fault_of(plot_memory.main, [*two, "--output", output])
-
-
-def test_without_matplotlib_the_extra_is_named(two, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    text = fault_of(plot_memory.main, [*two, "--output", "m.svg"])
-    assert "needs the package matplotlib" in text and "pip install -e '.[plot]'" in text
