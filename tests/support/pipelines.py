@@ -75,22 +75,6 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-class Samples:
-    """The micro-batches of a data-parallel rank.
-
-    All ranks together have the same micro-batches as a single process.
-    """
-
-    def __init__(self, count, parallel):
-        self._count, self._parallel = count, parallel
-
-    def __len__(self):
-        return self._count
-
-    def __getitem__(self, number):
-        return MicroBatch(*sample_tokens(number * self._parallel.dp_size + self._parallel.dp_rank))
-
-
 @contextmanager
 def runner_of(
     layout,
@@ -147,7 +131,9 @@ def train(layout, config, *, steps, micro_batches, data_parallel=None, **options
     with runner_of(layout, config, **options) as runner:
         parallel = runner.parallel
         optimizer = Optimizer(runner.model, OptimizerConfig(), parallel, data_parallel)
-        samples = Samples(micro_batches // parallel.dp_size, parallel)
+        # All ranks together have the same micro-batches as a single process.
+        own = range(parallel.dp_rank, micro_batches, parallel.dp_size)
+        samples = [MicroBatch(*sample_tokens(number)) for number in own]
         losses, grad_norms, first_grads = [], [], {}
         for step in range(steps):
             optimizer.zero_grad()

@@ -145,7 +145,7 @@ def sharded(case, tp_size, sequence_parallel, chunk_sizes):
         return outcomes
 
     joined = []
-    for of_ranks in zip(*(run_ranks(work, tp_size) if tp_size > 1 else [work(0, 1)]), strict=True):
+    for of_ranks in zip(*run_ranks(work, tp_size), strict=True):
         losses, hidden, weight = zip(*of_ranks, strict=True)
         assert all(torch.equal(each, losses[0]) for each in losses)
         assert sequence_parallel or all(torch.equal(each, hidden[0]) for each in hidden)

@@ -159,24 +159,12 @@ def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(
             assert_equal(name, want, have)
 
 
-class Packed:
-    """The packed micro-batches 0 to count - 1."""
-
-    def __init__(self, count):
-        self._count = count
-
-    def __len__(self):
-        return self._count
-
-    def __getitem__(self, number):
-        return packed_batch(seed=number)
-
-
-def in_pipeline(rank, world_size, everywhere=True):
+def in_pipeline(rank, world_size):
     """Returns the loss and the gradients of this rank's stage over three micro-batches."""
     config = variant_config("gpt2", num_layers=3, untie_embeddings_and_output_weights=True)
-    with runner_of(Layout(pp=world_size), config, everywhere=everywhere) as runner:
-        loss = runner.train(Packed(3), loss_factor=1.0, mask_factors=torch.ones(3))
+    batches = [packed_batch(seed=number) for number in range(3)]
+    with runner_of(Layout(pp=world_size), config, everywhere=True) as runner:
+        loss = runner.train(batches, loss_factor=1.0, mask_factors=torch.ones(3))
         grads = {name: one.grad for name, one in runner.model.named_parameters()}
         return Outcome(loss, {name: grad for name, grad in grads.items() if grad is not None})
 

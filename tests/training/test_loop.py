@@ -145,22 +145,19 @@ def test_a_metrics_file_of_other_contents_is_kept_aside(tmp_path):
 
 
 class FakeWandb:
-    """Notes what is logged. The calls that `failing` names raise an error."""
+    """Notes what is logged."""
 
-    def __init__(self, failing=""):
-        self.settings = {}
-        self.logged = []
-        self.finished, self.failing = False, failing
+    def __init__(self, fails=False):
+        self.settings, self.logged = {}, []
+        self.finished, self.fails = False, fails
 
     def init(self, **settings):
-        if self.failing == "init":
+        if self.fails:
             raise RuntimeError("no")
         self.settings = settings
         return self
 
     def log(self, scalars, step):
-        if self.failing == "log":
-            raise RuntimeError("no")
         self.logged.append((step, scalars))
 
     def finish(self, quiet):
@@ -215,7 +212,7 @@ def test_the_scalars_of_every_second_iteration_and_of_evaluations_are_logged(tmp
     ("module", "message"),
     [
         (None, "--wandb-project project needs the package wandb, which is not installed: pip"),
-        (FakeWandb("init"), r"--wandb-project project: cannot be written \(no\)"),
+        (FakeWandb(fails=True), r"--wandb-project project: cannot be written \(no\)"),
     ],
 )
 def test_a_run_that_cannot_be_begun_is_one_clear_error(tmp_path, monkeypatch, module, message):
