@@ -48,6 +48,16 @@ def _random(name, *, model_class="", **config):
     return build
 
 
+def _without(sizes, key):
+    return {name: value for name, value in sizes.items() if name != key}
+
+
+def _rope(rotated=None, **rule):
+    """Returns the rotary embedding of a config. rotated: the share of a head."""
+    share = {} if rotated is None else {"partial_rotary_factor": rotated}
+    return {"rope_parameters": dict(rope_type="default", rope_theta=500.0) | share | rule}
+
+
 _SIZES = dict(
     hidden_size=H,
     intermediate_size=F,
@@ -61,12 +71,12 @@ _LLAMA_SIZES = dict(
     num_key_value_heads=G,
     head_dim=6,
     tie_word_embeddings=False,
-    rope_parameters=dict(rope_type="default", rope_theta=500.0),
+    **_rope(),
     rms_norm_eps=1e-4,
 )
 
 
-_QWEN2_SIZES = {key: value for key, value in _LLAMA_SIZES.items() if key != "head_dim"}
+_QWEN2_SIZES = _without(_LLAMA_SIZES, "head_dim")
 _LATENT = dict(
     **_SIZES,
     **dict(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7),
@@ -83,8 +93,7 @@ _QWEN2_EXPERTS = dict(_QWEN2_SIZES, num_experts_per_tok=3, pad_token_id=None)
 
 def _llama_of_rule(rule):
     """Returns Llama with a scaled rotary embedding."""
-    rope = dict(rule, rope_theta=500.0)
-    return _random("llama", **{**_LLAMA_SIZES, "rope_parameters": rope})
+    return _random("llama", **_LLAMA_SIZES | _rope(**rule))
 
 
 _NEOX = dict(
@@ -95,10 +104,10 @@ _NEOX = dict(
     max_position_embeddings=POSITIONS,
     tie_word_embeddings=False,
     initializer_range=0.2,
-    rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+    **_rope(0.5, rope_theta=10000.0),
 )
 
-_YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=8)
+_YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 _BY_LAYER = dict(
     full_attention=dict(rope_type="linear", factor=8.0, rope_theta=500.0),
     sliding_attention=dict(rope_type="default", rope_theta=100.0),
@@ -109,12 +118,8 @@ _GPT2_SIZES = dict(
 _MULTIPLIERS = dict(
     embedding_multiplier=3.0, residual_multiplier=0.22, logits_scaling=6.0, attention_multiplier=0.3
 )
-_GLM = dict(
-    head_dim=D,
-    pad_token_id=None,
-    rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5),
-)
-_COHERE_SIZES = {key: value for key, value in _QWEN2_SIZES.items() if key != "rms_norm_eps"}
+_GLM = dict(head_dim=D, pad_token_id=None, **_rope(0.5))
+_COHERE_SIZES = _without(_QWEN2_SIZES, "rms_norm_eps")
 _COHERE_SIZES |= dict(layer_norm_eps=1e-4, pad_token_id=None)
 _GEMMA_SIZES = {**_LLAMA_SIZES, "tie_word_embeddings": True, "pad_token_id": None}
 
@@ -143,17 +148,7 @@ PEERS = {
     "gpt_neox with a parallel residual": _random("gpt_neox", **_NEOX),
     "nemotron": _random("nemotron", **_NEOX, num_key_value_heads=G, head_dim=D),
     "olmo2": _random("olmo2", pad_token_id=None, **_QWEN2_SIZES),
-    "phi3": _random(
-        "phi3",
-        pad_token_id=None,
-        sliding_window=5,
-        **{
-            **_QWEN2_SIZES,
-            "rope_parameters": dict(
-                rope_type="default", rope_theta=500.0, partial_rotary_factor=0.75
-            ),
-        },
-    ),
+    "phi3": _random("phi3", pad_token_id=None, sliding_window=5, **_QWEN2_SIZES | _rope(0.75)),
     "arcee": _random("arcee", **_LLAMA_SIZES),
     "seed_oss": _random("seed_oss", **_LLAMA_SIZES),
     "ministral": _random(
@@ -171,25 +166,15 @@ PEERS = {
         **{
             **_QWEN2_SIZES,
             "num_hidden_layers": 4,
-            "rope_parameters": dict(full_attention=_YARN, sliding_attention=dict(rope_theta=500.0)),
-        },
-    ),
-    "exaone4": _random("exaone4", sliding_window=4, **{**_LLAMA_SIZES, "num_hidden_layers": 4}),
-    "starcoder2": _random(
-        "starcoder2",
-        sliding_window=5,
-        **{key: value for key, value in _QWEN2_SIZES.items() if key != "rms_norm_eps"},
-    ),
-    "stablelm": _random(
-        "stablelm",
-        use_qkv_bias=True,
-        **{
-            **_QWEN2_SIZES,
             "rope_parameters": dict(
-                rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5
+                full_attention=_rope(**_YARN)["rope_parameters"],
+                sliding_attention=dict(rope_theta=500.0),
             ),
         },
     ),
+    "exaone4": _random("exaone4", sliding_window=4, **{**_LLAMA_SIZES, "num_hidden_layers": 4}),
+    "starcoder2": _random("starcoder2", sliding_window=5, **_without(_QWEN2_SIZES, "rms_norm_eps")),
+    "stablelm": _random("stablelm", use_qkv_bias=True, **_QWEN2_SIZES | _rope(0.5)),
     "mixtral": _random("mixtral", **_EXPERTS, num_local_experts=6),
     "olmoe": _random("olmoe", **_QWEN2_EXPERTS, num_experts=6),
     "flex_olmo": _random("flex_olmo", **_QWEN2_EXPERTS, num_experts=6),
@@ -202,7 +187,7 @@ PEERS = {
     ),
     "solar_open": _random(
         "solar_open",
-        **{key: value for key, value in _EXPERTS.items() if key != "intermediate_size"},
+        **_without(_EXPERTS, "intermediate_size"),
         **dict(n_routed_experts=6, n_shared_experts=1, moe_intermediate_size=12),
         routed_scaling_factor=1.5,
     ),
@@ -271,17 +256,9 @@ PEERS = {
         num_local_experts=8,
         n_group=4,
         topk_group=2,
-        rope_parameters=dict(
-            **dict(rope_type="yarn", rope_theta=500.0, factor=4.0),
-            **dict(original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=0.7),
-        ),
+        **_rope(**_YARN, mscale=1.0, mscale_all_dim=0.7),
     ),
-    "deepseek_v2": _random(
-        "deepseek_v2",
-        **_DEEPSEEK,
-        q_lora_rank=None,
-        rope_parameters=dict(rope_type="default", rope_theta=500.0),
-    ),
+    "deepseek_v2": _random("deepseek_v2", **_DEEPSEEK, q_lora_rank=None, **_rope()),
     "qwen2_moe": _random(
         "qwen2_moe",
         **_QWEN2_EXPERTS,
@@ -293,17 +270,15 @@ PEERS = {
     # At this base one of the three frequencies is fast, one is between, and one is slow.
     "llama 3.1": _random(
         "llama",
-        **{
-            **_LLAMA_SIZES,
-            "rope_parameters": dict(
-                rope_type="llama3",
-                rope_theta=2.6e8,
-                factor=8.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=8192,
-            ),
-        },
+        **_LLAMA_SIZES
+        | _rope(
+            rope_type="llama3",
+            rope_theta=2.6e8,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
     ),
     "llama with biases of attention": _random("llama", attention_bias=True, **_LLAMA_SIZES),
     "granite": _random("granite", **_LLAMA_SIZES, **_MULTIPLIERS),
@@ -343,9 +318,7 @@ PEERS = {
         )
         for name in ("gemma2", "vaultgemma")
     },
-    "jais2": _random(
-        "jais2", **{key: value for key, value in _LLAMA_SIZES.items() if key != "rms_norm_eps"}
-    ),
+    "jais2": _random("jais2", **_without(_LLAMA_SIZES, "rms_norm_eps")),
     "persimmon": _random("persimmon", pad_token_id=None, **_NEOX),
     "internlm3": _random(
         "internlm3",
@@ -373,16 +346,10 @@ PEERS = {
         "phi3",
         pad_token_id=None,
         original_max_position_embeddings=5,
-        **{
-            **_QWEN2_SIZES,
-            "rope_parameters": dict(
-                rope_type="longrope",
-                rope_theta=500.0,
-                partial_rotary_factor=0.75,
-                short_factor=[1.0, 1.5, 2.0],
-                long_factor=[2.0, 3.0, 7.5],
-            ),
-        },
+        **_QWEN2_SIZES
+        | _rope(
+            0.75, rope_type="longrope", short_factor=[1.0, 1.5, 2.0], long_factor=[2.0, 3.0, 7.5]
+        ),
     ),
 }
 

@@ -41,6 +41,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 PADDED = 64
+METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
 @contextmanager
@@ -168,17 +169,13 @@ def _expert_settings(config):
     if config.num_experts is None:
         return {}
     found = {one.name: getattr(config, one.name) for one in fields(ExpertSettings)}
-    found = {
+    found |= {"num_moe_experts": found.pop("num_experts"), "moe_token_dispatcher_type": "allgather"}
+    return {
         name: list(value) if isinstance(value, tuple) else value for name, value in found.items()
     }
-    return {
-        **{name: value for name, value in found.items() if name != "num_experts"},
-        "num_moe_experts": config.num_experts,
-        "moe_token_dispatcher_type": "allgather",
-    }
 
 
-def arguments(config, tp_size=1, pp_size=1):
+def arguments(config, tp_size):
     """Returns the `args` that Megatron-LM saves with a model, as far as they matter."""
     values = {**asdict(config), "ffn_hidden_size": config.ffn_size, "kv_channels": config.head_dim}
     return argparse.Namespace(
@@ -190,7 +187,7 @@ def arguments(config, tp_size=1, pp_size=1):
         padded_vocab_size=PADDED,
         consumed_train_samples=24,
         tensor_model_parallel_size=tp_size,
-        pipeline_model_parallel_size=pp_size,
+        pipeline_model_parallel_size=1,
     )
 
 
@@ -246,45 +243,46 @@ def step(model, optimizer, tokens, labels):
         parameter.grad = None
 
 
-def save_legacy(root, rank, args, model, optimizer, iteration=4):
-    """Writes what Megatron-LM's save_checkpoint writes with --ckpt-format torch."""
-    folder = root / f"iter_{iteration:07d}" / f"mp_rank_{rank:02d}"
+def _begun(root, inner=""):
+    """Returns the folder of the one iteration that is saved."""
+    folder = root / "iter_0000004" / inner
     folder.mkdir(parents=True, exist_ok=True)
+    (root / "latest_checkpointed_iteration.txt").write_text("4")
+    return folder
+
+
+def save_legacy(root, rank, args, model, optimizer):
+    """Writes what Megatron-LM's save_checkpoint writes with --ckpt-format torch."""
     torch.save(
         {
             "args": args,
             "checkpoint_version": 3.0,
-            "iteration": iteration,
+            "iteration": 4,
             "model": model.state_dict_for_save_checkpoint(),
             "optimizer": optimizer.state_dict(),
-            "opt_param_scheduler": {"max_lr": 1e-2, "num_steps": iteration},
+            "opt_param_scheduler": {"max_lr": 1e-2, "num_steps": 4},
             "rng_state": [{"random_rng_state": (3, (1, 2, 3), None)}],
             "num_floating_point_operations_so_far": 0,
         },
-        folder / "model_optim_rng.pt",
+        _begun(root, f"mp_rank_{rank:02d}") / "model_optim_rng.pt",
     )
-    (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
-def save_dist(root, args, model, optimizer=None, iteration=4):
+def save_dist(root, args, model, optimizer):
     """Writes what Megatron-LM's save_checkpoint writes with --ckpt-format torch_dist."""
     from megatron.core import dist_checkpointing
 
-    folder = root / f"iter_{iteration:07d}"
-    folder.mkdir(parents=True, exist_ok=True)
     filesystem_async._results_queue = queue.Queue()  # else it starts a process that needs a main
-    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     state = {
         "args": args,
         "checkpoint_version": 3.0,
-        "iteration": iteration,
-        "model": model.sharded_state_dict(metadata=metadata),
+        "iteration": 4,
+        "model": model.sharded_state_dict(metadata=METADATA),
     }
-    if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
-    torch.distributed.barrier()
+    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=METADATA)
+    folder = _begun(root)
+    dist.barrier()
     dist_checkpointing.save(state, str(folder))
-    (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
 def load_legacy(root, rank, model, optimizer):
@@ -315,9 +313,8 @@ def load_dist(root, model, optimizer):
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     text = (root / "latest_checkpointed_iteration.txt").read_text()
-    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    wanted = {"model": model.sharded_state_dict(metadata=metadata)}
-    wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
+    wanted = {"model": model.sharded_state_dict(metadata=METADATA)}
+    wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=METADATA)
     state = dist_checkpointing.load(
         wanted, str(root / f"iter_{int(text):07d}"), strict=StrictHandling.RAISE_ALL
     )
