@@ -72,13 +72,6 @@ def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels():
     assert notices(config, "placement", world_size=2) == []
 
 
-def test_a_number_of_ranks_that_holds_no_model_is_an_error():
-    with pytest.raises(
-        ValueError, match="world size 3 is not a multiple of --tensor-model-parallel-size 2"
-    ):
-        notices(_run(dict(tp=2)), "placement", world_size=3)
-
-
 def _run(sizes, **options):
     """The run with these sizes of "tp" and "pp"."""
     return tiny_run(

@@ -116,15 +116,6 @@ def test_sequence_parallel_is_off_on_one_rank():
     assert ParallelConfig(sequence_parallel=True, tensor_model_parallel_size=2).sequence_parallel
 
 
-def test_the_world_is_divided_into_tensor_and_data_parallel_ranks():
-    parallel = ParallelConfig(tensor_model_parallel_size=2)
-    assert parallel.data_parallel_size(6) == 3
-    with pytest.raises(
-        ValueError, match="world size 5 is not a multiple of --tensor-model-parallel-size 2: start"
-    ):
-        parallel.data_parallel_size(5)
-
-
 def test_microbatches_and_iterations_follow_from_the_batch():
     training = build(TrainingConfig, global_batch_size=12, train_samples=50)
     assert (

@@ -58,12 +58,6 @@ def test_every_missing_setting_is_in_one_message():
         api.run_config(preset="llama3-8b")
 
 
-def test_a_preset_gives_the_model_and_settings_override_it():
-    config = api.run_config(preset="gpt2", seq_length=64, micro_batch_size=1, num_layers=3)
-    assert config.model.num_layers == 3 and config.model.hidden_size == 768
-    assert config.tokenizer.true_vocab_size == 50257
-
-
 def test_a_plan_is_a_run_that_fits_its_budget():
     config = api.run_config(
         preset="gpt2", seq_length=1024, micro_batch_size=1, global_batch_size=64, bf16=True

@@ -18,7 +18,6 @@ from tests.support.models import build_tiny_model, padded_vocab_size, sample_tok
 from tests.support.ranks import run_ranks
 
 BATCH, SEQ_LENGTH = 3, 7
-DENSE = [name for name in VARIANTS if "num_experts" not in VARIANTS[name]]
 
 
 def counted(config, parallel, loss_chunk_size=None):
@@ -45,21 +44,6 @@ def test_flops_of_forward_and_step_are_those_that_torch_counts(name):
         config = replace(config, add_bias_linear=False)
     with tp_state(1) as parallel:
         assert counted(config, parallel) == predicted(config, 1)
-
-
-@pytest.mark.runs(daily=1, ci=4)
-# every rank computes the scores of all experts
-@pytest.mark.parametrize("name", DENSE)
-def test_flops_over_all_tensor_parallel_ranks_are_those_that_torch_counts(name):
-    config = variant_config(name, attention_backend="unfused")
-
-    def work(rank, world_size):
-        with tp_state(world_size) as parallel:
-            return counted(config, parallel)
-
-    of_ranks = run_ranks(work, 4)
-    assert len(set(of_ranks)) == 1  # the work is evenly split
-    assert tuple(map(sum, zip(*of_ranks, strict=True))) == predicted(config, 4)
 
 
 @pytest.mark.runs(daily=1, ci=2)

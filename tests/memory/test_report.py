@@ -10,10 +10,9 @@ from arguments import parse_args
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.explain.recompute_report import explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
-from megatron_lite.memory.predict.flops import hardware_flops, replay_flops, step_flops
+from megatron_lite.memory.predict.flops import replay_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.traffic import plan_collectives, summed
 
@@ -141,23 +140,12 @@ def test_the_other_policies_are_priced_as_they_would_be_run(words):
     assert peaks == sorted(peaks, reverse=True)
     splits = sizes.tp_size > 1 and not sizes.sequence_parallel
     assert any("distributed" in name for name in names) == splits
-    shape = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
-    head = dict(shape, padded_vocab_size=sizes.padded_vocab_size)
     for row in report.policies:
         plan = plan_stage(row.config.recompute, config.model.num_layers)
         own = Sizes.of(row.config, device="cuda")
         assert row.plan == plan
         assert row.memory.kept_bytes == activation_bytes(config.model, plan, own)
         assert row.step == fullest_step_peak(row.config, device="cuda", dp_cp_size=1)
-        whole = hardware_flops(
-            config.model, plan, **head, device="cuda", loss_chunk_size=row.config.loss_chunk_size
-        )
-        nothing = hardware_flops(
-            config.model, keep_everything(config.model.num_layers), **head, device="cuda"
-        )
-        ranks = sizes.tp_size
-        assert (row.replay_flops + row.chunk_flops) * ranks == whole - nothing
-        assert row.model_flops * ranks == step_flops(config.model, **head)
     assert sum(row.execution == report.own.execution for row in report.policies) == 1
 
 

@@ -89,19 +89,3 @@ def test_a_region_that_no_layer_calls_is_an_error_that_names_what_is_missing(mon
         )
         with pytest.raises(ValueError, match=r"region rotary saves nothing: no layer calls it"):
             model.loss(*sample_tokens())
-
-
-@pytest.mark.parametrize("region", ALL_REGIONS)
-def test_every_region_is_called_whatever_the_model_lacks(region):
-    """In an evaluation there is no dropout, and some layers have no norm before attention."""
-    for changes in ({}, dict(norm_position="after"), dict(hidden_dropout=0.0)):
-        found = []
-        for regions in (frozenset({region}), frozenset()):
-            with tp_state(1) as parallel:
-                plan = RecomputePlan((Segment(first_layer=0, regions=regions),))
-                config = tiny_config(**{"num_layers": 1, "hidden_dropout": 0.1, **changes})
-                model = build_tiny_model(config, parallel, dtype=torch.float32, plan=plan)
-                model.loss(*sample_tokens()).mean().backward()
-                grads = [each.grad for each in model.parameters()]
-                found.append([model.eval().loss(*sample_tokens()), *grads])
-        assert all(map(torch.equal, *found))

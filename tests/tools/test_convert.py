@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron_lite.tools import convert
 from tests.support.commands import ended
 from tests.support.conversions import converted, saved_peer
 
@@ -44,10 +43,3 @@ def test_a_wrong_command_is_one_line_and_leaves_nothing(way, flags, message, the
     assert found.status == 2 and message in found.err
     assert found.err.startswith(ERROR) and found.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_log_gets_a_line_now_and_then(theirs, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "SECONDS_A_LINE", 0.0)
-    found = ended(lambda words: converted(*words), [theirs, tmp_path / "new", "hf hf"])
-    lines = [line for line in found.err.splitlines() if line.startswith("converted")]
-    assert len(lines) > 9 and lines[-1].split()[1] == lines[-1].split()[3] != "0.0"

@@ -165,13 +165,5 @@ def iteration(consumed, batch_size, micro_batch_size, dp_size):
     ]
 
 
-@pytest.mark.parametrize(
-    ("micro_batch_size", "dp_size"), [(1, 1), (2, 1), (1, 3), (2, 3), (4, 3), (3, 4), (1, 12)]
-)
-def test_an_iteration_reads_the_same_samples_at_every_data_parallel_size(micro_batch_size, dp_size):
-    ranks = iteration(36, 12, micro_batch_size, dp_size)
-    assert sorted(sample for rank in ranks for sample in rank) == list(range(36, 48))
-
-
 def test_a_rank_takes_contiguous_slices_of_each_step():
     assert iteration(24, 8, 2, 2) == [[24, 25, 28, 29], [26, 27, 30, 31]]

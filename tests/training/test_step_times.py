@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lite.training.summary import RunSummary, summary_of
+from megatron_lite.training.summary import summary_of
 from tests.support.changes import with_settings
 from tests.support.late_device import LateDevice
 from tests.support.runs import run_to_end, tiny_run
@@ -57,15 +57,6 @@ def test_figures_read_one_step_late_are_those_of_their_own_step_and_wait_for_no_
         json.loads(row)["iteration_ms"]
         for row in (tmp_path / "late" / "m").read_text().splitlines()
     ] == pytest.approx(list(range(1, 21)))
-
-
-@pytest.mark.parametrize(("as_graph", "is_said"), [(20.0, True), (58.0, False), (None, False)])
-def test_the_end_of_a_run_says_what_a_graph_would_save(as_graph, is_said):
-    summary = RunSummary(
-        step_ms_predicted=43.0, step_ms_measured=61.0, step_ms_as_graph=as_graph, machine="h200"
-    )
-    text = summary.compared()["step time"]
-    assert ("--cuda-graph-impl full_iteration" in text and "20.0 ms" in text) == is_said
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "muon"}, {"timing_log_level": 1}], ids=str)
