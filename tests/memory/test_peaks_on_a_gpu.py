@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_args
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.stages import whole_model
 from megatron_lite.description import sizes
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.model_ends import loss_blocks
+from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.recompute.schedule import plan_stage
@@ -48,3 +50,20 @@ def test_the_kept_bytes_are_the_measured_ones(row):
     plan = plan_stage(config.recompute, stage.num_layers)
     sizes = Sizes.of(config, device="cuda", stage=stage)
     assert activation_bytes(config.model, plan, sizes) == row["kept_bytes"]
+
+
+@pytest.mark.usefixtures("earlier_kernels")
+@pytest.mark.parametrize(("device", "blocks"), [("cuda", 1), ("cpu", 2)])
+def test_a_softmax_casts_its_float16_rows_first_on_a_cpu(device, blocks):
+    model = ModelConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, max_position_embeddings=8
+    )
+    shape = Sizes(
+        micro_batch_size=1,
+        seq_length=8,
+        padded_vocab_size=64,
+        device=device,
+        element_bytes=2,
+        is_float16=True,
+    )
+    assert loss_blocks(Shape(model, shape), 8, 64) == blocks * 8 * 64 * 4
