@@ -96,6 +96,12 @@ class ExpertSettings:
         upto="moe_router_num_groups",
         needs=("moe_router_num_groups",),
     )
+    moe_router_group_best: int | None = setting(
+        "best experts of a group whose scores add up to the group's, 1 in DeepSeek-V2; derived: "
+        "--moe-router-topk / --moe-router-group-topk, as in Megatron",
+        least=1,
+        without="moe_router_group_topk",
+    )
     moe_router_topk_scaling_factor: float | None = setting(
         "factor on the weights of the chosen experts", above=0.0, without="num_experts"
     )
@@ -231,13 +237,17 @@ class ExpertSettings:
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
         if groups is None or chosen is None:
             return
-        topk, experts = self.moe_router_topk, self.num_experts
-        if experts % groups or topk % chosen or topk // chosen > experts // groups:
+        topk, experts, best = self.moe_router_topk, self.num_experts, self.moe_router_group_best
+        judges = best or (experts if topk % chosen else topk // chosen)
+        if experts % groups or max(judges, -(-topk // chosen)) > experts // groups:
             raise ValueError(
                 f"--moe-router-num-groups {groups} with --moe-router-group-topk {chosen}: "
                 f"--num-experts {experts} must form equal groups, and each of the chosen groups "
-                f"gives an equal part of --moe-router-topk {topk}: change one of them"
+                f"gives an equal part of --moe-router-topk {topk}, unless --moe-router-group-best "
+                "is given, which is at most the experts of a group: change one of them"
             )
+        if best == topk / chosen:
+            object.__setattr__(self, "moe_router_group_best", None)
 
     def _check_sinkhorn(self) -> None:
         others = {

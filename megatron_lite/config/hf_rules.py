@@ -297,8 +297,7 @@ class DeepSeek(NamedTuple):
     """The experts, their groups, the shared ones, and the dense layers before them.
 
     experts, size, shared, dense, groups, chosen: the numbers if their keys are missing.
-    judged: how many of its best experts a group is judged by. The router here takes an equal part
-        of those that a token is sent to from each group, and judges by as many.
+    judged: how many of its best experts a group is judged by.
     by_method: whether groups count only if the key topk_method says so.
     routed, together: the keys of the numbers of experts and of shared ones.
     listed: whether mlp_layer_types says which layers are dense, if it is there.
@@ -330,11 +329,7 @@ class DeepSeek(NamedTuple):
             return
         if chosen < groups:
             fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
-            if fields["moe_router_topk"] != self.judged * chosen:
-                config.inexact.append(
-                    f"a group of experts is judged by its best {self.judged} there, and here by "
-                    f"num_experts_per_tok / topk_group, {fields['moe_router_topk']} / {chosen}"
-                )
+            fields["moe_router_group_best"] = self.judged
 
     def write(self, model: ModelConfig) -> Values:
         size, kinds = model.expert_size, _mlp_layer_types(model)

@@ -382,12 +382,13 @@ def _sinkhorn(logits: Tensor) -> Tensor:
 def _without_other_groups(scores: Tensor, config: ModelConfig) -> Tensor:
     """Returns the scores, with -inf for the experts outside the chosen groups (2405.04434, 2.1.2).
 
-    A group's score is the sum of its k / (chosen groups) best experts.
+    A group's score is the sum of its best experts.
     """
     groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
     assert groups is not None and chosen is not None
     grouped = scores.unflatten(-1, (groups, -1))
-    best = grouped.topk(config.moe_router_topk // chosen, dim=-1).values.sum(-1)
+    judges = config.moe_router_group_best or config.moe_router_topk // chosen
+    best = grouped.topk(judges, dim=-1).values.sum(-1)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(chosen).indices, True)
     return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
 

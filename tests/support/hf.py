@@ -259,6 +259,11 @@ PEERS = {
         **_rope(**_YARN, mscale=1.0, mscale_all_dim=0.7),
     ),
     "deepseek_v2": _random("deepseek_v2", **_DEEPSEEK, q_lora_rank=None, **_rope()),
+    "deepseek_v2, groups": _random(
+        "deepseek_v2",
+        **{**_DEEPSEEK, **_rope(), "q_lora_rank": 8, "topk_method": "group_limited_greedy"},
+        **dict(n_group=4, topk_group=2),
+    ),
     "qwen2_moe": _random(
         "qwen2_moe",
         **_QWEN2_EXPERTS,

@@ -39,6 +39,7 @@ ONLY_HERE = {
         if field.name != "rotary_interleaved"
     },
     "rope_type": "rope",
+    "moe_router_group_best": None,
 }
 # Of these Megatron-LM has arguments that count with multi-latent attention alone.
 OF_LATENTS = {
