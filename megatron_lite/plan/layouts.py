@@ -19,10 +19,12 @@ from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.flops import forward_flops, logits_flops
 from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.plan.problem import (
+    AWARE,
     CONTEXT,
     DATA_PARALLEL,
     EXCHANGE,
     EXPERTS,
+    FORMATS,
     INSTANCES,
     LOSS_CHUNK,
     MICRO_BATCH,
@@ -41,7 +43,7 @@ LEAST_CONTEXT = 2048  # tokens of a sequence on one rank; the search splits none
 LOSS_CHUNKS = (1024, 4096, 256)  # of which those count that are shorter than a micro-batch
 MOST_VIRTUAL_STAGES = 8
 USUAL_HOST_BYTES = 128 * 2**30  # of a GPU, if --host-memory is not given and nothing else fits
-OFFLOAD_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+OFFLOAD_FRACTIONS = (1.0, 0.75, 0.5, 0.25)
 REPLICATED, ZERO1, FSDP2 = "replicated", "ZeRO-1", "FSDP2"
 _OFF = dict.fromkeys(
     ("overlap_grad_reduce", "overlap_param_gather", *DATA_PARALLEL, WRAPPING), False
@@ -121,16 +123,32 @@ def states_on_host(config: RunConfig, num_ranks: int, pp_rank: int = 0) -> int:
     return rank_states(config, pp_rank, dp_cp_size=size).on_host
 
 
-def with_host_memory(problem: Problem) -> Iterator[Problem]:
-    """Yields the problem with host memory for policies, and then with more and more of the
-    optimizer states in it, as far as the user has decided neither."""
-    if problem.states_on_host is None and problem.recompute is None:
-        yield problem._replace(host_bytes=USUAL_HOST_BYTES)
+def resorts(problem: Problem) -> Iterator[Iterator[Problem]]:
+    """Yields groups of other problems for a run that does not fit: with host memory, and then with
+    formats of fewer and fewer bits too, as far as the user has decided neither."""
+    yield from _with_host_memory(problem)
+    if not (problem.base.optimizer.is_rounded or problem.fixed.keys() & {*FORMATS}):
+        for chosen in (FORMATS[:1], FORMATS):
+            more = dict.fromkeys(chosen, "bf16") | dict.fromkeys((AWARE, DATA_PARALLEL[0]), True)
+            with suppress(ValueError):  # training would refuse it
+                narrow = problem._replace(base=with_fields(problem.base, more))
+                yield iter([narrow])
+                yield from _with_host_memory(narrow)
+
+
+def _with_host_memory(problem: Problem) -> Iterator[Iterator[Problem]]:
+    """Yields groups with host memory: for policies, or for less and less of the optimizer states,
+    and then for both."""
+    hosted = []
     for fraction in OFFLOAD_FRACTIONS if OFFLOAD not in problem.fixed else ():
         fields = {OFFLOAD: True, "overlap_cpu_optimizer_d2h_h2d": True}
         with suppress(ValueError):  # training would refuse it
             base = with_fields(problem.base, {**fields, "optimizer_offload_fraction": fraction})
-            yield problem._replace(base=base)
+            hosted.append(problem._replace(base=base))
+    keeping = problem.states_on_host is None and problem.recompute is None
+    rich = [one._replace(host_bytes=USUAL_HOST_BYTES) for one in (problem, *hosted[:1]) if keeping]
+    yield iter([*rich[:1], *hosted])
+    yield iter(rich[1:])
 
 
 def _base(problem: Problem) -> RunConfig:

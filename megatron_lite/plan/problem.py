@@ -33,6 +33,8 @@ SEARCHED = frozenset(
 )
 DATA_PARALLEL = ("use_distributed_optimizer", "use_torch_fsdp2")
 OFFLOAD = "optimizer_cpu_offload"
+AWARE = "use_precision_aware_optimizer"
+FORMATS = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 WRAPPING = "fsdp_memory_efficient_wrapping"
 # The recompute settings that the search leaves as they are. Any other one fixes the policy.
 KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
@@ -113,7 +115,7 @@ def problem_of(
     if policy or base.compiles_layers:
         with input_faults():
             recompute = base.recompute.instead(**policy)
-    dimensions = SEARCHED.union(DATA_PARALLEL, [WRAPPING, OFFLOAD])
+    dimensions = SEARCHED.union(DATA_PARALLEL, [WRAPPING, OFFLOAD, *FORMATS])
     fixed = {name: value for name, value in chosen.items() if name in dimensions}
     return Problem(base, hardware, fixed, recompute, host_bytes or 0, host_bytes)
 

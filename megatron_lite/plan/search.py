@@ -88,7 +88,8 @@ class Search:
     def run(self, config: RunConfig) -> Run:
         """Returns the run for auto_policy."""
         left = self.problem.host_bytes
-        if left and config.optimizer.optimizer_cpu_offload:  # the states take the same memory
+        # If host memory is limited, the states take the same.
+        if self.problem.states_on_host is not None and config.optimizer.optimizer_cpu_offload:
             ranks = range(config.parallel.pipeline_model_parallel_size)
             left -= max(states_on_host(config, self.num_ranks, rank) for rank in ranks)
         return Run(config, self.problem.hardware, self.num_ranks, max(0, left))

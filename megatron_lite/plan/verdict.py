@@ -5,6 +5,7 @@ plan/verdict_text.py has it as plain data and as text. Standard library only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -13,14 +14,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.plan.auto_policy import Budget
-from megatron_lite.plan.layouts import (
-    KINDS,
-    LOSS_CHUNKS,
-    kind_of,
-    layouts,
-    refusal,
-    with_host_memory,
-)
+from megatron_lite.plan.layouts import KINDS, LOSS_CHUNKS, kind_of, layouts, refusal, resorts
 from megatron_lite.plan.problem import LOSS_CHUNK, MICRO_BATCH, Problem, with_fields
 from megatron_lite.plan.rank_mixes import with_policy
 from megatron_lite.plan.search import Plan, Search, SearchResult
@@ -28,8 +22,8 @@ from megatron_lite.plan.search import Plan, Search, SearchResult
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 EXIT_STATUS = {FITS: 0, TIGHT: 1, DOES_NOT_FIT: 2}
 MOST_RANKS = 16384
-MOST_TRIED = 6  # numbers of ranks, in the search for the fewest that are enough
-LEAST_STATES = 16  # bytes of a parameter under FSDP2: weight, gradient and two moments in float32
+MOST_TRIED = 8  # numbers of ranks, in the search for the fewest that are enough
+LEAST_STATES = 4  # bytes of a parameter: weight and gradient in bfloat16, all else on the host
 LARGEST_MICRO_BATCH = 4096
 
 
@@ -84,17 +78,22 @@ def verdict(
         # The next round has a chance only if the smallest peak is within its budget.
         if found.smallest is None or not found.smallest.peak.fits(budget.memory_bytes):
             break
-    others = [
-        verdict(other, num_ranks, budget, may_offload=False)
-        for other in (with_host_memory(problem) if may_offload else ())
-        if next(layouts(other, num_ranks), None) is not None
-    ]
-    fitting = [one for one in others if one.found.plans]
-    if fitting:
-        return min(
-            fitting, key=lambda one: (EXIT_STATUS[one.word], one.found.plans[0].time.seconds)
-        )
-    return FitVerdict(DOES_NOT_FIT, num_ranks, budget, found)
+    tried = [FitVerdict(DOES_NOT_FIT, num_ranks, budget, found)]
+    for group in resorts(problem) if may_offload else ():
+        for other in group:
+            if next(layouts(other, num_ranks), None) is not None:
+                tried.append(verdict(other, num_ranks, budget, may_offload=False))
+                # With fewer states in host memory it would not fit either.
+                if tried[-1].word == DOES_NOT_FIT and other.base.optimizer.optimizer_cpu_offload:
+                    break
+        if any(one.word == FITS for one in tried):
+            break
+
+    def order(one: FitVerdict) -> tuple[float, float]:
+        size = one.plan.peak.num_bytes if one.plan else math.inf
+        return EXIT_STATUS[one.word], one.found.plans[0].time.seconds if one.found.plans else size
+
+    return min(tried, key=order)
 
 
 def fewest_ranks(problem: Problem, budget: Budget, *, above: int = 0) -> int | None:
@@ -111,7 +110,10 @@ def fewest_ranks(problem: Problem, budget: Budget, *, above: int = 0) -> int | N
         states = LEAST_STATES * parameters / count
         if states <= budget.memory_bytes and next(layouts(problem, count), None) is not None:
             tried += 1
-            if Search(problem, count).find(budget.memory_bytes, most=1).plans:
+            if (
+                Search(problem, count).find(budget.memory_bytes, most=1).plans
+                or verdict(problem, count, budget).found.plans
+            ):
                 return count
         count *= 2
     return None

@@ -105,6 +105,7 @@ def _plain_plan(plan: Plan, hardware: Hardware) -> dict[str, Any]:
         "moment": plan.peak.moment,
         "peak_bytes": plan.peak.num_bytes,
         "peak_terms": plain_terms(plan.peak.terms),
+        "kept_on_host_bytes": plan.peak.on_host,
         "states_on_host_bytes": states_on_host(plan.config, plan.num_ranks, plan.peak.rank),
         "step_seconds": plan.time.seconds,
         "band": plan.time.band,
@@ -157,6 +158,7 @@ def _layout(plan: Plan) -> str:
         + " wrapped" * config.data_parallel.fsdp_memory_efficient_wrapping,
         f"b {config.training.micro_batch_size}",
         *["host"] * config.optimizer.optimizer_cpu_offload,
+        *["16-bit states"] * config.optimizer.is_rounded,
         *[f"chunk {config.loss_chunk_size}"] * (config.loss_chunk_size is not None),
     ]
     return ", ".join(words)
@@ -228,6 +230,8 @@ def lines(one: Mapping[str, Any]) -> Iterator[str]:
             "of gradients are in host memory (the update there takes "
             f"{plan['step_terms'][HOST_UPDATE]:.2f} s of a step)."
         )
+    if plan["kept_on_host_bytes"]:
+        yield f"The policy keeps at most {gib(plan['kept_on_host_bytes'])} GiB in host memory."
     yield ""
     if one["plans"]:
         yield from _around(one, plan, budget)

@@ -137,11 +137,34 @@ def test_the_largest_micro_batch_fits_and_twice_as_much_does_not():
 
 
 def test_the_smallest_machine_is_the_first_power_of_two_that_fits():
-    budget = Budget(2 * GIB, GIB // 8)
-    answer = smallest_machine(SMALL, budget)
+    budget = Budget(GIB, GIB // 8)
+    problem = with_fields(SMALL, fixed={"micro_batch_size": 1, "pipeline_model_parallel_size": 1})
+    answer = smallest_machine(problem, budget)
     assert answer.word != DOES_NOT_FIT and answer.num_ranks > 1
-    on_device = with_fields(SMALL, states_on_host=0)
-    assert verdict(on_device, answer.num_ranks // 2, budget).word == DOES_NOT_FIT
+    assert verdict(problem, answer.num_ranks // 2, budget).word == DOES_NOT_FIT
+
+
+def test_a_plan_that_fits_changes_results_as_little_as_it_can():
+    """Of 5.5 GiB of states nothing fits but with states on the host, with sums of gradients in
+    bfloat16 too, or without host memory with moments in bfloat16 too."""
+
+    def formats(free, fixed=(), **place):
+        problem = with_fields(SMALL, fixed={"micro_batch_size": 1, **dict(fixed)}, **place)
+        plans = verdict(problem, 1, Budget(int(free * GIB), 0)).found.plans
+        options = plans and plans[0].config.optimizer
+        return options and (
+            options.optimizer_cpu_offload and options.optimizer_offload_fraction,
+            *(options.main_grads_dtype, options.exp_avg_sq_dtype),
+        )
+
+    assert formats(5.6) == (False, "fp32", "fp32")
+    assert formats(4.0, states_on_host=3 * GIB) == (0.5, "fp32", "fp32")
+    assert formats(2.0) == (1.0, "fp32", "fp32")
+    assert formats(1.6) == (1.0, "bf16", "fp32")
+    on_device = dict(states_on_host=0)
+    assert formats(5.2, **on_device) == (False, "bf16", "fp32")
+    assert formats(4.0, **on_device) == (False, "bf16", "bf16")
+    assert not formats(4.0, {"main_grads_dtype": "fp32"}, **on_device)
 
 
 @pytest.mark.parametrize(

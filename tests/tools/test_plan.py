@@ -91,7 +91,8 @@ def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak():
     text = printed([*ON_ONE, "--host-memory", "0"], status=2)
     assert "does not fit" in text and "The smallest peak that was found is" in text
     assert "optimizer states" in text and "To run" not in text
-    states = 8_030_261_248 * 18 / 2**30  # bytes of a parameter: bf16, and four of float32
+    # bytes of a parameter: main weight in float32, and weight, gradient and moments in bf16
+    states = 8_030_261_248 * 12 / 2**30
     assert f"states alone take {states:.2f} GiB" in text.replace("\n", " ")
 
 
@@ -106,6 +107,21 @@ def test_optimizer_states_that_fit_in_host_memory_alone_go_there():
     config = parse_args([word for word in words if word != "\n"][6:]).config
     peak = step_peak(config, 0, device="cuda", dp_cp_size=1)
     assert f"{peak.num_bytes / 2**30:.2f}" in text and config.optimizer.optimizer_cpu_offload
+
+
+@pytest.mark.long
+def test_a_long_sequence_on_one_card_takes_tiles_chunks_and_host_memory_by_itself():
+    length = "262144"
+    (found,) = as_json([*LLAMA[:-1], length, "--gpus", "1"])["verdicts"]
+    best = found["plans"][0]
+    config = parse_args(best["command"][best["command"].index("train") + 1 :]).config
+    assert re.search(r"full\+mlp/\d+@host", str(config.recompute.policy))
+    assert config.optimizer.optimizer_cpu_offload and config.training.loss_chunk_size
+    assert found["verdict"] == "fits" and str(config.data.seq_length) == length
+    first, rules = config.recompute.policy.rules[0], config.recompute.policy.rules
+    assert "@host" in str(first) and not any("@host" in str(one) for one in rules[1:])
+    hosted = sum(number in first.layers[0] for number in range(config.model.num_layers))
+    assert best["kept_on_host_bytes"] == hosted * int(length) * 4096 * 2
 
 
 @pytest.mark.long

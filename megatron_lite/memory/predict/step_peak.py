@@ -77,11 +77,13 @@ class StepPeak(NamedTuple):
     rank: the pipeline rank.
     moment: when the peak is reached, in words.
     terms: its parts, without those of no bytes.
+    on_host: the most bytes that policies keep in host memory, wherever the peak is.
     """
 
     rank: int
     moment: str
     terms: tuple[PeakTerm, ...]
+    on_host: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -198,7 +200,7 @@ def step_peak(
         ("hashes of replays", 16 * hashed_at_a_time(device) * verifies, ESTIMATE),
         ("copies in host memory", on_host if device == "cpu" else 0, BOUND),
     )
-    return StepPeak(pp_rank, where, tuple(PeakTerm(*row) for row in rows if row[1]))
+    return StepPeak(pp_rank, where, tuple(PeakTerm(*row) for row in rows if row[1]), on_host)
 
 
 def fullest_step_peak(
