@@ -154,7 +154,8 @@ class TrainingConfig:
     deterministic_mode: bool = switch("only algorithms that give the same bits every time")
     cuda_graph_impl: str = setting(
         "full_iteration: from --cuda-graph-warmup-steps on, launch each step on a GPU as one CUDA "
-        "graph, forward, backward and update (docs/performance.md)",
+        "graph, forward, backward and update, which local and transformer_engine mean here too "
+        "(docs/performance.md)",
         "none",
         choices=("none", WHOLE_STEP),
         megatron=dict.fromkeys(("local", "transformer_engine"), WHOLE_STEP),
