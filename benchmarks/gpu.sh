@@ -37,7 +37,7 @@ If you have this GPU for a few minutes only, know this:
   - The first part, of at most 120 s, answers the main question: how near a bf16 step of an 8B model's layers is to the card's
     own matmul rate, and whether a peer is faster ("/ ours" below 1). Peers: transformers and Liger, where installed.
   - Then come two smaller shapes (70 s each), recomputation (80 s) and the tests (200 s).
-  - Every part ends by itself at its limit and writes what it has finished. If you stop the script, the tables remain.
+  - Every part ends at its limit and writes what it has measured. If you stop the script, the tables remain.
   - Nothing else should run on the card. No clock or power setting is changed. Method: benchmarks/README.md.
 FIRST
 if [[ $DEVICE == cuda ]]; then
@@ -50,7 +50,7 @@ part() {
     local name=$1 seconds=$2 status=0
     shift 2
     echo "[$name]"
-    timeout "$seconds" "$PYTHON" "$@" --device "$DEVICE" --json "$parts/$name.json" || status=$?
+    timeout -k 15 "$seconds" "$PYTHON" "$@" --device "$DEVICE" --json "$parts/$name.json" || status=$?
     echo "$status" >"$parts/$name.status"
 }
 step=(benchmarks/step_time.py --dtype bf16 --dropout 0 --repeats 5)

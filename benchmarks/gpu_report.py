@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not 
 from benchmarks.harness import about, table
 
 PACKAGES = ("transformers", "liger-kernel")
+OUT_OF_TIME = (124, 137)  # of `timeout`
 
 
 def commit():
@@ -62,13 +63,19 @@ def page(report):
     for name, part in report["parts"].items():
         yield f"\n## {name}\n"
         if part["status"]:
-            yield f"It ended with status {part['status']}.\n"
+            cut = " (its time ran out)" * (part["status"] in OUT_OF_TIME)
+            yield f"It ended with status {part['status']}{cut}.\n"
         result = part["result"]
         if name == "tests":
             outcomes = Counter(test["outcome"] for test in result.values())
             yield ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items())
         elif result.get("rows"):
             yield from table(result["rows"])
+        else:
+            yield "It wrote no rows."
+        if name != "tests":
+            for who, why in result.get("skipped", {}).items():
+                yield f"\n{who} left out: {why}"
 
 
 def main():

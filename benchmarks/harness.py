@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -46,6 +47,23 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
+class OutOfTime(Exception):
+    """SIGTERM came, as from `timeout`."""
+
+    def __str__(self) -> str:
+        return "no time left"
+
+
+def end_with_what_there_is() -> None:
+    """Makes the first SIGTERM raise OutOfTime in the main thread; later ones have no effect."""
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise OutOfTime
+
+    signal.signal(signal.SIGTERM, stop)
+
+
 class Progress:
     """Prints lines on stderr, at most one in ten seconds."""
 
@@ -62,21 +80,24 @@ def in_rounds(measured, rounds, until=math.inf):
     """Returns what each function measures in each round.
 
     Each round begins with another one. One round before them, which does not count, warms up.
-    until: no round after the first begins later, by `time.monotonic`.
+    until: no round after the first begins later, by `time.monotonic`. OutOfTime ends them too:
+        only what has been measured as often as all others counts, or at least once.
     """
     samples = {name: [] for name in measured}
     names, progress = list(measured), Progress()
-    for number in range(-1, rounds):
-        if number > 0 and time.monotonic() > until:
-            break
-        for turn in range(len(names)):
-            name = names[(turn + number) % len(names)]
-            progress(f"round {number + 1} of {rounds}, {name}")
-            gc.collect()
-            sample = measured[name]()
-            if number >= 0:
-                samples[name].append(sample)
-    return samples
+    with contextlib.suppress(OutOfTime):
+        for number in range(-1, rounds):
+            if number > 0 and time.monotonic() > until:
+                break
+            for turn in range(len(names)):
+                name = names[(turn + number) % len(names)]
+                progress(f"round {number + 1} of {rounds}, {name}")
+                gc.collect()
+                sample = measured[name]()
+                if number >= 0:
+                    samples[name].append(sample)
+    whole = max(1, min(map(len, samples.values()), default=1))
+    return {name: found[:whole] for name, found in samples.items() if found}
 
 
 def plain_parser(program, description, *, repeats):
@@ -251,11 +272,14 @@ def _cell(name, value):
 def publish(report, rows, file, **headings):
     """Prints a block of rows, and writes the report with it. It is called after every block, so a
     run cut short leaves its results."""
-    print("", *table(rows, **headings), sep="\n", flush=True)
+    if rows:
+        print("", *table(rows, **headings), sep="\n", flush=True)
     report["rows"] += rows
     if file:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(json.dumps(report, indent=1) + "\n")
+        temporary = Path(f"{file}.tmp")
+        temporary.write_text(json.dumps(report, indent=1) + "\n")
+        temporary.replace(file)
 
 
 def device_name(device):

@@ -10,6 +10,7 @@ import gc
 import itertools
 import statistics
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not 
 
 from benchmarks.engines import SEED, Setting
 from benchmarks.harness import (
+    OutOfTime,
     Progress,
     benchmark_parser,
     clock_of,
+    end_with_what_there_is,
     garbage_kept,
     in_rounds,
     new_report,
@@ -95,18 +98,23 @@ def measure(setting, parallel, args):
     ]
     start, footprints, progress = parallel.rng.snapshot(), {}, Progress()
     with garbage_kept():
-        for engine in engines:
-            progress(f"bytes and FLOPs of {engine.name}")
-            footprints[engine.name] = footprint(engine, parallel.rng, start)
+        with suppress(OutOfTime):
+            for engine in engines:
+                progress(f"bytes and FLOPs of {engine.name}")
+                footprints[engine.name] = footprint(engine, parallel.rng, start)
         clock = clock_of(args)
         samples = in_rounds(
-            {engine.name: partial(clock.ms, engine.step) for engine in engines}, args.repeats
+            {one.name: partial(clock.ms, one.step) for one in engines if one.name in footprints},
+            args.repeats,
         )
     rows = []
     for engine in engines:
-        found, times, rival = footprints[engine.name], samples[engine.name], engine.rival
         of_transformers = engine.name.startswith("transformers")
-        base = footprints[f"transformers, {NONE}" if of_transformers else NONE]
+        base = footprints.get(f"transformers, {NONE}" if of_transformers else NONE)
+        if base is None or NONE not in samples or engine.name not in samples:
+            skipped[engine.name] = "no time left"
+            continue
+        found, times, rival = footprints[engine.name], samples[engine.name], engine.rival
         rows.append(
             dict(
                 dtype=setting.dtype,
@@ -151,6 +159,7 @@ def main(argv=None):
     """Runs the benchmark. Returns 0."""
     args = parse(argv)
     report = new_report(args)
+    end_with_what_there_is()
     parallel = ParallelState(device=args.device, rng=RngStreams(args.device, seed=SEED))
     for dtype, dropout in itertools.product(args.dtype, args.dropout):
         setting = Setting(
@@ -160,7 +169,10 @@ def main(argv=None):
             dropout=dropout,
             attention_backend=args.attention_backend,
         )
-        rows, skipped = measure(setting, parallel, args)
+        try:
+            rows, skipped = measure(setting, parallel, args)
+        except OutOfTime as reason:
+            rows, skipped = [], {"the rest": str(reason)}
         report["skipped"].update(skipped)
         publish(report, rows, args.json)
         for name, reason in skipped.items():

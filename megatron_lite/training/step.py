@@ -20,7 +20,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.model.embedding import residual_dtype
 from megatron_lite.model.gpt import LossGradient, ModelStages
 from megatron_lite.optim.optimizer import Optimizer, OptimizerStep
-from megatron_lite.parallel.collectives import Timed, all_reduce_, not_timed
+from megatron_lite.parallel.collectives import Timed, all_reduce, not_timed
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
 from megatron_lite.recompute.recompute_plan import keep_everything
@@ -130,9 +130,9 @@ def train_step(
             loss_scale=scale,
             before_last=optimizer.sync_next_backward,
         )
-    own_loss = loss.clone()  # the sums below are in place
+    own_loss = loss
     # Pipeline ranks without the last stage add 0.
-    loss = all_reduce_(all_reduce_(loss, parallel.dp_cp_group), parallel.pp_group)
+    loss = all_reduce(all_reduce(loss, parallel.dp_cp_group), parallel.pp_group)
     if masked is not None:
         loss = loss / masked.num_tokens.to(loss.dtype)
     with runner.timed("optimizer"):
@@ -360,7 +360,9 @@ class StageRunner:
                     loss.backward()
                 losses.append(loss.detach())
                 del loss  # else its graph would live on during the next forward
-        return sum(losses, start=torch.zeros((), dtype=dtype, device=self.parallel.device))
+        if losses:
+            return sum(losses[1:], start=losses[0])
+        return torch.zeros((), dtype=dtype, device=self.parallel.device)
 
     def router_figures(self, num_microbatches: int) -> dict[str, Tensor]:
         """Returns the figures of the last step's routers (model/router.py), of losses in use."""

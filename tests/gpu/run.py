@@ -17,8 +17,8 @@ ROOT = FOLDER.parents[1]
 class Recorder:
     """Collects by test: outcome "passed", "failed" or "skipped", seconds, and the reason."""
 
-    def __init__(self):
-        self.results = {}
+    def __init__(self, file):
+        self.file, self.results = file, {}
 
     def pytest_runtest_logreport(self, report):
         # a fixture that fails, or a skip before the call
@@ -29,6 +29,8 @@ class Recorder:
                 "seconds": round(report.duration, 3),
                 "reason": report.longrepr[2] if skipped else report.longreprtext,
             }
+            # after each test: the time may run out
+            self.file.write_text(json.dumps(self.results, indent=1) + "\n")
 
 
 def main():
@@ -40,12 +42,11 @@ def main():
     sys.path.insert(0, str(ROOT))
     import pytest
 
-    recorder = Recorder()
+    recorder = Recorder(Path(args.json))
     words = ["-m", "gpu" if args.device == "cuda" else "not gpu", "--rootdir", str(ROOT)]
     words += ["-n", "4"] * (find_spec("xdist") is not None)
     words += map(str, sorted(FOLDER.glob("test_gpu*.py")))
     status = pytest.main(words, plugins=[recorder])
-    Path(args.json).write_text(json.dumps(recorder.results, indent=1) + "\n")
     outcomes = [test["outcome"] for test in recorder.results.values()]
     return int(status != 0 or "passed" not in outcomes)
 
