@@ -86,7 +86,8 @@ def geglu_backward(
 
 def squared_relu(intermediate: Tensor) -> Tensor:
     """Returns relu(x)^2 (arXiv 2109.08668)."""
-    return F.relu(intermediate).square_()
+    positive = F.relu(intermediate)
+    return positive.mul_(positive)  # torch's compiler has no square_
 
 
 def squared_relu_backward(grad_output: Tensor, intermediate: Tensor) -> Tensor:
