@@ -34,8 +34,8 @@ class Setting(NamedTuple):
     least, most, above, below: the bounds of the value, which must be finite.
     upto, multiple_of: a field, and fields, of any topic: the value may not be above it, and must be
         a multiple of each.
-    why: the reason for the bounds, the needs or the exclusions; if there are no needs, also for
-        `without`.
+    why: the reason for the bounds, and for the exclusions or else the needs; if there are no needs,
+        also for `without`.
     is_path: whether an empty text is a fault, as an unset shell variable makes it.
     needs, excludes: conditions that must hold, or must not, unless the field has its default.
     without: the condition without which the flag has no effect, as a notice says.
@@ -186,7 +186,8 @@ def check_relations(configs: Sequence[Any]) -> None:
             for text in (*facts.needs, *facts.excludes) if is_given else ():
                 found = condition(text, values)
                 if text in facts.needs and found.holds is False:
-                    said = f"{typed(name, facts, value)} needs {found.text}{facts.reason}"
+                    reason = "" if facts.excludes else facts.reason
+                    said = f"{typed(name, facts, value)} needs {found.text}{reason}"
                     raise ContradictionError(said, name)
                 if text in facts.excludes and found.holds:
                     said = f"{typed(name, facts, value)} excludes {found.text}{facts.reason}"

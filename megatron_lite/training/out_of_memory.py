@@ -24,7 +24,7 @@ import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import size
+from megatron_lite.config.units import plural, size
 from megatron_lite.memory.predict.states import RankStates, rank_parameter_count, rank_states
 from megatron_lite.memory.predict.step_peak import PeakTerm, StepPeak
 from megatron_lite.parallel.state import ParallelState, gather_texts
@@ -109,8 +109,8 @@ def _check_host(config: RunConfig, parallel: ParallelState, host: str) -> None:
         if there is not None and sum(here) > there:
             raise InputError(
                 f"--optimizer-cpu-offload puts {size(sum(here))} of main weights and optimizer "
-                f"states into host memory, for {len(here)} ranks, and {host} has {size(there)}: "
-                "give a smaller --optimizer-offload-fraction "
+                f"states into host memory, for {plural(len(here), 'rank')}, and {host} has "
+                f"{size(there)}: give a smaller --optimizer-offload-fraction "
                 f"(got {config.optimizer.optimizer_offload_fraction}), or more hosts"
             )
 

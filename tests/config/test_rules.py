@@ -43,6 +43,11 @@ def test_a_broken_rule_is_one_line_with_flag_value_and_fix(broken, message, kept
     parse_args([*RUN.split(), *shlex.split(kept)])
 
 
+def test_the_reason_of_an_exclusion_is_not_said_of_a_need():
+    fault = fault_of(parse_args, f"{RUN} --pipeline-model-parallel-layout Et|tL")
+    assert fault.rstrip().endswith("needs --pipeline-model-parallel-size > 1")
+
+
 def wrong_values():
     """Of each field with a rule about its value: a value that breaks it, and the rule."""
     for name, one in run_fields().items():
