@@ -57,6 +57,8 @@ if settings is not None:
         )
     settings.load_profile("thorough" if FULL_GRIDS else "quick")
 
+OF_RUNS = {"checkpointing", "description", "faults", "memory", "recompute", "training"}
+
 # A CPU with AMX whose instructions ATEN_CPU_CAPABILITY limits to AVX2: torch's own bf16 attention
 # then raises this, so nothing of a bf16 run with flash attention can be tested there.
 NO_BF16_ATTENTION = "pack_vnni2 is only supported when avx512 is supported"
@@ -110,10 +112,10 @@ def what_earlier_files_left_is_out_of_the_collectors_hands():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Tells run_ranks whether the test is `long` or `weekly`. Such a test checks further settings
-    of what a test of the default run checks, with the same collectives."""
+    """Tells run_ranks whether the test is `long` or `weekly`, or of whole runs. Such a test has the
+    same collectives as others of the default run."""
     further = item.get_closest_marker("long") or item.get_closest_marker("weekly")
-    os.environ[IS_LONG] = "1" if further else "0"
+    os.environ[IS_LONG] = "1" if further or item.path.parent.name in OF_RUNS else "0"
 
 
 @pytest.hookimpl(tryfirst=True)

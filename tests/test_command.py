@@ -150,17 +150,6 @@ def test_a_wheel_is_complete_and_its_command_runs_elsewhere(tmp_path):
     assert "fits" in run(installed, *planning, cwd=elsewhere).stdout
 
 
-@pytest.mark.long
-def test_train_runs_on_two_ranks_as_a_module():
-    words = ["--nproc_per_node", "2", "-m", "megatron_lite", "train", *SMALL_RUN, *MOCK]
-    log = run(
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *words,
-        *("--tensor-model-parallel-size", "2"),
-    )
-    assert "finished at iteration 12 of 12" in log.stdout
-
-
 def run(*words, cwd=ROOT):
     """What a command prints that must not fail.
 

@@ -99,8 +99,8 @@ def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path, layou
             async_save=async_save,
         )
 
-    run_ranks(train, world_size, config_of("sync", async_save=False), detail=False)
-    run_ranks(slow_train, world_size, config_of("async", async_save=True), detail=False)
+    run_ranks(train, world_size, config_of("sync", async_save=False))
+    run_ranks(slow_train, world_size, config_of("async", async_save=True))
     for step in range(1, 6):
         folders = [tmp_path / name / f"iter_{step:07d}" for name in ("async", "sync")]
         kinds = ("*.safetensors", "metadata.json", "parameters*.json")
@@ -162,7 +162,7 @@ def test_a_failed_save_ends_a_run_only_if_it_is_the_last_one(tmp_path, train_ite
         async_save=True,
     )
     ended = multiprocessing.get_context("fork").Semaphore(0)
-    messages = run_ranks(fail_on_rank_1, 2, config, train_iters, ended, detail=False)
+    messages = run_ranks(fail_on_rank_1, 2, config, train_iters, ended)
     fault = (
         f"--save {tmp_path}: the checkpoint of iteration 4 could not be written by rank 1: "
         "disk full."

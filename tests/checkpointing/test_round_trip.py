@@ -67,7 +67,7 @@ def saved(request, tmp_path_factory):
     """Trained in one layout, and written again by one rank: the reference."""
     folder, untied = tmp_path_factory.mktemp("saved"), request.param
     there = str(folder / "there")
-    run_ranks(run, LAYOUTS[HERE][0], config_of(HERE, untied, save=there), detail=False)
+    run_ranks(run, LAYOUTS[HERE][0], config_of(HERE, untied, save=there))
     run_to_end(config_of("one rank", untied, load=there, save=str(folder / "here")))
     return folder
 
@@ -79,7 +79,7 @@ def test_through_a_layout_and_back_no_bit_changes(tmp_path, saved, layout, reque
     there, back = tmp_path / "there", tmp_path / "back"
     ranks, untied = LAYOUTS[layout][0], request.node.callspec.params["saved"]
     config = config_of(layout, untied, load=str(saved / "there"), save=str(there))
-    run_ranks(run, ranks, config, detail=False)
+    run_ranks(run, ranks, config)
     capsys.readouterr()
     run_to_end(config_of("one rank", untied, load=str(there), save=str(back)))
     told = "random-number streams (dropout) start from --seed" in capsys.readouterr().out

@@ -209,7 +209,7 @@ def wrong(rank, world_size, sequence_parallel, layout=None):
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_every_module_keeps_computes_sends_and_holds_what_is_described(tp_size, sequence_parallel):
-    found = run_ranks(wrong, tp_size, sequence_parallel, detail=False)
+    found = run_ranks(wrong, tp_size, sequence_parallel)
     assert found == [{}] * tp_size
 
 
@@ -218,4 +218,4 @@ def test_every_module_keeps_computes_sends_and_holds_what_is_described(tp_size, 
 def test_experts_of_other_ranks_keep_send_and_hold_what_is_described(layout):
     """Given the rows of each rank's experts, which are data."""
     fields = EXPERT_LAYOUTS[layout]
-    assert run_ranks(wrong, 2, "tp_size" in fields, fields, detail=False) == [{}] * 2
+    assert run_ranks(wrong, 2, "tp_size" in fields, fields) == [{}] * 2

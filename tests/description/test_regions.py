@@ -35,19 +35,6 @@ def entries(layer, region):
 
 
 @pytest.mark.parametrize("region", MODULES)
-def test_a_region_is_entered_where_its_operations_are_and_nowhere_else(region):
-    for layer in layers():
-        inside = False
-        for operation in layer.operations:
-            entered = any(entry.region == region for entry in operation.enters)
-            assert (region in operation.regions) == (
-                entered or (inside and region in operation.regions)
-            )
-            inside = region in operation.regions
-    assert any(entries(layer, region) for layer in layers())
-
-
-@pytest.mark.parametrize("region", MODULES)
 def test_a_region_lies_inside_its_parent_and_inside_no_other(region):
     for operation in (
         one for layer in layers() for one in layer.operations if region in one.regions

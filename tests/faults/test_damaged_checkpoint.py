@@ -95,14 +95,14 @@ def test_on_two_ranks_both_go_back_whichever_reads_the_damage(tmp_path):
     whole, begun = tmp_path / "whole" / "steps", tmp_path / "begun" / "steps"
     for folder, stop in ((whole, LAST), (begun, 4)):
         folder.parent.mkdir()
-        run_ranks(train, 2, run_of(folder, tp_size=2, stop=stop, load=False), detail=False)
+        run_ranks(train, 2, run_of(folder, tp_size=2, stop=stop, load=False))
     files = sorted(path.name for path in (begun / NEWEST).glob("*.safetensors"))
     assert len(files) == 6
     for file in sampled(files, every=5):
         (tmp_path / file).mkdir()
         folder = copy_of(begun, tmp_path / file / "steps")
         flip_bit(folder / NEWEST / file, 8 * 100 + 3)
-        assert run_ranks(train, 2, run_of(folder, tp_size=2), detail=False) == ["", ""]
+        assert run_ranks(train, 2, run_of(folder, tp_size=2)) == ["", ""]
         assert ends_as(whole, folder), file
 
 

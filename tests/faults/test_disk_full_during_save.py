@@ -29,7 +29,7 @@ def begun(tmp_path_factory):
     """A directory with the checkpoint of iteration 2."""
     run_to_end(tiny_run(train_iters=1, eval_iters=0))
     folder = tmp_path_factory.mktemp("begun") / "steps"
-    run_ranks(train, 2, run_of(folder, stop=2, load=False), detail=False)
+    run_ranks(train, 2, run_of(folder, stop=2, load=False))
     return folder
 
 
@@ -37,7 +37,7 @@ def begun(tmp_path_factory):
 def whole(tmp_path_factory, begun):
     """The final files of a run that nothing happens to."""
     folder = shutil.copytree(begun, tmp_path_factory.mktemp("whole") / "steps")
-    run_ranks(train, 2, run_of(folder), detail=False)
+    run_ranks(train, 2, run_of(folder))
     return step_bytes(folder, LAST)
 
 
@@ -109,9 +109,9 @@ def test_a_save_that_the_system_refuses_leaves_all_as_it_was(
         check_can_mount(tmp_path)
     config = run_of(folder, async_save=async_save)
     try:
-        messages = run_ranks(train_with, 2, config, partial(fault, folder), detail=False)
+        messages = run_ranks(train_with, 2, config, partial(fault, folder))
     finally:
         make_writable(folder)
     check(folder, begun, messages, reasons)
-    assert run_ranks(train, 2, run_of(folder), detail=False) == ["", ""]
+    assert run_ranks(train, 2, run_of(folder)) == ["", ""]
     assert step_bytes(folder, LAST) == whole

@@ -68,7 +68,7 @@ CASES = [
 def test_one_ulp_on_one_rank_is_found_and_named(shape, odd, name, state):
     """Of two copies nobody knows which is right: both are named."""
     config, ranks = run_config(shape, 3, model=dict(attention_dropout=0.0)), SHAPES[shape].ranks
-    for error, iteration in run_ranks(_perturbed, ranks, config, odd, name, state, detail=False):
+    for error, iteration in run_ranks(_perturbed, ranks, config, odd, name, state):
         assert iteration == 3 and error is not None
         whole = name if state is None else f"{name}/{state}"
         assert f"rank 0: {whole}; rank {ranks // 2}: {whole}." in error
@@ -83,9 +83,9 @@ def test_drifted_weights_are_not_saved_and_the_last_checkpoint_leads_to_the_same
         with_checkpoint(config, save=str(save), load=load, **saves)
         for save, load in ((parts, None), (parts, str(parts)), (whole, None))
     )
-    for error, iteration in run_ranks(_perturbed, 2, drifts, 0, FC1, detail=False):
+    for error, iteration in run_ranks(_perturbed, 2, drifts, 0, FC1):
         assert iteration == 4 and error is not None and error.startswith("iteration 4: ")
     assert (parts / "latest_checkpointed_iteration.txt").read_text() == "2"
     for config in (goes_on, never):
-        run_ranks(_perturbed, 2, config, None, FC1, detail=False)
+        run_ranks(_perturbed, 2, config, None, FC1)
     assert step_bytes(parts, 6) and step_bytes(parts, 6) == step_bytes(whole, 6)

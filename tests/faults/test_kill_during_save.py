@@ -66,7 +66,7 @@ def whole(tmp_path_factory):
     # what it imports need not be imported again by each fork
     run_to_end(tiny_run(train_iters=1, eval_iters=0))
     folder = tmp_path_factory.mktemp("whole")
-    run_ranks(train, 2, run_of(folder, load=False), detail=False)
+    run_ranks(train, 2, run_of(folder, load=False))
     return step_bytes(folder, LAST)
 
 
@@ -74,7 +74,7 @@ def whole(tmp_path_factory):
 def damaged(tmp_path_factory):
     """A directory of three steps, of which only the first is good."""
     folder = tmp_path_factory.mktemp("damaged") / "steps"
-    run_ranks(train, 2, run_of(folder, stop=3, load=False), detail=False)
+    run_ranks(train, 2, run_of(folder, stop=3, load=False))
     for step in (2, 3):
         flip_bit(folder / f"iter_{step:07d}" / "model_pp00_tp01of02.safetensors", 4001)
     return folder
@@ -91,10 +91,10 @@ def test_a_kill_before_any_change_costs_nothing(tmp_path, damaged, whole, victim
     takes_all, async_save = number % 2 == 0, number // 2 % 2 == 0
     config = run_of(folder, save_keep_last=1, async_save=async_save)
     with pytest.raises(RankFailure, match="exit code -9|Connection (closed|reset) by peer"):
-        run_ranks(train_until_killed, 2, config, victim, number, takes_all, detail=False)
+        run_ranks(train_until_killed, 2, config, victim, number, takes_all)
     found = newest_good_step(folder, candidates(folder), step_fault, fallback=True)
     is_durable = (folder / LATEST).read_text() == "2"
     assert found.step.name in ("iter_0000002", *(() if is_durable else ("iter_0000001",)))
-    run_ranks(train, 2, config, detail=False)
+    run_ranks(train, 2, config)
     assert step_bytes(folder, LAST) == whole
     assert {path.suffix for path in folder.glob("iter_*")} <= {"", ".superseded"}

@@ -108,8 +108,8 @@ def check_skips_one(shape, config, where, value, at):
     """Not a bit of weights, moments and masters changes in that iteration, and the rest of the run
     is one in which the update was never made."""
     ranks = SHAPES[shape].ranks
-    found = run_ranks(_poisoned, ranks, config, where, value, (at,), detail=False)
-    expected = run_ranks(_left_out, ranks, with_checkpoint(config), (at,), detail=False)
+    found = run_ranks(_poisoned, ranks, config, where, value, (at,))
+    expected = run_ranks(_left_out, ranks, with_checkpoint(config), (at,))
     for (tensors, changed, progress, error, updates, _), oracle in zip(
         found, expected, strict=True
     ):
@@ -147,7 +147,7 @@ def test_so_many_in_a_row_stop_the_run_with_one_message_and_it_goes_on_from_its_
     def run(save, load, iterations):
         saved = dict(save=str(save), load=load and str(load), save_interval=4)
         fault = ("gradient", math.nan, iterations)
-        return run_ranks(_poisoned, 2, with_checkpoint(config, **saved), *fault, detail=False)
+        return run_ranks(_poisoned, 2, with_checkpoint(config, **saved), *fault)
 
     for _, changed, progress, error, *_ in run(parts, None, (3, 5, 6, 7)):
         assert changed == [] and (progress.iteration, progress.skipped_in_a_row) == (7, 3)
@@ -193,9 +193,7 @@ def test_an_overflow_of_a_float16_run_halves_the_scale_on_all_ranks_and_never_co
     config = with_settings(config, initial_loss_scale=1024.0, hysteresis=1)
     ranks, fault = SHAPES[shape].ranks, ("gradient", math.inf, (2, 3))
     scales = set()
-    for _, changed, progress, error, updates, scale in run_ranks(
-        _poisoned, ranks, config, *fault, detail=False
-    ):
+    for _, changed, progress, error, updates, scale in run_ranks(_poisoned, ranks, config, *fault):
         assert (changed, error, updates) == ([], None, 3)
         assert (progress.skipped_iterations, progress.skipped_in_a_row) == (2, 0)
         scales.add(scale)

@@ -73,7 +73,7 @@ def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(capfd, shape,
     sleep is long enough to be told from that, or becomes so."""
 
     def check(seconds):
-        found = run_ranks(_run, ranks, run_config(shape, ranks), seconds, detail=False)
+        found = run_ranks(_run, ranks, run_config(shape, ranks), seconds)
         assert found == [True] * ranks
         named = re.findall(
             r"slow rank: (\d) \(\S+\) ([\d.]+)x the median of (\d) ranks", capfd.readouterr().out

@@ -93,7 +93,7 @@ def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_
     saves = dict(save_interval=2)
     ranks = SHAPES[shape].ranks
     stopped = with_checkpoint(config, save=str(parts), **saves)
-    ended = run_ranks(_run, ranks, stopped, bad, detail=False)
+    ended = run_ranks(_run, ranks, stopped, bad)
     assert {iteration for iteration, _ in ended} == {5}
     (message,) = [str(error) for _, error in ended if type(error) is InputError]
     said = f"document {bad.document} holds token id 60000, but the vocabulary has 99 ids"
@@ -102,7 +102,7 @@ def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_
     assert bad.write(good) == 60000
     for folder, load in ((parts, str(parts)), (whole, None)):
         resumed = with_checkpoint(config, save=str(folder), load=load, **saves)
-        assert run_ranks(_run, ranks, resumed, detail=False) == [(8, None)] * ranks
+        assert run_ranks(_run, ranks, resumed) == [(8, None)] * ranks
     assert step_bytes(parts, 8) and step_bytes(parts, 8) == step_bytes(whole, 8)
 
 

@@ -165,5 +165,5 @@ def row_of_rank(rank, world_size, case):
 
 def rows(case):
     """Runs a case. Returns the row of every rank; ranks of equal sizes give one row."""
-    found = run_ranks(row_of_rank, case.ranks, case, detail=False)
+    found = run_ranks(row_of_rank, case.ranks, case)
     return list({row[:2]: row for row in found}.values())

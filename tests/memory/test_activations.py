@@ -174,7 +174,7 @@ def differences(rank, world_size, sequence_parallel, every):
     [(1, False, 257), (2, False, 787), (2, True, 787), (4, True, 3121)],
 )
 def test_predicted_bytes_are_the_measured_ones(tp_size, sequence_parallel, every):
-    for count, wrong in run_ranks(differences, tp_size, sequence_parallel, every, detail=False):
+    for count, wrong in run_ranks(differences, tp_size, sequence_parallel, every):
         assert wrong == [] and count > 8
 
 
@@ -211,7 +211,7 @@ def living(rank, world_size, sequence_parallel):
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_what_is_saved_is_all_that_lives(tp_size, sequence_parallel):
     """Nothing hides from the hooks on a Function's context, in a cache or in a closure."""
-    for found in run_ranks(living, tp_size, sequence_parallel, detail=False):
+    for found in run_ranks(living, tp_size, sequence_parallel):
         assert len(found) > 10 and all(each.agree and each.unaccounted == 0 for each in found), (
             found
         )

@@ -124,7 +124,7 @@ def test_every_policy_sends_what_is_predicted(sequence_parallel, dtype):
             plan, 2, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize
         )
         expected[name] = (Counter(exchange.forward), Counter(exchange.backward + exchange.replay))
-    assert run_ranks(measured, 2, sequence_parallel, dtype, detail=False) == [expected] * 2
+    assert run_ranks(measured, 2, sequence_parallel, dtype) == [expected] * 2
 
 
 EXPERT_POLICIES = ("*:none", "*:moe", "*:moe_act", "*:full")
@@ -159,5 +159,5 @@ def test_a_replay_of_experts_repeats_the_collectives_that_its_policy_says(dispat
     for name, plan in plans.items():
         exchange = plan_collectives(config, plan, sizes)
         expected[name] = kinds(exchange.forward), kinds(exchange.backward + exchange.replay)
-    assert run_ranks(sent, 2, detail=False) == [expected] * 2
+    assert run_ranks(sent, 2) == [expected] * 2
     assert expected["*:moe"][1] > expected["*:moe_act"][1] == expected["*:none"][1]

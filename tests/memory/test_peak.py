@@ -184,4 +184,4 @@ def test_every_moment_of_every_policy_is_the_measured_one(variant, dropout):
 )
 def test_so_it_is_on_a_rank_of_two(variant, sequence_parallel):
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
-    assert run_ranks(differences, 2, config, sequence_parallel, detail=False) == [{}, {}]
+    assert run_ranks(differences, 2, config, sequence_parallel) == [{}, {}]

@@ -134,7 +134,7 @@ def test_states_of_data_parallel_ranks_are_those_predicted(layout):
             *(OF_ZERO1 if "ZeRO" in layout else ()),
         )
     }
-    assert run_ranks(differing, 2, runs, detail=False) == [{}] * 2
+    assert run_ranks(differing, 2, runs) == [{}] * 2
 
 
 @pytest.mark.runs(daily=1, ci=3)
@@ -161,7 +161,7 @@ def test_states_in_tensor_and_pipeline_parallel_layouts_are_those_predicted(
         )
         for variant in ("gpt2", "qwen")
     }
-    assert run_ranks(differing, 4, runs, detail=False) == [{}] * 4
+    assert run_ranks(differing, 4, runs) == [{}] * 4
 
 
 @pytest.mark.runs(daily=1, ci=2)
@@ -179,7 +179,7 @@ def test_states_of_instances_are_those_predicted(instances):
         )
         for name, run in runs.items()
     }
-    assert run_ranks(differing, 4, runs, detail=False) == [{}] * 4
+    assert run_ranks(differing, 4, runs) == [{}] * 4
 
 
 def test_states_of_one_rank_are_those_predicted():

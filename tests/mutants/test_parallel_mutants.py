@@ -197,7 +197,7 @@ MUTANTS = [
     Mutant(
         layers_count_from_the_start_of_their_stage,
         test_pipeline.test_a_pipeline_trains_as_one_process_does,
-        dict(layout=Layout(pp=2, num_chunks=2), variant="windows"),
+        dict(layout=Layout(pp=2, num_chunks=2), variant="windows", flags={}),
     ),
     Mutant(
         a_replay_leaves_out_the_matmul_before_a_norm,
@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant(
         each_end_keeps_its_own_gradient_of_a_tied_embedding,
         test_pipeline.test_a_pipeline_trains_as_one_process_does,
-        dict(layout=Layout(pp=2), variant="gpt2"),
+        dict(layout=Layout(pp=2), variant="gpt2", flags={}),
     ),
     Mutant(
         the_kernel_writes_after_the_hook,
@@ -237,8 +237,8 @@ MUTANTS = [
     ),
     Mutant(
         tied_gradients_are_not_added,
-        test_pipeline.test_data_parallel_layouts_train_a_pipeline_alike,
-        dict(layout=Layout(pp=2, dp=2, num_chunks=2)),
+        test_pipeline.test_a_pipeline_trains_as_one_process_does,
+        dict(zip(("layout", "variant", "flags"), test_pipeline.CASES[-6], strict=True)),
     ),
     Mutant(
         nobody_waits_for_weights,

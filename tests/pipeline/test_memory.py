@@ -76,7 +76,8 @@ CASES = [
     ),
     (
         2,
-        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 --loss-chunk-size 4",
+        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 --loss-chunk-size 4 "
+        "--window-size 3,0 --window-attn-skip-freq [0]*7+[1] --no-rope-freq [1]+[0]*7",
         LLAMA,
     ),
     (4, f"--pipeline-model-parallel-size 4 {DOCUMENTS}", GPT2),

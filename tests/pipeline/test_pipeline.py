@@ -42,9 +42,27 @@ def single_process(variant, dtype):
     )
 
 
-@pytest.mark.runs(daily=1, ci=5)
-@pytest.mark.parametrize(("layout", "variant"), list(itertools.product(LAYOUTS, MODELS)), ids=str)
-def test_a_pipeline_trains_as_one_process_does(layout, variant):
+DATA_PARALLEL = (
+    dict(overlap_grad_reduce=True, ddp_bucket_size=2000),
+    dict(use_distributed_optimizer=True),
+    dict(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        ddp_bucket_size=2000,
+    ),
+)
+SHARED = (Layout(pp=2, dp=2, num_chunks=2), Layout(pp=2, dp=2, tp=2, sequence_parallel=True))
+CASES = [
+    *itertools.product(LAYOUTS, MODELS, [{}]),
+    # tied embeddings, whose two ends are shared out alike
+    *itertools.product(SHARED, ["gpt2"], DATA_PARALLEL),
+]
+
+
+@pytest.mark.runs(daily=2, ci=8)
+@pytest.mark.parametrize(("layout", "variant", "flags"), CASES, ids=str)
+def test_a_pipeline_trains_as_one_process_does(layout, variant, flags):
     expected = single_process(variant, torch.float64)
 
     def work(rank, world_size):
@@ -54,6 +72,7 @@ def test_a_pipeline_trains_as_one_process_does(layout, variant):
             steps=STEPS,
             micro_batches=MICRO_BATCHES,
             dtype=torch.float64,
+            data_parallel=DataParallelConfig(**flags) if flags else None,
         )
         errors = {
             f"{kind} {name}": difference(getattr(expected, kind)[name], value)
@@ -70,57 +89,6 @@ def test_a_pipeline_trains_as_one_process_does(layout, variant):
         assert worst < 1e-9
         names |= set(held)
     assert names == expected.weights.keys()
-
-
-DATA_PARALLEL = {
-    "overlap": dict(overlap_grad_reduce=True, ddp_bucket_size=2000),
-    "zero1": dict(use_distributed_optimizer=True),
-    "zero1-overlap": dict(
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        ddp_bucket_size=2000,
-    ),
-}
-
-
-@pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(pp=2, dp=2, num_chunks=2), Layout(pp=2, dp=2, tp=2, sequence_parallel=True)],
-    ids=str,
-)
-def test_data_parallel_layouts_train_a_pipeline_alike(layout):
-    """With tied embeddings, whose two ends are shared out alike."""
-    expected = single_process("gpt2", torch.float64)
-
-    def work(rank, world_size):
-        trained = {
-            name: train(
-                layout,
-                config_of("gpt2"),
-                steps=STEPS,
-                micro_batches=MICRO_BATCHES,
-                dtype=torch.float64,
-                data_parallel=DataParallelConfig(**flags),
-            )
-            for name, flags in DATA_PARALLEL.items()
-        }
-        return {
-            name: (
-                got.losses,
-                got.grad_norms,
-                max(difference(expected.weights[key], value) for key, value in got.weights.items()),
-            )
-            for name, got in trained.items()
-        }
-
-    for of_rank in run_ranks(work, layout.ranks, detail=False):
-        for name, (losses, grad_norms, worst) in of_rank.items():
-            assert losses == pytest.approx(expected.losses, rel=1e-10), name
-            assert grad_norms == pytest.approx(expected.grad_norms, rel=1e-10) and worst < 1e-9, (
-                name
-            )
 
 
 POLICIES = {

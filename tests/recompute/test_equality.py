@@ -212,8 +212,7 @@ SETTINGS = [
 
 def check(tp_size, sequence_parallel, precision, chosen, models=MODELS):
     assert (
-        run_ranks(faults, tp_size, sequence_parallel, precision, chosen, models, detail=False)
-        == [{}] * tp_size
+        run_ranks(faults, tp_size, sequence_parallel, precision, chosen, models) == [{}] * tp_size
     )
 
 
@@ -290,8 +289,6 @@ def test_gradients_of_spread_experts_are_unchanged_to_the_bit(layout):
     models = {name: replace(EXPERT_MODELS[name], num_layers=3, moe_layer_freq=(1, 0, 1), **noisy)}
     chosen = [*map("+".join, EXPERT_MODULES[:2]), "uniform 2", "pointwise, verified", *OPS[2:]]
     found = run_ranks(
-        *(faults, num_ranks, sequence_parallel, torch.float32),
-        *({name: chosen}, models, fields),
-        detail=False,
+        *(faults, num_ranks, sequence_parallel, torch.float32), *({name: chosen}, models, fields)
     )
     assert found == [{}] * num_ranks

@@ -38,7 +38,7 @@ def _ddp(rank, world_size, names, options):
 def test_ddp_reduces_the_gradients_of_the_plain_model(find_unused, static):
     names = WITH_UNUSED if find_unused else WITHOUT_UNUSED
     options = dict(find_unused=find_unused, static=static)
-    assert run_ranks(_ddp, 2, names, options, detail=False) == [[], []]
+    assert run_ranks(_ddp, 2, names, options) == [[], []]
 
 
 def _compiled(name, text, wrap, backend, first):

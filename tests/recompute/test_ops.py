@@ -129,7 +129,7 @@ def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(
     """Repeated are, in each layer: the gathers before qkv and fc1, the sum after proj; that after
     fc2 is the tail."""
     for repeated, watched, kept in run_ranks(
-        collectives_of_a_step, 2, "*:ops(matmul,collective)", sequence_parallel, detail=False
+        collectives_of_a_step, 2, "*:ops(matmul,collective)", sequence_parallel
     ):
         # What a collective returns that writes in place is no tensor, and what it writes is not
         # seen: kept or not, it would spoil what was kept before it.
@@ -138,9 +138,7 @@ def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(
         assert repeated == {} and sum(
             name.startswith("_c10d") for name in kept
         ) == NUM_LAYERS * sum(again.values())
-    for repeated, _, _ in run_ranks(
-        collectives_of_a_step, 2, "*:ops(matmul)", sequence_parallel, detail=False
-    ):
+    for repeated, _, _ in run_ranks(collectives_of_a_step, 2, "*:ops(matmul)", sequence_parallel):
         by_name = Counter()
         for sent, count in repeated.items():
             by_name[sent.name] += count
@@ -158,7 +156,7 @@ def test_an_in_place_sum_is_an_error_where_results_are_kept():
             )
 
     with pytest.raises(RankFailure, match="does not see what a collective writes in place"):
-        run_ranks(work, 2, detail=False)
+        run_ranks(work, 2)
 
 
 # What cannot be kept

@@ -73,6 +73,6 @@ def _steps(rank, world_size):
 
 
 def test_inputs_are_gathered_one_ahead_of_the_replay():
-    for (_, expected), (events, gradients) in run_ranks(_steps, 2, detail=False):
+    for (_, expected), (events, gradients) in run_ranks(_steps, 2):
         assert events == ["gather", "gather", "layer 4", "gather", "layer 2", "layer 0"]
         assert all(map(torch.equal, expected, gradients))

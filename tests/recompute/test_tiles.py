@@ -104,7 +104,7 @@ def of_policies(rank, world_size, variant, sequence_parallel, tp_size):
 def test_bits_bytes_and_collectives_of_tiles(variant, ranks, tp_size, sequence_parallel):
     """Policies with the same tiles give the same bits, also verified and with the whole tail.
     Against the whole MLP only the sums of weight gradients round otherwise."""
-    found = run_ranks(of_policies, ranks, variant, sequence_parallel, tp_size, detail=False)
+    found = run_ranks(of_policies, ranks, variant, sequence_parallel, tp_size)
     assert found == [[]] * ranks
 
 

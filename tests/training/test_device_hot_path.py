@@ -78,7 +78,7 @@ def faults_of(*cases):
         dist.destroy_process_group()  # the simulated ranks have groups of their own
         return {case: found for case in cases if (found := faults(*case))}
 
-    return run_ranks(run, 1, detail=False)[0]  # torch's fake groups have no DETAIL mode
+    return run_ranks(run, 1)[0]  # torch's fake groups have no DETAIL mode
 
 
 def check_short_case(number):

@@ -154,7 +154,7 @@ def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(
             ]
 
     expected = [one_by_one(name, range(3, 4), **overrides) for name, overrides in cases]
-    for of_rank in run_ranks(work, tp_size * cp_size, detail=False):
+    for of_rank in run_ranks(work, tp_size * cp_size):
         for (name, _), want, have in zip(cases, expected, of_rank, strict=True):
             assert_equal(name, want, have)
 
@@ -172,7 +172,7 @@ def in_pipeline(rank, world_size):
 def test_every_stage_of_a_pipeline_keeps_documents_apart():
     overrides = dict(num_layers=3, untie_embeddings_and_output_weights=True)
     expected = one_by_one("gpt2", range(3), **overrides)
-    ranks = run_ranks(in_pipeline, 3, detail=False)
+    ranks = run_ranks(in_pipeline, 3)
     grads = {
         name.partition("chunks.0.")[2] or name: grad
         for one in ranks
@@ -226,7 +226,7 @@ def test_the_means_of_data_parallel_ranks_count_all_of_their_tokens():
             counts = [[4, 6], [5, 0]][rank]
             return [masked_mean(counts, runner.parallel, per_token=one) for one in (False, True)]
 
-    first, second = run_ranks(work, 2, detail=False)
+    first, second = run_ranks(work, 2)
     assert [one.num_tokens.item() for one in (*first, *second)] == [15.0] * 4
     # 1 / (tokens x 2 micro-batches x 2 ranks), and 1 / all tokens
     assert first[0].factors.tolist() == [1 / 16, 1 / 24]

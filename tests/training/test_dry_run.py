@@ -100,7 +100,7 @@ def real_steps(config, world_size, num_microbatches, *, host_apart=False):
             batches = SameTokens(samples, num_microbatches, parallel)
             return measure_step(config, parallel, batches, host_apart=host_apart)
 
-    return run_ranks(run, world_size, detail=False)
+    return run_ranks(run, world_size)
 
 
 @pytest.mark.runs(daily=1, ci=3)

@@ -130,8 +130,8 @@ def test_every_layout_trains_as_one_process_does(layout, tmp_path):
     """Losses, the biases' steps (which the later choices show), and kept bytes to the byte."""
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     layout, settings = ODD.get(layout, (layout, {}))
-    run_ranks(_run, 1, "", one, dict(settings), detail=False)
-    run_ranks(_run, 4 if layout in ON_FOUR else 2, layout, other, dict(settings), detail=False)
+    run_ranks(_run, 1, "", one, dict(settings))
+    run_ranks(_run, 4 if layout in ON_FOUR else 2, layout, other, dict(settings))
     for expected, found in zip(outcome(one), outcome(other), strict=True):
         assert found == pytest.approx(expected, rel=2e-5)
     row = rows(one)[0]
@@ -160,7 +160,7 @@ def test_a_policy_keeps_what_is_predicted_given_the_rows(action, layout, tmp_pat
         recompute = RecomputeConfig(recompute_policy=f"*:{action}")
         run_to_end(replace(config, recompute=recompute))
 
-    run_ranks(run, 2 if layout else 1, detail=False)
+    run_ranks(run, 2 if layout else 1)
     assert outcome(metrics)
 
 
@@ -173,13 +173,11 @@ def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(layout, tmp_pa
     if settings:
         settings = dict(settings, moe_input_jitter_eps=0.1)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_ranks(
-        _run, 2, layout, tmp_path / "w.jsonl", dict(save=str(whole), **settings), detail=False
-    )
+    run_ranks(_run, 2, layout, tmp_path / "w.jsonl", dict(save=str(whole), **settings))
     saving = dict(save=str(parts), until=3, **settings)
-    run_ranks(_run, 2, layout, tmp_path / "p.jsonl", saving, detail=False)
+    run_ranks(_run, 2, layout, tmp_path / "p.jsonl", saving)
     going_on = dict(save=str(parts), load=str(parts), **settings)
-    run_ranks(_run, 2, layout, tmp_path / "p.jsonl", going_on, detail=False)
+    run_ranks(_run, 2, layout, tmp_path / "p.jsonl", going_on)
     # A rank keeps the rows that it receives. The log has those of a start's first iteration.
     resumed, unbroken = (
         [{name: value for name, value in row.items() if "_bytes_" not in name} for row in found]
@@ -191,9 +189,9 @@ def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(layout, tmp_pa
     # The files do not tell how the experts were spread: one process reads them and writes the same.
     again = tmp_path / "again"
     one = dict(load=str(parts), save=str(again), **settings)
-    run_ranks(_run, 1, "", tmp_path / "1.jsonl", one, detail=False)
+    run_ranks(_run, 1, "", tmp_path / "1.jsonl", one)
     other = dict(load=str(again), save=str(tmp_path / "other"), **settings)
-    run_ranks(_run, 2, layout, tmp_path / "2.jsonl", other, detail=False)
+    run_ranks(_run, 2, layout, tmp_path / "2.jsonl", other)
     found = step_bytes(tmp_path / "other", 6)
     names = [name for name in expected if "rng" not in name]
     assert names and all(found[name] == expected[name] for name in names)

@@ -120,7 +120,7 @@ def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(t
     Each of 2 ranks has one of 2 layers. Of 1, 1, 2 and 3 micro-batches rank 0 recomputes 0, 0, 1
     and 1, and rank 1 none.
     """
-    run_ranks(_utilization, 2, tmp_path, detail=False)
+    run_ranks(_utilization, 2, tmp_path)
     found = re.findall(r"MFU: ([\d.]+)% \| HFU: ([\d.]+)%", (tmp_path / "log0").read_text())
     assert [float(hardware) / float(model) for model, hardware in found] == pytest.approx(
         [1, 1, 1 + 0.1 / 2, 1 + 0.1 / 3]

@@ -145,7 +145,7 @@ def test_one_pass_has_the_bits_of_two(layout, model, policy, mask, chunk_size):
     def work(rank, world_size):
         return differing(config)
 
-    assert not any(run_ranks(work, ranks, detail=False))
+    assert not any(run_ranks(work, ranks))
 
 
 def single(flags=""):
@@ -178,7 +178,7 @@ def test_the_kept_bytes_are_those_predicted(layout, model, mask, chunk_size):
     def work(rank, world_size):
         return kept(config)
 
-    for found in run_ranks(work, ranks, detail=False):
+    for found in run_ranks(work, ranks):
         assert found.fault is None and found.measured > 0
 
 

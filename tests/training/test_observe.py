@@ -153,4 +153,4 @@ def test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights():
         runs = [run_to_end(replace(config, recompute=one)) for one in settings]
         return [run.activation_bytes.fault for run in runs]
 
-    assert run_ranks(work, 2, detail=False) == [[None] * len(POLICIES)] * 2
+    assert run_ranks(work, 2) == [[None] * len(POLICIES)] * 2

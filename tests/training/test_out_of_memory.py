@@ -89,7 +89,7 @@ def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(monkeypatch):
             run_to_end(tiny_run(tp_size=2, memory_limit="1MiB"))
         return str(fault.value)
 
-    texts = run_ranks(work, 2, detail=False)
+    texts = run_ranks(work, 2)
     assert [f"in iteration 1 on rank {rank}" in text for rank, text in enumerate(texts)] == [
         True
     ] * 2

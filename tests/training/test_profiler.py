@@ -35,7 +35,7 @@ def _run(rank, world_size, folder):
 
 
 def test_a_trace_holds_the_named_iterations_of_the_named_rank(tmp_path):
-    run_ranks(_run, 2, tmp_path, detail=False)
+    run_ranks(_run, 2, tmp_path)
     traces = list((tmp_path / "tb" / "torch_profile").iterdir())
     assert [trace.name for trace in traces] == ["rank-1.json.gz"]
     with gzip.open(traces[0]) as file:

@@ -57,7 +57,7 @@ def _interleaved(rank, world_size, folder):
 
 
 def test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused(tmp_path):
-    for message, consumed in run_ranks(_interleaved, 2, tmp_path, detail=False):
+    for message, consumed in run_ranks(_interleaved, 2, tmp_path):
         assert message == (
             "--rampup-batch-size 2 3 6: a batch of 5 samples, which this run still has, is not "
             "divisible by --micro-batch-size 1 x data-parallel size 1 x "
@@ -97,7 +97,7 @@ def _in_steps(rank, world_size, folder):
 
 
 def test_a_batch_that_changes_in_steps_is_resumed_in_the_middle(tmp_path):
-    for message in run_ranks(_in_steps, 2, tmp_path, detail=False):
+    for message in run_ranks(_in_steps, 2, tmp_path):
         assert "a batch of 3 samples, which this run still has, is not divisible by" in message
     whole = rows(tmp_path / "whole")
     assert [row["global_batch_size"] for row in whole] == [2, 2, 6, 4, 4]

@@ -88,7 +88,7 @@ def test_three_iterations_a_restart_and_three_more_equal_six(tmp_path, name):
         run("parts", STOP)
         run("parts", None, load=str(tmp_path / "parts"))
 
-    run_ranks(work, ranks, detail=False) if ranks > 1 else work(0, 1)
+    run_ranks(work, ranks) if ranks > 1 else work(0, 1)
     whole = rows(tmp_path / "whole.jsonl")
     assert rows(tmp_path / "parts.jsonl") == whole and len(whole) == LAST
     for row in whole:

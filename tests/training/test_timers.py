@@ -48,7 +48,7 @@ def _run(rank, world_size, folder, level, option, pp_size):
 @pytest.mark.parametrize("pp_size", [1, 2])
 def test_each_level_shows_its_timers_and_changes_no_figure(tmp_path, capfd, pp_size):
     for level in (0, 1, 2):
-        found = run_ranks(_run, 2, tmp_path, level, "minmax", pp_size, detail=False)
+        found = run_ranks(_run, 2, tmp_path, level, "minmax", pp_size)
         assert [one["reads a clock"] for one in found] == [level > 0] * 2
         names = re.findall(
             r"^    (\S+) \.+: \(\d+\.\d\d, \d+\.\d\d\)$", capfd.readouterr().out, re.M
