@@ -116,7 +116,6 @@ class LatentSettings:
         excludes=(
             *("group_query_attention", "add_qkv_bias", "no_rope_freq", "use_rope_scaling"),
             *("rotary_seq_len_interpolation_factor", "rotary_base_local"),
-            "context_parallel_size>1",
         ),
         why="its heads share a rotated part, and its values are smaller than its keys",
     )

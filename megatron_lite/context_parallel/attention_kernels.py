@@ -306,6 +306,18 @@ def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
 
 
+def padded(tensor: Tensor, query: Tensor) -> Tensor:
+    """Returns the tensor with zeros behind each head: kernels take heads of one size."""
+    missing = query.shape[-1] - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def cut(output: Tensor, value: Tensor) -> Tensor:
+    """Returns the output without the channels that `padded` has put behind the value's."""
+    channels = value.shape[-1]
+    return output[..., :channels].contiguous() if output.shape[-1] > channels else output
+
+
 def heads_first(tensor: Tensor) -> Tensor:
     """Returns [n, b, a, d] as a view [b, a, n, d]."""
     return tensor.permute(1, 2, 0, 3)

@@ -40,8 +40,10 @@ from megatron_lite.context_parallel.attention_kernels import (
     Attended,
     attend,
     attend_backward,
+    cut,
     heads_first,
     heads_last,
+    padded,
 )
 from megatron_lite.parallel.collectives import (
     Started,
@@ -60,7 +62,8 @@ def context_parallel_attention(
 ) -> Tensor:
     """Returns the attention output [s/c, b, a/t, d] of this rank's queries.
 
-    query: [s/c, b, a/t, d]. key, value: [s/c, b, g/t, d]. cp.group must not be None.
+    query: [s/c, b, a/t, d]. key, value: [s/c, b, g/t, d]; the heads of value may be smaller, and
+    travel padded. cp.group must not be None.
     Keeps its inputs, its output and one float32 (float64) per row. The merged output and the
     query's gradient are summed in float32 (float64). The gradients of keys and values are summed in
     their own dtype, with one addition per rank. Issues the collectives of the table on cp.group.
@@ -82,13 +85,15 @@ class _ContextParallelAttention(torch.autograd.Function):
         comm_type: str,
         scale: float,
     ) -> Tensor:
+        tensors = query, key, padded(value, query)
         if results_may_be_kept():
             # As one operator: the mode keeps the result of all parts, and the replay sends nothing.
             output, lse = torch.ops.megatron_lite.context_parallel_attention(
-                query, key, value, group.group_name, comm_type, scale
+                *tensors, group.group_name, comm_type, scale
             )
         else:
-            output, lse = _attend(query, key, value, group, comm_type, scale)
+            output, lse = _attend(*tensors, group, comm_type, scale)
+        output = cut(output, value)
         ctx.group, ctx.comm_type, ctx.scale = group, comm_type, scale
         ctx.save_for_backward(query, key, value, output, lse)
         return output
@@ -97,10 +102,12 @@ class _ContextParallelAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
+        channels = value.shape[-1]
+        smaller = (padded(one, query) for one in (grad_output.contiguous(), value, output))
+        grad_output, value, output = smaller
         exchange, own = EXCHANGES[ctx.comm_type], torch.stack((key, value))
         grad_keys_values = exchange.sum(own, ctx.group)
         grad_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
-        grad_output = grad_output.contiguous()
         # The parts arrive again, as in forward. Each kernel gets the output and lse of all keys, so
         # the sum of the parts' gradients is the whole gradient.
         for source, keys_values in exchange.parts(own, ctx.group):
@@ -115,7 +122,9 @@ class _ContextParallelAttention(torch.autograd.Function):
             of_query, of_key, of_value = map(heads_last, grads)
             grad_query[queries] += of_query
             grad_keys_values.add(source, keys, of_key, of_value)
-        return grad_query.to(query.dtype), *grad_keys_values.result().unbind(), None, None, None
+        grad_key, grad_value = grad_keys_values.result().unbind()
+        grads_of_inputs = grad_query.to(query.dtype), grad_key, grad_value[..., :channels]
+        return *grads_of_inputs, None, None, None
 
 
 class Reading(NamedTuple):

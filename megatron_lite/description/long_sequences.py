@@ -43,7 +43,7 @@ def with_heads_exchanged(of: Shape, core: Operation, inputs: tuple[KeptTensor, .
 
     core: the attention. inputs: those of all heads, of this rank's tokens.
     """
-    sizes = dict(query=of.query, key=of.kv, value=of.kv, output=of.query)
+    sizes = dict(query=of.query, key=of.kv, value=of.value, output=of.attended)
     sent = tuple(Collective(ALL_TO_ALL, num_bytes) for num_bytes in sizes.values())
     *before, after = (
         one.call(f"received {name}", output_only=name == "output")

@@ -92,7 +92,7 @@ def core_attention(of: Shape, inputs: Tensors, layer: int) -> Operation:
     whole_of, own_inputs = of, inputs
     if exchanges_heads:  # attention of one rank, with the heads of more tensor-parallel ranks
         alone = replace(sizes, tp_size=sizes.tp_size * sizes.cp_size, cp_size=1)
-        whole_of, value = Shape(model, alone), KeptTensor("exchanged value", of.kv)
+        whole_of, value = Shape(model, alone), KeptTensor("exchanged value", of.value)
         inputs = (*_heads(of, "exchanged "), value)
     if model.builds_scores(sizes.device):
         core = _unfused(whole_of, inputs)
@@ -185,11 +185,11 @@ def _flash_temporary(of: Shape) -> int:
     their gradients travel besides.
     """
     query, part, ranks = of.query, 2 * of.kv, of.sizes.cp_size
-    if of.value != of.kv:  # the padded gradient of the output, value and output besides
-        return of.attended + 3 * query + query + part
+    # the gradient of the output, before it is padded as value and output are
+    smaller = of.attended + 2 * query if of.value != of.kv else 0
     if ranks == 1:
-        return 2 * query + part
-    gradients, second = query + part, max(query + part // 2, query // 2 + part)
+        return 2 * query + part + smaller
+    gradients, second = query + part + smaller, max(query + part // 2, query // 2 + part)
     if of.sizes.cp_comm_type == "p2p":
         # The ring holds a part, the one that arrives and, beyond two ranks, the next one. Two parts
         # of gradients travel.
@@ -217,7 +217,7 @@ def _unfused(of: Shape, inputs: Tensors) -> Operation:
         again = (KeptTensor(f"repeated {name}", repeated) for name in ("key", "value"))
         heads = (inputs[0], *again)
     elif sizes.cp_size > 1:
-        heads = (inputs[0], KeptTensor("gathered key and value", 2 * repeated))
+        heads = (inputs[0], KeptTensor("gathered key and value", sizes.cp_size * _sent(of)))
     elements = repeated // of.element // model.head_dim * sizes.own_seq_length
     scores = elements * of.element
     softmax = of.wide(scores) if model.attention_softmax_in_fp32 else scores
@@ -269,7 +269,7 @@ def _unfused_temporary(of: Shape, scores: int, softmax: int) -> int:
     repeated = ranks * query  # the gradient of the key, or of the value, for every head
     # The product with the values keeps a tensor besides the softmax, and frees it early.
     freed = scores if softmax != scores or of.model.attention_dropout else 0
-    whole = 2 * ranks * of.kv
+    whole = ranks * _sent(of)
     exchange = whole + of.sizes.gloo_copy(whole) if ranks > 1 else 0
     return max(
         query + scores + repeated,
@@ -290,9 +290,14 @@ def _matmuls(of: Shape) -> tuple[Matmul, Matmul]:
     return scores, Matmul("context", queries, of.model.value_dim, keys, heads)
 
 
+def _sent(of: Shape) -> int:
+    """Returns the bytes of the keys and values of a rank as they travel: to a kernel, padded."""
+    return of.kv + (of.value if of.model.builds_scores(of.sizes.device) else of.kv)
+
+
 def _exchange(of: Shape) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Returns the forward and the backward collectives of attention over context-parallel ranks."""
-    ranks, part = of.sizes.cp_size, 2 * of.kv
+    ranks, part = of.sizes.cp_size, _sent(of)
     gather, scatter = (Collective(kind, ranks * part) for kind in (ALL_GATHER, REDUCE_SCATTER))
     shift = Collective(SHIFT, part)
     if ranks == 1:

@@ -36,10 +36,12 @@ from megatron_lite.context_parallel.attention_kernels import (
     Readable,
     attend,
     attend_backward,
+    cut,
     has_kernel,
     heads_first,
     heads_last,
     kernel_context,
+    padded,
     suits_torch,
 )
 from megatron_lite.model.dropout import dropout
@@ -118,19 +120,7 @@ class SelfAttention(nn.Module):
                 for _ in range(2)
             )
         self.kernels = context.kernels
-        cp, exchange = context.cp.of_layer(layer)
-        self.core_attention: nn.Module = CoreAttention(
-            config,
-            context.rng,
-            None if exchange == "a2a" else cp,
-            layer=layer,
-            kernels=context.kernels,
-        )
-        if exchange == "a2a" and cp.group is not None:
-            # late: few runs have it
-            from megatron_lite.model.head_exchange import HeadExchange
-
-            self.core_attention = HeadExchange(self.core_attention, cp.group)
+        self.core_attention = core_attention(config, context, layer)
 
     def forward(
         self,
@@ -265,6 +255,21 @@ def joined_back(
     return torch.cat((grouped, grad_key, grad_value), -1).flatten(2)
 
 
+def core_attention(config: ModelConfig, context: RankContext, layer: int) -> nn.Module:
+    """Returns the attention of a layer, with the exchanges of its context-parallel ranks."""
+    cp, exchange = context.cp.of_layer(layer)
+    exchanges_heads = exchange == "a2a"
+    attention = CoreAttention(
+        config, context.rng, None if exchanges_heads else cp, layer=layer, kernels=context.kernels
+    )
+    if not exchanges_heads or cp.group is None:
+        return attention
+    # late: few runs have it
+    from megatron_lite.model.head_exchange import HeadExchange
+
+    return HeadExchange(attention, cp.group)
+
+
 class CoreAttention(nn.Module):
     """Attention itself: query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t * d].
 
@@ -395,10 +400,11 @@ class CoreAttention(nn.Module):
         mask = causal_mask(query, readable, self.cp)
         if mask.dim() > 2:  # [b, 1, s, s] for every head
             mask = mask.expand(-1, heads, -1, -1).flatten(0, 1)
-        if self.cp.group is not None:  # one gather for both: [s, 2, b, g/t, d]
+        if self.cp.group is not None:  # one gather for both
+            sizes = [key.shape[-1], value.shape[-1]]
             key, value = gather_from_sequence_parallel_region(
-                torch.stack((key, value), 1), self.cp.group
-            ).unbind(1)
+                torch.cat((key, value), -1), self.cp.group
+            ).split(sizes, -1)
         if heads > key.shape[2]:  # the heads of a query group are neighbours
             key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
         # [b a/t, s, d]
@@ -485,12 +491,10 @@ class _MaskedAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, readable: Readable, scale: float
     ) -> Tensor:
         # Calls of torch's kernel alone: an ops(attention) policy can keep their results.
-        tensors = map(heads_first, (query, key, _padded(value, query)))
+        tensors = map(heads_first, (query, key, padded(value, query)))
         attended = attend(*tensors, causal=True, scale=scale, readable=readable)
         ctx.readable, ctx.scale = readable, scale
-        output = heads_last(attended.output)
-        if output.shape[-1] > value.shape[-1]:
-            output = output[..., : value.shape[-1]].contiguous()
+        output = cut(heads_last(attended.output), value)
         ctx.save_for_backward(query, key, value, output, attended.lse)
         return output
 
@@ -499,8 +503,8 @@ class _MaskedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
         channels = value.shape[-1]
-        padded = (_padded(one, query) for one in (grad_output.contiguous(), value, output))
-        grad, value, output, query, key = map(heads_first, (*padded, query, key))
+        smaller = (padded(one, query) for one in (grad_output.contiguous(), value, output))
+        grad, value, output, query, key = map(heads_first, (*smaller, query, key))
         grads = attend_backward(
             grad,
             query,
@@ -513,9 +517,3 @@ class _MaskedAttention(torch.autograd.Function):
         )
         grad_query, grad_key, grad_value = map(heads_last, grads)
         return grad_query, grad_key, grad_value[..., :channels], None, None
-
-
-def _padded(tensor: Tensor, query: Tensor) -> Tensor:
-    """Returns the tensor with zeros behind each head: kernels take heads of one size."""
-    missing = query.shape[-1] - tensor.shape[-1]
-    return F.pad(tensor, (0, missing)) if missing else tensor

@@ -39,10 +39,10 @@ class HeadExchange(nn.Module):
         skip_tail: bool = False,
     ) -> Tensor:
         whole = (mapped(one, self.group, to_heads, to_tokens) for one in (query, key, value))
-        attended = self.attention(*whole, documents, skip_tail).unflatten(-1, (-1, query.shape[-1]))
+        attended = self.attention(*whole, documents, skip_tail).unflatten(-1, (-1, value.shape[-1]))
 
         def unread(tensor: Tensor, group: ProcessGroup) -> Tensor:
-            return tensor.new_empty(()).expand_as(query)
+            return tensor.new_empty(()).expand(*query.shape[:-1], value.shape[-1])
 
         back = unread if skip_tail else to_tokens
         return mapped(attended, self.group, back, to_heads).flatten(2)

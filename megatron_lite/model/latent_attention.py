@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION, UP_PROJECTION
-from megatron_lite.model.attention import CoreAttention, branch_skips_bias
+from megatron_lite.model.attention import branch_skips_bias, core_attention
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, rotate, rotate_back
 from megatron_lite.parallel.compiled import CompiledKernels, run
@@ -74,9 +74,7 @@ class LatentAttention(nn.Module):
         self.linear_kv_up_proj = up(
             config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim)
         )
-        self.core_attention = CoreAttention(
-            config, context.rng, layer=layer, kernels=context.kernels
-        )
+        self.core_attention = core_attention(config, context, layer)
         self.linear_proj = RowParallelLinear(
             heads * config.v_head_dim,
             hidden,

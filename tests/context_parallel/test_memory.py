@@ -15,12 +15,13 @@ from tests.memory.test_activations import policies as all_policies
 from tests.memory.test_collectives import by_kind_and_bytes
 from tests.memory.test_collectives import policies as sending_policies
 from tests.support.collectives import recorded_collectives
-from tests.support.equality import variant_config
+from tests.support.equality import LATENT, LLAMA, variant_config
 from tests.support.models import (
     BATCH,
     SEQ_LENGTH,
     build_tiny_model,
     sample_tokens,
+    tiny_config,
     tiny_sizes,
     tp_state,
 )
@@ -52,13 +53,12 @@ def wrong_bytes(rank, world_size, layout, every):
     `every`-th of all cases."""
     wrong = []
     can_split = layout.tp_size > 1 and not layout.sequence_parallel
-    # A run refuses latents with CP, and windows in a ring of flash attention.
+    # A run refuses windows in a ring of flash attention.
     rings = layout.cp_comm_type != "a2a"
     configs = [
         config
         for config in models()
-        if not config.multi_latent_attention
-        and not (rings and config.window_size and config.attention_backend == "flash")
+        if not (rings and config.window_size and config.attention_backend == "flash")
     ]
     cases = list(
         itertools.product(
@@ -136,10 +136,20 @@ def sent(rank, world_size, layout, config):
     return found
 
 
+LATENTS = dict(LLAMA, **LATENT, q_lora_rank=8, qk_layernorm=True, num_layers=3)
+SENDING = {
+    "flash": variant_config("llama", num_layers=3, attention_backend="flash"),
+    "unfused": variant_config("llama", num_layers=3, attention_backend="unfused"),
+    "latents": tiny_config(**LATENTS, attention_backend="flash"),
+    "unfused latents": tiny_config(**LATENTS, attention_backend="unfused"),
+}
+
+
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
-    ("layout", "backend"),
+    ("layout", "model"),
     [
+        (Layout(1, 2), "latents"),
         (Layout(1, 2), "flash"),
         (Layout(1, 3, cp_comm_type="allgather"), "flash"),
         (Layout(1, 2), "unfused"),
@@ -147,11 +157,13 @@ def sent(rank, world_size, layout, config):
         (Layout(2, 2, cp_comm_type="allgather"), "flash"),
         (Layout(1, 2, cp_comm_type="a2a"), "flash"),
         (Layout(1, 2, cp_comm_type="a2a"), "unfused"),
+        (Layout(2, 2, True, "a2a"), "latents"),
+        (Layout(1, 2), "unfused latents"),
         (Layout(1, 2, cp_comm_type=("allgather", "p2p", "a2a")), "flash"),
     ],
 )
-def test_every_policy_sends_what_is_predicted(layout, backend):
-    config = variant_config("llama", num_layers=3, attention_backend=backend)
+def test_every_policy_sends_what_is_predicted(layout, model):
+    config = SENDING[model]
     expected = {}
     for name, plan in plans_of(layout).items():
         exchange = plan_collectives(config, plan, layout.sizes(torch.bfloat16))

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.recompute.schedule import plan_stage
-from tests.recompute.test_equality import MODELS, changed, policies
+from tests.recompute.test_equality import EXPERT_MODELS, MODELS, changed, policies
 from tests.support.models import build_tiny_model, loss_and_grads, tp_state, with_new_streams
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
@@ -19,6 +19,7 @@ CONTEXT_MODELS = {
     "llama": replace(
         MODELS["llama, SDPA, residual dropout"], group_query_attention=True, num_query_groups=2
     ),
+    "latents": EXPERT_MODELS["deepseek"],
     "unfused": MODELS["gpt, unfused, dropout"],
 }
 
@@ -54,6 +55,9 @@ def faults(rank, world_size, tp_size, sequence_parallel, name, comm_type, dtype)
     ("tp_size", "cp_size", "sequence_parallel", "name", "comm_type", "dtype"),
     [
         (1, 2, False, "gpt", "p2p", torch.float32),
+        (1, 2, False, "latents", "p2p", torch.float32),
+        (2, 2, True, "latents", "a2a", torch.bfloat16),
+        (1, 2, False, "latents", "allgather", torch.bfloat16),
         (1, 2, False, "llama", "allgather", torch.bfloat16),
         (1, 2, False, "unfused", "p2p", torch.float32),
         (2, 2, True, "llama", "p2p", torch.float32),

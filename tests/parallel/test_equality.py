@@ -97,14 +97,11 @@ CASES = [*product(MODELS, [torch.float64]), *product(sampled(MODELS, every=3), [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_loss_and_every_gradient_equal_those_of_one_rank(layout):
     """All ranks have the same bits: they update alike."""
-    latent = {name for name, model in MODELS.items() if "multi_latent_attention" in model}
-    # Context-parallel ranks are refused for latents.
-    cases = [case for case in CASES if layout.cp == 1 or case[0] not in latent]
 
     def work(rank, world_size):
-        return [outcome(layout, *case, layout.seq_length) for case in cases]
+        return [outcome(layout, *case, layout.seq_length) for case in CASES]
 
-    for case, first, *others in zip(cases, *run_ranks(work, layout.tp * layout.cp), strict=True):
+    for case, first, *others in zip(CASES, *run_ranks(work, layout.tp * layout.cp), strict=True):
         errors = differences(expected(*case, layout.seq_length), first)
         tolerance = TOLERANCES[case[1]]
         assert {key: error for key, error in errors.items() if not error < tolerance} == {}, case
