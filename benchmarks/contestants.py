@@ -48,7 +48,7 @@ def build_contestants(setting, *, peers=tuple(PEERS), compiled=False):
             for mode, captured in list(modes.items())[: 1 + (setting.device.type == "cuda")]:
                 ones = _ours(model, own, [OURS, "ours, full"], captured=captured)
                 found += [one._replace(name=one.name + mode) for one in ones]
-        except InputError as reason:
+        except (InputError, torch.OutOfMemoryError) as reason:
             skipped["ours, compiled"] = str(reason).splitlines()[0]
     for library in peers:
         families, build = PEERS[library]
