@@ -41,7 +41,7 @@ PRESETS = {
     "small": Shape(4, 256, 8, 256, 4, 4096),
     "medium": Shape(8, 512, 8, 512, 4, 8192),
     "1024": Shape(16, 1024, 16, 2048, 2, 32768),
-    "0.6b": Shape(28, 1024, 16, 4096, 1, 32000),  # Qwen3 0.6B but for its vocabulary and heads
+    "0.6b": Shape(28, 1024, 16, 4096, 1, 32000),  # as deep and as wide as Qwen3 0.6B
     "gpt2": Shape(12, 768, 12, 1024, 8, 50304),
     "8b": Shape(6, 4096, 32, 4096, 1, 32768),  # Llama 3 8B but for its vocabulary and depth
 }

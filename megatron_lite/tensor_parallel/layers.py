@@ -142,7 +142,10 @@ class _ParallelMatmul(torch.autograd.Function):
         grad_weight = weight_gradient(ctx.add, whole, grad_output) if needs_weight else None
         grad_bias = None
         if needs_bias:
-            wide = adds_unrounded(own_grad.device, own_grad.dtype)
+            # not while torch's compiler traces this: it would trace the product that is tried
+            wide = not torch.compiler.is_compiling() and adds_unrounded(
+                own_grad.device, own_grad.dtype
+            )
             grad_bias = own_grad.flatten(0, -2).sum(0, dtype=torch.float32 if wide else None)
         # The wait comes last, so that dA and the bias's gradient are computed beside the reduction.
         if reduction is not None:
