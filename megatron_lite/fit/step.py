@@ -27,7 +27,7 @@ from megatron_lite.fit.sharing import Sharing
 from megatron_lite.parallel.torch_internals import address_of, write_count_of
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
+from megatron_lite.recompute.randomness import drawn_again, global_states
 
 FORWARD_END, BACKWARD_END, MODEL_END = range(4, 7)
 PATIENCE = 5.0  # seconds between two lines that tell which run it is
@@ -180,7 +180,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     ]
     devices = {each.device for each in parameters.values() if each.device.type == "cuda"}
     hook = register_optimizer_step_pre_hook(_refuse_update)
-    with torch.random.fork_rng(devices), drawn_again(map(GeneratorState.of, GLOBAL)):
+    with torch.random.fork_rng(devices), drawn_again(global_states()):
         try:
             yield
         finally:

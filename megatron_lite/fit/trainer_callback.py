@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 from megatron_lite.fit.memory_fit import Fit, fit_memory_
 from megatron_lite.recompute.contents import PLAIN, tensors_of
-from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
+from megatron_lite.recompute.randomness import drawn_again, global_states
 
 LOOKED_AT = 8  # batches, of which the largest is measured
 
@@ -40,7 +40,7 @@ class MemoryBudgetCallback(TrainerCallback):
         """Fits the model."""
         trainer, model, loader = _trainer(), kwargs["model"], kwargs["train_dataloader"]
         # An iterator draws random numbers, and that of accelerate counts as the one of training.
-        with torch.random.fork_rng([]), drawn_again(map(GeneratorState.of, GLOBAL)):
+        with torch.random.fork_rng([]), drawn_again(global_states()):
             first = islice(getattr(loader, "base_dataloader", loader), LOOKED_AT)
             batch = max(first, key=lambda each: sum(one.numel() for one in tensors_of(each)))
         told = ""

@@ -167,8 +167,25 @@ hooks_of_all_modules = tuple(
         "backward_hooks",
     )
 )
-attention_kernels = private("torch.nn.attention._cur_sdpa_kernel_backends")
-choose_attention_kernels = private("torch.nn.attention._sdpa_kernel")
+attention_order = private("torch._C._get_sdp_priority_order")
+set_attention_order = private("torch._C._set_sdp_priority_order")
+# What reads and what sets each setting that chooses kernels.
+flags_of_kernels = tuple(
+    (private(f"torch._C._get_{read}"), private(f"torch._C._set_{put or read}"))
+    for read, put in {
+        "float32_matmul_precision": "",
+        "flash_sdp_enabled": "sdp_use_flash",
+        "mem_efficient_sdp_enabled": "sdp_use_mem_efficient",
+        "math_sdp_enabled": "sdp_use_math",
+        "cudnn_sdp_enabled": "sdp_use_cudnn",
+        "overrideable_sdp_enabled": "sdp_use_overrideable",
+        "math_sdp_allow_fp16_bf16_reduction": "",
+        "mkldnn_enabled": "",
+        "cudnn_enabled": "",
+        "cudnn_benchmark": "",
+        "cudnn_deterministic": "",
+    }.items()
+)
 
 # Trees of tensors, in arguments and results.
 tree_flatten = private("torch.utils._pytree.tree_flatten")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megatron_lite.recompute.call_arguments import Arguments
 from megatron_lite.recompute.contents import Contents, Part, Value, unobserved
-from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
+from megatron_lite.recompute.randomness import drawn_again, global_states
 from megatron_lite.recompute.replay import replay_inputs
 from megatron_lite.recompute.saved import check_unwritten, has_values
 
@@ -81,7 +81,7 @@ class LayerState:
             for part in self._parts.values()
             if isinstance(part.value, nn.Parameter)
         ]
-        self._global = [GeneratorState.of(each) for each in GLOBAL if layer is not None]
+        self._global = [] if layer is None else global_states()
         self._is_settled = False
         with unobserved():
             self.copies = {
@@ -103,7 +103,8 @@ class LayerState:
         value was not copied.
         """
         # The states are large, and few layers draw from the global generators.
-        self._global = [each for each in self._global if each.is_changed()]
+        if self._global is global_states():
+            self._global = []
         written = {part.name: part for part in self._contents.written({})}
         # A batch of zeros leaves BatchNorm's mean as it was. It counts its batches all the same.
         names = {name.replace(COUNT, each) for name in written for each in STATISTICS}

@@ -11,6 +11,8 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from ctypes import string_at
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,8 +110,27 @@ _ACCESS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda each, state: each.set_state(state),
     ),
 }
-_DRAWS: tuple[Any, ...] = (random.random, np.random.random_sample)
-GLOBAL = [each.__self__ for each in _DRAWS]
+GLOBAL: list[Any] = [random._inst, np.random.mtrand._rand]
+
+
+def global_states() -> list[GeneratorState]:
+    """Returns the states of GLOBAL. The list is the same one as before if none has drawn since.
+
+    To read the states takes 0.1 ms, so it reads them only if the memory that holds them differs.
+    """
+    bits = GLOBAL[1]._bit_generator
+    held = (*map(_memory, (*GLOBAL, bits)), GLOBAL[0].gauss_next)
+    return _states_at(held if type(bits).__module__.startswith("numpy.random.") else object())
+
+
+@lru_cache(maxsize=1)
+def _states_at(held: Any) -> list[GeneratorState]:
+    return [*map(GeneratorState.of, GLOBAL)]
+
+
+def _memory(generator: Any) -> bytes:
+    """Returns the bytes of an object of C behind its head: its state is among them."""
+    return string_at(id(generator), type(generator).__basicsize__)[object.__basicsize__ :]
 
 
 def is_generator(value: Any) -> bool:

@@ -9,5 +9,5 @@ def test_settings_are_read_when_torch_has_put_its_attention_kernels_in_order(mon
     give the replay another kernel (tests/gpu/test_gpu_any_model.py has the real case)."""
     order = ["flash"]
     monkeypatch.setattr(surroundings, "_settle_attention", lambda kind: order.insert(0, kind))
-    monkeypatch.setattr(surroundings, "attention_kernels", lambda with_priority: tuple(order))
+    monkeypatch.setattr(surroundings, "attention_order", lambda: order)
     assert ("cuda", "flash") in Surroundings.now({"cuda"}).flags
