@@ -31,7 +31,10 @@ TRAINING = "--mock-data --lr 1e-4 --train-iters 10"
 
 
 class Row(NamedTuple):
-    """A run and its prediction. measured, predicted: seconds of a step."""
+    """A run and its prediction. measured, predicted: seconds of a step. band: that of `plan`.
+
+    outside: why the run is outside the band, if it is.
+    """
 
     source: str
     kind: str
@@ -39,6 +42,8 @@ class Row(NamedTuple):
     gpus: int
     measured: float
     predicted: float
+    band: float
+    outside: str = ""
 
     @property
     def error(self) -> float:
@@ -60,7 +65,10 @@ def rows(group: str) -> list[Row]:
         predicted = time.seconds + own["step_wait_s"]
         predicted -= time.terms[OPTIMIZER] if run.get("skips_update") else 0.0
         found.append(
-            Row("this engine", run["kind"], run["name"], 1, run["step_ms"] / 1000.0, predicted)
+            Row(
+                *("this engine", run["kind"], run["name"], 1),
+                *(run["step_ms"] / 1000.0, predicted, time.band),
+            )
         )
     return found
 
@@ -93,8 +101,11 @@ def _row(source: Mapping[str, Any], run: Mapping[str, Any], words: str, machine:
     flops = step_flops(model, batch=batch, seq_length=length, padded_vocab_size=128256)
     tokens = run["tokens_per_second"]
     measured = flops / (run["tflops"] * 1e12) if tokens is None else batch * length / tokens
-    predicted = step_time(config, machine, gpus, **more).seconds
-    return Row(source["source"], source["kind"], run["name"], gpus, measured / gpus, predicted)
+    time = step_time(config, machine, gpus, **more)
+    return Row(
+        *(source["source"], source["kind"], run["name"], gpus, measured / gpus),
+        *(time.seconds, time.band, run.get("outside", "")),
+    )
 
 
 def _stages_with_empty_ends(count: int, size: int) -> list[Stage]:
@@ -152,12 +163,12 @@ def correlation(found: Sequence[Row]) -> float:
 
 def table(found: Sequence[Row]) -> Iterator[str]:
     """Yields the lines of the table of all runs."""
-    yield "| run | source | GPUs | seconds | predicted | error |"
-    yield "|---|---|---|---|---|---|"
+    yield "| run | source | GPUs | seconds | predicted | error | band |"
+    yield "|---|---|---|---|---|---|---|"
     for row in found:
         yield (
             f"| {row.name} | {row.source} | {row.gpus} | {row.measured:.4g} | {row.predicted:.4g} "
-            f"| {row.error:+.1%} |"
+            f"| {row.error:+.1%} | +-{row.band:.0%} {row.outside}|"
         )
 
 

@@ -34,7 +34,7 @@ from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.signals import dies_without_reader
 from megatron_lite.plan.auto_policy import with_chosen_policy
 from megatron_lite.plan.hardware import Hardware, load_hardware, machine_for_policy, machine_names
-from megatron_lite.plan.step_time import step_time
+from megatron_lite.plan.step_time import StepTime, step_time
 
 USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
 
@@ -79,6 +79,7 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
         dp_size = config.parallel.data_parallel_size(num_ranks)
         report = explain(config, device, dp_size=dp_size)
         times = [_step_time(config, one.config, hardware, num_ranks) for one in report.policies]
+    told = f"{hardware.name}, +-{max((one.band for one in times), default=0.0):.0%}"
     end = (
         f"{' '.join(subcommand('plan'))} --config-json RUN.json --gpus {num_ranks} --gpu "
         "NAME finds the fastest layout, micro-batch and policy of this run that fit into memory; "
@@ -88,7 +89,7 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
         end += " No GPU is here, so the figures above are a CPU's: --machine NAME gives a GPU's."
     return [
         *(notice for notice in [*notices, *chosen] if notice not in told_in_report),
-        report_text(report, help_columns(), times, f"{hardware.name}, +-{hardware.band:.0%}"),
+        report_text(report, help_columns(), [one.seconds for one in times], told),
         "",
         *textwrap.wrap(end, help_columns(), break_on_hyphens=False),
     ]
@@ -100,8 +101,8 @@ def _hardware(machine: str | None, device: str) -> Hardware:
     return machine_for_policy(machine, device=device, gpu_name=None)
 
 
-def _step_time(own: RunConfig, other: RunConfig, hardware: Hardware, num_ranks: int) -> float:
-    """Returns the seconds of a step of the run with the recomputation and the loss chunks of
+def _step_time(own: RunConfig, other: RunConfig, hardware: Hardware, num_ranks: int) -> StepTime:
+    """Returns the time of a step of the run with the recomputation and the loss chunks of
     another one. A run without a batch has the micro-batches of its report."""
     samples = own.training.micro_batch_size * own.parallel.data_parallel_size(num_ranks)
     training = replace(
@@ -110,7 +111,7 @@ def _step_time(own: RunConfig, other: RunConfig, hardware: Hardware, num_ranks: 
         global_batch_size=own.training.global_batch_size or samples * step_microbatches(own),
     )
     changed = replace(own, recompute=other.recompute, training=training)
-    return step_time(changed, hardware, num_ranks).seconds
+    return step_time(changed, hardware, num_ranks)
 
 
 def print_dry_run_memory(

@@ -110,13 +110,15 @@ class Hardware:
         as the optimizer's.
     multiprocessors, tile_m, tile_n: a matmul computes tiles of its result, one for each of the
         multiprocessors at a time. Unfinished rounds waste time. A CPU has 1, 1 and 1.
+    tile_s: the time of a tile besides its products: its first loads, and its stores.
     kernel_s: the fixed time of one kernel on the device.
     bf16, fp32: the rates of matmuls. fp16 has the rates of bf16.
     eager, compiled, captured: the ways to run kernels.
     loss_traffic: the bytes that a compiled loss moves, as a share of those of torch's operators.
     fused_accumulation: whether a matmul adds a 16-bit weight's gradient to its float32 sum.
     overlap: the share of the collectives of weights and gradients that computation hides at most.
-    band: the largest relative error of a step's time that is expected.
+    band, band_of_several: the largest relative error of a step's time that is expected, on one
+        rank and on several.
     pace: the factor of every predicted time, which `report --calibration` learns from runs.
     inside, between: the networks inside a node and between nodes, per rank.
     host_bandwidth: the bandwidth to host memory, in each direction.
@@ -136,6 +138,7 @@ class Hardware:
     multiprocessors: int
     tile_m: int
     tile_n: int
+    tile_s: float
     kernel_s: float
     bf16: Matmuls
     fp32: Matmuls
@@ -146,6 +149,7 @@ class Hardware:
     fused_accumulation: bool
     overlap: float
     band: float
+    band_of_several: float
     inside: Link
     between: Link
     host_bandwidth: float
@@ -175,9 +179,11 @@ class Hardware:
         batch = matmul.batch * matmul.groups * matmul.k_groups
         smallest = min(m, n, k)
         rate = rates.peak_flops * rates.max_efficiency
-        rate *= smallest / (smallest + rates.half_dimension) * self._fill(m, n, batch)
+        rate *= smallest / (smallest + rates.half_dimension)
+        rounds, fill = self._rounds(m, n, batch)
+        computed = matmul.flops / (rate * fill) + rounds * self.tile_s
         moved = batch * (m * k + k * n + m * n) * element_bytes
-        return max(matmul.flops / rate, self.memory_seconds(moved)) + self.kernel_s
+        return max(computed, self.memory_seconds(moved)) + self.kernel_s
 
     def flash_seconds(
         self, matmul: Matmul, element_bytes: int, *, backward: bool, deterministic: bool
@@ -224,29 +230,32 @@ class Hardware:
         link = self.inside if inside else self.between
         return link.latency_s + num_bytes / link.bandwidth
 
-    def _fill(self, m: float, n: int, batch: int) -> float:
-        """Returns the share of the multiprocessors' time in which they compute elements that exist.
+    def _rounds(self, m: float, n: int, batch: int) -> tuple[int, float]:
+        """Returns how many rounds of tiles a matmul takes, and the share of the multiprocessors'
+        time in which they compute elements that exist.
 
         Tiles lie in either direction; the better one counts. NVIDIA's guide to matrix
         multiplication explains the rounds.
         """
-        best = 0.0
-        for rows, columns in {(self.tile_m, self.tile_n), (self.tile_n, self.tile_m)}:
-            tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
-            rounds = math.ceil(tiles / self.multiprocessors)
-            computed = rounds * self.multiprocessors * rows * columns
-            best = max(best, batch * m * n / computed)
-        return best
+        tiles = (
+            math.ceil(m / rows) * math.ceil(n / columns)
+            for rows, columns in {(self.tile_m, self.tile_n), (self.tile_n, self.tile_m)}
+        )
+        rounds = math.ceil(batch * min(tiles) / self.multiprocessors)
+        computed = rounds * self.multiprocessors * self.tile_m * self.tile_n
+        return rounds, batch * m * n / computed
 
 
 ZERO_ALLOWED = (
     "half_dimension",
+    "tile_s",
     "kernel_s",
     "latency_s",
     "launch_s",
     "replay_s",
     "overlap",
     "band",
+    "band_of_several",
 )
 SMALLEST_FIGURE = 1e-12
 # How often each byte of the whole tensor reaches a rank.

@@ -38,7 +38,7 @@ from megatron_lite.plan.problem import (
     with_fields,
 )
 
-MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+MICRO_BATCH_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 LEAST_CONTEXT = 2048  # tokens of a sequence on one rank; the search splits none into shorter parts
 LOSS_CHUNKS = (1024, 4096, 256)  # of which those count that are shorter than a micro-batch
 MOST_VIRTUAL_STAGES = 8

@@ -30,7 +30,7 @@ from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.memory.predict.states import stage_parameters
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
-from megatron_lite.plan.stage_time import FLOAT32, StageTime, TimedRun, stage_time
+from megatron_lite.plan.stage_time import FLOAT32, HOST_PACE, StageTime, TimedRun, stage_time
 from megatron_lite.plan.work import Clock, sum_of
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage
@@ -137,15 +137,16 @@ def step_time(
     rows = config.tokenizer.rows(t)
     flops = step_flops(model, batch=batch, seq_length=length, padded_vocab_size=rows)
     last = max(range(p), key=lambda rank: ends[rank] + updates[rank].reduction)
+    terms = _terms(
+        passages[last], ends[last] - busy[last], updates, last, num_microbatches, hardware.pace
+    )
     return StepTime(
         busy=tuple(hardware.pace * one for one in busy),
-        terms=_terms(
-            passages[last], ends[last] - busy[last], updates, last, num_microbatches, hardware.pace
-        ),
+        terms=terms,
         rank=last,
         tokens=batch * length,
         ideal_seconds=flops / (num_ranks * hardware.matmuls(clock.element_bytes).peak_flops),
-        band=hardware.band,
+        band=_band(hardware, num_ranks, terms),
     )
 
 
@@ -200,6 +201,16 @@ def _terms(
         WEIGHT_GATHERS: max(one.gather for one in updates),
     }
     return {term: pace * seconds for term, seconds in terms.items() if seconds > 0.0}
+
+
+def _band(hardware: Hardware, num_ranks: int, terms: Mapping[str, float]) -> float:
+    """Returns the band of a step with these terms.
+
+    The time of a launch is that of one machine. Another host may need twice as long, so what the
+    device waits for the host counts again.
+    """
+    band = hardware.band if num_ranks == 1 else hardware.band_of_several
+    return band + terms.get(HOST_PACE, 0.0) / sum(terms.values())
 
 
 def _alike(config: RunConfig, all_stages: Sequence[Stage]) -> tuple[Stage, ...]:

@@ -82,6 +82,7 @@ def plain_verdict(
                 "fits": neighbour.fits,
                 "peak_bytes": neighbour.plan.peak.num_bytes,
                 "step_seconds": neighbour.plan.time.seconds,
+                "band": neighbour.plan.time.band,
                 "tokens_per_second": neighbour.plan.time.tokens_per_second,
             }
             for neighbour in one.neighbours
@@ -265,7 +266,7 @@ def _around(one: Mapping[str, Any], plan: Mapping[str, Any], budget: int) -> Ite
         more = (other["peak_bytes"] - plan["peak_bytes"]) / GIB
         yield (
             f"{change} {peak:>7} GiB ({more:+.2f}), "
-            f"{banded(other['step_seconds'], plan['band'])} s a step, "
+            f"{banded(other['step_seconds'], other['band'])} s a step, "
             f"{speed:+.1%} tokens/s"
         )
 

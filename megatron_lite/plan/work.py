@@ -141,7 +141,8 @@ class Clock(NamedTuple):
         for collective in operation.backward:
             # A gather runs beside the gradient of the input, a sum beside that of the weight.
             beside = seconds[collective.kind != ALL_GATHER]
-            exposed = self.exposed(self.hardware.collective_seconds(collective, self.tp), beside)
+            taken = self.hardware.collective_seconds(collective, self.tp)
+            exposed = self.partly(taken, beside)
             yield self.work(TENSOR_PARALLEL, exposed, COLLECTIVE_LAUNCHES)
 
     def call(self, operation: Operation, call: OperatorCall, term: str) -> Iterator[Work]:
@@ -188,6 +189,10 @@ class Clock(NamedTuple):
         """
         return max(self.in_parts(seconds, parts, beside), (1 - self.hardware.overlap) * seconds)
 
+    def partly(self, seconds: float, beside: float) -> float:
+        """Returns by how much a collective delays the computation that runs beside all of it."""
+        return max(self.exposed(seconds, beside), (1 - self.hardware.overlap) * seconds)
+
     def _matmul(self, matmul: Matmul, term: str, backward: bool = False) -> Work:
         if not matmul.fused:
             return self.work(term, self.hardware.matmul_seconds(matmul, self.element_bytes), 1.0)
@@ -232,4 +237,4 @@ class Clock(NamedTuple):
             else:
                 waits += seconds
         if launches:
-            yield self.work(term, waits + self.exposed(shifts, matmuls), launches)
+            yield self.work(term, waits + self.partly(shifts, matmuls), launches)

@@ -93,7 +93,10 @@ def _calibrate(run: RunRecord, machine: str, file: str) -> None:
     pace = (known.pace if os.path.exists(file) else 1.0) * measured / predicted
     band = max(LEAST_BAND, abs(pace / known.pace - 1.0) if known.pace != 1.0 else LEAST_BAND)
     sources = {**known.sources, "pace, band": f"the run {run.name}"}
-    found = dataclasses.replace(known, pace=pace, band=band, sources=sources)
+    several = band if run.summary.get("num_ranks", 1) > 1 else max(band, known.band_of_several)
+    found = dataclasses.replace(
+        known, pace=pace, band=band, band_of_several=several, sources=sources
+    )
     save_hardware(found, file)
     print(f"{file}: a step takes {pace:.3f} of what {machine} predicts, +-{band:.0%}")
 

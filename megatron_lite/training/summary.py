@@ -162,6 +162,7 @@ class RunSummary:
     step_ms_*: the time of a step; the measured one is the median of the steps after the second.
     step_ms_as_graph: the time that is predicted with --cuda-graph-impl, if the run lacks it.
     machine: the name of the machine for which the time was predicted.
+    num_ranks: the ranks of the run.
     """
 
     peak_bytes_predicted: int | None = None
@@ -171,6 +172,7 @@ class RunSummary:
     step_ms_measured: float | None = None
     step_ms_as_graph: float | None = None
     machine: str | None = None
+    num_ranks: int | None = None
 
     def compared(self) -> dict[str, str]:
         """Returns by name the text of each figure that was both predicted and measured."""
@@ -228,6 +230,7 @@ def summary_of(
         step_ms_measured=1000.0 * statistics.median(later) if later else None,
         step_ms_as_graph=as_graph,
         machine=None if machine is None else machine.name,
+        num_ranks=parallel.world_size,
     )
 
 

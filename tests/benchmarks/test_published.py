@@ -4,21 +4,21 @@ import statistics
 
 from benchmarks.published import correlation, rows
 
-# By source: the largest mean and the largest error, in relation to the measured time. The errors of
-# two sources are larger than they should be, and docs/planning.md says so.
+# By source: the largest mean and the largest error, in relation to the predicted time. The errors
+# of three sources are larger than they should be, and docs/planning.md says so.
 BOUNDS = {
-    "mosaicml llm-foundry": (0.16, 0.54),
+    "mosaicml llm-foundry": (0.15, 0.53),
     "torchtitan": (0.10, 0.20),
-    "nanotron": (0.35, 0.56),
+    "nanotron": (0.29, 0.55),
     "arXiv 2104.04473, Table 1": (0.10, 0.20),
-    "arXiv 2407.21783, Table 4": (0.25, 0.25),
+    "arXiv 2407.21783, Table 4": (0.19, 0.19),
 }
 
 
-def test_each_measured_run_of_this_engine_is_predicted_within_a_tenth():
+def test_each_measured_run_of_this_engine_is_predicted_within_a_twelfth():
     found = rows("measured")
     assert len(found) == 26
-    assert round(max(abs(row.error) for row in found), 3) <= 0.10  # as the page shows it
+    assert round(max(abs(row.error) for row in found), 3) <= 0.081  # as the page shows it
     assert statistics.mean(abs(row.error) for row in found) <= 0.04
     assert correlation(found) >= 0.9
 
@@ -31,3 +31,9 @@ def test_published_runs_are_within_the_bounds_of_their_source_and_in_its_order()
         assert statistics.mean(errors) <= mean and max(errors) <= worst, source
         assert len(own) == 1 or correlation(own) >= 0.9, source
     assert {row.source for row in found} == BOUNDS.keys()
+
+
+def test_every_run_is_within_the_band_that_plan_prints_or_has_a_reason():
+    found = rows("measured") + rows("published")
+    outside = {row.name for row in found if abs(row.error) > row.band}
+    assert outside == {row.name for row in found if row.outside} == {"MPT 30b, s 8192, b 1, full"}

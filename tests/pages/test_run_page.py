@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.pages.run_page import read_run, run_figure, run_page
+from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.tools import report
 from tests.support.parsed_page import ParsedPage
 from tests.support.runs import run_to_end, tiny_run, with_checkpoint
@@ -196,3 +197,13 @@ def test_no_figure_of_a_file_ends_in_a_traceback(tmp_path, name, content):
     with (tmp_path / name).open("a") as file:
         file.write(content + "\n")
     assert report.main([str(tmp_path)]) == 0
+
+
+def test_a_run_corrects_the_machine_that_predicted_it(tmp_path):
+    metrics, here = write_rows(tmp_path / "metrics.jsonl", [row(1)]), str(tmp_path / "here.json")
+    for ranks, expected in ((1, (1.1, 0.05, 0.3)), (8, (1.21, 0.1, 0.1))):
+        times = dict(step_ms_predicted=10.0, step_ms_measured=11.0, num_ranks=ranks)
+        Path(f"{metrics}.summary.json").write_text(json.dumps(times))
+        assert report.main([str(tmp_path), "--calibration", "h100-80gb", here]) == 0
+        found = load_hardware(here)
+        assert (found.pace, found.band, found.band_of_several) == pytest.approx(expected)

@@ -175,3 +175,9 @@ def test_a_batch_that_nobody_gave_decides_no_layout(samples, micro_batch_size, n
     batch = usual_batch(samples, micro_batch_size, num_ranks)
     assert samples / 2 < batch <= samples
     assert all(batch % (micro_batch_size * count) == 0 for count in num_ranks)
+
+
+def test_a_micro_batch_may_be_any_share_of_a_batch_that_is_given():
+    fixed = dict(pipeline_model_parallel_size=1)
+    best = Search(Problem(small_run(layers=2, batch=15), H100, fixed), 5).find(80 * GIB).plans[0]
+    assert best.config.training.micro_batch_size == 3

@@ -16,7 +16,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import hardware_flops
 from megatron_lite.plan.hardware import Group, Link, load_hardware
 from megatron_lite.plan.policies import layer_choices
-from megatron_lite.plan.stage_time import FSDP, HOST_COPIES
+from megatron_lite.plan.stage_time import FSDP, HOST_COPIES, HOST_PACE
 from megatron_lite.plan.step_time import (
     HOST_UPDATE,
     OPTIMIZER,
@@ -260,3 +260,10 @@ def test_a_graph_takes_no_time_of_the_host_and_lets_no_tensor_go_there():
     for config, where in ((plain, {"device", "host"}), (graph, {"device"})):
         choices = layer_choices(config, Clock.of(config, A100), host=True)
         assert {one.store for one in choices} == where
+
+
+def test_the_band_is_wider_on_several_ranks_and_where_a_step_waits_for_the_host():
+    machine = replace(A100, band_of_several=0.5)
+    for hidden, ranks, band in ((256, 1, A100.band), (4096, 2, 0.5)):
+        time = step_time(run(model=replace(MODEL, hidden_size=hidden)), machine, ranks)
+        assert time.band == band + time.terms[HOST_PACE] / time.seconds > band
