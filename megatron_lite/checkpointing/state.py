@@ -341,11 +341,12 @@ def take_snapshot(
         spec = spec_of(parameter)
         place = parallel.holding(spec)
         if spec.of_experts:
-            weight = all_gather_first_dim(weight.detach(), place.ep_group)
-            states = {
-                key: all_gather_first_dim(one.to(weight.device), place.ep_group)
-                for key, one in states.items()
-            }
+            device, is_split = weight.device, place.tp_size < parallel.tp_size
+            weight, *others = (
+                _of_all_experts(one.detach().to(device), spec, place, joins=is_split)
+                for one in (weight, *states.values())
+            )
+            states = dict(zip(states, others, strict=True))
         if parallel.dp_cp_rank != 0:
             continue
         for kind, key, tensor in (
@@ -372,3 +373,15 @@ def take_snapshot(
         texts |= {CONFIG: config.to_json().encode(), METADATA: metadata.to_json().encode()}
         texts |= tokenizer or {}
     return Snapshot(progress.iteration, tensors, texts)
+
+
+def _of_all_experts(
+    own: Tensor, spec: ParameterSpec, place: ParallelState, *, joins: bool
+) -> Tensor:
+    """Returns a parameter of all experts. joins: with the channels of all ranks that share one."""
+    gathered = all_gather_first_dim(own, place.ep_group)
+    if not joins or spec.tp_dim is None or place.tp_group is None:
+        return gathered
+    shards = all_gather_first_dim(gathered, place.tp_group).chunk(place.tp_size)
+    blocks = zip(*(one.chunk(spec.tp_blocks, spec.tp_dim) for one in shards), strict=True)
+    return torch.cat([part for block in blocks for part in block], spec.tp_dim)

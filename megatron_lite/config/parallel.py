@@ -108,7 +108,7 @@ class ParallelConfig:
         **OTHER_EXPERTS,
     )
     expert_tensor_parallel_size: int | None = setting(
-        "ranks that share each expert: 1, or derived: --tensor-model-parallel-size",
+        "ranks that share each expert, a divisor of what is derived: --tensor-model-parallel-size",
         least=1,
         without="num_experts",
         excludes=OTHER_EXPERTS["excludes"],

@@ -122,10 +122,10 @@ class RunConfig:
             object.__setattr__(
                 self, "parallel", replace(parallel, expert_tensor_parallel_size=None)
             )
-        elif own not in (None, 1):
+        elif own is not None and tp_size % own:
             raise ValueError(
-                f"--expert-tensor-parallel-size {own} must be 1 or --tensor-model-parallel-size "
-                f"{tp_size}: a rank holds whole experts, or as large a share of them as of all else"
+                f"--expert-tensor-parallel-size {own} must divide --tensor-model-parallel-size "
+                f"{tp_size}: some of the tensor-parallel ranks, or all, share an expert"
             )
         elif parallel.spreads_experts and tp_size > 1 and not parallel.sequence_parallel:
             raise ContradictionError(

@@ -55,9 +55,13 @@ class ExpertShape(Shape):
         assert model.num_experts is not None
         self.topk, self.num_own = model.moe_router_topk, model.num_experts // sizes.ep_size
         self.tokens = sizes.tokens
-        if sizes.whole_experts:
-            self.tp_size, self.gathers, self.reduces = 1, (), ()
-            self.tokens, self.whole = sizes.local_tokens, self.hidden
+        if sizes.expert_tp_size not in (0, self.tp_size):
+            self.tp_size = sharing = sizes.expert_tp_size
+            self.tokens, self.whole = sharing * sizes.local_tokens, sharing * self.hidden
+            self.gathers, self.reduces = (
+                (Collective(kind, self.whole),) * (sharing > 1)
+                for kind in (ALL_GATHER, REDUCE_SCATTER)
+            )
         self.slots = self.topk * self.tokens
         fullest, balanced = (
             model.chosen_rows(sizes.local_tokens, imbalance) * (self.tokens // sizes.local_tokens)

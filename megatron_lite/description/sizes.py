@@ -29,8 +29,8 @@ class Sizes:
     """The values that decide the bytes of tensors, besides the shape of the model.
 
     seq_length: the length of the whole sequence, before context parallelism splits it.
-    ep_size: the ranks over which experts are spread. whole_experts: whether TP ranks do not share
-        them.
+    ep_size: the ranks over which experts are spread. expert_tp_size: the TP ranks that share
+        each; 0: all.
     gathers_tokens: whether these ranks gather all tokens (--moe-token-dispatcher-type allgather).
     expert_imbalance: the rows of this rank's experts over those of a balanced choice.
     expert_rows: the rows that the experts of each layer of the stage compute, and those that the
@@ -72,7 +72,7 @@ class Sizes:
     cp_size: int = 1
     cp_comm_type: str | tuple[str, ...] = "p2p"
     ep_size: int = 1
-    whole_experts: bool = False
+    expert_tp_size: int = 0
     gathers_tokens: bool = False
     expert_imbalance: float = 1.0
     expert_rows: tuple[tuple[int, int], ...] = ()
@@ -113,7 +113,7 @@ class Sizes:
             cp_size=config.parallel.context_parallel_size,
             cp_comm_type=config.parallel.cp_comm_type,
             ep_size=config.parallel.expert_model_parallel_size,
-            whole_experts=config.parallel.expert_tensor_parallel < tp_size,
+            expert_tp_size=config.parallel.expert_tensor_parallel,
             expert_imbalance=config.parallel.plan_moe_imbalance,
             gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
             device=device,

@@ -36,7 +36,7 @@ def with_experts(parallel: ParallelState, config: ParallelConfig) -> ParallelSta
         shard_group, replica_group = subgroups(instances, 2), subgroups(instances, 1)
     experts = replace(
         parallel,
-        tp_group=parallel.tp_group if tp_size > 1 else None,
+        tp_group=parallel.tp_group if tp_size == parallel.tp_size else subgroups(ranks, 3),
         tp_rank=tp_rank,
         tp_size=tp_size,
         shard_mesh=None,

@@ -44,6 +44,7 @@ EXPERT_LAYOUTS = {
     "ep2, all tokens gathered": GATHERED,
     "ep2, tp2 shares no expert": dict(SENT, tp_size=2, expert_tensor_parallel_size=1),
     "tp2 shares no expert": dict(tp_size=2, expert_tensor_parallel_size=1),
+    "ep2, tp4 shares in twos": dict(SENT, tp_size=4, expert_tensor_parallel_size=2),
 }
 
 
@@ -190,7 +191,7 @@ def wrong(rank, world_size, sequence_parallel, layout=None):
                 sizes = replace(
                     sizes,
                     ep_size=layout.get("expert_model_parallel_size", 1),
-                    whole_experts=layout.get("expert_tensor_parallel_size") == 1,
+                    expert_tp_size=layout.get("expert_tensor_parallel_size", 0),
                     gathers_tokens=layout.get("moe_token_dispatcher_type") == "allgather",
                     expert_rows=rows,
                 )
@@ -218,4 +219,5 @@ def test_every_module_keeps_computes_sends_and_holds_what_is_described(tp_size, 
 def test_experts_of_other_ranks_keep_send_and_hold_what_is_described(layout):
     """Given the rows of each rank's experts, which are data."""
     fields = EXPERT_LAYOUTS[layout]
-    assert run_ranks(wrong, 2, "tp_size" in fields, fields) == [{}] * 2
+    ranks = fields.get("tp_size", 2)
+    assert run_ranks(wrong, ranks, "tp_size" in fields, fields) == [{}] * ranks

@@ -275,6 +275,7 @@ EXPERT_LAYOUTS = {
     "ep2, all tokens gathered": (2, False, dict(GATHERED, tp_size=1)),
     "ep2, tp2 shares no expert": (2, True, dict(BOTH, expert_tensor_parallel_size=1)),
     "ep2 x tp2": (4, True, BOTH),
+    "ep2, tp4 shares in twos": (4, True, dict(BOTH, tp_size=4, expert_tensor_parallel_size=2)),
 }
 
 

@@ -35,6 +35,7 @@ MODEL = dict(
 TP2 = dict(tensor_model_parallel_size=2)
 SP2 = dict(TP2, sequence_parallel=True)
 WHOLE = dict(SP2, expert_tensor_parallel_size=1)  # ranks of TP share no expert
+SHARED = dict(SP2, tensor_model_parallel_size=4, expert_tensor_parallel_size=2)
 INSTANCES_OF_STATES = dict(num_distributed_optimizer_instances=2)
 LAYOUTS = {
     "tp2": TP2,
@@ -53,6 +54,8 @@ LAYOUTS = {
     "ep2-zero1": SENT,
     "ep2-zero1-instances": SENT | INSTANCES_OF_STATES,
     "tp2-etp1-zero1-instances": WHOLE | INSTANCES_OF_STATES,
+    "ep2-tp4-etp2": SHARED | SENT,
+    "tp4-etp2-zero1": SHARED,
     "ep4-tp2-etp1": dict(SENT | WHOLE, expert_model_parallel_size=4),
 }
 # Experts with biases, and with a capacity. Its share is that of one router, as in one process.
@@ -76,11 +79,20 @@ ODD = {
     "ep2-allgather, dropped": ("ep2-allgather", DROPPED),
     "ep2-pp2, dropped": ("ep2-pp2", DROPPED),
     "ep2-tp2, biases": ("ep2-tp2", BIASED),
+    "ep2-tp4-etp2, biases": ("ep2-tp4-etp2", BIASED),
     "tp2, biases, padded": ("tp2", {**BIASED, **PADDED}),
     "tp2-etp1, biases": ("tp2-etp1", BIASED),
 }
 INSTANCES = ("ep2-zero1-instances", "tp2-etp1-zero1-instances")
-ON_FOUR = ("ep2-tp2", "ep2-pp2", "ep2-zero1", "ep4-tp2-etp1", *INSTANCES)
+ON_FOUR = (
+    "ep2-tp2",
+    "ep2-pp2",
+    "ep2-zero1",
+    "ep4-tp2-etp1",
+    "ep2-tp4-etp2",
+    "tp4-etp2-zero1",
+    *INSTANCES,
+)
 ZERO1 = dict(use_distributed_optimizer=True)
 DATA_PARALLEL = {
     "zero1": ZERO1,
@@ -92,6 +104,7 @@ DATA_PARALLEL = {
         overlap_param_gather=True,
     ),
     **dict.fromkeys(INSTANCES, ZERO1),
+    "tp4-etp2-zero1": ZERO1,
     "ep2-zero1-whole": ZERO1,  # one copy of an expert
     "ep4-tp2-etp1": ZERO1,
 }
@@ -166,18 +179,22 @@ def test_a_policy_keeps_what_is_predicted_given_the_rows(action, layout, tmp_pat
 
 @pytest.mark.runs(daily=1, ci=1)
 @pytest.mark.parametrize(
-    "layout", ["ep2, biases, dropped", "tp2-etp1", "ep2-zero1-whole", "ep2", "tp2-etp1, biases"]
+    "layout",
+    [
+        *("ep2, biases, dropped", "tp2-etp1", "ep2-zero1-whole", "ep2", "tp2-etp1, biases"),
+        *("tp4-etp2-zero1", "ep2-tp4-etp2, biases"),
+    ],
 )
 def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(layout, tmp_path):
     layout, settings = ODD.get(layout, (layout, {}))
     if settings:
         settings = dict(settings, moe_input_jitter_eps=0.1)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_ranks(_run, 2, layout, tmp_path / "w.jsonl", dict(save=str(whole), **settings))
+    whole, parts, ranks = tmp_path / "whole", tmp_path / "parts", 4 if layout in ON_FOUR else 2
+    run_ranks(_run, ranks, layout, tmp_path / "w.jsonl", dict(save=str(whole), **settings))
     saving = dict(save=str(parts), until=3, **settings)
-    run_ranks(_run, 2, layout, tmp_path / "p.jsonl", saving)
+    run_ranks(_run, ranks, layout, tmp_path / "p.jsonl", saving)
     going_on = dict(save=str(parts), load=str(parts), **settings)
-    run_ranks(_run, 2, layout, tmp_path / "p.jsonl", going_on)
+    run_ranks(_run, ranks, layout, tmp_path / "p.jsonl", going_on)
     # A rank keeps the rows that it receives. The log has those of a start's first iteration.
     resumed, unbroken = (
         [{name: value for name, value in row.items() if "_bytes_" not in name} for row in found]
@@ -191,7 +208,7 @@ def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(layout, tmp_pa
     one = dict(load=str(parts), save=str(again), **settings)
     run_ranks(_run, 1, "", tmp_path / "1.jsonl", one)
     other = dict(load=str(again), save=str(tmp_path / "other"), **settings)
-    run_ranks(_run, 2, layout, tmp_path / "2.jsonl", other)
+    run_ranks(_run, ranks, layout, tmp_path / "2.jsonl", other)
     found = step_bytes(tmp_path / "other", 6)
     names = [name for name in expected if "rng" not in name]
     assert names and all(found[name] == expected[name] for name in names)

@@ -234,7 +234,7 @@ def parameter_count(
     *,
     tp_size: int = 1,
     ep_size: int = 1,
-    whole_experts: bool = False,
+    expert_tp_size: int = 0,
     stage: Stage | None = None,
     of_experts: bool | None = None,
 ) -> int:
@@ -252,7 +252,7 @@ def parameter_count(
         padded_vocab_size=vocab_size,
         tp_size=tp_size,
         ep_size=ep_size,
-        whole_experts=whole_experts,
+        expert_tp_size=expert_tp_size,
         has_embedding=stage.is_first,
         has_head=stage.is_last,
         first_layer=stage.first_layer,
@@ -281,7 +281,7 @@ def stage_parameters(config: RunConfig, stage: Stage, of_experts: bool | None = 
         config.tokenizer.rows(tp_size),
         tp_size=tp_size,
         ep_size=parallel.expert_model_parallel_size,
-        whole_experts=parallel.expert_tensor_parallel < tp_size,
+        expert_tp_size=parallel.expert_tensor_parallel,
         stage=stage,
         of_experts=of_experts,
     )
