@@ -143,8 +143,6 @@ class ExpertSettings:
         "no token",
         above=0.0,
         without="num_experts",
-        excludes=("cuda_graph_impl=full_iteration",),
-        why="the host waits for the number of rows",
     )
     moe_token_drop_policy: str = setting(
         "tokens that an expert drops: those of its lowest weights, or the last ones",

@@ -311,11 +311,19 @@ class RunConfig:
             )
 
     def _check_graphs(self) -> None:
-        """Raises ValueError for a policy that a CUDA graph cannot follow."""
-        is_on_device = all("host" not in rule.store for rule in self.recompute.policy.rules)
-        if self.training.cuda_graph_impl != "none" and not is_on_device:
+        """Raises ValueError for a policy, or experts, that a CUDA graph cannot follow."""
+        model, impl = self.model, self.training.cuda_graph_impl
+        factor, is_padded = model.moe_expert_capacity_factor, model.moe_pad_expert_input_to_capacity
+        if impl != "none" and factor is not None and not is_padded:
             raise ContradictionError(
-                f"--cuda-graph-impl {self.training.cuda_graph_impl} excludes tensors in host "
+                f"--cuda-graph-impl {impl} excludes --moe-expert-capacity-factor {factor}: the "
+                "host waits for the number of rows. --moe-pad-expert-input-to-capacity fixes it",
+                *("cuda_graph_impl", "moe_expert_capacity_factor"),
+            )
+        is_on_device = all("host" not in rule.store for rule in self.recompute.policy.rules)
+        if impl != "none" and not is_on_device:
+            raise ContradictionError(
+                f"--cuda-graph-impl {impl} excludes tensors in host "
                 "memory: a graph cannot wait for their copies. Leave one of them out "
                 "(--cuda-graph-impl none, or a --recompute-policy without @host)",
                 *("cuda_graph_impl", "recompute_policy", "cpu_offloading_num_layers"),

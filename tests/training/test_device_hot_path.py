@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from arguments import parse_args
+from megatron_lite.model import experts
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 from tests.support.stand_in_device import run_watched
@@ -89,6 +90,19 @@ def check_short_case(number):
 @pytest.mark.parametrize("number", range(len(SHORT)))
 def test_a_step_reads_nothing_and_stays_on_its_device(number):
     check_short_case(number)
+
+
+@pytest.mark.long
+def test_padded_experts_ask_for_no_number_of_rows(monkeypatch):
+    """So a CUDA graph may have them."""
+    monkeypatch.setattr(experts, "numbers", None)  # fake numbers would hide a wait
+    padded = (
+        f"{MODELS[1]} --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-pad-expert-input-to-capacity "
+        "--moe-expert-capacity-factor"
+    )
+    policy = "--recompute-policy *:moe"
+    assert parse_args(f"{SMALL} --num-layers 2 {padded} 1 --cuda-graph-impl full_iteration".split())
+    assert faults_of(("one rank", f"{padded} 0.7", policy, 1)) == {}
 
 
 @pytest.mark.long

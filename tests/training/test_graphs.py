@@ -14,12 +14,21 @@ from tests.support.runs import rows, step_bytes, tiny_run
 GRAPH = dict(cuda_graph_impl="full_iteration")
 FULL = dict(recompute_policy="*:full")
 PARTS = dict(recompute_policy="0:core_attn+dropout+layernorm; 1:full")
+PADDED = dict(
+    recompute_policy="*:moe",
+    num_experts=4,
+    add_bias_linear=False,
+    moe_aux_loss_coeff=0.1,
+    moe_expert_capacity_factor=0.7,
+    moe_pad_expert_input_to_capacity=True,
+)
 RAMP = dict(rampup_batch_size=(2, 2, 8), train_iters=11)
 # by name: ranks, and settings of tiny_run
 RUNS = {
     "none": (1, {}),
     "full": (1, FULL),
     "fp16-parts": (1, dict(PARTS, fp16=True, skip_update_on_spike=2.0)),
+    "padded-experts": (1, PADDED),
     "ramp-up": (1, FULL | RAMP),
     "tp": (2, dict(PARTS, tp_size=2)),
     "tp-sp": (2, dict(FULL, tp_size=2, sequence_parallel=True)),
