@@ -50,14 +50,14 @@ class Clock:
 class OutOfTime(Exception):
     """SIGTERM came, as from `timeout`."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         return "no time left"
 
 
-def end_with_what_there_is() -> None:
+def end_with_what_there_is():
     """Makes the first SIGTERM raise OutOfTime in the main thread; later ones have no effect."""
 
-    def stop(*_: object) -> None:
+    def stop(*_):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise OutOfTime
 

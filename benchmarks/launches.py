@@ -12,11 +12,8 @@ dropout's mask and its sum. Bytes are what a launch reads and writes once; those
 and attention are left out.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -25,11 +22,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arguments import parse_args
-from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import weight_gradient
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.torch_internals import disable_current_modes, fake_mode_of, tree_map
@@ -51,17 +46,17 @@ BY_INDEX = ("gather", "scatter_add_", "embedding")  # they move what the indices
 class Launches(TorchDispatchMode):
     """Counts launches and bytes by kind: "matmul", "attention", or the name of the operator."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.launches: Counter[str] = Counter()
-        self.num_bytes: Counter[str] = Counter()
+        self.launches = Counter()
+        self.num_bytes = Counter()
         self.part = ""
 
-    def add(self, name: str, launches: int, num_bytes: int) -> None:
+    def add(self, name, launches, num_bytes):
         self.launches[f"{self.part}: {name}"] += launches
         self.num_bytes[f"{self.part}: {name}"] += num_bytes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         if _is_view(func) or name in ALLOCATIONS or name in NO_KERNEL:
@@ -81,11 +76,11 @@ class Launches(TorchDispatchMode):
         return results
 
 
-def _nbytes(tensor: Tensor) -> int:
+def _nbytes(tensor):
     return int(min(tensor.nbytes, tensor.untyped_storage().nbytes()))
 
 
-def fused_groups(function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> tuple[int, int]:
+def fused_groups(function, tensors):
     """Returns the number of kernels that inductor makes of a function, and the bytes they move."""
     import torch._inductor.config as settings
     from torch._inductor.scheduler import Scheduler
@@ -94,7 +89,7 @@ def fused_groups(function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> t
     found = [0, 0]
     generate = Scheduler.codegen
 
-    def counted(scheduler: Scheduler) -> None:
+    def counted(scheduler):
         nodes = [
             node for node in scheduler.nodes if type(node).__name__ != "NopKernelSchedulerNode"
         ]
@@ -118,11 +113,11 @@ def fused_groups(function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> t
 class CountedKernels(CompiledKernels):
     """Compiled kernels that are counted and not run."""
 
-    def __init__(self, counts: Launches) -> None:
+    def __init__(self, counts):
         super().__init__()
         self.counts, self.known = counts, dict[Any, tuple[int, int]]()
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor, **constants: Any) -> Any:
+    def __call__(self, function, *tensors, **constants):
         graph = partial(function, **constants)
         shapes = tuple((one.shape, one.stride(), one.dtype) for one in tensors)
         key = (function, shapes, *constants.items())
@@ -134,13 +129,13 @@ class CountedKernels(CompiledKernels):
         return tree_map(lambda one: one, results)
 
 
-def name_of(function: Any) -> str:
+def name_of(function):
     inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     named = [one for one in inner if callable(one)]
     return name_of(named[0]) if named else str(getattr(function, "__name__", function))
 
 
-def flash(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+def flash(query, key, value, **settings):
     """Returns attention by CUDA's flash kernel, which has a form without values."""
     found = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, settings["dropout_p"], True
@@ -148,14 +143,14 @@ def flash(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
     return found[0]
 
 
-def count(config: RunConfig) -> dict[str, Any]:
+def count(config):
     """Returns the launches and the bytes of a step, by part and kind."""
     counts = Launches()
 
-    def counted_product(*_: Tensor, first: bool) -> None:  # addmm, which has no form without values
+    def counted_product(*_, first):  # addmm, which has no form without values
         counts.add("matmul", 1, 0)
 
-    def timed(name: str) -> nullcontext[None]:
+    def timed(name):
         counts.part = name if name == "optimizer" else counts.part
         return nullcontext()
 
@@ -173,7 +168,7 @@ def count(config: RunConfig) -> dict[str, Any]:
     return {"launches": dict(counts.launches), "bytes": dict(counts.num_bytes)}
 
 
-def main() -> None:
+def main():
     for flags in ("--no-torch-compile", "--torch-compile"):
         found = count(parse_args(f"{GPT2} {' '.join(sys.argv[1:])} {flags}".split()).config)
         launches, moved = found["launches"], found["bytes"]

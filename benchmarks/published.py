@@ -6,24 +6,21 @@ runs, and for each source what its software does in another way than this engine
 has the tables.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
 from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.stages import Stage
 from megatron_lite.memory.predict.flops import step_flops
-from megatron_lite.plan.hardware import Flash, Hardware, Mode, load_hardware
+from megatron_lite.plan.hardware import Flash, Mode, load_hardware
 from megatron_lite.plan.step_time import OPTIMIZER, step_time
 
 RUNS = Path(__file__).parent / "runs.json"
@@ -46,13 +43,13 @@ class Row(NamedTuple):
     outside: str = ""
 
     @property
-    def error(self) -> float:
+    def error(self):
         """The relative error of the speed: above 0 the prediction is too fast."""
         return self.measured / self.predicted - 1.0
 
 
 @cache
-def rows(group: str) -> list[Row]:
+def rows(group):
     """Returns the rows. group: "measured", for those of this engine, or "published"."""
     runs = json.loads(RUNS.read_text(encoding="utf-8"))
     if group == "published":
@@ -73,7 +70,7 @@ def rows(group: str) -> list[Row]:
     return found
 
 
-def _published(source: Mapping[str, Any]) -> Iterator[Row]:
+def _published(source):
     machine = _machine(source)
     for run in source["rows"]:
         found = []
@@ -87,11 +84,11 @@ def _published(source: Mapping[str, Any]) -> Iterator[Row]:
         yield min(found, key=lambda row: row.predicted)
 
 
-def _row(source: Mapping[str, Any], run: Mapping[str, Any], words: str, machine: Hardware) -> Row:
+def _row(source, run, words, machine):
     config, gpus = _config(words), run["gpus"]
     model, parallel = config.model, config.parallel
     length, batch = config.data.seq_length, config.training.global_batch_size or 1
-    more: dict[str, Any] = {}
+    more = {}
     if "micro_batch_sizes" in run:  # 2104.04473, section 4.1: ranks send a part each
         hidden = length * config.training.micro_batch_size * model.hidden_size * 2
         more["transfer_bytes"] = hidden // parallel.tensor_model_parallel_size
@@ -108,7 +105,7 @@ def _row(source: Mapping[str, Any], run: Mapping[str, Any], words: str, machine:
     )
 
 
-def _stages_with_empty_ends(count: int, size: int) -> list[Stage]:
+def _stages_with_empty_ends(count, size):
     """Returns stages of one layer each, of which the first and the last have none."""
     return [
         Stage(
@@ -123,13 +120,13 @@ def _stages_with_empty_ends(count: int, size: int) -> list[Stage]:
     ]
 
 
-def _config(words: str) -> Any:
+def _config(words):
     # Kernels were not compiled unless a run says so.
     compiled = [] if "--torch-compile" in words else ["--no-torch-compile"]
     return parse_args([*words.split(), *compiled, *TRAINING.split()]).config
 
 
-def _machine(source: Mapping[str, Any]) -> Hardware:
+def _machine(source):
     machine, changes = load_hardware(source["machine"]), dict(source["changes"])
     if "eager" in changes:
         changes["eager"] = Mode(**changes["eager"])
@@ -138,7 +135,7 @@ def _machine(source: Mapping[str, Any]) -> Hardware:
     return replace(machine, **changes)
 
 
-def summary(found: Sequence[Row], by: str) -> Iterator[str]:
+def summary(found, by):
     """Yields a table of mean and worst errors, and of the rank correlation. by: source or kind."""
     yield f"| {by} | runs | mean error | worst | rank correlation |"
     yield "|---|---|---|---|---|"
@@ -150,10 +147,10 @@ def summary(found: Sequence[Row], by: str) -> Iterator[str]:
         yield f"| {name} | {len(own)} | {mean:.1%} | {worst.error:+.1%} | {ranks} |"
 
 
-def correlation(found: Sequence[Row]) -> float:
+def correlation(found):
     """Returns the rank correlation of measured and predicted seconds."""
 
-    def ranks(seconds: list[float]) -> list[int]:
+    def ranks(seconds):
         return [sorted(seconds).index(one) for one in seconds]
 
     return statistics.correlation(
@@ -161,7 +158,7 @@ def correlation(found: Sequence[Row]) -> float:
     )
 
 
-def table(found: Sequence[Row]) -> Iterator[str]:
+def table(found):
     """Yields the lines of the table of all runs."""
     yield "| run | source | GPUs | seconds | predicted | error | band |"
     yield "|---|---|---|---|---|---|---|"
