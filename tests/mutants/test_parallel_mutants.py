@@ -1,11 +1,13 @@
 """Mistakes of the model, of the layouts over ranks and of the optimizer, each put back: a named
 test must fail."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+from megatron_lite.checkpointing import state as saved_state
 from megatron_lite.model import dispatch, layer, router
 from megatron_lite.optim import grad_buffer, host_link, layouts, stored
 from megatron_lite.optim.muon_update import MOMENTUM
@@ -86,6 +88,11 @@ def gradients_of_experts_are_summed_over_all_ranks(real, self, layout, flat, pla
     real(self, layout, flat, place, tied=tied)
     if torch.distributed.is_initialized() and any(".experts." in name for name in layout.places):
         self.others = torch.distributed.group.WORLD
+
+
+@replaces("_of_all_experts", saved_state)
+def blocks_of_shared_experts_are_saved_rank_by_rank(real, own, spec, place, *, joins):
+    return real(own, replace(spec, tp_blocks=1), place, joins=joins)
 
 
 @replaces("__init__", grad_buffer.Bucket)
@@ -285,6 +292,11 @@ MUTANTS = [
         gradients_of_experts_are_summed_over_all_ranks,
         test_experts.test_every_layout_trains_as_one_process_does,
         dict(layout="ep2"),
+    ),
+    Mutant(
+        blocks_of_shared_experts_are_saved_rank_by_rank,
+        test_experts.test_a_run_goes_on_to_the_bit_however_its_experts_were_spread,
+        dict(layout="tp4-etp2-zero1"),
     ),
     Mutant(
         shares_are_summed_over_the_wrong_ranks,
