@@ -74,6 +74,13 @@ class DataConfig:
         without="position_embedding_type=learned_absolute",
     )
     reset_attention_mask: bool = switch("let no token read an earlier document")
+    plan_attended: float = setting(
+        "in predicted times, the share of attention that lies within documents, as metrics have it",
+        1.0,
+        above=0.0,
+        most=1.0,
+        without="reset_attention_mask",
+    )
     data_args_path: str | None = setting(
         "file with the words of --data-path, for lists that are too long",
         is_path=True,

@@ -80,6 +80,7 @@ class Clock(NamedTuple):
     element_bytes: the bytes of an element of weights and activations.
     mode: the way in which kernels run. is_fused: whether they are compiled.
     deterministic: whether attention has deterministic kernels.
+    attended: the share of attention that flash kernels compute, since documents hide the rest.
     """
 
     hardware: Hardware
@@ -90,6 +91,7 @@ class Clock(NamedTuple):
     mode: Mode
     is_fused: bool
     deterministic: bool
+    attended: float
 
     @classmethod
     def of(cls, config: RunConfig, hardware: Hardware) -> Clock:
@@ -114,6 +116,7 @@ class Clock(NamedTuple):
             is_fused,
             # The default is cuDNN's attention; both others are FlashAttention 2.
             training.deterministic_mode or config.model.attention_backend == "flash",
+            config.data.plan_attended,
         )
 
     def work(self, term: str, seconds: float, launches: float) -> Work:
@@ -200,7 +203,7 @@ class Clock(NamedTuple):
             matmul, self.element_bytes, backward=backward, deterministic=self.deterministic
         )
         # A flash kernel computes both matmuls of a forward, and all of a backward in two kernels.
-        return self.work(term, seconds, 0.5)
+        return self.work(term, self.attended * seconds, 0.5)
 
     def _gradients(self, operation: Operation) -> list[list[Work]]:
         """Returns the works of dx = dy W^T, and those of dW = x^T dy, for each y = x W."""

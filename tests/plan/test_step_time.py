@@ -119,6 +119,28 @@ def test_on_an_ideal_machine_a_step_takes_its_hardware_flops(policy, tp, backend
     assert sum(time.terms.get(term, 0.0) for term in matmuls) == pytest.approx(time.seconds)
 
 
+def test_attention_to_packed_documents_takes_the_share_that_is_attended():
+    config = run()
+    packed = replace(config.data, reset_attention_mask=True, plan_attended=0.25)
+    machine = replace(ideal(), bf16=replace(ideal().bf16, flash=flash(0.5)))
+    flops, with_one_more = (
+        hardware_flops(
+            MODEL,
+            plan_stage(RecomputeConfig(recompute_policy=policy), LAYERS, 0),
+            batch=64,
+            seq_length=SEQ_LENGTH,
+            padded_vocab_size=config.tokenizer.rows(1),
+            device="cuda",
+            tp_size=1,
+        )
+        for policy in ("*:none", "*:core_attn")
+    )
+    # two products in forward, and five in backward
+    expected = flops - 0.75 * 3.5 * (with_one_more - flops)
+    found = step_time(replace(config, data=packed), machine, 8).seconds
+    assert found == pytest.approx(expected / 8 / 1e12, rel=1e-6)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("policy", ["*:none", "*:full", "*:mlp", "*:ops(matmul)"])
 def test_collectives_that_nothing_hides_take_the_time_of_those_that_are_issued(
