@@ -28,13 +28,13 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 310_000,
+    "tokens of the library": 308_100,
     "files of the library": 274,
-    "tokens of tests": 300_000,
-    "tokens of benchmarks": 23_000,
+    "tokens of tests": 292_700,
+    "tokens of benchmarks": 21_000,
     "own files in one plain step": 32,
     "own functions in one plain step": 130,
-    "tokens that a training process has loaded": 124_000,
+    "tokens that a training process has loaded": 124_100,
     "own calls in one forward of a column-parallel linear layer": 4,
     "functions named *notices*": 1,
     "places that read JSON": 1,

@@ -75,7 +75,7 @@ class DataConfig:
     )
     reset_attention_mask: bool = switch("let no token read an earlier document")
     plan_attended: float = setting(
-        "in predicted times, the share of attention that lies within documents, as metrics have it",
+        "share of attention within documents, for predicted times",
         1.0,
         above=0.0,
         most=1.0,

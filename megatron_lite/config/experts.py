@@ -97,8 +97,8 @@ class ExpertSettings:
         needs=("moe_router_num_groups",),
     )
     moe_router_group_best: int | None = setting(
-        "best experts of a group whose scores add up to the group's, 1 in DeepSeek-V2; derived: "
-        "--moe-router-topk / --moe-router-group-topk, as in Megatron",
+        "best experts that judge a group, 1 in DeepSeek-V2; derived as in Megatron: "
+        "--moe-router-topk / --moe-router-group-topk",
         least=1,
         without="moe_router_group_topk",
     )
