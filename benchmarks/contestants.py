@@ -1,7 +1,8 @@
 """The contestants of smoke.py and step_time.py: one model on one rank, built by several libraries.
 
-Two models: "gpt2" has learned positions, LayerNorm, biases, gelu and tied embeddings; "llama" has
-rotary positions, RMSNorm, swiglu, no biases and an output layer of its own. All contestants of a
+Three models: "gpt2" has learned positions, LayerNorm, biases, gelu and tied embeddings; "llama" has
+rotary positions, RMSNorm, swiglu, no biases and an output layer of its own; "qwen3_moe" has experts
+in place of the MLP, and norms of queries and keys. All contestants of a
 model have the weights of ours, so their losses are equal up to rounding.
 """
 
@@ -25,7 +26,7 @@ OURS, PLAIN, COMPILED = "ours, none", "plain torch", ", compiled"
 OUR_POLICIES = ("none", "full", "pointwise")
 PEERS = {
     "plain": (("gpt2",), others.plain),
-    "transformers": (("gpt2", "llama"), others.transformers),
+    "transformers": (("gpt2", "llama", "qwen3_moe"), others.transformers),
 }
 
 

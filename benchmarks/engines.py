@@ -43,6 +43,7 @@ PRESETS = {
     "1024": Shape(16, 1024, 16, 2048, 2, 32768),
     "0.6b": Shape(28, 1024, 16, 4096, 1, 32000),  # as deep and as wide as Qwen3 0.6B
     "gpt2": Shape(12, 768, 12, 1024, 8, 50304),
+    "a3b": Shape(1, 2048, 32, 4096, 1, 32768),  # a layer of Qwen3-30B-A3B, with --family experts
     "8b": Shape(6, 4096, 32, 4096, 1, 32768),  # Llama 3 8B but for its vocabulary and depth
 }
 
@@ -147,4 +148,24 @@ class LlamaSetting(Setting):
         )
 
 
-SETTINGS = {"gpt": Setting, "llama": LlamaSetting}
+class ExpertSetting(LlamaSetting):
+    """The setting of Qwen3's experts. At h = 2048 a layer is that of Qwen3-30B-A3B."""
+
+    family = "qwen3_moe"
+
+    def model_config(self):
+        h, heads = self.shape.hidden_size, self.shape.num_attention_heads
+        experts = max(8, h // 16)
+        return replace(
+            super().model_config(),
+            kv_channels=2 * h // heads,
+            group_query_attention=True,
+            num_query_groups=max(1, heads // 8),
+            qk_layernorm=True,
+            num_experts=experts,
+            moe_router_topk=max(2, experts // 16),
+            moe_ffn_hidden_size=3 * h // 8,
+        )
+
+
+SETTINGS = {"gpt": Setting, "llama": LlamaSetting, "experts": ExpertSetting}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command and in at most 9 minutes: training steps of four shapes in bf16 beside the peers
+# Everything that needs a GPU, in one command and in at most 9 minutes: training steps of five shapes in bf16 beside the peers
 # that are installed, the tests marked `gpu`, and every recompute policy.
 # Needs one CUDA device and a Python (3.10 or newer) with torch; other packages are used where they are there, and the report
 # names those that are not. No network. Writes one JSON to the given file, and a page (.md) beside it.
@@ -36,7 +36,7 @@ cat <<FIRST
 If you have this GPU for a few minutes only, know this:
   - The first part, of at most 120 s, answers the main question: how near a bf16 step of an 8B model's layers is to the card's
     own matmul rate, and whether a peer is faster ("/ ours" below 1). Peers: transformers and Liger, where installed.
-  - Then come three smaller shapes (65 s each), recomputation (70 s) and the tests (150 s).
+  - Then come a layer of Qwen3-30B-A3B (40 s), three smaller shapes (55 s each), recomputation (70 s) and the tests (150 s).
   - Every part ends at its limit and writes what it has measured. If you stop the script, the tables remain.
   - Nothing else should run on the card. No clock or power setting is changed. Method: benchmarks/README.md.
 FIRST
@@ -54,16 +54,17 @@ part() {
     echo "$status" >"$parts/$name.status"
 }
 step=(benchmarks/step_time.py --dtype bf16 --dropout 0 --repeats 5)
-rounds=(--repeats 3) big=(--preset 8b) llama=(--preset 1024) deep=(--preset 0.6b) gpt2=(--preset gpt2) few=(--steps-per-round 3)
+rounds=(--repeats 3) big=(--preset 8b) llama=(--preset 1024) deep=(--preset 0.6b) experts=(--preset a3b) gpt2=(--preset gpt2) few=(--steps-per-round 3)
 if [[ $DEVICE == cpu ]]; then
-    big=(--preset tiny) llama=(--preset tiny) deep=(--preset tiny) gpt2=(--preset tiny) few=() rounds=(--repeats 1) step+=(--repeats 1)
+    big=(--preset tiny) llama=(--preset tiny) deep=(--preset tiny) experts=(--preset tiny) gpt2=(--preset tiny) few=() rounds=(--repeats 1) step+=(--repeats 1)
 else
     step+=(--compile)
 fi
 part "stack-8b" 120 "${step[@]}" --seconds 100 --family llama "${big[@]}" --steps-per-round 1
-part "llama-28x1024" 65 "${step[@]}" --seconds 50 --family llama "${deep[@]}" --steps-per-round 1
-part "llama-16x1024" 65 "${step[@]}" --seconds 50 --family llama "${llama[@]}" "${few[@]}"
-part "gpt2" 65 "${step[@]}" --seconds 50 "${gpt2[@]}" "${few[@]}"
+part "experts-a3b" 40 "${step[@]}" --seconds 28 --family experts "${experts[@]}" --steps-per-round 1
+part "llama-28x1024" 55 "${step[@]}" --seconds 42 --family llama "${deep[@]}" --steps-per-round 1
+part "llama-16x1024" 55 "${step[@]}" --seconds 42 --family llama "${llama[@]}" "${few[@]}"
+part "gpt2" 55 "${step[@]}" --seconds 42 "${gpt2[@]}" "${few[@]}"
 part "recompute" 70 benchmarks/recompute.py "${gpt2[@]}" --dtype bf16 --dropout 0.1 "${rounds[@]}" --steps-per-round 1 \
     --engines none "uniform 1" "uniform 2" core_attn mlp "*:pointwise" "*:full@host" "*:pointwise@host" \
     "torch layers, reentrant" "torch layers, non-reentrant" "transformers, none" "transformers, reentrant"

@@ -133,7 +133,12 @@ def as_transformers(weights, setting):
     found = {}
     model = setting.model_config()
     for name, weight in weights.items():
-        found |= row_of(setting.family, name, model).split(weight)
+        if ".experts." in name:  # theirs are in one tensor, too
+            for ours, own in EXPERT_NAMES.items():
+                name = name.replace(ours, own)
+            found[name] = weight
+        else:
+            found |= row_of(setting.family, name, model).split(weight)
     return found
 
 
@@ -152,6 +157,11 @@ def transformers_model(setting):
     return Logits(model).to(setting.device, DTYPES[setting.dtype]).train()
 
 
+EXPERT_NAMES = {
+    "decoder.": "model.",
+    "linear_fc1.weight": "gate_up_proj",
+    "linear_fc2.weight": "down_proj",
+}
 # Parts of our names, and those of PlainGPT.
 PLAIN_NAMES = {
     "embedding.word_embeddings": "tokens",

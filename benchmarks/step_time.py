@@ -36,28 +36,43 @@ from benchmarks.harness import (
     spread,
 )
 from megatron_lite.memory.predict.flops import step_flops
+from megatron_lite.parallel.torch_internals import grouped_product
 
 LINEAR = "linear layers alone"
 FOR_WARMING = 0.45  # of --seconds; torch's compiler takes most of it
 
 
 def linear_layers(setting):
-    """Returns a function that runs each linear layer's forward matmul once, and its FLOPs."""
-    config, shape = setting.model_config(), setting.shape
-    h, wide = config.hidden_size, config.ffn_size
-    into = 2 * wide if config.swiglu else wide
-    sizes = [(h, 3 * h), (h, h), (h, into), (wide, h)] * shape.num_layers + [(h, shape.vocab_size)]
-    like = dict(device=setting.device, dtype=DTYPES[setting.dtype])
-    operands = {
-        (m, n): (torch.randn(setting.tokens, m, **like), torch.randn(n, m, **like))
-        for m, n in set(sizes)
-    }
+    """Returns a function that runs each linear layer's forward matmul once, and its FLOPs.
+
+    Those of experts are grouped products of balanced rows.
+    """
+    config, shape, tokens = setting.model_config(), setting.shape, setting.tokens
+    h, heads = config.hidden_size, config.num_attention_heads * config.head_dim
+    experts, wide = (
+        config.num_experts,
+        config.expert_size if config.num_experts else config.ffn_size,
+    )
+    mlp = [(h, 2 * wide if config.swiglu else wide), (wide, h)]
+    each = [(h, heads + 2 * config.query_groups * config.head_dim), (heads, h)]
+    each += [] if experts else mlp
+    sizes = each * shape.num_layers + [(h, shape.vocab_size)]
+    drawn = partial(torch.randn, device=setting.device, dtype=DTYPES[setting.dtype])
+    operands = {(m, n): (drawn(tokens, m), drawn(n, m)) for m, n in set(sizes)}
+    grouped, rows = [], tokens * config.moe_router_topk
+    if experts:
+        ends = torch.arange(1, experts + 1, device=setting.device) * rows // experts
+        grouped = [(drawn(rows, m), drawn(experts, m, n), ends.int()) for m, n in mlp]
 
     def run():
         for size in sizes:
             F.linear(*operands[size])
+        for left, right, offs in grouped * shape.num_layers:
+            grouped_product(left, right, offs=offs)
 
-    return run, 2 * setting.tokens * sum(m * n for m, n in sizes)
+    flops = 2 * tokens * sum(m * n for m, n in sizes)
+    of_experts = 2 * rows * sum(m * n for m, n in mlp) * shape.num_layers if experts else 0
+    return run, flops + of_experts
 
 
 def warm(one, device):

@@ -19,7 +19,7 @@ def report(module, words, folder):
     return json.loads(file.read_text())["rows"]
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "experts"])
 def test_every_contestant_of_a_step_has_the_same_loss(family, tmp_path):
     rows = report(step_time, f"{TINY} --dropout 0 --family {family}", tmp_path)
     names = [row["name"] for row in rows]

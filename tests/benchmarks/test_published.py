@@ -12,6 +12,7 @@ BOUNDS = {
     "nanotron": (0.29, 0.55),
     "arXiv 2104.04473, Table 1": (0.10, 0.20),
     "arXiv 2407.21783, Table 4": (0.19, 0.19),
+    "NeMo AutoModel": (0.20, 0.30),
 }
 
 
