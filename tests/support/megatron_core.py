@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_lite.config.experts import ExpertSettings
-from megatron_lite.convert.megatron.args import OF_LATENTS
+from megatron_lite.convert.megatron.args import OF_LATENTS, ONLY_HERE
 from tests.support.models import VOCAB_SIZE
 
 with warnings.catch_warnings():
@@ -168,7 +168,8 @@ def biases_work_(model):
 def _expert_settings(config):
     if config.num_experts is None:
         return {}
-    found = {one.name: getattr(config, one.name) for one in fields(ExpertSettings)}
+    names = {one.name for one in fields(ExpertSettings)} - ONLY_HERE.keys()
+    found = {name: getattr(config, name) for name in names}
     found |= {"num_moe_experts": found.pop("num_experts"), "moe_token_dispatcher_type": "allgather"}
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in found.items()
