@@ -110,7 +110,8 @@ _ACCESS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda each, state: each.set_state(state),
     ),
 }
-GLOBAL: list[Any] = [random._inst, np.random.mtrand._rand]
+_DRAWS: tuple[Any, ...] = (random.random, np.random.random_sample)
+GLOBAL = [each.__self__ for each in _DRAWS]
 
 
 def global_states() -> list[GeneratorState]:
@@ -118,7 +119,7 @@ def global_states() -> list[GeneratorState]:
 
     To read the states takes 0.1 ms, so it reads them only if the memory that holds them differs.
     """
-    bits = GLOBAL[1]._bit_generator
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
     held = (*map(_memory, (*GLOBAL, bits)), GLOBAL[0].gauss_next)
     return _states_at(held if type(bits).__module__.startswith("numpy.random.") else object())
 
