@@ -30,7 +30,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 308_100,
     "files of the library": 274,
-    "tokens of tests": 292_700,
+    "tokens of tests": 293_000,
     "tokens of benchmarks": 21_500,
     "own files in one plain step": 32,
     "own functions in one plain step": 130,

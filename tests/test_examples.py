@@ -15,6 +15,8 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.units import GIB
+from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from tests.support.limits import HANG_S
 from tests.support.runs import rows
 
@@ -155,7 +157,7 @@ def test_an_occupied_directory_is_not_turned_into_an_environment(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.parametrize("name", ["train_multinode", "train_multinode_srun"])
+@pytest.mark.parametrize("name", ["train_multinode", "train_multinode_srun", "train_qwen3_30b_a3b"])
 def test_a_job_script_outside_of_slurm_says_how_to_submit_it(name):
     done = subprocess.run(
         ["bash", str(ROOT / "examples" / "slurm" / f"{name}.sbatch")],
@@ -167,3 +169,24 @@ def test_a_job_script_outside_of_slurm_says_how_to_submit_it(name):
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert f"{name}.sbatch: error: not started by Slurm: submit it with sbatch" in done.stderr
+
+
+def test_the_job_of_a_model_with_experts_fits_its_gpus(tmp_path):
+    """The job checks its flags first. A stub for `python` prints them, and fails."""
+    stub = tmp_path / "bin" / "python"
+    stub.parent.mkdir()
+    stub.write_text('#!/bin/bash\nprintf "%s\\n" "$@" >&2\nexit 1\n')
+    stub.chmod(0o755)
+    done = run_script(
+        ROOT / "examples" / "slurm" / "train_qwen3_30b_a3b.sbatch",
+        *("--train-iters", "7"),
+        VENV=str(tmp_path),
+        **dict(SLURM_SUBMIT_DIR=str(ROOT), SLURM_NTASKS_PER_NODE="8", SLURM_JOB_NAME="x"),
+        SLURM_CPUS_PER_TASK="8",
+    )
+    assert done.returncode == 2
+    flags = training_flags(done.stderr.split())
+    config = parse_args([one for one in flags if one != "--dump-config"]).config
+    assert (config.model.num_experts, config.training.train_iters) == (128, 7)
+    peak = fullest_step_peak(config, device="cuda", dp_cp_size=16)
+    assert 40 * GIB < peak.num_bytes < 75 * GIB  # of the 79.18 of an H100

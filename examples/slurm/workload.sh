@@ -1,6 +1,9 @@
 # The job scripts beside this file source it. It defines FLAGS, the flags of the training. To change
 # the training, edit this file, set the variables below, or give flags to the job script.
 #
+#   MODEL             a known model (`megatron-lite plan --help`) in place of the GPT below, as
+#                     train_qwen3_30b_a3b.sbatch sets it; EP and POLICY: its expert-parallel ranks, and its
+#                     --recompute-policy
 #   TP, PP            sizes of the tensor- and pipeline-parallel groups. TP defaults to the number
 #                     of ranks of a node, so that no tensor-parallel group spans two nodes.
 #   CHECKPOINT_PATH   where to save, and to continue from: a directory that every node sees
@@ -20,6 +23,8 @@ GPT_MODEL_ARGS=(
     --max-position-embeddings 4096
     --position-embedding-type rope
 )
+
+if [[ ${MODEL:-} ]]; then GPT_MODEL_ARGS=(--model "$MODEL" --seq-length 4096); fi
 
 TRAINING_ARGS=(
     --bf16
@@ -43,6 +48,15 @@ MODEL_PARALLEL_ARGS=(
     --pipeline-model-parallel-size "$PP"
 )
 if ((TP > 1)); then MODEL_PARALLEL_ARGS+=(--sequence-parallel); fi
+if [[ ${EP:-} ]]; then
+    MODEL_PARALLEL_ARGS+=(
+        --expert-model-parallel-size "$EP"
+        --moe-token-dispatcher-type alltoall
+        --use-distributed-optimizer
+        --overlap-grad-reduce
+        --recompute-policy "${POLICY:-*:none}"
+    )
+fi
 
 if [[ ${DATA_PATH:-} ]]; then
     DATA_ARGS=(
