@@ -1,9 +1,8 @@
 # The job scripts beside this file source it. It defines FLAGS, the flags of the training. To change
 # the training, edit this file, set the variables below, or give flags to the job script.
 #
-#   MODEL             a known model (`megatron-lite plan --help`) in place of the GPT below, as
-#                     train_qwen3_30b_a3b.sbatch sets it; EP and POLICY: its expert-parallel ranks, and its
-#                     --recompute-policy
+#   MODEL             a known model (`megatron-lite plan --help`) in place of the GPT below
+#   EP, POLICY        expert-parallel ranks of a MODEL with experts, and its --recompute-policy
 #   TP, PP            sizes of the tensor- and pipeline-parallel groups. TP defaults to the number
 #                     of ranks of a node, so that no tensor-parallel group spans two nodes.
 #   CHECKPOINT_PATH   where to save, and to continue from: a directory that every node sees
