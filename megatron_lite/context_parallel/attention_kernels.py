@@ -1,17 +1,14 @@
-"""Fused attention of some queries to some keys, forward and backward, with torch's own kernels.
+"""Which of torch's kernels a core attention runs, and what its queries may read.
 
-The forward also returns the log-sum-exp of each row (`lse`). The backward of a kernel rebuilds the
-softmax as exp(q k - lse). It needs only `lse` and rowsum(dy * y) to account for other keys. If both
-cover all keys, the kernel returns the exact gradients of its own keys, and the gradients of parts
-add up (2205.14135, 2310.01889).
+Those that this library calls itself are in fused_attention.py, which few runs load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,20 +19,8 @@ if TYPE_CHECKING:
     from megatron_lite.context_parallel.documents import CuSeqlens
 
 LARGEST_FLASH_HEAD = 256
-aten = torch.ops.aten
 # by torch's names; FlashAttention has none for float32
 KERNELS = {"flash": ("FLASH_ATTENTION", "EFFICIENT_ATTENTION"), "fused": ("CUDNN_ATTENTION",)}
-
-
-class Attended(NamedTuple):
-    """The result of attention.
-
-    output: [b, a, n, d] in any memory layout.
-    lse: [b, a, n], at least float32: the log of the sum of exponentials of each row.
-    """
-
-    output: Tensor
-    lse: Tensor
 
 
 class Readable(NamedTuple):
@@ -97,225 +82,6 @@ def kernel_context(
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return partial(sdpa_kernel, [getattr(SDPBackend, name) for name in KERNELS[backend]])
-
-
-def takes_window(query: Tensor) -> bool:
-    """Returns whether the kernel of `attend` skips the keys before a window or a document."""
-    if query.device.type == "cpu" or query.element_size() != 2:
-        return False
-    return not torch.cuda.is_available() or has_flash(query.device, query.shape[-1])
-
-
-@cache
-def has_flash(device: torch.device, head_dim: int) -> bool:
-    """Returns whether FlashAttention 2 runs, and its backward: from Ampere on, where torch was
-    built with it. Beyond 192 channels a head needs the shared memory of an A100 or H100."""
-    version = torch.cuda.get_device_capability(device)
-    is_small = version in ((8, 6), (8, 9), (12, 0))
-    return (
-        torch.backends.cuda.is_flash_attention_available()
-        and version >= (8, 0)
-        and not (is_small and head_dim > 192)
-    )
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    readable: Readable = PLAIN,
-) -> Attended:
-    """Returns softmax(scale q k^T) v and its log-sum-exp.
-
-    query: [b, a, n, d]. key, value: [b, g, m, d].
-    causal: row i reads the columns 0 to i only; n must equal m.
-    readable: needs `causal`. Where the kernel does not know documents (`takes_window`), it runs for
-        each of them. Where it does not know windows, it gets a mask. The CPU's flash kernel then
-        skips the blocks of later columns all the same. On CUDA only the memory-efficient kernel
-        takes a mask, and it gets the mask without `causal`.
-    """
-    reach, documents = readable
-    if documents is not None and not takes_window(query):
-        one = partial(attend, causal=causal, scale=scale, readable=Readable(reach))
-        return Attended(*documents.one_by_one(one, query, key, value))
-    mask = _window_mask(query, reach)
-    if query.device.type == "cpu":
-        if not cpu_attention_takes_groups():
-            key, value = _for_each_head(query, key, value)
-        return Attended(
-            *aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, 0.0, causal, attn_mask=mask, scale=scale
-            )
-        )
-    if _is_efficient(query, mask):
-        key, value = _for_each_head(query, key, value)
-        bias, causal = _bias(query, mask), causal and mask is None
-        output, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, True, 0.0, causal, scale=scale
-        )
-        # The kernel pads the rows of lse.
-        return Attended(output, lse[..., : query.shape[2]].contiguous())
-    output, lse, *_ = aten._flash_attention_forward(
-        *_tokens_first(documents, query, key, value),
-        *_lengths(documents, query, key),
-        0.0,
-        causal,
-        False,
-        scale=scale,
-        **_window(reach),
-    )
-    if documents is not None:  # [b n, a, d] and [a, b n]
-        output = output.unflatten(0, (-1, query.shape[2]))
-        lse = lse.unflatten(1, (-1, query.shape[2])).transpose(0, 1)
-    return Attended(output.transpose(1, 2), lse)
-
-
-def attend_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attended: Attended,
-    *,
-    causal: bool,
-    scale: float,
-    readable: Readable = PLAIN,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns these keys' part of the query's gradient, and the gradients of key and value.
-
-    attended: the result of these queries with all of their keys, not only with these keys.
-    The shapes are those of `attend`.
-    """
-    b, groups, m, d = key.shape
-    output, lse = attended
-    reach, documents = readable
-    if documents is not None and not takes_window(query):
-
-        def one(
-            grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor
-        ) -> tuple[Tensor, ...]:
-            of, window = Attended(output, lse.contiguous()), Readable(reach)
-            return attend_backward(
-                grad, query, key, value, of, causal=causal, scale=scale, readable=window
-            )
-
-        return documents.one_by_one(one, grad_output, query, key, value, output, lse)
-    mask = _window_mask(query, reach)
-    # The kernels for CUDA take the seed of a dropout. Dropout is 0 here, so any seed will do.
-    if query.device.type == "cpu":
-        if not cpu_attention_takes_groups():
-            key, value = _for_each_head(query, key, value)
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_output, query, key, value, output, lse, 0.0, causal, attn_mask=mask, scale=scale
-        )
-    elif _is_efficient(query, mask):
-        # This kernel expects the rows of lse padded to a multiple of 32. With lse = inf a padded
-        # row has softmax 0.
-        lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-        seed = torch.empty((), dtype=torch.int64, device=query.device)
-        *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_output,
-            query,
-            *_for_each_head(query, key, value),
-            _bias(query, mask),
-            output,
-            lse,
-            seed,
-            seed,
-            0.0,
-            [True, True, True, False],
-            causal and mask is None,
-            scale=scale,
-        )
-    else:
-        seed = torch.empty(2, dtype=torch.uint64, device=query.device)
-        if documents is not None:
-            lse = lse.transpose(0, 1).flatten(1)  # [a, b n]
-        grads = aten._flash_attention_backward(
-            *_tokens_first(documents, grad_output, query, key, value, output),
-            lse.contiguous(),
-            *_lengths(documents, query, key),
-            0.0,
-            causal,
-            seed,
-            torch.empty_like(seed[0]),
-            scale=scale,
-            **_window(reach),
-        )
-        if documents is not None:
-            grads = [grad.unflatten(0, (b, -1)) for grad in grads]
-        grads = [grad.transpose(1, 2) for grad in grads]
-    grad_query, *shared = grads
-    if shared[0].shape[1] != groups:  # the key was repeated for every head
-        shared = [grad.reshape(b, groups, -1, m, d).sum(2) for grad in shared]
-    return grad_query, shared[0], shared[1]
-
-
-def _tokens_first(documents: CuSeqlens | None, *tensors: Tensor) -> Iterable[Tensor]:
-    """Returns each [b, a, n, d] as a view [b, n, a, d], or with documents as [b n, a, d]."""
-    for tensor in tensors:
-        tensor = tensor.transpose(1, 2)
-        yield tensor if documents is None else tensor.flatten(0, 1)
-
-
-def _lengths(documents: CuSeqlens | None, query: Tensor, key: Tensor) -> tuple[Any, ...]:
-    """Returns the ends of queries and keys, and the most of each that belong together."""
-    if documents is None:
-        return None, None, query.shape[2], key.shape[2]
-    return documents.ends, documents.ends, documents.longest, documents.longest
-
-
-def _window_mask(query: Tensor, reach: int | None) -> Tensor | None:
-    """Returns a window over the queries [.., n, d] as a mask, if the kernel needs one."""
-    if reach is None or takes_window(query):
-        return None
-    places = torch.arange(query.shape[2], device=query.device)
-    distance = places.unsqueeze(1) - places
-    hidden = (distance < 0) | (distance > reach)
-    return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-
-
-def _window(reach: int | None) -> dict[str, int]:
-    return {} if reach is None else dict(window_size_left=reach, window_size_right=0)
-
-
-def _is_efficient(query: Tensor, mask: Tensor | None) -> bool:
-    """Returns whether CUDA's memory-efficient kernel runs, not the flash kernel."""
-    return mask is not None or not takes_window(query)
-
-
-def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Returns the mask as a view [b, a, n, m] for the memory-efficient kernel.
-
-    The kernel's loads need rows that start at multiples of 16 elements.
-    """
-    if mask is None:
-        return None
-    n, m = mask.shape[-2:]
-    return torch.nn.functional.pad(mask, (0, -m % 16))[..., :m].expand(*query.shape[:2], n, m)
-
-
-def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns key and value repeated for every head, for a kernel without query groups."""
-    repeats = query.shape[1] // key.shape[1]
-    if repeats == 1:
-        return key, value
-    return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-
-
-def padded(tensor: Tensor, query: Tensor) -> Tensor:
-    """Returns the tensor with zeros behind each head: kernels take heads of one size."""
-    missing = query.shape[-1] - tensor.shape[-1]
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
-
-
-def cut(output: Tensor, value: Tensor) -> Tensor:
-    """Returns the output without the channels that `padded` has put behind the value's."""
-    channels = value.shape[-1]
-    return output[..., :channels].contiguous() if output.shape[-1] > channels else output
 
 
 def heads_first(tensor: Tensor) -> Tensor:

@@ -36,13 +36,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.context_parallel.attention_kernels import (
+from megatron_lite.context_parallel.attention_kernels import heads_first, heads_last
+from megatron_lite.context_parallel.fused_attention import (
     Attended,
     attend,
     attend_backward,
     cut,
-    heads_first,
-    heads_last,
     padded,
 )
 from megatron_lite.parallel.collectives import (

@@ -5,7 +5,7 @@ Each rank's rows are therefore whole groups.
 
 torch's kernels for whole sequences know neither windows nor the documents of
 --reset-attention-mask. For a window they take a mask of s x s elements, which autograd would keep
-for backward. The Function below builds it again instead. Documents are lists of where they end. A
+for backward. fused_attention.py builds it again instead. Documents are lists of where they end. A
 layer with windows or documents therefore keeps the same tensors as a layer without.
 
     device         kernel, forward and backward            a window          documents
@@ -32,22 +32,16 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.context_parallel.attention_kernels import (
     PLAIN,
-    Attended,
     Readable,
-    attend,
-    attend_backward,
-    cut,
     has_kernel,
     heads_first,
     heads_last,
     kernel_context,
-    padded,
     suits_torch,
 )
 from megatron_lite.model.dropout import dropout
-from megatron_lite.model.norm import ROTATING, Norm
-from megatron_lite.model.rotary import RotaryTables, apply_rotary, rotate, rotate_back
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied, run
+from megatron_lite.model.norm import Norm
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
@@ -107,16 +101,15 @@ class SelfAttention(nn.Module):
                 for heads in (config.num_attention_heads, config.query_groups)
             )
         elif config.qk_layernorm:
+            also = None
+            if self.rotates:
+                from megatron_lite.model.rotary import rotating
+
+                also = rotating
             # One weight for all heads: each rank's gradient covers its own heads, with or without
             # sequence parallelism.
             self.q_layernorm, self.k_layernorm = (
-                Norm(
-                    config.head_dim,
-                    config,
-                    context,
-                    partial_grad=True,
-                    also=ROTATING if self.rotates else None,
-                )
+                Norm(config.head_dim, config, context, partial_grad=True, also=also)
                 for _ in range(2)
             )
         self.kernels = context.kernels
@@ -130,13 +123,14 @@ class SelfAttention(nn.Module):
         documents: CuSeqlens | None = None,
     ) -> Tensor:
         if rotary is not None:
-            rotary = RotaryTables(*rotary[2:] if self.is_local else rotary[:2])
+            from megatron_lite.model.rotary import ROTATED_HEADS, TurnedHeads, apply_rotary
+
+            rotary = rotary[2:] if self.is_local else rotary[:2]
         qkv, rotates, tables = self.linear_qkv(hidden_states), self.rotates, tuple[Tensor, ...]()
         if self.kernels is not None and rotates and self.q_layernorm is None:
             assert rotary is not None
-            query, key, value = _RotatedHeads.apply(
-                self.kernels, qkv, *rotary, self.queries_per_group, self.head_dim
-            )
+            sizes = dict(queries=self.queries_per_group, d=self.head_dim)
+            query, key, value = TurnedHeads.apply(ROTATED_HEADS, self.kernels, sizes, qkv, *rotary)
             rotates = False
         else:
             query, key, value = self._split_heads(qkv)
@@ -162,7 +156,7 @@ class SelfAttention(nn.Module):
 
         Compiled kernels regroup the query as they norm it, which is then a view
         [s, b, g/t, a/g, d]. They save views of qkv, so the value stays one. Without norms they do
-        all at once (`_RotatedHeads`).
+        all at once (`ROTATED_HEADS` in rotary.py).
         """
         config = self.config
         normed = config.qk_layernorm and not config.norms_all_heads
@@ -200,59 +194,6 @@ class _SplitHeads(torch.autograd.Function):
         # of 4 dimensions, which CUDA joins in one launch: [s, b, g/t, q d]
         queries = grad_query.reshape(*grad_query.shape[:2], ctx.groups[0], -1)
         return torch.cat((queries, grad_key, grad_value), -1).flatten(2), None, None, None
-
-
-class _RotatedHeads(torch.autograd.Function):
-    """[s, b, g/t (q + 2) d] -> the rotated query [s, b, a/t, d] and key [s, b, g/t, d], and the
-    value, all contiguous: one compiled kernel each way. Keeps the tables of the rotation."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: CompiledKernels,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        queries_per_group: int,
-        d: int,
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        ctx.kernels, ctx.queries_per_group = kernels, queries_per_group
-        return tuple(
-            run(
-                kernels, split_rotated, qkv, cos, sin, num_rounded=3, queries=queries_per_group, d=d
-            )
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tables = ctx.saved_tensors
-        grad = run(ctx.kernels, joined_back, *grads, *tables, queries=ctx.queries_per_group)
-        return None, grad, None, None, None, None
-
-
-def split_rotated(
-    qkv: Tensor, cos: Tensor, sin: Tensor, *, queries: int, d: int
-) -> tuple[Tensor, ...]:
-    """Returns query and key, rotated, and value of qkv [s, b, g/t (q + 2) d]."""
-    grouped = qkv.unflatten(-1, (-1, queries + 2, d))
-    query, key, value = grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
-    return rotate(query, cos, sin).flatten(2, 3), rotate(key, cos, sin), value
-
-
-def joined_back(
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    queries: int,
-) -> Tensor:
-    """Returns the gradient of `split_rotated` with respect to qkv."""
-    grad_query, grad_key = (rotate_back(one, cos, sin) for one in (grad_query, grad_key))
-    grouped = grad_query.unflatten(2, (-1, queries)).flatten(3)
-    return torch.cat((grouped, grad_key, grad_value), -1).flatten(2)
 
 
 def core_attention(config: ModelConfig, context: RankContext, layer: int) -> nn.Module:
@@ -302,7 +243,7 @@ class CoreAttention(nn.Module):
     window. A window adds nothing to the kept bytes, with one exception. Unfused attention adds the
     mask to its scores, which keeps no mask, and flash attention builds its mask [s, s] again in
     backward (model/attention.py). The exception is torch's own attention with a mask, which
-    runs with dropout on CUDA and for shapes that no CUDA kernel of attention_kernels.py takes. In
+    runs with dropout on CUDA and for shapes that no CUDA kernel of fused_attention.py takes. In
     that case each layer with a window keeps a mask of its own.
     """
 
@@ -480,40 +421,8 @@ def masked_attention(
 
     It issues no collective and draws no random number.
     """
+    from megatron_lite.context_parallel.fused_attention import MaskedAttention  # few runs need it
+
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = in_autocast_dtype(query, key, value)
-    return _MaskedAttention.apply(query, key, value, readable, scale)
-
-
-class _MaskedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, readable: Readable, scale: float
-    ) -> Tensor:
-        # Calls of torch's kernel alone: an ops(attention) policy can keep their results.
-        tensors = map(heads_first, (query, key, padded(value, query)))
-        attended = attend(*tensors, causal=True, scale=scale, readable=readable)
-        ctx.readable, ctx.scale = readable, scale
-        output = cut(heads_last(attended.output), value)
-        ctx.save_for_backward(query, key, value, output, attended.lse)
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
-        channels = value.shape[-1]
-        smaller = (padded(one, query) for one in (grad_output.contiguous(), value, output))
-        grad, value, output, query, key = map(heads_first, (*smaller, query, key))
-        grads = attend_backward(
-            grad,
-            query,
-            key,
-            value,
-            Attended(output, lse),
-            causal=True,
-            scale=ctx.scale,
-            readable=ctx.readable,
-        )
-        grad_query, grad_key, grad_value = map(heads_last, grads)
-        return grad_query, grad_key, grad_value[..., :channels], None, None
+    return MaskedAttention.apply(query, key, value, readable, scale)

@@ -16,17 +16,12 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.model.embedding import LanguageModelEmbedding
 from megatron_lite.model.layer import TransformerBlock
-from megatron_lite.model.rotary import rotary_tables
 from megatron_lite.parallel.parameter_spec import mark, spec_of
 from megatron_lite.parallel.sequence_spans import select
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weights import weight_of
 from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
-from megatron_lite.tensor_parallel.cross_entropy import (
-    Columns,
-    vocab_parallel_cross_entropy,
-    vocab_parallel_linear_cross_entropy,
-)
+from megatron_lite.tensor_parallel.cross_entropy import Columns, vocab_parallel_cross_entropy
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, parallel_linear
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -183,6 +178,10 @@ class GPTModel(nn.Module):
                 logits, labels, self.columns, overwrite_logits=True
             )
         else:
+            from megatron_lite.tensor_parallel.linear_cross_entropy import (
+                vocab_parallel_linear_cross_entropy,
+            )
+
             losses = self._project(
                 partial(
                     vocab_parallel_linear_cross_entropy,
@@ -248,6 +247,8 @@ class GPTModel(nn.Module):
         They are built once per sequence length. They are constants of the model, not state.
         """
         if self._rotary is None or self._rotary[0].shape[0] != seq_length:
+            from megatron_lite.model.rotary import rotary_tables
+
             cp, config = self.context.cp, self.config
             tables = partial(
                 rotary_tables,

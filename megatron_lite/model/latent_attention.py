@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION, UP_PROJECTION
 from megatron_lite.model.attention import branch_skips_bias, core_attention
 from megatron_lite.model.norm import Norm
-from megatron_lite.model.rotary import RotaryTables, rotate, rotate_back
-from megatron_lite.parallel.compiled import CompiledKernels, run
+from megatron_lite.model.rotary import RotaryTables, TurnedHeads, rotate, rotate_back
+from megatron_lite.parallel.compiled import Pair
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -118,40 +118,14 @@ class LatentAttention(nn.Module):
         of_rank = self.config.q_lora_rank is not None
         query = (self.linear_q_up_proj if of_rank else self.linear_q_proj)(of_query)
         key_value = self.linear_kv_up_proj(latent)
-        return _LatentHeads.apply(
-            self.context.kernels, query, key_value, rotated, *rotary, self.config.qk_head_dim
+        sizes = dict(fixed=self.config.qk_head_dim)
+        return TurnedHeads.apply(
+            LATENT_HEADS, self.context.kernels, sizes, query, key_value, rotated, *rotary
         )
 
 
 def _normed(norm: Norm | None, latent: Tensor) -> Tensor:
     return latent if norm is None else norm(latent)
-
-
-class _LatentHeads(torch.autograd.Function):
-    """`joined_heads` and its gradient, each one compiled kernel. Keeps the tables of the
-    rotation."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: CompiledKernels | None,
-        query: Tensor,
-        key_value: Tensor,
-        rotated: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        fixed: int,
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        ctx.kernels, ctx.fixed = kernels, fixed
-        tensors = (query, key_value, rotated, cos, sin)
-        return tuple(run(kernels, joined_heads, *tensors, num_rounded=3, fixed=fixed))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tables = ctx.saved_tensors
-        parts = run(ctx.kernels, split_back, *grads, *tables, num_rounded=3, fixed=ctx.fixed)
-        return None, *parts, None, None, None
 
 
 def joined_heads(
@@ -190,6 +164,9 @@ def split_back(
         torch.cat((grad_key[..., :fixed], grad_value), -1).flatten(2),
         of_key.squeeze(2),
     )
+
+
+LATENT_HEADS = Pair(joined_heads, split_back, slice(-2, None))
 
 
 def _halves(pairs: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.model import NORM_VECTORS, ModelConfig
-from megatron_lite.model.rotary import rotate, rotate_back
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.compiled import Pair, applied, passing_on
 from megatron_lite.parallel.parameter_spec import ParameterSpec
@@ -36,8 +35,8 @@ class Norm(nn.Module):
         norm runs in float32 then, keeps its weight in float32, and returns the weight's dtype.
     also: what else compiled kernels do if the norm is in the dtype of its input (`does_more`).
         PASSING_ON: they also return the input. What else reads the input takes the returned one, so
-        that the norm's kernel adds both gradients. ROTATING: they also rotate the output, by tables
-        that `forward` gets.
+        that the norm's kernel adds both gradients. rotary.rotating: they also rotate the output, by
+        tables that `forward` gets.
     all_heads: the input is the queries, or keys, of this rank's heads, [s, b, heads / t, d], and
         a row is the channels of all heads of all ranks (OLMo 2). size: the number of these
         channels. Each rank has the part of the weight for its own heads. The norm is an RMSNorm.
@@ -52,7 +51,7 @@ class Norm(nn.Module):
         *,
         partial_grad: bool = False,
         reads_residual: bool = False,
-        also: Mapping[str, Pair] | None = None,
+        also: Callable[[str], Pair] | None = None,
         all_heads: bool = False,
     ) -> None:
         super().__init__()
@@ -70,7 +69,7 @@ class Norm(nn.Module):
         self.widens = reads_residual and config.fp32_residual_connection
         self.does_more = False
         if also is not None and context.kernels is not None and not self.widens:
-            self.does_more, pair = True, also[config.normalization]
+            self.does_more, pair = True, also(config.normalization)
             self.normalize = partial(applied, pair, context.kernels, epsilon=config.norm_epsilon)
         spec = ParameterSpec(
             global_shape=(size,), tp_dim=0 if all_heads else None, sum_grad_over_tp=partial_grad
@@ -179,24 +178,7 @@ NORMS = {
 }
 
 
-def rotating(pair: Pair, num_vectors: int) -> Pair:
-    """Returns the pair of a norm and a rotation after it, as compiled kernels compute it."""
-    of_pair = pair.fused or pair.backward
-
-    def forward(heads: Tensor, *others: Tensor, epsilon: float) -> tuple[Tensor, ...]:
-        results = pair.forward(heads, *others[:-2], epsilon=epsilon)
-        normed, *statistics = (results,) if isinstance(results, Tensor) else results
-        return rotate(normed, *others[-2:]), *statistics
-
-    def backward(grad_output: Tensor, heads: Tensor, weight: Tensor, *others: Tensor) -> Any:
-        tables, statistics = others[num_vectors - 1 :][:2], others[num_vectors + 1 :]
-        return of_pair(rotate_back(grad_output, *tables), heads, weight, *statistics)
-
-    return Pair(forward, backward, slice(0, 3 + num_vectors))
-
-
-PASSING_ON = {name: passing_on(pair) for name, pair in NORMS.items()}
-ROTATING = {name: rotating(pair, NORM_VECTORS[name]) for name, pair in NORMS.items()}
+PASSING_ON = {name: passing_on(pair) for name, pair in NORMS.items()}.__getitem__
 
 
 def torch_norm(config: ModelConfig, context: RankContext) -> Normalize:

@@ -1,14 +1,16 @@
 """Rotary position embedding (arXiv 2104.09864) in the half-split layout of Megatron and Llama, or
-with pairs of neighbours (--rotary-interleaved)."""
+with pairs of neighbours (--rotary-interleaved). A model without it does not load this file."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_lite.config.model import NORM_VECTORS
 from megatron_lite.config.rotary import (
     FAST_TURNS,
     NO_SCALING,
@@ -16,7 +18,8 @@ from megatron_lite.config.rotary import (
     SLOW_TURNS,
     RotaryScaling,
 )
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
+from megatron_lite.model.norm import NORMS
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied, run
 
 
 class RotaryTables(NamedTuple):
@@ -88,7 +91,7 @@ def _scaled(frequencies: Tensor, factor: float) -> Tensor:
 
 
 def apply_rotary(
-    heads: Tensor, tables: RotaryTables, kernels: CompiledKernels | None = None
+    heads: Tensor, tables: tuple[Tensor, ...], kernels: CompiledKernels | None = None
 ) -> Tensor:
     """Rotates the first rotary_dim channels of each head by its position, and leaves the others.
 
@@ -135,3 +138,74 @@ def _joined(rotated: Tensor, passed: Tensor) -> Tensor:
 
 
 ROTATION = Pair(rotate, rotate_back, slice(1, 3))
+
+
+class TurnedHeads(torch.autograd.Function):
+    """Query, key and value by a pair whose last two inputs are the tables of a rotation, which
+    alone are kept: one compiled kernel each way. All results are contiguous."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pair: Pair,
+        kernels: CompiledKernels | None,
+        constants: dict[str, int],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors[-2:])
+        ctx.function, ctx.kernels, ctx.constants = pair.backward, kernels, constants
+        return tuple(run(kernels, pair.forward, *tensors, num_rounded=3, **constants))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = *grads, *ctx.saved_tensors
+        parts = run(ctx.kernels, ctx.function, *tensors, num_rounded=3, **ctx.constants)
+        parts = (parts,) if isinstance(parts, Tensor) else parts
+        return None, None, None, *parts, None, None
+
+
+def split_rotated(
+    qkv: Tensor, cos: Tensor, sin: Tensor, *, queries: int, d: int
+) -> tuple[Tensor, ...]:
+    """Returns query and key, rotated, and value of qkv [s, b, g/t (q + 2) d]."""
+    grouped = qkv.unflatten(-1, (-1, queries + 2, d))
+    query, key, value = grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
+    return rotate(query, cos, sin).flatten(2, 3), rotate(key, cos, sin), value
+
+
+def joined_back(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    queries: int,
+    d: int,
+) -> Tensor:
+    """Returns the gradient of `split_rotated` with respect to qkv."""
+    grad_query, grad_key = (rotate_back(one, cos, sin) for one in (grad_query, grad_key))
+    grouped = grad_query.reshape(*grad_key.shape[:3], queries * d)
+    return torch.cat((grouped, grad_key, grad_value), -1).flatten(2)
+
+
+# [s, b, g/t (q + 2) d] -> the rotated query [s, b, a/t, d] and key [s, b, g/t, d], and the value
+ROTATED_HEADS = Pair(split_rotated, joined_back, slice(-2, None))
+
+
+@cache
+def rotating(normalization: str) -> Pair:
+    """Returns the pair of a norm and a rotation after it, as compiled kernels compute it."""
+    pair, num_vectors = NORMS[normalization], NORM_VECTORS[normalization]
+    of_pair = pair.fused or pair.backward
+
+    def forward(heads: Tensor, *others: Tensor, epsilon: float) -> tuple[Tensor, ...]:
+        results = pair.forward(heads, *others[:-2], epsilon=epsilon)
+        normed, *statistics = (results,) if isinstance(results, Tensor) else results
+        return rotate(normed, *others[-2:]), *statistics
+
+    def backward(grad_output: Tensor, heads: Tensor, weight: Tensor, *others: Tensor) -> Any:
+        tables, statistics = others[num_vectors - 1 :][:2], others[num_vectors + 1 :]
+        return of_pair(rotate_back(grad_output, *tables), heads, weight, *statistics)
+
+    return Pair(forward, backward, slice(0, 3 + num_vectors))

@@ -11,39 +11,31 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-DEVICE_TYPE = "cuda"  # the only device type that apex has kernels for
 EXTENSION, SYMBOL = "fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A kernel of apex: its function, or None and the reason why it cannot be used."""
 
     value: Any = None
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(NamedTuple):
     """The package that `import apex` would find. place: its folder or file."""
 
     kind: Literal["absent", "nvidia", "other"]
     place: str = ""
 
 
-def weight_gradient_kernel(device_type: str) -> Kernel:
+def weight_gradient_kernel() -> Kernel:
     """Finds `wgrad_gemm_accum_fp32(input, grad_output, main_grad)`.
 
     The kernel adds grad_output^T input to main_grad [out, in], float32.
     """
-    if device_type != DEVICE_TYPE:
-        return Kernel(
-            reason=f"NVIDIA apex has kernels for {DEVICE_TYPE} and this run is on {device_type}"
-        )
     found = _kernel(EXTENSION)
     # Releases of apex have put their extensions at the top level or inside the package.
     if found.value is None and installed_package().kind == "nvidia":

@@ -7,19 +7,7 @@ The logits are never gathered. The steps are those of any rows of logits:
     write_gradient_   this rank's columns: softmax - one_hot
 
 `vocab_parallel_cross_entropy` takes the logits of all tokens and keeps them for backward.
-`vocab_parallel_linear_cross_entropy` takes the operands of the output projection y = x A^T. It
-computes the logits of one loss chunk at a time, [N, V/t] with N = --loss-chunk-size.
-
-    two passes   forward    each chunk   logits = x A^T, row statistics
-                            all rows     all-reduces of the statistics
-                 backward   each chunk   logits again, overwritten by their gradient g
-                                         dx = g A,  dA += g^T x
-                            beside the last dA    all-reduce or reduce-scatter of dx
-    one pass     forward    each chunk   logits, statistics, all-reduces, g, dx and dA as above
-                 backward                (returns dx)
-
-A linear layer has three matmuls; two passes have a fourth, for the logits in backward. dA sums over
-tokens, so one pass needs the incoming gradient of each token's loss in forward.
+linear_cross_entropy.py computes the logits of one loss chunk at a time.
 
 Under --torch-compile the steps on rows are compiled graphs for all rows at once: one reads the
 logits for their statistics, and one writes the gradient over them. It needs of all ranks' columns
@@ -29,7 +17,7 @@ take a few rows at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,22 +26,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.config.row_blocks import rows_at_a_time
-from megatron_lite.parallel.collectives import (
-    all_gather_first_dim,
-    all_reduce,
-    all_reduce_,
-    start_all_reduce_,
-    start_reduce_scatter_first_dim,
-)
+from megatron_lite.parallel.collectives import all_reduce, all_reduce_
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.torch_internals import backward_keeps_graph
-from megatron_lite.parallel.weight_gradient import (
-    OwnSum,
-    add_weight_product_,
-    in_autocast_dtype,
-    own_sum,
-    weight_gradient,
-)
 
 
 class Columns(NamedTuple):
@@ -100,57 +75,6 @@ def vocab_parallel_cross_entropy(
     rank's share of the softmax, or with compiled graphs the log of the sum of exponentials.
     """
     return _CrossEntropy.apply(logits, labels, columns, overwrite_logits)
-
-
-def vocab_parallel_linear_cross_entropy(
-    hidden_states: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    columns: Columns,
-    *,
-    loss_chunk_size: int,
-    sequence_parallel: bool,
-    grad_losses: Callable[[], Tensor] | None = None,
-) -> Tensor:
-    """Returns the losses [s, b] of the output projection, without ever holding all logits.
-
-    The result equals vocab_parallel_cross_entropy of parallel_linear. Each loss may have its
-    own incoming gradient. Raises RuntimeError under create_graph.
-
-    hidden_states: [s, b, h], under sequence parallelism [s/t, b, h].
-    weight: [padded V / t, h].
-    labels: see vocab_parallel_cross_entropy.
-    loss_chunk_size: the number of tokens that have logits at a time. The s b tokens are taken in
-        this order, and the last chunk may be shorter.
-    grad_losses: returns the incoming gradient [s, b] that backward will bring. Forward then
-        computes the gradients in the same pass, if gradients are on and the weight has a sum of
-        gradients (parallel/weight_gradient.py). It adds dA to that sum at once, so each such
-        forward needs its backward in the same step. Backward ignores its incoming gradient.
-
-    In one pass the bits of dx and dA are those of two passes. It issues the two all-reduces once
-    for each chunk, and the collective of dx in forward. It keeps dx alone.
-
-    In two passes it issues the collectives of those two functions, in the same number at every
-    chunk size. It keeps hidden_states and the weight. In place of the logits it keeps the labels,
-    one byte per label and this rank's share of each softmax.
-
-    dA is summed over the chunks in float32 (float64). On a CPU a bf16 weight has each chunk's part
-    rounded to bf16 before the sum; CUDA adds it unrounded. The sum is a [V/t, h] float32 tensor
-    that lives until autograd has added it to the weight's gradient. If the weight has a float32 sum
-    (parallel/weight_gradient.py), each chunk's part is added to it at once, and that tensor does
-    not exist.
-
-    A product of fewer rows may sum in another order, so chunks can change low bits. In bf16 the
-    losses and the gradient of hidden_states are as exact as without chunks. Where the parts are
-    rounded, the error of dA is at most 1.5 times that of the unchunked dA, and its norm is right
-    within 2^-9. A test compares them with float64 on a grid.
-    """
-    if torch.is_autocast_enabled(hidden_states.device.type):
-        hidden_states, weight = in_autocast_dtype(hidden_states, weight)
-    head = _Head(columns, loss_chunk_size, sequence_parallel, own_sum(weight))
-    if head.add is None or not torch.is_grad_enabled():  # without a backward nothing may be added
-        grad_losses = None
-    return _LinearCrossEntropy.apply(hidden_states, weight, labels, head, grad_losses)
 
 
 class LocalLabels(NamedTuple):
@@ -209,129 +133,6 @@ class _CrossEntropy(torch.autograd.Function):
         labels = LocalLabels(column, here)
         write_gradient_(grad.flatten(0, 1), grad_output.flatten(), share, labels, ctx.columns)
         return grad, None, None, None
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss of the output projection: [s/t or s, b, h] -> [s, b].
-
-    One pass over the chunks if grad_losses is given. It then keeps dx alone. The weight is an
-    argument also then, although its gradient is None: autograd runs the hooks of the weight in
-    backward, once the other parts of its gradient have arrived too. Those hooks send the sum to
-    other ranks.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_states: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        head: _Head,
-        grad_losses: Callable[[], Tensor] | None,
-    ) -> Tensor:
-        ctx.head, ctx.in_one_pass = head, grad_losses is not None
-        columns, local = head.columns, local_labels(labels, head.columns)
-        whole = head.whole(hidden_states)
-        if grad_losses is None:
-            parts = []
-            for tokens, logits in head.logits(whole, weight):
-                parts.append(row_statistics(logits, local.of(tokens), columns))
-                del logits  # which would hold the buffer after the loop
-            statistics = RowStatistics(*map(torch.cat, zip(*parts, strict=True)))
-            losses, share = combined(statistics, local, columns)
-            ctx.save_for_backward(hidden_states, weight, *local, share)
-            return losses.view(labels.shape)
-        grad = grad_losses().flatten()
-        losses = torch.empty_like(grad)
-
-        def write_(tokens: slice, logits: Tensor) -> None:
-            own = local.of(tokens)
-            # no name holds the statistics, so they are freed before the gradient is made
-            losses[tokens], share = combined(row_statistics(logits, own, columns), own, columns)
-            write_gradient_(logits, grad[tokens], share, own, columns)
-
-        ctx.save_for_backward(head.gradients(whole, weight, write_)[0])
-        return losses.view(labels.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.in_one_pass:
-            return *ctx.saved_tensors, None, None, None, None
-        head: _Head = ctx.head
-        hidden_states, weight, column, here, share = ctx.saved_tensors
-        grad, local = grad_output.flatten(), LocalLabels(column, here)
-
-        def write_(tokens: slice, logits: Tensor) -> None:
-            write_gradient_(logits, grad[tokens], share[tokens], local.of(tokens), head.columns)
-
-        needed = ctx.needs_input_grad[:2]
-        gradients = head.gradients(head.whole(hidden_states), weight, write_, *needed)
-        return *gradients, None, None, None
-
-
-class _Head(NamedTuple):
-    """The output projection in chunks of loss_chunk_size tokens.
-
-    add: the weight's own sum of gradients, if it has one.
-    """
-
-    columns: Columns
-    loss_chunk_size: int
-    sequence_parallel: bool
-    add: OwnSum | None
-
-    def whole(self, hidden_states: Tensor) -> Tensor:
-        """Returns the hidden states of all tokens, [s, b, h]."""
-        if not self.sequence_parallel:
-            return hidden_states
-        return all_gather_first_dim(hidden_states, self.columns.tp_group)
-
-    def logits(self, whole: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yields each chunk's tokens, and their logits [N, V/t]. All chunks share one buffer."""
-        rows = whole.flatten(0, 1)
-        num_rows = rows.shape[0]
-        buffer = rows.new_empty((min(self.loss_chunk_size, num_rows), weight.shape[0]))
-        for start in range(0, num_rows, self.loss_chunk_size):
-            tokens = slice(start, min(start + self.loss_chunk_size, num_rows))
-            logits = buffer[: tokens.stop - start]
-            yield tokens, self.columns.capped_(torch.mm(rows[tokens], weight.t(), out=logits))
-
-    def gradients(
-        self,
-        whole: Tensor,
-        weight: Tensor,
-        write_: Callable[[slice, Tensor], None],
-        needs_input: bool = True,
-        needs_weight: bool = True,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradients of the hidden states and of the weight, each if it is needed.
-
-        The weight's is None if it is added to the weight's own sum.
-        write_: overwrites the logits of some tokens with their gradient.
-        """
-        rows = whole.flatten(0, 1)
-        grad_rows = torch.empty_like(rows) if needs_input else None
-        grad_weight, reduction = None, None
-        if needs_weight and self.add is None:
-            dtype = torch.promote_types(torch.float32, rows.dtype)
-            grad_weight = torch.empty_like(weight, dtype=dtype)
-        for tokens, logits in self.logits(whole, weight):
-            write_(tokens, logits)
-            if grad_rows is not None:
-                torch.mm(logits, weight, out=grad_rows[tokens])
-                if tokens.stop == rows.shape[0]:  # the reduction runs beside the last dA
-                    start = (
-                        start_reduce_scatter_first_dim
-                        if self.sequence_parallel
-                        else start_all_reduce_
-                    )
-                    reduction = start(grad_rows.view(whole.shape), self.columns.tp_group)
-            if grad_weight is not None:
-                add_weight_product_(grad_weight, rows[tokens], logits, first=tokens.start == 0)
-            elif needs_weight:
-                weight_gradient(self.add, rows[tokens], logits)
-            del logits
-        return None if reduction is None else reduction.wait(), grad_weight
 
 
 def local_labels(labels: Tensor, columns: Columns) -> LocalLabels:

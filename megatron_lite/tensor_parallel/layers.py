@@ -245,8 +245,8 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> Tensor:
         """Returns the sharded product, or `function(hidden_states, weight)` if a function is given.
 
-        A function replaces the matmul, for example by the loss in chunks (cross_entropy.py), which
-        never holds the whole product.
+        A function replaces the matmul, for example by the loss in chunks
+        (linear_cross_entropy.py), which never holds the whole product.
         """
         if function is not None:
             return function(hidden_states, self.weight)

@@ -7,21 +7,53 @@ JSON, TOML or YAML; of torchtitan's Python configs the literals are read. The to
 on stdout, quoted for a shell. It prints a note on stderr for each value without a counterpart, and
 for each key elsewhere in the file that concerns recomputation, offloading or wrapping. It does not
 import torch.
+
+The file comes from somebody else, so it is treated as untrusted data. No text is evaluated: YAML is
+read by PyYAML's safe loader, and of Python only literals are read. The file's size, its depth, the
+values that YAML aliases expand to and the parts of a TOML key are bounded before they can cost time
+or memory. A duplicate key is an error in all formats, since a reader that takes the last one hides
+the first one.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import read_input_text
+from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.tools.command import exit_status
-from megatron_lite.tools.config_file import read_config_file
 from megatron_lite.tools.translators import SYSTEMS, systems_of, translated
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MAX_FILE_BYTES = 2**18
+MAX_DEPTH = 50
+MAX_VALUES = 20_000
+TOO_MANY = f"more than {MAX_VALUES} values, aliases included"
+# Python's TOML reader takes time quadratic in the parts of a key such as a.b.c: 3 s for 8,000.
+MAX_DOTS = 200
+LONGEST_FAULT = 150  # characters of a parser's own message
+FAULTS = (ValueError, KeyError, SyntaxError, yaml.YAMLError, RecursionError, MemoryError)
+NOT_RUN = (
+    ". A Python config is not run: give FILE.py:NAME of a function that says it in literals, or "
+    'write it as JSON, such as {"activation_checkpoint": {"mode": "full"}}'
+)
+# The modes of torchtitan's classes.
+MODES = {"FullAC": "full", "SelectiveAC": "selective", "ActivationCheckpointConfig": "selective"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +124,112 @@ def _system(config: Any, named: str | None) -> str:
         told = f"its keys fit {' and '.join(found)}" if found else "none of its keys tells"
         raise ValueError(f"whose config is this? {told}: give --from {{{','.join(SYSTEMS)}}}")
     return named or found[0]
+
+
+def read_config_file(path: str) -> Any:
+    """Returns the content of the file as plain data.
+
+    The file's ending decides the format (.json, .toml, .yaml, .yml). With another ending it is the
+    first of the three formats that the file fits. FILE.py:NAME is a function of torchtitan's.
+    Raises OSError if the file cannot be read. Raises InputError, which names the file, if it is too
+    large, is not text, or cannot be parsed.
+    """
+    file, name = path.rsplit(":", 1) if ".py:" in path else (path, "")
+    text = read_input_text(file, MAX_FILE_BYTES)
+    ending = Path(file).suffix[1:].upper().replace("YML", "YAML")
+    parsers = {"PY": partial(_read_python, name)} if ending == "PY" else PARSERS
+    faults = []
+    for kind in [ending] if ending in parsers else parsers:
+        try:
+            config = parsers[kind](text)
+            _check_size(config)
+            return config
+        except FAULTS as error:
+            faults.append(f"not {kind} ({' '.join(str(error).split())[:LONGEST_FAULT]})")
+    raise InputError(f"{path}: {'; '.join(faults)}{NOT_RUN * (ending == 'PY')}")
+
+
+class _Loader(yaml.SafeLoader):
+    """A YAML loader that refuses duplicate keys, and merges of very many keys."""
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Puts the keys that `<<` merges in into the mapping."""
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_VALUES:
+            raise ValueError(TOO_MANY)
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Composes a mapping. Raises ValueError for a duplicate key.
+
+        Keys that `<<` will merge in are not here yet, so they may repeat a key.
+        """
+        node = super().compose_mapping_node(anchor)
+        found: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in found:
+                    raise ValueError(f"the key {key.value[:40]!r} stands twice in one mapping")
+                found.add(key.value)
+        return node
+
+
+def _read_python(name: str, text: str) -> dict[str, Any]:
+    """Returns what a function says of activation checkpointing.
+
+    Newer versions of torchtitan have no selective_ac_option: they do what it calls op.
+    """
+    said: list[ast.expr] = []
+    body = [one for one in ast.parse(text).body if getattr(one, "name", "") == name]
+    for node in ast.walk(ast.Module(body, [])):
+        match node:
+            case ast.keyword("activation_checkpoint", value) | ast.Assign(
+                [ast.Attribute(attr="activation_checkpoint")], value
+            ):
+                said.append(value)
+    match said:
+        case [ast.Constant(value=None)]:
+            table = {"mode": "none"}
+        case [ast.Call(func=function, args=[], keywords=given)]:
+            table = {str(one.arg): ast.literal_eval(one.value) for one in given}
+            default = MODES[ast.unparse(function).removesuffix(".Config")]
+            if table.setdefault("mode", default) == "selective":
+                table.setdefault("selective_ac_option", "op")
+        case _:
+            raise ValueError(f"no function {name!r} says activation_checkpoint once")
+    return {"activation_checkpoint": table}
+
+
+def _read_toml(text: str) -> Any:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.count(".") > MAX_DOTS:
+            raise ValueError(f"line {number}: more than {MAX_DOTS} dots in one line")
+    return tomllib.loads(text)
+
+
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "JSON": partial(parse_json, longest=None),
+    "TOML": _read_toml,
+    "YAML": lambda text: yaml.load(text, _Loader),
+}
+
+
+def _check_size(config: Any) -> None:
+    """Raises ValueError for more than MAX_DEPTH levels or MAX_VALUES values.
+
+    Functions that walk a config rely on it. A short file of nested aliases can stand for billions
+    of values: each alias counts as often as it is used.
+    """
+    level, count = [config], 0
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict | list):
+                below += value.values() if isinstance(value, dict) else value
+            if count + len(below) > MAX_VALUES:
+                raise ValueError(TOO_MANY)
+        level, count = below, count + len(below)
+    if level:
+        raise ValueError(f"more than {MAX_DEPTH} levels deep")
 
 
 if __name__ == "__main__":

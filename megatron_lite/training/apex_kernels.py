@@ -6,6 +6,7 @@ The log states the choice with the reasons.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +15,6 @@ from megatron_lite.config.units import plural
 from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel import apex
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weight_gradient import (
     accumulate_lookups_,
@@ -25,6 +25,17 @@ from megatron_lite.parallel.weight_gradient import (
 )
 from megatron_lite.parallel.weights import gathered_dtype
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+DEVICE_TYPE = "cuda"  # the only device type that apex has kernels for
+
+
+def kernel_of_apex(device_type: str) -> tuple[Any, str]:
+    """Returns apex's kernel for a device, or None, and the reason why it cannot be used."""
+    if device_type != DEVICE_TYPE:
+        return None, f"NVIDIA apex has kernels for {DEVICE_TYPE} and this run is on {device_type}"
+    from megatron_lite.parallel.apex import weight_gradient_kernel  # late: for GPUs only
+
+    return weight_gradient_kernel()
 
 
 def fuse_weight_gradients_(
@@ -40,7 +51,7 @@ def fuse_weight_gradients_(
     It is apex's kernel or torch's addmm. Returns the log's line about it.
     compiled_layers: whether each layer is one graph of the compiler, which cannot call a kernel.
     """
-    kernel = apex.weight_gradient_kernel(parallel.device.type)
+    kernel, why_not = kernel_of_apex(parallel.device.type)
     matmuls = _matmul_weights(model)
     tables = {
         chunk.embedding.word_embeddings.weight
@@ -54,28 +65,26 @@ def fuse_weight_gradients_(
         for parameter in (chunk.decoder.layers.parameters() if compiled_layers else ())
     }
     gradients = optimizer.layout.gradients
+    for_all = ""
+    if not training.gradient_accumulation_fusion:
+        for_all = "of --no-gradient-accumulation-fusion"
+    elif not isinstance(gradients, GradBuffer):
+        for_all = "--use-torch-fsdp2 has no sum of a whole weight to add to"
     sums: Counter[str] = Counter()  # the matmuls, by who sums their gradients
     for name, weight in model.named_parameters():
-        if not training.gradient_accumulation_fusion:
-            reason = "of --no-gradient-accumulation-fusion"
-        elif not isinstance(gradients, GradBuffer):
-            reason = "--use-torch-fsdp2 has no sum of a whole weight to add to"
-        else:
-            total = [(weight, gradients.grads[name])]
-            if weight in tables and lookup_adds(weight):
-                accumulate_lookups_(total)
-            reason = ""
-            if weight in compiled:
-                reason = "the graph of a compiled layer cannot call the kernel"
-            elif not can_be_summed(weight.dtype):
-                reason = (
-                    f"this torch gives no {weight.dtype} weight a float32 gradient "
-                    "(Tensor.grad_dtype)"
-                )
-            elif weight in matmuls:
-                accumulate_with_(kernel.value, total)
+        reason = for_all
+        if not reason and weight in compiled:
+            reason = "the graph of a compiled layer cannot call the kernel"
+        elif not reason and not can_be_summed(weight.dtype):
+            reason = (
+                f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
+            )
+        if not for_all and weight in tables and lookup_adds(weight):
+            accumulate_lookups_([(weight, gradients.grads[name])])
         if weight in matmuls:
-            sums[_who_sums(weight, reason, kernel)] += 1
+            if not reason:
+                accumulate_with_(kernel, [(weight, gradients.grads[name])])
+            sums[_who_sums(weight, reason, kernel, why_not)] += 1
     groups = [f"{plural(number, 'weight')} by {who}" for who, number in sums.items()]
     buckets = gradients.buckets if isinstance(gradients, GradBuffer) else ()
     rounded = any(bucket.flat.dtype.itemsize == 2 for bucket in buckets)
@@ -84,18 +93,18 @@ def fuse_weight_gradients_(
     return line + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
 
 
-def _who_sums(weight: nn.Parameter, reason: str, kernel: apex.Kernel) -> str:
+def _who_sums(weight: nn.Parameter, reason: str, kernel: Any, why_not_apex: str) -> str:
     """Returns who sums the gradients of a matmul's weight over micro-batches, for the log.
 
     reason: why autograd does; "" if it does not.
     """
-    if not reason and kernel.value is not None:
+    if not reason and kernel is not None:
         return "NVIDIA apex's kernel"
     if not reason and adds_unrounded(weight.device, weight.dtype):
         return "torch's addmm"
     rounded = " after rounding them to 16 bits" if gathered_dtype(weight).itemsize == 2 else ""
     who = "autograd" if reason else "the layer's backward"
-    return f"{who}{rounded}, because {reason or kernel.reason}"
+    return f"{who}{rounded}, because {reason or why_not_apex}"
 
 
 def _matmul_weights(model: ModelStages) -> set[nn.Parameter]:

@@ -156,7 +156,7 @@ class MicroBatchLoss:
 
     The loss is linear in the token losses. The gradient of each one is therefore known before the
     forward, from the factors and the loss mask alone. A loss in one pass
-    (tensor_parallel/cross_entropy.py) computes the gradients of the head from it in forward.
+    (linear_cross_entropy.py) computes the gradients of the head from it in forward.
 
     factor: the factor on each micro-batch's mean loss.
     mask_factors: [m], for micro-batches with a loss mask: the factor on the gradients of each one's

@@ -7,7 +7,7 @@ import torch
 from megatron_lite.model import norm
 from megatron_lite.optim import optimizer as norms
 from megatron_lite.parallel.rng import TENSOR_PARALLEL
-from megatron_lite.tensor_parallel import cross_entropy
+from megatron_lite.tensor_parallel import linear_cross_entropy
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.model import test_dropout
 from tests.optim import test_layouts
@@ -36,7 +36,7 @@ def residual_masks_differ_over_ranks(_, self):
     return TENSOR_PARALLEL
 
 
-@replaces("add_weight_product_", cross_entropy)
+@replaces("add_weight_product_", linear_cross_entropy)
 def chunks_add_up_in_bf16(add, total, rows, grad_rows, *, first):
     add(total, rows, grad_rows, first=first)
     total.copy_(total.bfloat16())

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from megatron_lite.parallel.apex import Kernel, installed_package, weight_gradient_kernel
+from megatron_lite.parallel.apex import installed_package, weight_gradient_kernel
+from megatron_lite.training.apex_kernels import kernel_of_apex
 from tests.support import apex as stand_in
 from tests.support.runs import run_to_end, tiny_run
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
@@ -50,8 +51,8 @@ def test_no_kernel_is_used_on_another_device(monkeypatch):
     stand_in.install(monkeypatch)
     stand_in.has_kernels_for(monkeypatch, "cuda")
     reason = "NVIDIA apex has kernels for cuda and this run is on cpu"
-    assert weight_gradient_kernel("cpu") == Kernel(reason=reason)
-    assert weight_gradient_kernel("cuda").value is not None
+    assert kernel_of_apex("cpu") == (None, reason)
+    assert kernel_of_apex("cuda")[0] is not None
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_no_kernel_is_used_on_another_device(monkeypatch):
 def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(packages, init):
     packages({"apex.lib.libapex": "groupfinder = 1", "apex.views": "", "apex.__init__": init})
     assert installed_package().kind == "other"
-    kernel = weight_gradient_kernel("cpu")
+    kernel = weight_gradient_kernel()
     assert kernel.value is None and "is not NVIDIA's" in kernel.reason
     (line,) = (line for line in log_of_a_run() if line.startswith("weight gradients"))
     assert "the package apex in" in line and "is not NVIDIA's" in line
@@ -70,7 +71,7 @@ def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(packages, 
 def test_an_apex_without_its_cuda_extensions_says_so(packages):
     packages({"apex.optimizers.fused_adam": "class FusedAdam: pass"})
     reason = f"apex is installed without {EXTENSION}, as it is without its CUDA extensions"
-    assert weight_gradient_kernel("cpu").reason == reason
+    assert weight_gradient_kernel().reason == reason
 
 
 @NEEDS_GRAD_DTYPE
@@ -95,6 +96,6 @@ def test_an_extension_that_cannot_be_used_is_a_reason_in_the_log_and_no_crash(
     packages, text, reason
 ):
     packages({EXTENSION: text})
-    assert reason in weight_gradient_kernel("cpu").reason
+    assert reason in weight_gradient_kernel().reason
     (line,) = (line for line in log_of_a_run() if line.startswith("weight gradients"))
     assert ": 9 weights by the layer's backward" in line and reason in line

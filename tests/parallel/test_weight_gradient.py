@@ -34,7 +34,7 @@ def calls(monkeypatch):
 
 
 def kernel():
-    found = weight_gradient_kernel("cpu").value
+    found = weight_gradient_kernel().value
     return found
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from megatron_lite.parallel import apex
+from megatron_lite.training import apex_kernels
 from tests.support.modules import provide
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -40,7 +40,7 @@ def install(patch):
 
 def has_kernels_for(patch, device_type):
     """Runs on a device of this type may use apex, and no others."""
-    patch.setattr(apex, "DEVICE_TYPE", device_type)
+    patch.setattr(apex_kernels, "DEVICE_TYPE", device_type)
 
 
 def _check(condition, message):

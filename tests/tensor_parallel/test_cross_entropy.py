@@ -12,12 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.compiled import CompiledKernels
-from megatron_lite.tensor_parallel.cross_entropy import (
-    Columns,
-    vocab_parallel_cross_entropy,
-    vocab_parallel_linear_cross_entropy,
-)
+from megatron_lite.tensor_parallel.cross_entropy import Columns, vocab_parallel_cross_entropy
 from megatron_lite.tensor_parallel.layers import parallel_linear
+from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from tests.support.changes import with_fields
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.tools import translate_recompute
-from megatron_lite.tools.config_file import MAX_VALUES, read_config_file
+from megatron_lite.tools.translate_recompute import MAX_VALUES, read_config_file
 from tests.support.commands import ended, fault_of
 from tests.support.pairs import in_one_test
 

@@ -19,7 +19,7 @@ from arguments import parse_args
 from megatron_lite.config.policy import parse_policy
 from megatron_lite.recompute.recompute_plan import segments
 from megatron_lite.tools import translate_recompute
-from megatron_lite.tools.config_file import read_config_file
+from megatron_lite.tools.translate_recompute import read_config_file
 from megatron_lite.tools.translators import (
     OPERATORS,
     PARTITIONING,

@@ -12,7 +12,7 @@ import torch
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.tensor_parallel import cross_entropy
+from megatron_lite.tensor_parallel import linear_cross_entropy
 from megatron_lite.tensor_parallel.cross_entropy import RowStatistics, row_statistics
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import cut, document_rules, masked_mean
@@ -196,7 +196,7 @@ def spoiled(*arguments):
 
 def skipped(run):
     """A step of NaN losses, whose gradients are in the sums."""
-    with patch.object(cross_entropy, "row_statistics", spoiled):
+    with patch.object(linear_cross_entropy, "row_statistics", spoiled):
         step = run.step(5)
     grad = run.optimizer.buffer.grads["output_layer.weight"]
     assert step.update.skipped == 1.0 and grad.isnan().any()
