@@ -162,8 +162,10 @@ def _complete(config: RunConfig, world_size: int, device: str) -> tuple[RunConfi
         return config, []
     machine = machine_for_policy(config.logging.machine, device=device, gpu_name=None)
     num_ranks = max(world_size, config.parallel.model_ranks)
-    found = with_chosen_policy(config, machine, num_ranks, device_bytes=machine.memory_bytes)
-    return found.config, [found.notice]
+    config, notice = with_chosen_policy(
+        config, machine, num_ranks, device_bytes=machine.memory_bytes
+    )
+    return config, [notice]
 
 
 USUAL_LENGTH = 8192  # the longest --seq-length that is assumed

@@ -70,13 +70,13 @@ def ready_to_train(
 
     on_gpu = device.type == "cuda"
     gpu = torch.cuda.get_device_name(device) if on_gpu else None
-    chosen = with_chosen_policy(
+    config, notice = with_chosen_policy(
         config,
         machine_for_policy(config.logging.machine, device=device.type, gpu_name=gpu),
         launch.world_size,
         device_bytes=memory_bytes(device) if on_gpu else None,
     )
-    return chosen.config, (*notices, chosen.notice)
+    return config, (*notices, notice)
 
 
 @dataclass

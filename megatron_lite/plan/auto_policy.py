@@ -48,18 +48,15 @@ def default_reserve(memory_bytes: int) -> int:
     return RESERVE_BYTES + round(RESERVE_SHARE * memory_bytes)
 
 
-def choose_policy(
-    config: RunConfig, hardware: Hardware, budget_bytes: int, num_ranks: int, *, host_bytes: int = 0
-) -> str:
+def choose_policy(config: RunConfig, hardware: Hardware, budget_bytes: int, num_ranks: int) -> str:
     """Returns the text of the fastest policy with which the fullest rank fits the budget.
 
     config: the run. Its own recompute flags do not count.
     budget_bytes: the bytes for everything that a rank allocates.
-    host_bytes: the host memory of a rank in which the policy may keep tensors. 0: none.
     Raises InputError with the smallest reachable peak if no policy fits. Raises ValueError if the
     ranks or the batch do not divide.
     """
-    found = fitted(Run(config, hardware, num_ranks, host_bytes), budget_bytes)
+    found = fitted(Run(config, hardware, num_ranks), budget_bytes)
     if not (peak := found.peak).fits(budget_bytes):
         largest = max(peak.terms, key=lambda term: term.num_bytes)
         raise InputError(
@@ -119,17 +116,11 @@ def least_replays(run: Run, budget_bytes: int) -> list[float] | None:
     return found
 
 
-class ChosenPolicy(NamedTuple):
-    """The configuration with its policy, and a line for the log."""
-
-    config: RunConfig
-    notice: str
-
-
 def with_chosen_policy(
     config: RunConfig, hardware: Hardware, num_ranks: int, *, device_bytes: int | None
-) -> ChosenPolicy:
-    """Returns the configuration with the fastest policy that fits its --memory-budget.
+) -> tuple[RunConfig, str]:
+    """Returns the configuration with the fastest policy that fits its --memory-budget, and a line
+    for the log.
 
     hardware: the machine for which times are compared.
     device_bytes: the memory of one rank's device, for a run without a budget. The reserve of a GPU
@@ -138,28 +129,22 @@ def with_chosen_policy(
     budget is missing.
     """
     recompute = config.recompute
-    assert recompute.is_to_be_chosen
+    usable = None if device_bytes is None else device_bytes - default_reserve(device_bytes)
     if recompute.memory_budget is not None:
         budget = parse_bytes("--memory-budget", recompute.memory_budget)
         words = f"--memory-budget {recompute.memory_budget}"
-        if device_bytes is not None and hardware.device == "cuda":
-            usable = Budget(device_bytes, default_reserve(device_bytes)).plan_bytes
-            if budget > usable:
-                budget = usable
-                words += f", of which {size(usable)} are usable: a reserve of the GPU stays free"
-    elif device_bytes is None:
+        if usable is not None and hardware.device == "cuda" and budget > usable:
+            budget = usable
+            words += f", of which {size(usable)} are usable: a reserve of the GPU stays free"
+    elif usable is None:
         raise InputError(
             "--recompute-policy auto needs to know how much memory a rank may use: give "
             "--memory-budget, such as --memory-budget 4GiB"
         )
     else:
-        budget = Budget(device_bytes, default_reserve(device_bytes)).plan_bytes
-        words = f"{size(budget)}, the GPU's memory less a reserve"
+        budget, words = usable, f"{size(usable)}, the GPU's memory less a reserve"
     with input_faults():
         text = choose_policy(config, hardware, budget, num_ranks)
-        chosen = replace(
-            config, recompute=replace(recompute, recompute_policy=text, memory_budget=None)
-        )
-    return ChosenPolicy(
-        chosen, f"--recompute-policy auto chose {text!r}, the fastest policy within {words}"
-    )
+        recompute = replace(recompute, recompute_policy=text, memory_budget=None)
+        config = replace(config, recompute=recompute)
+    return config, f"--recompute-policy auto chose {text!r}, the fastest policy within {words}"

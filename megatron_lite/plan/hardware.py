@@ -18,8 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,11 +224,6 @@ class Hardware:
         # byte travels faster than inside a node.
         return steps * link.latency_s + received / min(bandwidth, self.inside.bandwidth)
 
-    def transfer_seconds(self, num_bytes: float, *, inside: bool) -> float:
-        """Returns the time to send bytes from one rank to another."""
-        link = self.inside if inside else self.between
-        return link.latency_s + num_bytes / link.bandwidth
-
     def _rounds(self, m: float, n: int, batch: int) -> tuple[int, float]:
         """Returns how many rounds of tiles a matmul takes, and the share of the multiprocessors'
         time in which they compute elements that exist.
@@ -323,17 +317,16 @@ def machine_for_policy(machine: str | None, *, device: str, gpu_name: str | None
     device: "cpu" or "cuda". gpu_name: the name of the GPU, or None if there is none here.
     Raises InputError if no machine is known for the GPU.
     """
-    if machine is None and device == "cuda":
-        found = machine_of_gpu(gpu_name or "")
-        if found is None:
-            raise InputError(
-                f"--recompute-policy auto compares times, and no machine is known for "
-                f"{shown(gpu_name or 'a GPU that is not here')}: give --machine, one of "
-                f"{', '.join(machine_names())}, or a file of python -m "
-                "megatron_lite.tools.calibrate"
-            )
+    if machine or device != "cuda":
+        return load_hardware(machine or CPU_MACHINE)
+    if found := machine_of_gpu(gpu_name or ""):
         return found
-    return load_hardware(machine or CPU_MACHINE)
+    raise InputError(
+        f"--recompute-policy auto compares times, and no machine is known for "
+        f"{shown(gpu_name or 'a GPU that is not here')}: give --machine, one of "
+        f"{', '.join(machine_names())}, or a file of python -m "
+        "megatron_lite.tools.calibrate"
+    )
 
 
 def from_json(text: str) -> Hardware:
@@ -349,7 +342,7 @@ def from_json(text: str) -> Hardware:
             raise ValueError(f"like must be one of {', '.join(machine_names())} (got {like!r})")
         whole = parse_json(read_input_text(MACHINES / f"{like}.json", LARGEST_TEXT))
         values = _completed(values, whole)
-    return typing.cast(Hardware, from_plain(Hardware, values, "the machine"))
+    return from_plain(Hardware, values, "the machine")
 
 
 def _completed(own: Any, whole: Any) -> Any:
@@ -359,7 +352,7 @@ def _completed(own: Any, whole: Any) -> Any:
     return {**whole, **{name: _completed(value, whole.get(name)) for name, value in own.items()}}
 
 
-def _figures(config: Any, where: str = "") -> typing.Iterator[tuple[str, float]]:
+def _figures(config: Any, where: str = "") -> Iterator[tuple[str, float]]:
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), f"{where}{field.name}"
         if dataclasses.is_dataclass(value):

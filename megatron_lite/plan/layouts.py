@@ -105,13 +105,17 @@ def _possible(problem: Problem, num_ranks: int, base: RunConfig, row: Row) -> It
     """Yields the run with these values, unless training would refuse it."""
     with suppress(ValueError):
         config = with_fields(base, row)
-        if _divides(config, num_ranks) and (
-            problem.states_on_host is None
-            or max(
-                states_on_host(config, num_ranks, rank)
-                for rank in range(config.parallel.pipeline_model_parallel_size)
-            )
-            <= problem.states_on_host
+        parallel = config.parallel
+        dp_size, pp = parallel.data_parallel_size(num_ranks), parallel.pipeline_model_parallel_size
+        # Every batch divides over the ranks, from the start of the run on.
+        batches = config.batch_schedule(dp_size)
+        is_virtual = len(stages(parallel, config.model.num_layers)) > pp
+        if (is_virtual and config.training.num_microbatches(dp_size) % pp) or any(
+            size % batches.samples_per_microbatch for size in batches.sizes
+        ):
+            return
+        if problem.states_on_host is None or problem.states_on_host >= max(
+            states_on_host(config, num_ranks, rank) for rank in range(pp)
         ):
             yield config
 
@@ -127,7 +131,7 @@ def resorts(problem: Problem) -> Iterator[Iterator[Problem]]:
     """Yields groups of other problems for a run that does not fit: with host memory, and then with
     formats of fewer and fewer bits too, as far as the user has decided neither."""
     yield from _with_host_memory(problem)
-    if not (problem.base.optimizer.is_rounded or problem.fixed.keys() & {*FORMATS}):
+    if not problem.base.optimizer.is_rounded and problem.fixed.keys().isdisjoint(FORMATS):
         for chosen in (FORMATS[:1], FORMATS):
             more = dict.fromkeys(chosen, "bf16") | dict.fromkeys((AWARE, DATA_PARALLEL[0]), True)
             with suppress(ValueError):  # training would refuse it
@@ -141,10 +145,13 @@ def _with_host_memory(problem: Problem) -> Iterator[Iterator[Problem]]:
     and then for both."""
     hosted = []
     for fraction in OFFLOAD_FRACTIONS if OFFLOAD not in problem.fixed else ():
-        fields = {OFFLOAD: True, "overlap_cpu_optimizer_d2h_h2d": True}
+        fields = {
+            OFFLOAD: True,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+            "optimizer_offload_fraction": fraction,
+        }
         with suppress(ValueError):  # training would refuse it
-            base = with_fields(problem.base, {**fields, "optimizer_offload_fraction": fraction})
-            hosted.append(problem._replace(base=base))
+            hosted.append(problem._replace(base=with_fields(problem.base, fields)))
     keeping = problem.states_on_host is None and problem.recompute is None
     rich = [one._replace(host_bytes=USUAL_HOST_BYTES) for one in (problem, *hosted[:1]) if keeping]
     yield iter([*rich[:1], *hosted])
@@ -155,29 +162,9 @@ def _base(problem: Problem) -> RunConfig:
     return replace(problem.base, recompute=problem.recompute or problem.base.recompute)
 
 
-def _divides(config: RunConfig, num_ranks: int) -> bool:
-    """Returns whether every batch divides over the ranks, from the start of the run on.
-
-    Raises ValueError if the ranks, the layers or the whole batch do not divide.
-    """
-    parallel = config.parallel
-    dp_size, pp = parallel.data_parallel_size(num_ranks), parallel.pipeline_model_parallel_size
-    batches = config.batch_schedule(dp_size)
-    virtual = len(stages(parallel, config.model.num_layers)) > pp
-    return not (
-        (virtual and config.training.num_microbatches(dp_size) % pp)
-        or any(size % batches.samples_per_microbatch for size in batches.sizes)
-    )
-
-
 def _divisors(name: str, number: int, most: int) -> Iterator[Row]:
     """Yields the values of a field that divide a number, up to `most`."""
     return ({name: size} for size in range(1, min(number, most) + 1) if number % size == 0)
-
-
-def _context(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    most = max(1, problem.base.data.seq_length // LEAST_CONTEXT)
-    return _divisors(CONTEXT, num_ranks // row[TENSOR], most)
 
 
 def _ways(problem: Problem) -> tuple[str, ...]:
@@ -187,36 +174,32 @@ def _ways(problem: Problem) -> tuple[str, ...]:
     return ("a2a",) if whole and not model.always_unfused else CP_COMM_TYPES
 
 
-def _pipeline(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    return _divisors(
-        PIPELINE, num_ranks // (row[TENSOR] * row[CONTEXT]), problem.base.model.num_layers
-    )
-
-
 def most_virtual(problem: Problem, config: RunConfig) -> int:
     """Returns the most virtual stages that the search gives each rank of a layout."""
-    if config.parallel.pipeline_model_parallel_size > 1 and not problem.fixed.keys() & {*VIRTUAL}:
+    parallel = config.parallel
+    if parallel.pipeline_model_parallel_size > 1 and problem.fixed.keys().isdisjoint(VIRTUAL):
         return MOST_VIRTUAL_STAGES
-    return config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    return parallel.num_virtual_stages_per_pipeline_rank or 1
 
 
 def virtuals(problem: Problem, num_ranks: int, config: RunConfig) -> Iterator[RunConfig]:
     """Yields a layout of `variants` with 2, 3, ... virtual stages, as far as the user has fixed no
     stages, each with the most even cut of the layers."""
-    parallel = config.parallel
-    if not problem.fixed.keys() & {*VIRTUAL}:
+    size = config.parallel.pipeline_model_parallel_size
+    if problem.fixed.keys().isdisjoint(VIRTUAL):
         for virtual in range(2, most_virtual(problem, config) + 1):
             more = {**dict.fromkeys(VIRTUAL), VIRTUAL[0]: virtual}
-            for ends in _ends(problem, parallel.pipeline_model_parallel_size, virtual)[:1]:
+            for ends in _ends(problem, size, virtual)[:1]:
                 yield from _possible(problem, num_ranks, config, {**more, **ends})
 
 
 def recuts(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
     """Yields a layout of `variants` or `virtuals` with every other cut of its layers into as many
     stages, as far as the user has fixed none."""
-    virtual = config.parallel.num_virtual_stages_per_pipeline_rank or 1
-    if not problem.fixed.keys() & {*VIRTUAL}:
-        for ends in _ends(problem, config.parallel.pipeline_model_parallel_size, virtual)[1:]:
+    parallel = config.parallel
+    virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
+    if problem.fixed.keys().isdisjoint(VIRTUAL):
+        for ends in _ends(problem, parallel.pipeline_model_parallel_size, virtual)[1:]:
             yield with_fields(config, ends)
 
 
@@ -228,10 +211,11 @@ def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
     """
     if config.data_parallel.fsdp_memory_efficient_wrapping:
         return
+    training = config.training
     tokens = problem.base.data.seq_length // config.parallel.context_parallel_size
-    if LOSS_CHUNK not in problem.fixed and config.training.loss_chunk_size is None:
+    if LOSS_CHUNK not in problem.fixed and training.loss_chunk_size is None:
         for size in LOSS_CHUNKS:
-            if size < tokens * config.training.micro_batch_size:
+            if size < tokens * training.micro_batch_size:
                 yield with_fields(config, {LOSS_CHUNK: size})
     if WRAPPING not in problem.fixed and config.data_parallel.use_torch_fsdp2:
         yield with_fields(config, {WRAPPING: True})
@@ -335,23 +319,33 @@ def _micro_batches(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
 
 
 # In the order in which the rows need each other. `savers` has other values of the last of them.
-DIMENSIONS: tuple[tuple[tuple[str, ...], Callable[[Problem, int, Row], Iterable[Row]]], ...] = (
+DIMENSIONS: Sequence[tuple[Sequence[str], Callable[[Problem, int, Row], Iterable[Row]]]] = (
     # No tensor-parallel group crosses the border of a node.
     (
         (TENSOR,),
         lambda problem, ranks, _: _divisors(TENSOR, ranks, problem.hardware.ranks_per_node),
     ),
-    ((CONTEXT,), _context),
-    ((PIPELINE,), _pipeline),
-    ((SEQUENCE,), lambda problem, num_ranks, row: [{SEQUENCE: row[TENSOR] > 1}]),
+    (
+        (CONTEXT,),
+        lambda problem, ranks, row: _divisors(
+            CONTEXT, ranks // row[TENSOR], max(1, problem.base.data.seq_length // LEAST_CONTEXT)
+        ),
+    ),
+    (
+        (PIPELINE,),
+        lambda problem, ranks, row: _divisors(
+            PIPELINE, ranks // (row[TENSOR] * row[CONTEXT]), problem.base.model.num_layers
+        ),
+    ),
+    ((SEQUENCE,), lambda _, __, row: [{SEQUENCE: row[TENSOR] > 1}]),
     (
         (EXCHANGE,),
-        lambda problem, num_ranks, row: [{EXCHANGE: _ways(problem)[0]} if row[CONTEXT] > 1 else {}],
+        lambda problem, _, row: [{EXCHANGE: _ways(problem)[0]} if row[CONTEXT] > 1 else {}],
     ),
-    (VIRTUAL, lambda problem, num_ranks, row: _ends(problem, row[PIPELINE], 1)[:1]),
+    (VIRTUAL, lambda problem, _, row: _ends(problem, row[PIPELINE], 1)[:1]),
     (DATA_PARALLEL, _kinds),
     ((INSTANCES,), _instances),
-    (EXPERTS, lambda problem, num_ranks, row: _spreads(problem, num_ranks, row)[-1:]),
+    (EXPERTS, lambda *given: _spreads(*given)[-1:]),
     ((MICRO_BATCH,), _micro_batches),
     ((WRAPPING, LOSS_CHUNK), lambda *_: [{}]),
 )

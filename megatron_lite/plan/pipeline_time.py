@@ -31,11 +31,8 @@ class Durations(NamedTuple):
     overlap: bool = True
 
 
-def run_pipeline(
-    durations: Durations, num_microbatches: int, *, in_full: bool = False
-) -> list[float]:
-    """Returns when each rank ends its last action. in_full: whether all micro-batches are
-    simulated.
+def run_pipeline(durations: Durations, num_microbatches: int) -> list[float]:
+    """Returns when each rank ends its last action.
 
     The schedule soon repeats: each further period of p micro-batches (1 without virtual stages)
     takes as long as the one before it, on every rank. So the time of many periods follows from two
@@ -46,9 +43,9 @@ def run_pipeline(
     period = size if num_chunks > 1 else 1
     few = WARM_UP * -(-(2 * size + 2) // period) * period + num_microbatches % period
     more = (num_microbatches - few) / (AVERAGED * period)
-    if in_full or more < 1:
-        return _simulate(durations, num_microbatches)
-    short, longer = (_simulate(durations, few + part * period) for part in (0, AVERAGED))
+    if more < 1:
+        return simulate_pipeline(durations, num_microbatches)
+    short, longer = (simulate_pipeline(durations, few + part * period) for part in (0, AVERAGED))
     return [end + more * (one - end) for end, one in zip(short, longer, strict=True)]
 
 
@@ -68,8 +65,8 @@ def shortest_pipeline(durations: Durations, num_microbatches: int) -> list[float
     return [last, *found[1:]]
 
 
-def _simulate(durations: Durations, num_microbatches: int) -> list[float]:
-    """Returns by rank when its last action ends."""
+def simulate_pipeline(durations: Durations, num_microbatches: int) -> list[float]:
+    """Returns by rank when its last action ends, with all micro-batches simulated."""
     size, num_chunks = len(durations.forward), len(durations.forward[0])
     actions = orders(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
     ends: list[list[float]] = [[] for _ in range(size)]

@@ -224,11 +224,15 @@ def _useful_choices(
 ) -> tuple[LayerChoice, ...]:
     on_device = sizes.device != "cpu"
     stores: list[Store] = ["device", "host"] if host and on_device else ["device"]
+    # Each tensor-parallel rank keeps a part of a unit's input.
+    splits: list[Store] = ["split", "split+host"] if host else ["split"]
+    if sizes.tp_size == 1 or sizes.sequence_parallel:
+        splits = []
     priced = [
         _priced(model, sizes, clock, skip_tail, replace(action, tiles=tiles), store)
         for action in _actions(model, sizes)
         for tiles in tile_counts(model, sizes, action)
-        for store in [*stores, *(_split_stores(sizes, host) if action.unit else ())]
+        for store in stores + splits * action.unit
     ]
     found: list[LayerChoice] = []
     # The cheapest first, so that of two equal choices the simpler one stays.
@@ -236,13 +240,6 @@ def _useful_choices(
         if not any(all(map(le, other.price, one.price)) for other in found):
             found.append(one)
     return tuple(found)
-
-
-def _split_stores(sizes: Sizes, host: bool) -> list[Store]:
-    """Returns the stores in which each tensor-parallel rank keeps a part of a unit's input."""
-    if sizes.tp_size == 1 or sizes.sequence_parallel:
-        return []
-    return ["split", "split+host"] if host else ["split"]
 
 
 def tile_counts(model: ModelConfig, sizes: Sizes, action: LayerAction) -> Iterator[int]:

@@ -184,7 +184,7 @@ class RankMixes:
             for step in range(1, min(most, HOST_STEPS) + 1):
                 count = most * step // min(most, HOST_STEPS)
                 seconds = self._wait(stage, hosted, count) + count * hosted.seconds
-                if best is not None and seconds >= best.seconds:
+                if best and seconds >= best.seconds:
                     break  # more hosted layers take longer still
                 # Hosted layers come first, so all others have their bytes on top of theirs.
                 rest = limit - in_flight * count * hosted.kept
@@ -193,12 +193,12 @@ class RankMixes:
                 if bound is None or (best and bound.seconds + seconds >= best.seconds):
                     continue
                 mix = StageMix.of(*others)
-                if mix is None or (best is not None and mix.seconds + seconds >= best.seconds):
+                if mix is None:
                     continue
                 found = StageMix(
                     (*mix.choices, hosted), (*mix.counts, count), mix.seconds + seconds
                 )
-                if found.peak(in_flight) <= limit:
+                if found.peak(in_flight) <= limit and not (best and found.seconds >= best.seconds):
                     best = found
         return best
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable
-from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
@@ -155,7 +155,7 @@ class Search:
             time = self.time(config, bound=True, sends=False)
             push(balanced(config, time), 0, config, time)
         plans: dict[object, Plan] = {}
-        fastest: dict[object, float] = {}  # of the plans of a shape so far
+        fastest = defaultdict[object, float](lambda: math.inf)  # of the plans of a shape so far
         too_large: list[RunConfig] = []
         fitted = 0
         while heap and len(plans) < most:
@@ -180,7 +180,7 @@ class Search:
                 else:  # its time is that of one stage on each rank
                     push_new([config], 3)
                 push_new(recuts(self.problem, config), 3)
-            elif bound > BETTER * fastest.get(shape, math.inf):
+            elif bound > BETTER * fastest[shape]:
                 continue
             elif station == 3:
                 seconds = self._fitting(config, budget_bytes, time)
@@ -197,8 +197,7 @@ class Search:
                 else:
                     plan = self.plan(chosen)
                     push(plan.time.seconds, 5, config, time, plan)
-                    known = fastest.get(shape, math.inf)
-                    fastest[shape] = min(known, plan.time.seconds)
+                    fastest[shape] = min(fastest[shape], plan.time.seconds)
         return list(plans.values()), too_large
 
     def _balanced(self, config: RunConfig, time: StepTime, chunks: int | None = None) -> float:
@@ -232,14 +231,15 @@ class Search:
 
     def _smallest(self, too_large: list[RunConfig]) -> Plan | None:
         """Returns the plan with the smallest peak among the most promising layouts."""
-        sizes = []
-        for config in too_large:
+
+        def size(config: RunConfig) -> int:
             full = config if self.fixed_policy else with_policy(config, "*:full")
-            sizes.append((self.run(config).chosen(full).peak.num_bytes, config))
-        least = [config for _, config in sorted(sizes, key=itemgetter(0))[:SMALLEST_TRIED]]
-        found = []
-        for config in [*least, *(one for each in least[:1] for one in savers(self.problem, each))]:
-            found.append(self.plan(self.fit(config, 0)))
+            return self.run(config).chosen(full).peak.num_bytes
+
+        least = sorted(too_large, key=size)[:SMALLEST_TRIED]
+        for config in least[:1]:
+            least += savers(self.problem, config)
+        found = [self.plan(self.fit(config, 0)) for config in least]
         return min(found, key=lambda plan: plan.peak.num_bytes, default=None)
 
     def _larger(self, faster: list[RunConfig], budget_bytes: int, limit: float) -> Plan | None:

@@ -144,7 +144,13 @@ def _transfers(
     hides a share of that: no run has yet measured how large it is.
     """
     clock, options = run.clock, run.config.data_parallel
-    copied, parts = _host_copies(run, plan, sizes)
+    layers, num_bytes = set(), 0
+    if plan.uses_stores:
+        for term in activation_terms(run.config.model, plan, sizes):
+            if term.on_host and term.layer is not None:
+                layers.add(term.layer)
+                num_bytes += term.num_bytes
+    copied, parts = num_bytes / clock.hardware.host_bandwidth, max(len(layers), 1)
     units = max(stage.num_layers, 1)
     gathered, reduced = _fsdp(run, stage_parameters(run.config, stage), units)
     again = gathered * options.torch_fsdp2_reshard_after_forward
@@ -233,17 +239,6 @@ def _summed_bytes(run: TimedRun) -> int:
     if fused and config.training.gradient_accumulation_fusion and not config.compiles_layers:
         return 2 * FLOAT32 - element
     return 2 * FLOAT32 + element
-
-
-def _host_copies(run: TimedRun, plan: RecomputePlan, sizes: Sizes) -> tuple[float, int]:
-    """Returns the seconds of the copies to host memory, and the number of layers with copies."""
-    layers, num_bytes = set(), 0
-    if plan.uses_stores:
-        for term in activation_terms(run.config.model, plan, sizes):
-            if term.on_host and term.layer is not None:
-                layers.add(term.layer)
-                num_bytes += term.num_bytes
-    return num_bytes / run.clock.hardware.host_bandwidth, max(len(layers), 1)
 
 
 def _fsdp(run: TimedRun, parameters: int, units: int) -> tuple[float, float]:

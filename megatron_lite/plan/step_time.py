@@ -88,16 +88,11 @@ def step_time(
     hardware: Hardware,
     num_ranks: int,
     *,
-    all_stages: Sequence[Stage] | None = None,
-    transfer_bytes: int | None = None,
     bound: bool = False,
     sends: bool = True,
 ) -> StepTime:
     """Returns the time of one step of the full batch.
 
-    all_stages: other stages than the flags describe, in the order of the model.
-    transfer_bytes: the bytes that a rank sends to the next stage, if they are not its hidden
-        states.
     bound: whether to return a lower bound, in less time: the pipeline's longest simple path instead
         of a simulation.
     sends: whether what context- and expert-parallel ranks exchange takes time.
@@ -113,10 +108,11 @@ def step_time(
         clock = clock._replace(cp=Group(1), ep=Group(1))
     run = TimedRun(config, clock, Group(dp_size * parallel.context_parallel_size, t))
     pipeline = Group(p, run.data_parallel.size * t)
-    own_stages = _alike(config, all_stages or config.stages())
+    own_stages = _alike(config)
     passages = _passages(run, own_stages, num_microbatches)
-    sent = transfer_bytes or Shape(model, Sizes.of(config, device=hardware.device)).residual
-    transfer = hardware.transfer_seconds(sent, inside=pipeline.is_inside_a_node(hardware))
+    sent = Shape(model, Sizes.of(config, device=hardware.device)).residual
+    link = hardware.inside if pipeline.is_inside_a_node(hardware) else hardware.between
+    transfer = link.latency_s + sent / link.bandwidth
     durations = Durations(
         [[one.forward.seconds for one in own] for own in passages],
         [[one.backward.seconds for one in own] for own in passages],
@@ -140,13 +136,16 @@ def step_time(
     terms = _terms(
         passages[last], ends[last] - busy[last], updates, last, num_microbatches, hardware.pace
     )
+    band = hardware.band if num_ranks == 1 else hardware.band_of_several
     return StepTime(
         busy=tuple(hardware.pace * one for one in busy),
         terms=terms,
         rank=last,
         tokens=batch * length,
         ideal_seconds=flops / (num_ranks * hardware.matmuls(clock.element_bytes).peak_flops),
-        band=_band(hardware, num_ranks, terms),
+        # The time of a launch is that of one machine. Another host may need twice as long, so what
+        # the device waits for the host counts again.
+        band=band + terms.get(HOST_PACE, 0.0) / sum(terms.values()),
     )
 
 
@@ -203,23 +202,13 @@ def _terms(
     return {term: pace * seconds for term, seconds in terms.items() if seconds > 0.0}
 
 
-def _band(hardware: Hardware, num_ranks: int, terms: Mapping[str, float]) -> float:
-    """Returns the band of a step with these terms.
-
-    The time of a launch is that of one machine. Another host may need twice as long, so what the
-    device waits for the host counts again.
-    """
-    band = hardware.band if num_ranks == 1 else hardware.band_of_several
-    return band + terms.get(HOST_PACE, 0.0) / sum(terms.values())
-
-
-def _alike(config: RunConfig, all_stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Returns the stages with alike ones as one, so that caches of their times find them.
+def _alike(config: RunConfig) -> tuple[Stage, ...]:
+    """Returns the stages of a run with alike ones as one, so that caches of their times find them.
 
     Without rules that name a stage, only its layers count, and which end of the model it holds.
     """
     if any(rule.stage is not None for rule in config.recompute.policy.rules):
-        return tuple(all_stages)
+        return config.stages()
     differ = layers_differ(config.model, config.parallel.cp_comm_type)
     return tuple(
         Stage(
@@ -230,7 +219,7 @@ def _alike(config: RunConfig, all_stages: Sequence[Stage]) -> tuple[Stage, ...]:
             first_layer=stage.first_layer * differ,
             num_layers=stage.num_layers,
         )
-        for stage in all_stages
+        for stage in config.stages()
     )
 
 
@@ -303,11 +292,8 @@ def _on_host(
 
     parts: those in which gradients become final during the last backward.
     """
-    grad, element, hardware = (
-        FORMATS[settings.main_grads_dtype],
-        clock.element_bytes,
-        clock.hardware,
-    )
+    grad, element = FORMATS[settings.main_grads_dtype], clock.element_bytes
+    hardware = clock.hardware
     # Read the gradient, read and write main weight and states, write the weight.
     moved = grad + 2 * (FLOAT32 + sum(settings.state_bytes(of_matrix=False))) + element
     out, back = (num_bytes * hosted / hardware.host_bandwidth for num_bytes in (grad, element))

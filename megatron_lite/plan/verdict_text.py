@@ -53,17 +53,8 @@ class Training(NamedTuple):
         return {"days": days, "cost": 24 * days * plan.num_ranks * self.price_per_gpu_hour}
 
 
-NOT_KNOWN = Training()
-
-
-def plain_verdict(
-    one: FitVerdict, hardware: Hardware, training: Training = NOT_KNOWN
-) -> dict[str, Any]:
+def plain_verdict(one: FitVerdict, hardware: Hardware, training: Training) -> dict[str, Any]:
     """Returns a verdict as JSON has it. Bytes and seconds are numbers."""
-
-    def plain(plan: Plan | None) -> dict[str, Any] | None:
-        return None if plan is None else _plain_plan(plan, hardware) | training.plain(plan)
-
     largest, smallest, larger = one.largest_micro_batch, one.found.smallest, one.found.larger
     return {
         "verdict": one.word,
@@ -72,9 +63,9 @@ def plain_verdict(
         "memory_bytes": one.budget.memory_bytes,
         "reserve_bytes": one.budget.reserve_bytes,
         "num_layouts": one.found.num_layouts,
-        "plans": [plain(plan) for plan in one.found.plans],
-        "smallest": plain(smallest),
-        "next_better": plain(larger),
+        "plans": [_plain_plan(plan, hardware, training) for plan in one.found.plans],
+        "smallest": smallest and _plain_plan(smallest, hardware, training),
+        "next_better": larger and _plain_plan(larger, hardware, training),
         "largest_micro_batch_size": largest and largest.config.training.micro_batch_size,
         "neighbours": [
             {
@@ -90,7 +81,7 @@ def plain_verdict(
     }
 
 
-def _plain_plan(plan: Plan, hardware: Hardware) -> dict[str, Any]:
+def _plain_plan(plan: Plan, hardware: Hardware, training: Training) -> dict[str, Any]:
     incomplete = ""
     try:
         plan.config.check_complete_for_training()
@@ -114,6 +105,7 @@ def _plain_plan(plan: Plan, hardware: Hardware) -> dict[str, Any]:
         "tokens_per_second": plan.time.tokens_per_second,
         "mfu": plan.time.mfu,
         "extra_flops": extra_flops(plan.config, hardware.device),
+        **training.plain(plan),
     }
 
 

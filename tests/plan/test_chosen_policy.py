@@ -32,21 +32,21 @@ def peak_of(config):
 def test_the_chosen_policy_fits_the_budget(share):
     budget = int(share * peak_of(config_of()) / MIB) + 1
     config = config_of(f"--recompute-policy auto --memory-budget {budget}MiB")
-    chosen = with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
-    assert not chosen.config.recompute.is_to_be_chosen
-    assert peak_of(chosen.config) <= budget * MIB
-    assert repr(chosen.config.recompute.recompute_policy) in chosen.notice
-    assert chosen.config == replace(config, recompute=chosen.config.recompute)
+    chosen, notice = with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
+    assert not chosen.recompute.is_to_be_chosen
+    assert peak_of(chosen) <= budget * MIB
+    assert repr(chosen.recompute.recompute_policy) in notice
+    assert chosen == replace(config, recompute=chosen.recompute)
 
 
 def test_without_a_budget_the_memory_of_the_device_counts_less_a_reserve():
     config = config_of("--recompute-policy auto")
     least = peak_of(config_of()) + 2**30
-    chosen = with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=least)
-    assert peak_of(chosen.config) <= least - 2**30 - 0.03 * least
+    chosen, _ = with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=least)
+    assert peak_of(chosen) <= least - 2**30 - 0.03 * least
     named = config_of(f"--recompute-policy auto --memory-budget {least}B")
-    on_gpu = with_chosen_policy(named, load_hardware("h100-80gb"), 1, device_bytes=least)
-    assert "a reserve of the GPU stays free" in on_gpu.notice
+    _, notice = with_chosen_policy(named, load_hardware("h100-80gb"), 1, device_bytes=least)
+    assert "a reserve of the GPU stays free" in notice
     with pytest.raises(InputError, match="give --memory-budget"):
         with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
 

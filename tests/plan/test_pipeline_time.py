@@ -4,7 +4,12 @@ import random
 
 import pytest
 
-from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
+from megatron_lite.plan.pipeline_time import (
+    Durations,
+    run_pipeline,
+    shortest_pipeline,
+    simulate_pipeline,
+)
 from tests.pipeline.test_order import LAYOUTS, orders, simulate
 
 
@@ -42,10 +47,7 @@ def test_two_short_runs_have_the_times_of_the_whole_and_a_lower_bound(seed):
     transfer, overlap = rng.choice([0.0, 0.3 * rng.random()]), rng.random() < 0.7
     durations = Durations(forward, backward, transfer, overlap)
     number = size * rng.randint(8, 30)
-    whole, bound = (
-        run_pipeline(durations, number, in_full=True),
-        shortest_pipeline(durations, number),
-    )
+    whole, bound = (simulate_pipeline(durations, number), shortest_pipeline(durations, number))
     for one, other, low in zip(run_pipeline(durations, number), whole, bound, strict=True):
         assert one == pytest.approx(other, rel=1e-2)
         assert low <= other * (1 + 1e-12)
