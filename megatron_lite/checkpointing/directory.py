@@ -81,13 +81,18 @@ class SaveDirectory:
         self._rename(temporary, final)
         sync(self.root)
         others = [step for step in saved_steps(self.root) if step != iteration]
-        notices = [
-            self._set_aside(step)
-            for step in (
-                *([replaced] if replaced.exists() else []),
-                *(step_directory(self.root, step) for step in others if not leads_here(step)),
-            )
-        ]
+        notices = []
+        for step in (
+            *([replaced] if replaced.exists() else []),
+            *(step_directory(self.root, step) for step in others if not leads_here(step)),
+        ):
+            said = f"{step}: does not lead to this run's, and cannot be set aside"
+            try:
+                name = self._supersede(step)
+                said = f"{self.root}: a step that does not lead to this run's is now {name}"
+            except OSError as error:
+                said = f"warning: {said} ({error})"
+            notices.append(said)
         pointer = self.root / f"{LATEST}.tmp-{self.lock.token}"
         try:
             write_synced(pointer, str(iteration).encode())
@@ -111,7 +116,7 @@ class SaveDirectory:
             self._delete(step_directory(self.root, step))
         for path in sorted(self.root.iterdir()):
             name = SUPERSEDED.fullmatch(path.name)
-            if name is not None and int(name[1]) <= newest:
+            if name and int(name[1]) <= newest:
                 self._delete(path)
 
     def remove_leftovers(self) -> None:
@@ -143,15 +148,6 @@ class SaveDirectory:
                             os.rename(step, gone)
                         os.rename(path, step)
                     shutil.rmtree(gone, ignore_errors=True)
-
-    def _set_aside(self, step: Path) -> str:
-        try:
-            name = self._supersede(step)
-        except OSError as error:
-            return (
-                f"warning: {step}: does not lead to this run's, and cannot be set aside ({error})"
-            )
-        return f"{self.root}: a step that does not lead to this run's is now {name}"
 
     def _supersede(self, step: Path) -> str:
         """Renames a step to a name that no reader considers. Returns that name."""
@@ -229,7 +225,7 @@ class Claim(NamedTuple):
 
     def release(self) -> None:
         """Releases the lock, so that another run can take the directory."""
-        if self.directory is not None:
+        if self.directory:
             self.directory.lock.release()
 
 

@@ -20,7 +20,6 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -64,21 +63,18 @@ class Holder:
     start: int = 0
 
     @classmethod
-    def this_process(cls, environ: Mapping[str, str] | None = None) -> Holder:
+    def this_process(cls) -> Holder:
         """Returns the holder for this process, from the environment of Slurm and torchrun.
 
         Without an id from either, the job's id is the random token, which no other job has.
         """
-        env = os.environ if environ is None else environ
-        token = secrets.token_hex(6)
-        run = env.get("TORCHELASTIC_RUN_ID", "")
+        token, run = secrets.token_hex(6), os.environ.get("TORCHELASTIC_RUN_ID", "")
         run = "" if run == WITHOUT_NAME else run
-        counts = [
-            env.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-        ]
+        names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+        counts = (os.environ.get(name, "") for name in names)
         requeues, restarts = (int(count) if count.isdecimal() else 0 for count in counts)
         return cls(
-            job=env.get("SLURM_JOB_ID") or run or token,
+            job=os.environ.get("SLURM_JOB_ID") or run or token,
             run=run,
             requeues=requeues,
             restarts=restarts,
@@ -93,7 +89,7 @@ class Holder:
         try:
             values = {"start": 0, **plain.parse_object(read_input(path, 2**16))}
             known = {one.name: plain.field(values, one.name) for one in fields(cls)}
-            holder: Holder = plain.from_plain(cls, known, LOCK)
+            holder = plain.from_plain(cls, known, LOCK)
             plain.as_whole(holder.start, "start", 0, MOST_STARTS)
         except ValueError:
             return None
@@ -153,7 +149,7 @@ class DirectoryLock:
                 raise LockLost(str(refusal)) from refusal
             os.close(before)
         holder = Holder.read(self._path)
-        if holder is None or holder.token != self.token:
+        if not holder or holder.token != self.token:
             raise LockLost(
                 f"{self._path} is now held by {holder or 'another process'}: this one (process "
                 f"{self.holder.pid} on {self.holder.host}) was given up for lost, and writes no "
@@ -183,7 +179,7 @@ class DirectoryLock:
                 if not free or os.path.samestat(os.fstat(before), self._path.stat()):
                     other = Holder.read(self._path)
                     self._check_may_take(other, free=free)
-                    start = max(self.holder.start, 0 if other is None else other.start + 1)
+                    start = max(self.holder.start, other.start + 1 if other else 0)
                     self.holder = replace(self.holder, start=min(start, MOST_STARTS))
                     text = json.dumps(asdict(self.holder), indent=1) + "\n"
                     os.pwrite(own, text.encode(), 0)
@@ -206,18 +202,17 @@ class DirectoryLock:
         return own
 
     def _check_may_take(self, other: Holder | None, *, free: bool) -> None:
-        if other is not None and other.was_requeued_after(self.holder):
+        if other and other.was_requeued_after(self.holder):
             raise InputError(
                 f"--save {self._path.parent}: a later start of this job (requeued {other.requeues} "
                 f"times, this one {self.holder.requeues}) has had the directory: {other}"
             )
-        if free or (other is not None and self.holder.replaces(other)):
-            return
-        raise InputError(
-            f"--save {self._path.parent} is in use by {other or 'another process'}: wait for its "
-            "end, or choose another directory (if that process cannot be reached any more, remove "
-            f"{self._path})"
-        )
+        if not (free or (other and self.holder.replaces(other))):
+            raise InputError(
+                f"--save {self._path.parent} is in use by {other or 'another process'}: wait for "
+                "its end, or choose another directory (if that process cannot be reached any more, "
+                f"remove {self._path})"
+            )
 
     def _try_lock(self, descriptor: int) -> bool:
         taken = try_lock(descriptor)

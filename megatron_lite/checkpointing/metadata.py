@@ -21,13 +21,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.checkpointing.shards import SavedLayout
+from megatron_lite.checkpointing.shards import FIELDS, SavedLayout
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
     METADATA,
@@ -92,7 +92,11 @@ class Metadata:
     def parameters_to_json(self, pp_rank: int) -> str:
         """Returns the text of a pipeline rank's parameters_pp*.json."""
         layouts = self.parameters.items()
-        own = {name: one.to_plain() for name, one in layouts if one.pp_rank == pp_rank}
+        own = {
+            name: {field: getattr(one.spec, field) for field in FIELDS}
+            for name, one in layouts
+            if one.pp_rank == pp_rank
+        }
         return json.dumps(own, indent=1)
 
     @property
@@ -108,14 +112,9 @@ class Metadata:
             for pp_rank in range(self.pp_size)
             for tp_rank in range(self.tp_size)
         }
-        streams = () if "rng" in self.missing else range(self.world_size)
-        return {
-            CONFIG,
-            METADATA,
-            *shards,
-            *map(parameters_file, range(self.pp_size)),
-            *map(rng_file, streams),
-        }
+        streams = range("rng" not in self.missing and self.world_size)
+        layouts = map(parameters_file, range(self.pp_size))
+        return {CONFIG, METADATA, *shards, *layouts, *map(rng_file, streams)}
 
     @classmethod
     def read(cls, step: Path) -> Metadata:
@@ -127,7 +126,7 @@ class Metadata:
             plain.field(values, "data")  # without it, other data would be taken for the same
             for name in ("iteration", "consumed_samples"):  # a default would be another place
                 plain.field(plain.as_object(plain.field(values, "progress"), "progress"), name)
-            found: Metadata = plain.from_plain(cls, {**values, "parameters": {}}, METADATA)
+            found = plain.from_plain(cls, {**values, "parameters": {}}, METADATA)
             found._check()
         parameters: dict[str, SavedLayout] = {}
         for pp_rank in range(found.pp_size):
@@ -262,19 +261,19 @@ class Manifest:
                     "checkpoint is damaged"
                 )
 
-    def check_contents(self, step: Path, names: Iterable[str]) -> None:
-        """Reads the named files. Raises InputError if one does not hold what was written."""
-        for name in names:
-            if row_of(step / name, limit=self.files[name].bytes) != self.files[name]:
+    def check_contents(self, step: Path, rank: int, size: int) -> None:
+        """Reads the files that one of `size` ranks checks; all ranks have about as many bytes.
+
+        Raises InputError if one does not hold what was written.
+        """
+        # The files, the largest first, go to the ranks in turn.
+        largest_first = sorted(self.files.items(), key=lambda one: (-one[1].bytes, one[0]))
+        for name, row in largest_first[rank::size]:
+            if row_of(step / name, limit=row.bytes) != row:
                 raise InputError(
                     f"{step / name}: its checksum is not the one in {MANIFEST}: the checkpoint "
                     "is damaged"
                 )
-
-    def files_of_rank(self, rank: int, size: int) -> list[str]:
-        """Returns the files that one of `size` ranks checks; all ranks have about as many bytes."""
-        # The files, the largest first, go to the ranks in turn.
-        return sorted(self.files, key=lambda name: (-self.files[name].bytes, name))[rank::size]
 
 
 def is_complete(step: Path) -> bool:

@@ -71,13 +71,13 @@ class Saver:
         )
         self._under_way: tuple[int, Future[list[str]]] | None = None
         self.failure: SaveFailed | None = None  # of the last save; None if it is durable
-        self.say: Say = lambda line: None
+        self.say = lambda line: None
 
     @property
     def warnings(self) -> list[str]:
         """Lines for the log: a warning if the file system keeps no locks."""
         directory = self._claim.directory
-        if directory is None or directory.lock.is_kept_by_system:
+        if not directory or directory.lock.is_kept_by_system:
             return []
         line = "this file system keeps no locks, so a second job in it is not refused"
         return [f"warning: --save {directory.root}: {line}"]
@@ -97,10 +97,10 @@ class Saver:
         """
         self.wait()
         write = partial(self._writer.write, snapshot)
-        if self._threads is None:
-            self._finish(snapshot.iteration, write)
-        else:
+        if self._threads:
             self._under_way = snapshot.iteration, self._threads.submit(write)
+        else:
+            self._finish(snapshot.iteration, write)
 
     def poll(self) -> None:
         """Logs the save under way if every rank is done or any has failed.
@@ -108,7 +108,7 @@ class Saver:
         Every rank must call this after every iteration. It issues one all-reduce of one number
         between CPUs while a save is under way, and no collective otherwise.
         """
-        if self._under_way is None:
+        if not self._under_way:
             return
         # The minimum over ranks is -1 if any has failed, else 0 if any still writes.
         state = torch.tensor(_state(self._under_way[1]))
@@ -118,13 +118,13 @@ class Saver:
     def wait(self) -> None:
         """Returns once no save is under way. Raises InputError on every rank if the lock was
         lost."""
-        if self._under_way is not None:
+        if self._under_way:
             (iteration, future), self._under_way = self._under_way, None
             self._finish(iteration, future.result)
 
     def check(self) -> None:
         """Raises InputError on every rank if the last save has failed."""
-        if self.failure is not None:
+        if self.failure:
             kind = InputError if self._parallel.rank == 0 else PeerError
             raise kind(str(self.failure)) from self.failure
 
@@ -133,7 +133,7 @@ class Saver:
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         try:
-            if self._under_way is not None:
+            if self._under_way:
                 self.say = lambda line: None  # the log is closed
                 self.wait()
                 self.check()
@@ -143,7 +143,7 @@ class Saver:
             if self._parallel.rank == 0:
                 print(f"the save under way has failed too: {failure}", file=sys.stderr, flush=True)
         finally:
-            if self._threads is not None:
+            if self._threads:
                 self._threads.shutdown()
             self._claim.release()
 
@@ -220,14 +220,13 @@ class StepWriter:
                 snapshot, lambda: self._publish(temporary, snapshot.iteration, rows)
             )
         except BaseException:
-            if self._directory is not None:
+            if self._directory:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        notices: list[str] = published[0]
-        return notices
+        return published[0]
 
     def _make_folder(self, temporary: Path) -> None:
-        if self._directory is not None:
+        if self._directory:
             self._directory.lock.check()
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -238,7 +237,7 @@ class StepWriter:
         Returns notices for the log. A step that cannot be deleted is one of them, because the new
         step is already durable.
         """
-        if self._directory is None:
+        if not self._directory:
             return []
         manifest = Manifest(iteration, rows, self._directory.lock.holder.start, self._started_at)
         write_synced(temporary / MANIFEST, manifest.to_json().encode())
@@ -267,7 +266,7 @@ class StepWriter:
         fault = (
             f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could not be"
         )
-        failure: Exception | None = None
+        failure = None
         try:
             answer = (DONE, self._while_held(action))
         except Exception as error:
@@ -291,7 +290,7 @@ class StepWriter:
             raise SaveFailed(
                 f"{fault} written by rank {rank}: {found}. Earlier checkpoints are as they were"
             ) from failure
-        if failure is not None and not isinstance(failure, (InputError, *PASSING)):
+        if failure and not isinstance(failure, (InputError, *PASSING)):
             raise failure
         # Whichever rank failed, only rank 0 prints the reason, so that the log has it once.
         raise (InputError if self._parallel.rank == 0 else PeerError)(found) from failure
@@ -305,7 +304,7 @@ class StepWriter:
         try:
             return action()
         except Exception:
-            if self._directory is not None:
+            if self._directory:
                 self._directory.lock.check()
             raise
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lite.checkpointing.step_files import shard_file
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input, regular_path
-from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
+from megatron_lite.parallel.parameter_spec import ParameterSpec
 
 MOST_DIMS = 8
 MOST_ELEMENTS = 2**48
@@ -42,7 +42,7 @@ class SavedLayout:
 
     @classmethod
     def from_plain(cls, values: object, name: str, *, pp_rank: int, tp_size: int) -> SavedLayout:
-        """Reads the fields that `to_plain` wrote for the named parameter.
+        """Reads the FIELDS of the named parameter.
 
         pp_rank: the pipeline rank whose file contains them.
         tp_size: the number of TP ranks over which the parameter was split.
@@ -55,10 +55,6 @@ class SavedLayout:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         return layout
-
-    def to_plain(self) -> dict[str, Any]:
-        """Returns the fields as a JSON object, without `pp_rank`, which the file's name holds."""
-        return {name: getattr(self.spec, name) for name in FIELDS}
 
     def file_shape(self, tp_rank: int, tp_size: int) -> tuple[int, ...]:
         """Returns the shape of the tensor in the file of one TP rank: its rows without padding."""
@@ -88,15 +84,6 @@ class SavedLayout:
                 plain.as_whole(padded, "padded_length", length, MOST_ELEMENTS)
                 plain.as_whole(blocks, "tp_blocks with a padded_length", 1, 1)
         self.spec.local_shape(tp_size)  # its ValueError is about a split that is not even
-
-
-def layouts_of(model: nn.Module, pp_rank: int) -> dict[str, SavedLayout]:
-    """Returns the layout of every parameter that this pipeline rank saves, by name."""
-    return {
-        name: SavedLayout(spec_of(parameter), pp_rank)
-        for name, parameter in saved_state(model).items()
-        if not spec_of(parameter).is_copy
-    }
 
 
 def owned_rows(
@@ -139,11 +126,7 @@ class ShardReader:
         self._step, self._kind, self._saved_tp_size = step, kind, saved_tp_size
         self._files: dict[Path, Any] = {}
 
-    def has(self, key: str, saved: SavedLayout) -> bool:
-        """Returns whether the file of TP rank 0 holds the key."""
-        return key in self._file(self._path(saved, 0)).keys()  # noqa: SIM118, no mapping
-
-    def suffixes(self, name: str, saved: SavedLayout) -> list[str]:
+    def states(self, name: str, saved: SavedLayout) -> list[str]:
         """Returns STATE for each key NAME/STATE of a parameter in the file of TP rank 0."""
         return sorted(
             key.removeprefix(f"{name}/")

@@ -110,11 +110,10 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
 
     step, notices = newest_good_step(root, there, fault_of, fallback=not options.no_load_fallback)
     metadata = parallel.together("--load", lambda: Metadata.read(step))
-    progress = Progress() if options.finetune else metadata.progress
     return Start(
         step=step,
         metadata=metadata,
-        progress=progress,
+        progress=Progress() if options.finetune else metadata.progress,
         notices=notices,
         weights_only=options.finetune,
     )
@@ -164,7 +163,7 @@ def find_step(load: str, iteration: int | None = None) -> FoundStep:
             f"{', '.join(map(str, saved)) or 'none'})"
         )
     step = saved_step(root, iteration)
-    if (fault := step_fault(step)) is not None:
+    if fault := step_fault(step):
         raise InputError(f"--iteration {iteration}: {fault}")
     return FoundStep(step, ())
 
@@ -182,11 +181,11 @@ def candidates(root: Path) -> Candidates:
     steps = saved_steps(root)[::-1]
     if not steps:
         return Candidates(fault if (root / LATEST).exists() else None, [], [])
-    if fault is None and newest not in steps:  # a run has deleted it meanwhile
+    if not fault and newest not in steps:  # a run has deleted it meanwhile
         fault = f"{root / LATEST}: names iteration {newest}, which is gone"
     manifests = {step: Manifest.read_or_empty(saved_step(root, step)) for step in steps}
     last = max(steps, key=lambda step: (manifests[step].start, step))
-    if fault is not None:
+    if fault:
         course = _course_of(last, manifests)  # the other steps are a last resort
         return Candidates(fault, sorted(steps, key=course.__contains__, reverse=True), [])
     notices = []
@@ -248,21 +247,17 @@ def newest_good_step(
     fallback: whether to go on to the next candidate after a fault.
     Raises InputError if no candidate is good, or if one has a fault and `fallback` is false.
     """
-    notices = list(there.notices)
-    faults = [] if there.fault is None else [there.fault]
+    faults = [there.fault] if there.fault else []
     for number in there.steps:
         if faults and not fallback:
             break
         step = saved_step(root, number)
-        fault = fault_of(step)
-        if fault is None:
-            notices += [f"warning: {one}" for one in faults]
-            if faults:
-                notices.append(
-                    f"warning: going on from the newest good checkpoint instead, {step.name}"
-                )
-            return FoundStep(step, tuple(notices))
-        faults.append(fault)
+        if fault := fault_of(step):
+            faults.append(fault)
+            continue
+        if faults:
+            faults.append(f"going on from the newest good checkpoint instead, {step.name}")
+        return FoundStep(step, (*there.notices, *(f"warning: {one}" for one in faults)))
     shown = "\n  ".join(faults[:MOST_REPORTED])
     advice = "restore what is damaged" + (
         "" if fallback else ", or leave out --no-load-fallback to use an earlier checkpoint"
@@ -281,7 +276,7 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
         if f"iter_{manifest.iteration:07d}" != step.stem:
             raise InputError(f"{step}: the manifest is that of iteration {manifest.iteration}")
         manifest.check_sizes(step)
-        manifest.check_contents(step, manifest.files_of_rank(rank, size))
+        manifest.check_contents(step, rank, size)
         metadata = Metadata.read(step)
         if metadata.progress.iteration != manifest.iteration:
             raise InputError(
@@ -306,7 +301,7 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
 
 
 def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
-    if there.fault is not None:
+    if there.fault:
         raise InputError(
             f"--load {options.load}: {there.fault}, and there is no checkpoint to use instead. "
             "Remove the file to start from scratch"
@@ -329,16 +324,14 @@ NAMED = 3  # folders that a message lists
 
 def check_ours(root: Path) -> None:
     """Raises InputError with the command that converts it if `root` is one of Megatron-LM."""
-    found = megatron_format(root)
-    if found is None:
-        return
-    load, save = shlex.quote(str(root)), shlex.quote(f"{str(root).rstrip('/')}-converted")
-    raise InputError(
-        f"--load {root}: is a checkpoint of Megatron-LM, which needs a conversion first. Run\n"
-        f"  {shlex.join(subcommand('convert'))} --from {found} --to megatron-lite "
-        f"--load {load} --save {save}\n"
-        f"and then --load {save}"
-    )
+    if found := megatron_format(root):
+        load, save = shlex.quote(str(root)), shlex.quote(f"{str(root).rstrip('/')}-converted")
+        raise InputError(
+            f"--load {root}: is a checkpoint of Megatron-LM, which needs a conversion first. Run\n"
+            f"  {shlex.join(subcommand('convert'))} --from {found} --to megatron-lite "
+            f"--load {load} --save {save}\n"
+            f"and then --load {save}"
+        )
 
 
 def megatron_format(root: Path) -> str | None:
@@ -366,7 +359,7 @@ def load_advice(load: str) -> str:
     if not root.is_dir():
         return "it is a file: give the folder that --save of the run named"
     step = STEP_NAME.fullmatch(root.resolve().name)
-    if step is not None and (root.resolve().parent / LATEST).is_file():
+    if step and (root.resolve().parent / LATEST).is_file():
         return f"it is the checkpoint of iteration {int(step[1])}: give --load {root.parent}"
     inside = sorted(pointer.parent for pointer in root.glob(f"*/{LATEST}"))
     if inside:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_lite.checkpointing.metadata import Metadata, Progress, read_config
-from megatron_lite.checkpointing.shards import ShardReader, layouts_of, owned_rows
+from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, owned_rows
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
@@ -63,16 +63,12 @@ def load_checkpoint(
     if its files do not fit together.
     """
     options, step, metadata = config.checkpoint, start.step, start.metadata
-    if step is None or metadata is None:
+    if not step or not metadata:
         return [*start.notices]
     saved = read_config(step)
     check_same_model(config, saved, where=str(step))
     # A converted step names no data: the run that trained its weights is not known.
-    if (
-        data is not None
-        and metadata.data
-        and not (start.weights_only or options.allow_changed_data)
-    ):
+    if data and metadata.data and not (start.weights_only or options.allow_changed_data):
         check_same_data(data, metadata.data, where=str(step))
     load_weights(step, metadata, parallel, model, optimizer)
     notices = [
@@ -83,9 +79,9 @@ def load_checkpoint(
     if start.weights_only:
         asked = "--finetune" if options.finetune else "--pretrained-checkpoint"
         return [*notices, f"{asked}: weights only, starting at iteration 0"]
-    if optimizer is not None and "optimizer" in metadata.missing:
+    if optimizer and "optimizer" in metadata.missing:
         notices.append(f"{step} holds no optimizer states (it was converted): they start from zero")
-    elif optimizer is not None and not options.no_load_optim:
+    elif optimizer and not options.no_load_optim:
         check_same_update_rule(config, saved, where=str(step))
         _load_optimizer(step, metadata, parallel, model, optimizer)
     if "rng" in metadata.missing:
@@ -136,19 +132,18 @@ def _ranks(parallel: ParallelState, spec: ParameterSpec) -> dict[str, int]:
 def _load_optimizer(
     step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer
 ) -> None:
-    states: dict[str, dict[str, Tensor]] = {}
+    states = {}
     reader = ShardReader(step, "optimizer", saved_tp_size=metadata.tp_size)
     for name, parameter in model.named_parameters():
         saved, wanted = metadata.parameters[name], spec_of(parameter)
         keys = list(optimizer.state_names(name))
-        if reader.has(f"{name}/master", saved):
-            keys.append("master")
+        keys += {"master"}.intersection(reader.states(name, saved))
         ranks = _ranks(parallel, wanted)
         states[name] = {key: reader.read(f"{name}/{key}", saved, wanted, **ranks) for key in keys}
     optimizer.load(states, num_updates=metadata.num_updates)
-    if optimizer.loss_scale is not None:
+    if optimizer.loss_scale:
         optimizer.loss_scale.restore(metadata.loss_scale)
-    if optimizer.spikes is not None:
+    if optimizer.spikes:
         optimizer.spikes.restore(metadata.mean_loss)
 
 
@@ -159,10 +154,8 @@ def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[s
     if then != now:
         before, here = ("TP {} x CP {} x PP {} x DP {}".format(*sizes) for sizes in (then, now))
         return [
-            (
-                f"the checkpoint was saved on {before}, this run has {here}: random-number streams "
-                "(dropout) start from --seed"
-            )
+            f"the checkpoint was saved on {before}, this run has {here}: random-number streams "
+            "(dropout) start from --seed"
         ]
     path = step / rng_file(parallel.rank)
     try:
@@ -323,15 +316,19 @@ def take_snapshot(
         pp_size=parallel.pp_size,
         cp_size=parallel.cp_size,
         num_updates=optimizer.num_updates,
-        parameters=layouts_of(model, parallel.pp_rank),
+        parameters={
+            name: SavedLayout(spec_of(parameter), parallel.pp_rank)
+            for name, parameter in saved_state(model).items()
+            if not spec_of(parameter).is_copy
+        },
         data=data,
         schedule=schedule,
         computed_on=computed_on,
-        loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state(),
-        mean_loss=None if optimizer.spikes is None else optimizer.spikes.state(),
+        loss_scale=optimizer.loss_scale.state() if optimizer.loss_scale else None,
+        mean_loss=optimizer.spikes.state() if optimizer.spikes else None,
     )
-    tensors: dict[str, Mapping[str, Tensor]] = {}
-    texts: dict[str, bytes] = {}
+    tensors = {}
+    texts = {}
     held: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     # Gathering a parameter is a collective, so every data-parallel rank must run the loop.
     for name, parameter in saved_state(model).items():

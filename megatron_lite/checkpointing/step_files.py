@@ -105,7 +105,7 @@ def saved_steps(root: Path) -> list[int]:
     """Returns the iterations of all steps under `root`, good or damaged, in ascending order."""
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     found = (STEP_NAME.fullmatch(name) or REPLACED.fullmatch(name) for name in names)
-    return sorted({int(name[1]) for name in found if name is not None})
+    return sorted({int(name[1]) for name in found if name})
 
 
 def saved_step(root: Path, iteration: int) -> Path:

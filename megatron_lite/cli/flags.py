@@ -153,7 +153,7 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
     fields = {name: action.dest for name, action in parser._option_string_actions.items()}
     words, notices = megatron_flags.renamed_words(argv, fields)
     given = {fields.get(word.partition("=")[0], "") for word in words}
-    faults: list[str] = []
+    faults = []
     lost: set[str] = set()
     unknown, parsed = None, None
     while parsed is None:
@@ -244,7 +244,7 @@ def _run_of(given: Mapping[str, Any], stored: Values, said: str, notices: list[s
     said: the flag and the file that supply the stored values, for notices.
     """
     fields = run_fields()
-    values: Values = {topic: {**stored.get(topic, {})} for topic in topics()}
+    values = {topic: {**stored.get(topic, {})} for topic in topics()}
     for name in fields.keys() & given.keys():
         values[fields[name].topic][name] = given[name]
     missing = [

@@ -115,7 +115,7 @@ def hf_source(path: Path) -> WeightSource:
     copy = held.pop(head_of(family), None) if OUTPUT not in specs else None
     held = {name: one for name, one in held.items() if name in shapes or not BUFFERS.search(name)}
     check_held(path, held, shapes, CONFIG)
-    dtypes: dict[str, Any] = {}
+    dtypes = {}
     for name, row in rows.items():
         kinds = " and ".join(sorted({str(held[part].values.get_dtype()) for part in row.theirs}))
         dtypes[name] = FLOATS.get(kinds, kinds)  # what is no dtype is refused
@@ -146,8 +146,8 @@ def _tensors_in(folder: Path, family: str) -> dict[str, TensorInFile]:
     for file in _weight_files(folder):
         with naming(file):
             opened = open_tensors(file)
-            names = opened.keys()
-            found |= {name: TensorInFile(file, opened.get_slice(name)) for name in names}
+            for name in opened.keys():  # noqa: SIM118, no mapping
+                found[name] = TensorInFile(file, opened.get_slice(name))
     has_base = any(name.startswith(f"{FAMILIES[family]['base']}.") for name in found)
     return {known_name(family, name, has_base=has_base): one for name, one in found.items()}
 
@@ -203,8 +203,8 @@ def write_hf(
     count = len(shards)
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
     files = dict(zip(names if count > 1 else [WEIGHTS], shards, strict=True))
-    config |= dict(bos_token_id=None, eos_token_id=end, pad_token_id=None)
-    config |= dict(torch_dtype=str(source.dtype).removeprefix("torch."), **source.token_ids)
+    ends = dict(bos_token_id=None, eos_token_id=end, pad_token_id=None)
+    config |= {**ends, "torch_dtype": str(source.dtype).removeprefix("torch."), **source.token_ids}
     if "tokenizer.json" in texts and "tokenizer_config.json" not in texts:
         # AutoTokenizer asks this file for the class.
         texts["tokenizer_config.json"] = json_bytes({"tokenizer_class": "PreTrainedTokenizerFast"})
@@ -278,7 +278,7 @@ STACKED = Step(
     lambda parts, _: [half for part in parts for half in part.chunk(2)],
 )
 BY_EXPERT = Step(lambda parts, _: [torch.stack([*parts])], lambda parts, _: parts[0].unbind())
-LAYOUTS: dict[str, tuple[Step, ...]] = {
+LAYOUTS = {
     "same": (),
     "stacked": (STACKED,),
     "by expert": (BY_EXPERT,),

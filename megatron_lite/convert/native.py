@@ -42,7 +42,6 @@ from megatron_lite.convert.target import (
     stored_tokenizer,
 )
 from megatron_lite.convert.weights import (
-    WORDS,
     Advance,
     WeightSource,
     check_layers,
@@ -67,13 +66,10 @@ def native_source(path: Path) -> WeightSource:
     check_layers(config.model.num_layers, len(parameters), step / CONFIG)
     specs = parameter_specs(config.model, vocab_size)
     trained = [name for name in specs if not is_buffer(name)]
-    keys: list[str] = []
+    keys = []
     if "optimizer" not in metadata.missing:
-        keys = [
-            key
-            for key in states.suffixes(WORDS, parameters[WORDS])
-            if all(states.has(f"{name}/{key}", parameters[name]) for name in trained)
-        ]
+        common = (set(states.states(name, parameters[name])) for name in trained)
+        keys = sorted(set.intersection(*common))
     ids = step / TOKEN_IDS
 
     def read(name: str) -> Tensor:

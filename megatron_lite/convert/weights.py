@@ -86,8 +86,7 @@ class WeightSource:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of most weights: that of the embedding, since norms may have another one."""
-        found: torch.dtype = self.dtypes[WORDS]
-        return found
+        return self.dtypes[WORDS]
 
     def tensors(self) -> Iterator[StoredTensor]:
         """Yields all weights, and the optimizer states of those that are no buffers."""

@@ -19,8 +19,8 @@ product, one difference, the first maximum.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,7 +29,6 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.data.data_paths import normalized
 from megatron_lite.data.index_cache import Expected, arrays_fault, kept_arrays
 
-SURPLUS = 0.005
 WARM_UP = 1 << 11  # samples before a row, from the guess to its start
 SHORTEST_ROW = 4 * WARM_UP
 FEWEST_ROWS = 7  # fewer rows are computed faster one by one, in Python
@@ -57,14 +56,6 @@ class BlendIndex(NamedTuple):
 
     dataset: np.ndarray
     sample: np.ndarray
-
-
-def samples_to_request(num_samples: int, weight: float) -> int:
-    """Returns how many samples a dataset of this weight must hold for a blend of `num_samples`.
-
-    The result is its share of the samples and 0.5 % more.
-    """
-    return math.ceil(math.ceil(num_samples * weight) * (1 + SURPLUS))
 
 
 def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
@@ -103,7 +94,7 @@ def kept_blend_index(
             prefix,
             key,
             lambda: build_blend_index(weights, size)._asdict(),
-            fault=lambda arrays: arrays_fault(arrays, expected),
+            fault=partial(arrays_fault, expected=expected),
         )
     )
 
@@ -186,7 +177,7 @@ def _pick(shares: np.ndarray, numbers: np.ndarray, counts: np.ndarray) -> np.nda
 
     numbers: [rows], n of the rule. counts: [rows, datasets].
     """
-    chosen: np.ndarray = (shares * numbers[:, None] - counts).argmax(axis=1)
+    chosen = (shares * numbers[:, None] - counts).argmax(axis=1)
     counts[np.arange(len(numbers)), chosen] += 1.0
     return chosen
 

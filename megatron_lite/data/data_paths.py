@@ -157,7 +157,7 @@ def _read_splits(path: str) -> list[DataPath | None]:
         raise InputError(f"{source}: found {found}, {expected}")
     if not value["train"]:
         raise InputError(f"{source}: train names no data, {expected}")
-    paths: list[DataPath | None] = []
+    paths = []
     for name in SPLITS:
         # a list of texts and numbers, one text of them, or null
         words = value[name] or []

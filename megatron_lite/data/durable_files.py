@@ -56,17 +56,25 @@ def written_beside(path: str, *, name: str | None = None) -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Turns an OSError of the block into an InputError that names the file.
+
+    The OSErrors of write and fsync contain no name.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
 def replacing(path: str) -> Iterator[str]:
     """Yields a name as `written_beside` does, for a file that the user has named.
 
-    An OSError of the block becomes an InputError with the user's name, because the error of a full
-    disk contains no name.
+    An OSError of the block becomes an InputError with the user's name.
     """
-    try:
-        with written_beside(path) as tmp:
-            yield tmp
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+    with naming(path), written_beside(path) as tmp:
+        yield tmp
 
 
 def write_text(path: str, text: str) -> None:

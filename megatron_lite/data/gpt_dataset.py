@@ -14,6 +14,7 @@ are read before it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ def build_sample_index(
     random = np.random.RandomState(seed)
     documents = np.arange(first_document, first_document + len(lengths), dtype=np.int32)
     document_order = np.tile(documents, epochs)
-    _shuffle(random, document_order, len(lengths) * (epochs - 1) if last_is_apart else None)
+    _shuffle(random, document_order, last_is_apart * len(lengths) * (epochs - 1))
     # The first document that ends behind a sample's first token, which passes over empty documents.
     taken = lengths[document_order - first_document]
     ends = np.cumsum(taken, dtype=np.int64)
@@ -77,7 +78,7 @@ def build_sample_index(
     # Megatron's type: the shuffle of 32-bit and of 64-bit items draws the same numbers.
     order_type = np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64
     sample_order = np.arange(samples, dtype=order_type)
-    _shuffle(random, sample_order, before_last if last_is_apart else None)
+    _shuffle(random, sample_order, last_is_apart * before_last)
     return SampleIndex(document_order, sample_starts, sample_order)
 
 
@@ -100,7 +101,7 @@ def sample_index_fault(arrays: Arrays, lengths: np.ndarray, *, first_document: i
             "sample_order": Expected((samples,), 0, samples),
         },
     )
-    if fault is not None:
+    if fault:
         return fault
     starts, offsets = arrays["sample_starts"].T
     if starts.max() >= places or offsets.max() >= longest:
@@ -153,9 +154,6 @@ class GPTDataset:
                 seed=seed,
             )._asdict()
 
-        def fault(arrays: Arrays) -> str | None:
-            return sample_index_fault(arrays, lengths, first_document=start)
-
         key = {
             "kind": "GPT sample index 1",
             "data": indexed.fingerprint,
@@ -164,6 +162,7 @@ class GPTDataset:
             "seq_length": seq_length,
             "seed": seed,
         }
+        fault = partial(sample_index_fault, lengths=lengths, first_document=start)
         self.index = SampleIndex(**kept_arrays(cache_path, indexed.prefix, key, build, fault=fault))
 
     def __len__(self) -> int:
@@ -209,10 +208,7 @@ class GPTDataset:
                 )
 
 
-def _shuffle(random: np.random.RandomState, items: np.ndarray, boundary: int | None) -> None:
-    """Brings the items into random order, in place.
-
-    boundary: shuffles the items before it and after it separately.
-    """
-    for part in (items,) if boundary is None else (items[:boundary], items[boundary:]):
-        random.shuffle(part)
+def _shuffle(random: np.random.RandomState, items: np.ndarray, boundary: int) -> None:
+    """Brings the items before a boundary, and those after it, into random order, in place."""
+    random.shuffle(items[:boundary])
+    random.shuffle(items[boundary:])

@@ -135,11 +135,10 @@ def _read(path: str, key: str, fault: Callable[[Arrays], str | None]) -> Arrays:
             raise ValueError(f"{KEY} holds another key")
         listed = plain.parse_object(read_input(os.path.join(path, LIST), LARGEST_LIST))
         arrays = {name: _array(path, name, entry) for name, entry in listed.items()}
-        reason = fault(arrays)
+        if reason := fault(arrays):
+            raise ValueError(reason)
     except (OSError, ValueError) as error:
         raise Damage(f"{path}: {error}") from error
-    if reason is not None:
-        raise Damage(f"{path}: {reason}")
     return arrays
 
 
@@ -152,7 +151,7 @@ def _array(folder: str, name: str, entry: object) -> np.ndarray:
     if checksum_of(path)[1] != plain.field(listed, "sha256"):
         raise ValueError(f"{file}: its checksum is not the one in {LIST}")
     # np.load would open zip files too
-    array: np.ndarray = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
+    array = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
     found = {"dtype": array.dtype.str, "shape": list(array.shape)}
     if any(plain.field(listed, key) != value for key, value in found.items()):
         raise ValueError(f"{file}: found {found}, but {LIST} has another type or shape")

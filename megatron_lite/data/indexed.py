@@ -25,14 +25,14 @@ import itertools
 import os
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input, regular_path
 from megatron_lite.data.data_paths import prefix_advice
-from megatron_lite.data.durable_files import sync
+from megatron_lite.data.durable_files import naming, sync
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -85,16 +85,16 @@ class IndexedDataset:
                     f"{end} bytes for {sequences} sequences and {documents - 1} documents",
                 )
             self._index = np.memmap(file, mode="r").view(np.ndarray)
-        self.sequence_lengths: np.ndarray = self._index[lengths:offsets].view("<i4")
-        self._offsets: np.ndarray = self._index[offsets:ids].view("<i8")
-        self.document_indices: np.ndarray = self._index[ids:end].view("<i8")
+        self.sequence_lengths = self._index[lengths:offsets].view("<i4")
+        self._offsets = self._index[offsets:ids].view("<i8")
+        self.document_indices = self._index[ids:end].view("<i8")
         expected = self._check_index()
         size = os.path.getsize(self.bin_path)
         if size != expected:
             raise self._fault(
                 self.bin_path, f"{size} bytes", f"{expected} bytes, as {self.idx_path} lists them"
             )
-        self.tokens: np.ndarray = np.empty(0, self.dtype)
+        self.tokens = np.empty(0, self.dtype)
         if size:  # mmap refuses empty files
             with open_input(self.bin_path, any_link=True) as file:
                 self.tokens = np.memmap(file, self.dtype, mode="r").view(np.ndarray)
@@ -266,7 +266,7 @@ class IndexedDatasetWriter:
                     f"{len(self._document_indices) - 1} does not fit {self.dtype.name} (0 to "
                     f"{limits.max}): is --vocab-size the size of the tokenizer's vocabulary?"
                 )
-            with _naming(self.prefix + ".bin"):
+            with naming(self.prefix + ".bin"):
                 self._file.write(ids.astype(self.dtype).tobytes())
             self._lengths.append(ids.size)
         self._document_indices.append(len(self._lengths))
@@ -286,13 +286,13 @@ class IndexedDatasetWriter:
     def _publish(self) -> None:
         lengths = np.array(self._lengths, "<i4")
         offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
-        with _naming(self.prefix + ".idx"), open(self._idx_tmp, "wb") as file:
+        with naming(self.prefix + ".idx"), open(self._idx_tmp, "wb") as file:
             file.write(
                 HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices))
             )
             for array in (lengths, offsets.astype("<i8"), np.array(self._document_indices, "<i8")):
                 file.write(array.tobytes())
-        with _naming(self.prefix + ".bin"):
+        with naming(self.prefix + ".bin"):
             self._file.close()
             sync(self._idx_tmp)
             sync(self._bin_tmp)
@@ -305,18 +305,6 @@ class IndexedDatasetWriter:
             os.replace(self._bin_tmp, self.prefix + ".bin")
             os.replace(self._idx_tmp, self.prefix + ".idx")
             sync(os.path.dirname(self.prefix) or ".")
-
-
-@contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Turns an OSError into an InputError that names the file.
-
-    The OSErrors of write and fsync contain no name.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _remove_remains(prefix: str) -> None:

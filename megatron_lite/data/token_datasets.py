@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
-from megatron_lite.data.blend import BlendedDataset, Dataset, kept_blend_index, samples_to_request
+from megatron_lite.data.blend import BlendedDataset, Dataset, kept_blend_index
 from megatron_lite.data.data_paths import (
     SPLITS,
     DataPath,
@@ -34,6 +34,7 @@ from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
 
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a .bin, for its identity
+SURPLUS = 0.005  # of the samples of a part of a blend, besides its share
 
 
 def token_datasets(
@@ -46,16 +47,14 @@ def token_datasets(
     """Returns the datasets of `build_datasets`."""
     paths = read_data_paths(data)
     # Each prefix is opened once, also if several splits name it.
-    names = dict.fromkeys(name for path in paths if path is not None for name in path.prefixes)
+    names = dict.fromkeys(name for path in paths if path for name in path.prefixes)
     indexed = [IndexedDataset(name) for name in names]
     found = shared(lambda: [[*one.sizes, one.fingerprint] for one in indexed])
     for one, (*sizes, fingerprint) in zip(indexed, found, strict=True):
         one.take_fingerprint(sizes, fingerprint)
     opened = {one.prefix: _opened(one, data, vocab_size, seed) for one in indexed}
     built = [
-        None
-        if path is None
-        else _build_split(path, [opened[name] for name in path.prefixes], data, place, count)
+        path and _build_split(path, [opened[name] for name in path.prefixes], data, place, count)
         for place, (path, count) in enumerate(zip(paths, num_samples, strict=True))
     ]
     if built[0] is None:
@@ -138,7 +137,7 @@ def _build_split(
         # it; a run that reads them in order never reaches the end.
         size = sum(math.ceil(num_samples * weight) for weight in weights)
     datasets = [
-        part.of(split, samples_to_request(num_samples, weight))
+        part.of(split, math.ceil(math.ceil(num_samples * weight) * (1 + SURPLUS)))
         for part, weight in zip(parts, weights, strict=True)
     ]
     blend = BlendedDataset(datasets, weights, size, index_of=index_of)
@@ -153,12 +152,12 @@ def _identity(
     """Returns the identity of the parts of each split, in their order."""
     parts = [
         {
-            "weights": None if path is None or path.weights is None else list(path.weights),
+            "weights": path and path.weights and list(path.weights),
             "files": [_content(opened[name].indexed) for name in path.prefixes] if path else [],
         }
         for path in paths
     ]
-    identity: DataIdentity = (
+    identity = (
         {"source": "--train-data-path", **dict(zip(SPLITS, parts, strict=True))}
         if data.is_per_split
         else {"source": "--data-path", "split": list(parse_split(data.split)), **parts[0]}

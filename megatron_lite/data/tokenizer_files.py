@@ -20,7 +20,7 @@ from megatron_lite.config.input_file import read_input
 from megatron_lite.config.plain import parse_json
 
 # The files that each type reads: the field of TokenizerConfig with the path, and the stored name.
-READ_FILES: dict[str, dict[str, str]] = {
+READ_FILES = {
     "NullTokenizer": {},
     "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
     "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
@@ -133,7 +133,7 @@ def _check_ids(values: Mapping[str, Any], name: str, vocab_size: int | None) -> 
     """Raises ValueError unless each word of a vocab.json or a tokenizer.json has an id of its own,
     which a model of V ids has."""
     vocabulary = values
-    added: list[Any] = []
+    added = []
     if name == "tokenizer.json":
         vocabulary = plain.as_object(plain.field(values, "model"), "model").get("vocab", {})
         added = plain.as_list(values.get("added_tokens") or [], "added_tokens")

@@ -232,10 +232,8 @@ def _tiktoken(config: TokenizerConfig) -> Tokenizer:
     """
     file = _file_of(config, "tokenizer_model")
     size = config.vocab_size or USUAL_VOCABULARY
-    named, count = (
-        config.tokenizer_special_tokens or SPECIAL_TOKENS,
-        config.tiktoken_num_special_tokens,
-    )
+    named = config.tokenizer_special_tokens or SPECIAL_TOKENS
+    count = config.tiktoken_num_special_tokens
     if not len(named) <= count < size:
         raise InputError(
             f"--tiktoken-num-special-tokens {count} must be at least the {len(named)} named "
@@ -331,7 +329,7 @@ def _ranks(content: bytes, count: int, *, first: int) -> dict[bytes, int]:
             f"{len(entries)} tokens, but --vocab-size and --tiktoken-num-special-tokens leave room "
             f"for {count}: give --vocab-size {len(entries) + first} or less"
         )
-    ranks: dict[bytes, int] = {}
+    ranks = {}
     for number, entry in enumerate(entries[:count]):
         where = f"entry {number}"
         values = plain.as_object(entry, where)

@@ -18,7 +18,7 @@ from megatron_lite.config.invocation import module_of_extra, shell_lines
 
 GIB = 2**30
 LONGEST_TEXT = 4000
-STYLE: Any = {
+STYLE = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -45,7 +45,7 @@ def document(template: str, title: str, notes: Sequence[str] = (), **values: Any
         shell=shell_lines,
         short=lambda text: shortened(text, 120),
     )
-    page: str = environment.get_template(template).render(
+    page = environment.get_template(template).render(
         title=shortened(title, 120), notes=notes, **values
     )
     return page

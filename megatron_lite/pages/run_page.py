@@ -210,7 +210,7 @@ def _read_log(path: Path, run: RunRecord) -> None:
             run.logged.setdefault(found[1], {})[int(found[2])] = loss
 
 
-PANELS: tuple[tuple[str, float, tuple[str, ...]], ...] = (  # title, size of the unit, what it shows
+PANELS = (  # title, size of the unit, what it shows
     ("loss [nats per token]", 1.0, ("lm_loss", "validation", "test")),
     ("gradient norm before clipping", 1.0, ("grad_norm",)),
     ("tokens per second, all ranks", 1.0, ("tokens_per_second",)),

@@ -76,7 +76,7 @@ def fitted(run: Run, budget_bytes: int) -> Chosen:
         return whole
     search = RankMixes(run)
     spaces = search.spaces(search.least(), budget_bytes)
-    best: Chosen | None = None
+    best = None
     low = high = None  # the largest spaces that are known to fit, and the smallest that do not
     for _ in range(ROUNDS):
         mixes = search.mixes(spaces)

@@ -55,7 +55,7 @@ def shortest_pipeline(durations: Durations, num_microbatches: int) -> list[float
     A rank begins when the first micro-batch arrives, and computes all of them. The gradient of the
     last one then passes through the ranks before it.
     """
-    found: list[float] = []
+    found = []
     arrives = passes = last = 0.0  # passes: through the backwards of all ranks before
     for forward, backward in zip(durations.forward, durations.backward, strict=True):
         found.append(arrives + num_microbatches * (sum(forward) + sum(backward)))

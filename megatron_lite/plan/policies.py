@@ -187,7 +187,7 @@ def _fastest(
 
 def _useful(found: Iterable[_Beginning]) -> list[_Beginning]:
     """Returns those that no other one beats."""
-    useful: list[_Beginning] = []
+    useful = []
     fullest, seconds = list[int](), list[float]()  # of the fastest so far: rising, and falling
     for one in sorted(found, key=itemgetter(0, 1, 2)):  # by bytes
         place = bisect.bisect_right(fullest, one.fullest)
@@ -223,7 +223,7 @@ def _useful_choices(
     model: ModelConfig, sizes: Sizes, clock: Clock, skip_tail: bool, host: bool
 ) -> tuple[LayerChoice, ...]:
     on_device = sizes.device != "cpu"
-    stores: list[Store] = ["device", "host"] if host and on_device else ["device"]
+    stores = ["device", "host"] if host and on_device else ["device"]
     # Each tensor-parallel rank keeps a part of a unit's input.
     splits: list[Store] = ["split", "split+host"] if host else ["split"]
     if sizes.tp_size == 1 or sizes.sequence_parallel:

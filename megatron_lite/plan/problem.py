@@ -66,7 +66,7 @@ class Problem(NamedTuple):
 
 def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Returns the run with other values, by field. Raises ValueError if training refuses it."""
-    fields: Mapping[str, Any] = run_fields()
+    fields = run_fields()
     changed: Values = {}
     for name, value in values.items():
         changed.setdefault(fields[name].topic, {})[name] = value

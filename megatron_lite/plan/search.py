@@ -156,7 +156,7 @@ class Search:
             push(balanced(config, time), 0, config, time)
         plans: dict[object, Plan] = {}
         fastest = defaultdict[object, float](lambda: math.inf)  # of the plans of a shape so far
-        too_large: list[RunConfig] = []
+        too_large = []
         fitted = 0
         while heap and len(plans) < most:
             bound, _, station, config, time, plan = heapq.heappop(heap)

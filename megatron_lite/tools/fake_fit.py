@@ -89,7 +89,7 @@ class SimulatedValues(SimulatedTensors):
             # Torch knows the shapes of bf16 alone.
             halves = [one.bfloat16() for one in args[:2]]
             return func(*halves, *args[2:], **kwargs).to(args[0].dtype)
-        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if func in MAKE_INTEGERS and _is_known(result):
             value = func(*args, **kwargs)  # no mode is active here
             return self.fake_tensor_converter.from_real_tensor(self, value, make_constant=True)
@@ -247,7 +247,7 @@ def _inputs(
     """
     config, main = model.config, model.main_input_name
     vision: Any = getattr(config, "vision_config", config if main == "pixel_values" else None)
-    inputs: dict[str, Tensor] = {}
+    inputs = {}
     image_tokens = 0
     if hasattr(vision, "temporal_patch_size"):  # Qwen2-VL and what descends from it
         if image_size < 1:
@@ -296,5 +296,5 @@ def _inputs(
 
 
 def _loss(output: Any) -> Tensor:
-    loss: Tensor | None = getattr(output, "loss", None)
+    loss = getattr(output, "loss", None)
     return output[0].float().mean() if loss is None else loss

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
             "one that the model was trained with"
         )
     try:
-        eod: int | None = tokenizer.eod
+        eod = tokenizer.eod
     except InputError:
         eod = None
     with parallel_state(config.parallel, seed=args.seed) as parallel:

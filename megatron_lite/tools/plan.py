@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     if started:
         notes.append(f"left out, but for the number of GPUs: {shown(started)}")
         given["gpus"] = given["gpus"] or num_processes(started)
-    found: list[int] = []
+    found = []
     failed = exit_status(lambda: found.append(_plan(given, flags, notes)), program)
     return failed or found[0]
 

@@ -24,7 +24,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import active_children, get_context, parent_process
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -107,7 +107,7 @@ def parse_line(line: bytes, keys: Iterable[str], where: str) -> list[str]:
     under each key, or if a text cannot be encoded.
     """
     try:
-        document: Any = parse_json(line, longest=None, strict=False)
+        document = parse_json(line, longest=None, strict=False)
     except ValueError as error:  # bad UTF-8 is a UnicodeDecodeError, which is a ValueError
         raise InputError(
             f"{where}: not a line of JSON ({error}): each line must be an object such as "

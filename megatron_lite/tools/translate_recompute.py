@@ -164,7 +164,7 @@ class _Loader(yaml.SafeLoader):
         Keys that `<<` will merge in are not here yet, so they may repeat a key.
         """
         node = super().compose_mapping_node(anchor)
-        found: set[str] = set()
+        found = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in found:
@@ -178,7 +178,7 @@ def _read_python(name: str, text: str) -> dict[str, Any]:
 
     Newer versions of torchtitan have no selective_ac_option: they do what it calls op.
     """
-    said: list[ast.expr] = []
+    said = []
     body = [one for one in ast.parse(text).body if getattr(one, "name", "") == name]
     for node in ast.walk(ast.Module(body, [])):
         match node:

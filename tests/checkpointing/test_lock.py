@@ -105,8 +105,9 @@ def test_a_lock_file_that_was_removed_comes_back(tmp_path):
         ({"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "1"}, ("abc", "abc", 0, 1)),
     ],
 )
-def test_the_launcher_says_which_job_and_which_start(environ, expected):
-    found = Holder.this_process(environ)
+def test_the_launcher_says_which_job_and_which_start(environ, expected, monkeypatch):
+    monkeypatch.setattr(os, "environ", environ)
+    found = Holder.this_process()
     assert (
         found.job,
         found.run,

@@ -123,8 +123,7 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
         values["rotary_base"] = int(base)
     with input_faults(f"{where}: its args describe no model of this project: "):
         given = {name: value for name, value in values.items() if value is not None}
-        model: ModelConfig = from_plain(ModelConfig, given, "args")
-    return model
+        return from_plain(ModelConfig, given, "args")
 
 
 def vocabulary_of(args: Mapping[str, Any], padded: int) -> tuple[int, list[str]]:
@@ -194,21 +193,21 @@ def new_iteration(source: WeightSource, path: Path) -> Iterator[Path]:
     It and its pointer appear at `path` after the block, complete or not at all.
     """
     iteration = source.progress.iteration
-    name, pointer = f"iter_{iteration:07d}", str(iteration)
     with complete_folder(path) as folder:
-        step = folder / (name if source.state_keys else "release")
+        step = folder / (f"iter_{iteration:07d}" if source.state_keys else "release")
         step.mkdir()
         yield step
-        (folder / LATEST).write_text(pointer if source.state_keys else step.name)
+        (folder / LATEST).write_text(str(iteration) if source.state_keys else step.name)
 
 
 def common_values(source: WeightSource, *, tp_size: int, pp_size: int) -> dict[str, Any]:
     """Returns the values that are no tensors and belong to no optimizer."""
     model, progress = source.model, source.progress
-    names = shared(model.multi_latent_attention)
-    values = {name: value for name, value in asdict(model).items() if name in names}
-    for name, value in values.items():
-        values[name] = list(value) if isinstance(value, tuple) else value
+    values = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(model).items()
+        if name in shared(model.multi_latent_attention)
+    }
     if not model.group_query_attention:
         values["num_query_groups"] = model.num_attention_heads
     args = argparse.Namespace(
@@ -223,8 +222,12 @@ def common_values(source: WeightSource, *, tp_size: int, pp_size: int) -> dict[s
         make_vocab_size_divisible_by=VOCAB_MULTIPLE,
         consumed_train_samples=progress.consumed_samples,
     )
-    found = dict(args=args, checkpoint_version=3.0, iteration=progress.iteration)
-    found["num_floating_point_operations_so_far"] = 0
+    found = dict(
+        args=args,
+        checkpoint_version=3.0,
+        iteration=progress.iteration,
+        num_floating_point_operations_so_far=0,
+    )
     if source.state_keys:
         schedule = TABLES["schedule"]
         found["opt_param_scheduler"] = {**schedule, "num_steps": progress.consumed_samples}
@@ -233,8 +236,9 @@ def common_values(source: WeightSource, *, tp_size: int, pp_size: int) -> dict[s
 
 def groups(source: WeightSource) -> list[dict[str, Any]]:
     """Returns the optimizer's groups with and without weight decay, without `params`."""
-    common = {**TABLES["group"], "step": source.num_updates}
-    return [{"wd_mult": decay, **common} for decay in (1.0, 0.0)]
+    return [
+        {"wd_mult": decay, **TABLES["group"], "step": source.num_updates} for decay in (1.0, 0.0)
+    ]
 
 
 def check_exact(source: WeightSource, target: str) -> None:

@@ -130,7 +130,7 @@ def _layers(stack: Chunked) -> Iterator[Chunked]:
     """Yields the tensor of each layer of a stack."""
     # A chunk that holds numbers holds at least one for each of its rows, so this takes no more
     # time than the numbers take bytes.
-    chunks: dict[int, list[Chunk]] = defaultdict(list)
+    chunks = defaultdict(list)
     for chunk in stack.chunks:
         for row in range(chunk.sizes[0]):
             part = Chunk(chunk.offsets[1:], chunk.sizes[1:], partial(_row, chunk, row))
@@ -148,7 +148,7 @@ def _tensors_of(folder: Path) -> Parameters:
     path = folder / DIST_METADATA
     found = read_pickle(read_input(path, MOST_BYTES), str(path))
     with crafted(f"{path}: its description of tensors"):
-        windows: dict[str, Window] = {}
+        windows = {}
         lengths: Counter[Path] = Counter()
         for key, place in found.storage_data.items():
             name = place.relative_path
@@ -217,7 +217,7 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
     megatron_args.check_exact(source, "megatron-dist")
     model, padded = source.model, megatron_args.padded_vocab_size(source, 1)
     tensors: dict[str, Any] = {}
-    places: dict[dcp.MetadataIndex, Any] = {}
+    places = {}
     with megatron_args.new_iteration(source, path) as step:
         with (step / SHARDS).open("wb") as file:
 

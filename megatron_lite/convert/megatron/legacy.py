@@ -179,8 +179,8 @@ def _whole(
 
     specs: tell how the parts lie. version: that of the layout of linear_qkv.
     """
-    chunks: dict[str, list[Chunk]] = defaultdict(list)
-    wholes: dict[str, Chunked] = {}
+    chunks = defaultdict(list)
+    wholes = {}
     all_experts = model.num_experts or 1
     experts = all_experts // sizes[2]
     for (tp_rank, _, ep_rank), (name, tensor) in (
@@ -233,7 +233,7 @@ def _states(
     """
     saved = {ranks: value.get("optimizer") for ranks, value in values.items()}
     need(any(saved.values()), "the checkpoint holds no optimizer states")
-    found: dict[Ranks, list[Named]] = {}
+    found = {}
     updates = set()
     try:
         for ranks, optimizer in saved.items():
@@ -296,7 +296,7 @@ def write_legacy(
         specs = parameter_specs(source.model, padded, tp_size=tp_size)
         held = stages(parallel, source.model.num_layers)
     places: dict[str, list[tuple[int, int | None, Tensor]]] = defaultdict(list)
-    made: dict[int, tuple[str, int | None]] = {}  # by the tensor's id
+    made = {}  # by the tensor's id
 
     def empty(name: str, expert: int | None, key: str = "") -> Tensor:
         shape = specs[name].local_shape(tp_size)[0 if expert is None else 1 :]
@@ -361,7 +361,7 @@ def _state_dict(
         for number, one in zip(group["params"], own, strict=True):
             states[number] = {key: empty(*one, key) for key in megatron_args.ADAM}
         masters.append([empty(*one, megatron_args.MASTER) for one in own])
-    optimizer: dict[str, Any] = {"state": states, "param_groups": groups}
+    optimizer = {"state": states, "param_groups": groups}
     if megatron_args.MASTER in source.state_keys:
         optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
     return {"model": model, "optimizer": optimizer}

@@ -69,8 +69,7 @@ class Chunked(NamedTuple):
             if any(end > whole for end, whole in zip(ends, self.shape, strict=True)):
                 raise ValueError(f"a chunk of {name} lies outside of the tensor")
         covered = sum(math.prod(chunk.sizes) for chunk in self.chunks)
-        if covered != math.prod(self.shape):
-            numel = math.prod(self.shape)
+        if covered != (numel := math.prod(self.shape)):
             raise ValueError(f"the chunks of {name} hold {covered} of its {numel} numbers")
         return self
 
@@ -109,7 +108,7 @@ def opened(path: Path, name: str, read: Callable[[Path], WeightSource]) -> Weigh
     folder = pointed_step(path, "release") if has_pointer else path
     found = megatron_format(folder)
     if found != name:
-        hint = "" if found is None else f": it is one of --from {found}"
+        hint = f": it is one of --from {found}" if found else ""
         raise InputError(f"{folder}: holds no checkpoint of the format {name}{hint}")
     inside = [one.name for one in path.iterdir() if ITERATION.fullmatch(one.name)]
     if inside and not has_pointer:
@@ -154,8 +153,7 @@ def megatron_source(
     specs = parameter_specs(model, padded)
     check_held(where, weights, {name: spec.global_shape for name, spec in specs.items()}, "args")
     found: Parameters = {}
-    keys: list[str] = []
-    updates = 0
+    keys, updates = [], 0
     try:
         found, updates = states()
         for key in (*ADAM, MASTER):

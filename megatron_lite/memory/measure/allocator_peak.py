@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 MARK = "megatron_lite: mark of allocated bytes"
 
@@ -46,8 +45,8 @@ def allocator_peak() -> Iterator[AllocatorPeak]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         yield found
     # (time, address, bytes); a mark has no bytes
-    events: list[tuple[int, int, int]] = []
-    pending: list[Any] = list(profiled.profiler.kineto_results.experimental_event_tree())
+    events = []
+    pending = list(profiled.profiler.kineto_results.experimental_event_tree())
     while pending:
         event = pending.pop()
         pending += event.children

@@ -57,7 +57,7 @@ class KeptForBackward:
 
     def storages(self) -> dict[int, KeptStorage]:
         """Returns every kept storage, by its address."""
-        kept: dict[int, KeptStorage] = {}
+        kept = {}
         for saved in list(self._saved.values()):
             storage = saved.detached.untyped_storage()
             address = address_of(storage)

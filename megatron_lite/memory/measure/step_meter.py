@@ -90,7 +90,7 @@ class StepMeter(LiveStorages):
         self._running: list[list[str]] = []  # of each stage
         self._peak_bytes = self._peak_number = 0
         self._peak_categories: Counter[str] = Counter()
-        self._peak_place: tuple[str, str, Any] = (FORWARD, "", "")
+        self._peak_place = (FORWARD, "", "")
 
     @property
     def peak(self) -> StepPeakMeasured:

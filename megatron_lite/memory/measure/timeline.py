@@ -97,7 +97,7 @@ def write_timeline(timeline: Timeline, path: str) -> None:
         for names in zip(*((one.module, one.operator) for one in timeline.events), strict=True)
     )
     places = [{name: at for at, name in enumerate(names)} for names in (PHASES, modules, operators)]
-    document: dict[str, Any] = {
+    document = {
         **HEADER,
         "name": timeline.name,
         "modules": modules,

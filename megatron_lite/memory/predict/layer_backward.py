@@ -60,7 +60,7 @@ def layer_backward(
         return sum(sizes.allocated(own[name].num_bytes) for name in own.keys() - but)
 
     fullest, left, at_first = Moment(), 0, (0, 0)
-    replayed: list[int] = []
+    replayed = []
     for number in reversed(range(len(operations))):
         operation, done = operations[number], operations[: number + 1]
         held = [term.tensor for term in layer_terms(done, 0, regions, sizes)]

@@ -227,7 +227,7 @@ class _Course:
         unit reads the part of the split unit before it.
         """
         splits = [one.split for one in self.plan.segments]
-        back: set[int] = set()
+        back = set()
         for one in (number, *(self._before(number, splits) if splits[number] else ())):
             if self.moved[one]:
                 back |= {one, *self._before(one, self.moved)}
@@ -258,7 +258,7 @@ class _Course:
         walk.other += copied
         parts = [self._part(segment, place, returned) for place in range(segment.num_layers)]
         walk.rebuilt = sum(one.rebuilt for one in parts)
-        held: list[int] = []
+        held = []
         for place, part in reversed(list(enumerate(parts))):
             walk.rebuilt -= part.rebuilt
             if part.replayed is not None:

@@ -170,7 +170,7 @@ def step_peak(
     each = [course(chunk, False) for chunk in range(len(stages))]
     waiting = _most_waiting(schedule)
     update = update_memory(config, stages[0], states, dp_cp_size=dp_cp_size, device=device)
-    sure: Tag = ESTIMATE
+    sure = ESTIMATE
     where = _when(config, held, stages)
     if update.num_bytes > held.num_bytes:  # a small batch: the update holds more than any backward
         held = _Fullest(held.action, Moment(update.where, other=update.num_bytes))
@@ -181,7 +181,7 @@ def step_peak(
     workspaces = 2 + (config.training.cuda_graph_impl != "none")
     on_host = sum(waiting[chunk] * one.on_host for chunk, one in enumerate(each))
     arena = sum(waiting[chunk] * one.arena for chunk, one in enumerate(each))
-    rows: tuple[tuple[str, int, Tag], ...] = (
+    rows = (
         ("weights", states.weights, EXACT),
         ("main weights", states.masters, EXACT),
         ("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
