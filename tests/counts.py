@@ -28,7 +28,7 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 308_100,
+    "tokens of the library": 306_950,
     "files of the library": 275,
     "tokens of tests": 293_000,
     "tokens of benchmarks": 21_500,
