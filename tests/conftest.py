@@ -128,7 +128,7 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device (benchmarks/gpu.sh)"))
     for cases in by_test.values():
-        numbers = cases[0].get_closest_marker("runs").kwargs
+        numbers = {"daily": 1, "ci": 2, **cases[0].get_closest_marker("runs").kwargs}
         for kind, number in (
             ("weekly", len(cases)),
             ("long", numbers["ci"]),

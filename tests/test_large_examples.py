@@ -105,7 +105,7 @@ def test_shape_and_layout_are_the_published_ones(name):
         )
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_header_has_the_predicted_bytes(name):
     expected = [HEADING]

@@ -72,7 +72,7 @@ def saved(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(ci=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_through_a_layout_and_back_no_bit_changes(tmp_path, saved, layout, request, capsys):
     """Nothing is trained: each run loads the last iteration and writes it again."""

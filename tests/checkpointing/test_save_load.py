@@ -129,7 +129,7 @@ def test_a_save_directory_that_cannot_be_written_is_found_before_training(tmp_pa
         run(10**6, save=tmp_path / "file")
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("length", [dict(train_iters=20), dict(train_iters=None, train_samples=80)])
 def test_a_run_goes_on_with_another_batch_size(tmp_path, length):
     """2 iterations of 8 samples, then 4 a time: to 20 iterations, or to 80 samples; data and

@@ -43,7 +43,7 @@ ZERO_1 = DataParallelConfig(
 )
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("model", "world_size", "layout", "data_parallel"),
     [

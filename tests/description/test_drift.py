@@ -23,7 +23,7 @@ from tests.memory.test_replay_flops import FORMULAS
 from tests.support import pairs
 from tests.support.dispatch import Dispatches
 from tests.support.equality import GATHERED, SENT, VARIANTS, variant_config
-from tests.support.models import build_tiny_model, sample_tokens, tiny_sizes, tp_state
+from tests.support.models import Layout, sample_tokens
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 2
@@ -38,13 +38,13 @@ KINDS = {
     "_reduce_scatter_base_": REDUCE_SCATTER,
     "alltoall_base_": ALL_TO_ALL,
 }
-# Fields of ParallelConfig of layouts in which two ranks hold different experts.
+# Layouts in which two ranks hold different experts, with further fields of ParallelConfig.
 EXPERT_LAYOUTS = {
-    "ep2": SENT,
-    "ep2, all tokens gathered": GATHERED,
-    "ep2, tp2 shares no expert": dict(SENT, tp_size=2, expert_tensor_parallel_size=1),
-    "tp2 shares no expert": dict(tp_size=2, expert_tensor_parallel_size=1),
-    "ep2, tp4 shares in twos": dict(SENT, tp_size=4, expert_tensor_parallel_size=2),
+    "ep2": (Layout(), SENT),
+    "ep2, all tokens gathered": (Layout(), GATHERED),
+    "ep2, tp2 shares no expert": (Layout(2, True), dict(SENT, expert_tensor_parallel_size=1)),
+    "tp2 shares no expert": (Layout(2, True), dict(expert_tensor_parallel_size=1)),
+    "ep2, tp4 shares in twos": (Layout(4, True), dict(SENT, expert_tensor_parallel_size=2)),
 }
 
 
@@ -82,9 +82,8 @@ def place(module):
     return "embedding" if module.startswith("embedding") else module
 
 
-def measured(config, parallel, *, sequence_parallel, dtype):
+def measured(model):
     """Returns the figures of every module in one forward, and the rows of each layer's experts."""
-    model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
     with (
         running_modules(model) as running,
         kept_for_backward(exclude=model.parameters(), model=model) as meter,
@@ -149,10 +148,10 @@ def described(config, sizes):
     return found
 
 
-def wrong(rank, world_size, sequence_parallel, layout=None):
+def wrong(rank, world_size, layout, fields=None):
     """Returns {configuration: {module: (measured, described)}} where the two differ.
 
-    layout: fields of ParallelConfig that spread experts.
+    fields: those of ParallelConfig that spread experts.
     """
     found = {}
     cases = list(
@@ -160,12 +159,10 @@ def wrong(rank, world_size, sequence_parallel, layout=None):
     )
     if not pairs.FULL_GRIDS:
         cases = pairs.covered(cases)
-    fields = dict(tp_size=world_size)
-    if layout is not None:
+    if fields is not None:
         names = ("mixtral", "deepseek", "gshard")
         cases = [(name, "flash", 0.0, torch.float32) for name in names]
-        fields = dict(tp_size=1, sequence_parallel=sequence_parallel) | layout
-    with tp_state(**fields) as parallel:
+    with layout.state(**(fields or {})) as parallel:
         for variant, backend, dropout, dtype in cases:
             rotates = VARIANTS[variant].get("position_embedding_type") == "rope"
             differing = dict(DIFFERING) if rotates else {}
@@ -178,21 +175,17 @@ def wrong(rank, world_size, sequence_parallel, layout=None):
                 hidden_dropout=dropout,
                 attention_dropout=dropout,
                 # some tokens are dropped
-                **(dict(moe_expert_capacity_factor=0.9) if layout and variant == "mixtral" else {}),
+                **(dict(moe_expert_capacity_factor=0.9) if fields and variant == "mixtral" else {}),
                 **differing,
             )
-            sizes = tiny_sizes(
-                parallel.tp_size, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize
-            )
-            real, rows = measured(
-                config, parallel, sequence_parallel=sequence_parallel, dtype=dtype
-            )
-            if layout is not None:
+            sizes = layout.sizes(dtype)
+            real, rows = measured(layout.model(config, parallel, dtype=dtype))
+            if fields is not None:
                 sizes = replace(
                     sizes,
-                    ep_size=layout.get("expert_model_parallel_size", 1),
-                    expert_tp_size=layout.get("expert_tensor_parallel_size", 0),
-                    gathers_tokens=layout.get("moe_token_dispatcher_type") == "allgather",
+                    ep_size=fields.get("expert_model_parallel_size", 1),
+                    expert_tp_size=fields.get("expert_tensor_parallel_size", 0),
+                    gathers_tokens=fields.get("moe_token_dispatcher_type") == "allgather",
                     expert_rows=rows,
                 )
             told = described(config, sizes)
@@ -207,17 +200,16 @@ def wrong(rank, world_size, sequence_parallel, layout=None):
     return found
 
 
-@pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_every_module_keeps_computes_sends_and_holds_what_is_described(tp_size, sequence_parallel):
-    found = run_ranks(wrong, tp_size, sequence_parallel)
-    assert found == [{}] * tp_size
+@pytest.mark.runs
+@pytest.mark.parametrize("layout", [Layout(), Layout(2), Layout(2, True)])
+def test_every_module_keeps_computes_sends_and_holds_what_is_described(layout):
+    assert run_ranks(wrong, layout.ranks, layout) == [{}] * layout.ranks
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(ci=4)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts_of_other_ranks_keep_send_and_hold_what_is_described(layout):
     """Given the rows of each rank's experts, which are data."""
-    fields = EXPERT_LAYOUTS[layout]
-    ranks = fields.get("tp_size", 2)
-    assert run_ranks(wrong, ranks, "tp_size" in fields, fields) == [{}] * ranks
+    place, fields = EXPERT_LAYOUTS[layout]
+    ranks = max(place.ranks, 2)
+    assert run_ranks(wrong, ranks, place, fields) == [{}] * ranks

@@ -23,7 +23,7 @@ def script(block, where, number):
 
 
 # .ci/run itself runs the commands of README.md, the first page: here they come last, and weekly.
-@pytest.mark.runs(daily=0, ci=2)
+@pytest.mark.runs(daily=0)
 @pytest.mark.parametrize(
     "page", [page for page in reversed(PAGES) if RUN[page]], ids=lambda page: page.name
 )

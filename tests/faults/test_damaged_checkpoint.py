@@ -59,7 +59,7 @@ def ends_as(whole, folder):
     return step_bytes(folder, LAST) == step_bytes(whole, LAST) != {}
 
 
-@pytest.mark.runs(daily=1, ci=7)
+@pytest.mark.runs(ci=7)
 @pytest.mark.parametrize(
     ("file", "how"),
     [

@@ -50,7 +50,7 @@ def _foreign_ids(prefix, kind):
     shutil.copy(_file(_write(prefix.with_name("other"), first=70), kind), _file(prefix, kind))
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(ci=4)
 @pytest.mark.parametrize(
     ("damage", "kind", "message"),
     [

@@ -30,7 +30,7 @@ def _stopped():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@pytest.mark.runs(daily=1, ci=1)
+@pytest.mark.runs(ci=1)
 @pytest.mark.parametrize(
     ("layout", "rank", "place", "where"),
     [

@@ -84,7 +84,7 @@ def damaged(tmp_path_factory):
 CASES = [*product([0], range(7)), *product([1], range(3)), *product([0], range(7, 28))]
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(ci=4)
 @pytest.mark.parametrize(("victim", "number"), CASES)
 def test_a_kill_before_any_change_costs_nothing(tmp_path, damaged, whole, victim, number):
     folder = shutil.copytree(damaged, tmp_path / "steps")

@@ -62,7 +62,7 @@ def test_the_others_name_it_and_the_resumed_run_equals_an_uninterrupted_one(
     assert rows(tmp_path / "rows") == rows(whole / "rows")
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("more", [[], ["--async-save"]], ids=["sync", "async"])
 @pytest.mark.parametrize(
     ("victim", "function"), [(1, "row_of"), (1, "rows_from_plain"), (0, "sync")]

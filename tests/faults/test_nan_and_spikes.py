@@ -118,7 +118,7 @@ def check_skips_one(shape, config, where, value, at):
         assert differing(tensors, oracle) == []
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(("shape", "where", "value", "named"), CASES)
 def test_what_is_not_finite_on_one_rank_skips_the_update_on_all(
     tmp_path, shape, where, value, named
@@ -179,7 +179,7 @@ def test_what_stops_a_run(training, stops_at):
     assert error is None or f"iteration {stops_at}: the loss is nan" in error
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("shape", ["alone", "tp2", "pp2", "dp2"])
 def test_an_overflow_of_a_float16_run_halves_the_scale_on_all_ranks_and_never_counts_in_a_row(
     tmp_path, shape
@@ -215,7 +215,7 @@ def spike_config(shape, ratio, **settings):
     )
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("shape", ["dp2", "tp2", "pp2", "alone", "zero1-overlap", "fsdp2"])
 def test_a_spike_is_skipped_on_all_ranks_and_does_not_move_the_mean(tmp_path, shape):
     """The last rank's loss of the first micro-batch is 100 times itself. Under TP the other's is

@@ -69,7 +69,7 @@ def mark(tmp_path):
     return tmp_path / "it ran"
 
 
-@pytest.mark.runs(daily=1, ci=1)
+@pytest.mark.runs(ci=1)
 @pytest.mark.parametrize("first", range(len(FORMS)))
 def test_in_a_checkpoint(tmp_path, mark, first):
     """Signed or not, in the place of every file, by training and by sampling. The forms take turns:

@@ -75,7 +75,7 @@ def test_a_read_that_is_always_refused_stops_the_run(number, name, steps, monkey
     assert generate.main(f"--load {steps} --prompt 1 --max-new-tokens 1".split()) == 0
 
 
-@pytest.mark.runs(daily=1, ci=8)
+@pytest.mark.runs(ci=8)
 @NUMBERS
 @FILES
 def test_a_read_that_is_refused_for_a_moment_is_tried_again(number, name, steps, monkeypatch):

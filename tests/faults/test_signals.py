@@ -53,7 +53,7 @@ def whole(tmp_path_factory):
     return folder, losses
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("rank", "place", "names", "iteration"),
     [
@@ -84,7 +84,7 @@ def test_a_signal_in_training_costs_nothing(tmp_path, whole, rank, place, names,
     assert rows(tmp_path / "rows") == rows(folder / "rows") and losses == expected
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("rank", "name", "place"), [(1, "SIGUSR1", "model"), (0, "SIGTERM", "index")]
 )
@@ -113,7 +113,7 @@ def test_before_the_first_iteration_all_stop_at_once(tmp_path, place, rank, name
 # --- signals that come when all is done ---
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("rank_0_owns_store", [True, False])
 def test_further_signals_at_the_end_of_a_saved_run_do_not_change_its_status(
     tmp_path, rank_0_owns_store
@@ -157,7 +157,7 @@ def _interrupted(place, *ranks, iteration=0):
     return prepare
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("ranks", "place", "iteration"),
     [

@@ -77,7 +77,7 @@ def _run(rank, world_size, config, bad=None):
     return trainer.progress.iteration, error
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "shape", ["pp2", "dp2", *("tp2", "alone", "cp2", "zero1-overlap", "fsdp2")]
 )

@@ -16,23 +16,23 @@ from megatron_lite.description.operations import (
     Collective,
 )
 from tests.support.collectives import recorded_collectives
-from tests.support.equality import variant_config
-from tests.support.models import (
-    BATCH,
-    SEQ_LENGTH,
-    build_tiny_model,
-    plan_of,
-    sample_tokens,
-    tiny_config,
-    tiny_sizes,
-    tp_state,
-)
+from tests.support.equality import LATENT, LLAMA, variant_config
+from tests.support.models import BATCH, SEQ_LENGTH, Layout, plan_of, sample_tokens, tiny_config
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 from tests.support.traffic import plan_collectives
 
 NUM_LAYERS = 3
-MODEL = tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1, attention_backend="unfused")
+LATENTS = dict(LLAMA, **LATENT, q_lora_rank=8, qk_layernorm=True, num_layers=NUM_LAYERS)
+MODELS = {
+    "gpt, dropout": tiny_config(
+        num_layers=NUM_LAYERS, hidden_dropout=0.1, attention_backend="unfused"
+    ),
+    "flash": variant_config("llama", num_layers=NUM_LAYERS, attention_backend="flash"),
+    "unfused": variant_config("llama", num_layers=NUM_LAYERS, attention_backend="unfused"),
+    "latents": tiny_config(**LATENTS, attention_backend="flash"),
+    "unfused latents": tiny_config(**LATENTS, attention_backend="unfused"),
+}
 TORCH_NAMES = {
     "allreduce_": ALL_REDUCE,
     "_allgather_base_": ALL_GATHER,
@@ -69,10 +69,6 @@ def policies(*, can_split):
     }
 
 
-def some_policies(*, can_split):
-    return dict(sampled(policies(can_split=can_split).items(), every=3, at_most=2))
-
-
 def by_kind_and_bytes(sent, element_bytes, *, tokens=BATCH * SEQ_LENGTH):
     """Sums of the cross-entropy are float32: one or two numbers per token."""
     found = Counter()
@@ -85,79 +81,69 @@ def by_kind_and_bytes(sent, element_bytes, *, tokens=BATCH * SEQ_LENGTH):
     return found
 
 
-def measured(rank, world_size, sequence_parallel, dtype):
-    """By policy: what the forward sent, and what the backward did, its replays included."""
-    sent = {}
-    with tp_state(world_size) as parallel:
-        for name, plan in some_policies(can_split=not sequence_parallel).items():
-            model = build_tiny_model(
-                MODEL, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan
-            )
+def issued(rank, world_size, layout, config, plans, dtype, fields):
+    """By policy: what the forward issued, and what the backward did, its replays included."""
+    found = {}
+    with layout.state(**fields) as parallel:
+        for name, plan in plans.items():
+            model = layout.model(config, parallel, dtype=dtype, plan=plan)
             with recorded_collectives() as forward:
-                loss = model.loss(*sample_tokens()).mean()
+                loss = model.loss(*sample_tokens(parallel=parallel)).mean()
             with recorded_collectives() as backward:
                 loss.backward()
-            sent[name] = tuple(
-                by_kind_and_bytes(one, dtype.itemsize) for one in (forward, backward)
-            )
-    return sent
+            found[name] = forward, backward
+    return found
 
 
-def predicted(plan, tp_size, *, sequence_parallel, element_bytes=4):
-    return plan_collectives(
-        MODEL,
-        plan,
-        tiny_sizes(tp_size, sequence_parallel=sequence_parallel, element_bytes=element_bytes),
-    )
-
-
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize(
-    ("sequence_parallel", "dtype"),
-    [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)],
+    ("layout", "name", "dtype"),
+    [
+        (Layout(2), "gpt, dropout", torch.float32),
+        (Layout(2, True), "gpt, dropout", torch.float32),
+        (Layout(2, True), "gpt, dropout", torch.bfloat16),
+        (Layout(2, True, 2, "a2a"), "latents", torch.bfloat16),
+        (Layout(cp=2), "flash", torch.bfloat16),
+        (Layout(cp=3, cp_comm_type="allgather"), "flash", torch.bfloat16),
+        (Layout(cp=2), "unfused", torch.bfloat16),
+        (Layout(cp=2), "latents", torch.bfloat16),
+        (Layout(2, True, 2), "flash", torch.bfloat16),
+        (Layout(2, cp=2, cp_comm_type="allgather"), "flash", torch.bfloat16),
+        (Layout(cp=2, cp_comm_type="a2a"), "flash", torch.bfloat16),
+        (Layout(cp=2, cp_comm_type="a2a"), "unfused", torch.bfloat16),
+        (Layout(cp=2), "unfused latents", torch.bfloat16),
+        (Layout(cp=2, cp_comm_type=("allgather", "p2p", "a2a")), "flash", torch.bfloat16),
+    ],
 )
-def test_every_policy_sends_what_is_predicted(sequence_parallel, dtype):
-    plans = some_policies(can_split=not sequence_parallel)
-    expected = {}
-    for name, plan in plans.items():
-        exchange = predicted(
-            plan, 2, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize
-        )
-        expected[name] = (Counter(exchange.forward), Counter(exchange.backward + exchange.replay))
-    assert run_ranks(measured, 2, sequence_parallel, dtype) == [expected] * 2
-
-
-EXPERT_POLICIES = ("*:none", "*:moe", "*:moe_act", "*:full")
+def test_every_policy_sends_what_is_predicted(layout, name, dtype):
+    named = list(policies(can_split=layout.can_split).items())
+    # More than two ranks run every third: they are slow.
+    plans = dict(sampled(named[:: 3 if layout.ranks > 2 else 1], every=3, at_most=2))
+    tokens = BATCH * SEQ_LENGTH // layout.cp
+    for found in run_ranks(issued, layout.ranks, layout, MODELS[name], plans, dtype, {}):
+        for policy, plan in plans.items():
+            sent = [by_kind_and_bytes(one, dtype.itemsize, tokens=tokens) for one in found[policy]]
+            told = plan_collectives(MODELS[name], plan, layout.sizes(dtype))
+            expected = [Counter(told.forward), Counter(told.backward + told.replay)]
+            assert sent == expected, policy
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_a_replay_of_experts_repeats_the_collectives_that_its_policy_says(dispatcher):
     """The counts of rows are exchanged in the forward alone; `moe_act` sends no row again."""
     config = variant_config("mixtral", num_layers=NUM_LAYERS)
-    plans = {policy: plan_of(policy, NUM_LAYERS) for policy in EXPERT_POLICIES}
-
-    def kinds(collectives):
-        return Counter(one.kind for one in collectives)
-
-    def sent(rank, world_size):
-        found = {}
-        layout = dict(expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher)
-        with tp_state(1, **layout) as parallel:
-            for name, plan in plans.items():
-                model = build_tiny_model(config, parallel, dtype=torch.float32, plan=plan)
-                with recorded_collectives() as forward:
-                    loss = model.loss(*sample_tokens()).mean()
-                with recorded_collectives() as backward:
-                    loss.backward()
-                found[name] = tuple(
-                    Counter(TORCH_NAMES[one.name] for one in of) for of in (forward, backward)
-                )
-        return found
-
-    sizes = tiny_sizes(ep_size=2, gathers_tokens=dispatcher == "allgather")
-    expected = {}
-    for name, plan in plans.items():
-        exchange = plan_collectives(config, plan, sizes)
-        expected[name] = kinds(exchange.forward), kinds(exchange.backward + exchange.replay)
-    assert run_ranks(sent, 2) == [expected] * 2
-    assert expected["*:moe"][1] > expected["*:moe_act"][1] == expected["*:none"][1]
+    plans = {one: plan_of(one, NUM_LAYERS) for one in ("*:none", "*:moe", "*:moe_act", "*:full")}
+    fields = dict(expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher)
+    sizes = Layout().sizes(ep_size=2, gathers_tokens=dispatcher == "allgather")
+    for found in run_ranks(issued, 2, Layout(), config, plans, torch.float32, fields):
+        sent = {
+            policy: [Counter(TORCH_NAMES[one.name] for one in part) for part in parts]
+            for policy, parts in found.items()
+        }
+        for policy, plan in plans.items():
+            told = plan_collectives(config, plan, sizes)
+            for part, expected in zip(
+                sent[policy], (told.forward, told.backward + told.replay), strict=True
+            ):
+                assert part == Counter(one.kind for one in expected), policy
+        assert sent["*:moe"][1] > sent["*:moe_act"][1] == sent["*:none"][1]

@@ -8,7 +8,7 @@ import torch
 from megatron_lite.config.recompute import RecomputeConfig
 from tests.memory import test_activations, test_peak
 from tests.recompute.test_equality import DIFFERING_MODELS as MODELS
-from tests.support.models import tp_state
+from tests.support.models import Layout
 from tests.support.ranks import run_ranks
 
 POLICIES = (
@@ -25,36 +25,32 @@ POLICIES = (
 )
 
 
-def wrong_bytes(rank, world_size, sequence_parallel):
+def wrong_bytes(rank, world_size, layout):
     found = {}
-    with tp_state(world_size) as parallel:
+    with layout.state() as parallel:
         for name, config in MODELS.items():
             for policy in POLICIES:
                 for dtype in (torch.float32, torch.bfloat16):
                     figures = test_activations.figures(
-                        config,
-                        RecomputeConfig(recompute_policy=policy),
-                        parallel,
-                        sequence_parallel=sequence_parallel,
-                        dtype=dtype,
+                        config, RecomputeConfig(recompute_policy=policy), parallel, layout, dtype
                     )
                     if not figures.agree:
                         found[f"{name} {policy} {dtype}"] = figures
     return found
 
 
-@pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_the_bytes_of_every_policy_are_the_measured_ones(tp_size, sequence_parallel):
-    assert run_ranks(wrong_bytes, tp_size, sequence_parallel) == [{}] * tp_size
+@pytest.mark.runs
+@pytest.mark.parametrize("layout", [Layout(), Layout(2), Layout(2, True)])
+def test_the_bytes_of_every_policy_are_the_measured_ones(layout):
+    assert run_ranks(wrong_bytes, layout.ranks, layout) == [{}] * layout.ranks
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_every_moment_of_every_policy_is_the_measured_one(config):
     config = replace(
         config, num_layers=test_peak.NUM_LAYERS, window_attn_skip_freq=2, no_rope_freq=None
     )
-    assert test_peak.differences(0, 1, config, False) == {}
+    assert test_peak.differences(0, 1, config, Layout()) == {}
     config = replace(config, no_rope_freq=tuple([0, 1, 0, 1, 1, 0][: config.num_layers]))
-    assert test_peak.differences(0, 1, config, False) == {}
+    assert test_peak.differences(0, 1, config, Layout()) == {}

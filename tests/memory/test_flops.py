@@ -46,7 +46,7 @@ def test_flops_of_forward_and_step_are_those_that_torch_counts(name):
         assert counted(config, parallel) == predicted(config, 1)
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("tp_size", [1, 4])
 def test_a_loss_in_chunks_costs_the_logits_once_more(tp_size):
     config, plan = variant_config("gpt2", attention_backend="unfused"), keep_everything(2)

@@ -17,7 +17,7 @@ from megatron_lite.memory.predict.stage_course import replays_of
 from megatron_lite.recompute import checkpoint, offload
 from megatron_lite.recompute import region_runner as regions
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import build_tiny_model, plan_of, sample_tokens, tiny_sizes, tp_state
+from tests.support.models import Layout, plan_of, sample_tokens
 from tests.support.mutants import replaces
 from tests.support.pairs import sampled, subsets
 from tests.support.ranks import run_ranks
@@ -124,10 +124,8 @@ def rebuilt_tensors(watch, meter, tables):
         yield
 
 
-def measured(config, plan, parallel, *, sequence_parallel):
-    model = build_tiny_model(
-        config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32, plan=plan
-    )
+def measured(config, plan, parallel, layout):
+    model = layout.model(config, parallel, dtype=torch.float32, plan=plan)
     held = []
     with kept_for_backward(exclude=model.parameters()) as meter:
         loss = model.loss(*sample_tokens()).mean()
@@ -137,36 +135,27 @@ def measured(config, plan, parallel, *, sequence_parallel):
     return Fullest(forward, max(held, default=0))
 
 
-def sizes(tp_size, *, sequence_parallel):
-    return tiny_sizes(tp_size, sequence_parallel=sequence_parallel)
-
-
-def predicted(config, plan, tp_size, *, sequence_parallel):
-    here = sizes(tp_size, sequence_parallel=sequence_parallel)
+def predicted(config, plan, layout):
+    here = layout.sizes()
     replays = (one.held_bytes for one in replays_of(config, plan, here))
     return Fullest(activation_bytes(config, plan, here), max(replays, default=0))
 
 
-def differences(rank, world_size, config, sequence_parallel):
+def differences(rank, world_size, config, layout):
     """{policy: (measured, predicted)} where they differ."""
     pairs = {}
-    with tp_state(world_size) as parallel:
-        for name, plan in sampled(
-            policies(can_split=world_size > 1 and not sequence_parallel).items(), every=7, at_most=2
-        ):
+    with layout.state() as parallel:
+        for name, plan in sampled(policies(can_split=layout.can_split).items(), every=7, at_most=2):
             # Twice on several ranks: gloo's threads can let go of an operand a moment late.
-            found = [
-                measured(config, plan, parallel, sequence_parallel=sequence_parallel)
-                for _ in range(min(world_size, 2))
-            ]
+            found = [measured(config, plan, parallel, layout) for _ in range(min(world_size, 2))]
             pairs[name] = (
                 Fullest(*map(min, *found)) if len(found) > 1 else found[0],
-                predicted(config, plan, world_size, sequence_parallel=sequence_parallel),
+                predicted(config, plan, layout),
             )
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
     ("variant", "dropout"), [(variant, dropout) for variant in DENSE for dropout in (0.0, 0.1)]
 )
@@ -175,7 +164,7 @@ def test_every_moment_of_every_policy_is_the_measured_one(variant, dropout):
     config = variant_config(
         variant, num_layers=NUM_LAYERS, hidden_dropout=dropout, attention_dropout=dropout
     )
-    assert differences(0, 1, config, False) == {}
+    assert differences(0, 1, config, Layout()) == {}
 
 
 @pytest.mark.runs(daily=0, ci=1)
@@ -184,4 +173,4 @@ def test_every_moment_of_every_policy_is_the_measured_one(variant, dropout):
 )
 def test_so_it_is_on_a_rank_of_two(variant, sequence_parallel):
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
-    assert run_ranks(differences, 2, config, sequence_parallel) == [{}, {}]
+    assert run_ranks(differences, 2, config, Layout(2, sequence_parallel)) == [{}, {}]

@@ -69,7 +69,7 @@ def predicted(config, plan):
 VARIANTS_AND_BACKENDS = list(product(VARIANTS, ("unfused", "flash")))
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(("variant", "backend"), VARIANTS_AND_BACKENDS)
 def test_the_figure_of_every_plan_is_the_one_that_torch_counts(variant, backend):
     # not divisible by the units of 2 and 3

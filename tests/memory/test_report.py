@@ -104,7 +104,7 @@ def test_the_parts_add_up_to_the_whole(run, policy, device):
         assert Counter(getattr(sent, phase)) == Counter(getattr(expected, phase))
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("policy", ["every-2:full", "every-3+1:pointwise@host; every-3:full@host"])
 def test_the_parts_of_virtual_stages_add_up_and_more_layers_need_no_more_lines(policy):
     words = (
@@ -122,7 +122,7 @@ def test_the_parts_of_virtual_stages_add_up_and_more_layers_need_no_more_lines(p
     assert abs(lengths[0] - lengths[1]) <= 3
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
     "words",
     [

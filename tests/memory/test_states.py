@@ -1,6 +1,7 @@
 """The predicted bytes of weights, gradients and optimizer states are those that a run holds."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -12,7 +13,7 @@ from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from tests.support.equality import VARIANTS
-from tests.support.pairs import covered
+from tests.support.pairs import covered, sampled
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny_run
 from tests.support.storages import addresses, distinct
@@ -98,12 +99,11 @@ def held(run):
 
 
 def differing(rank, world_size, runs):
-    both = {name: held(run) for name, run in runs.items()}
-    return {name: (found, told) for name, (found, told) in both.items() if found != told}
+    both = [(run, *held(run)) for run in runs]
+    return [(run, found, told) for run, found, told in both if found != told]
 
 
-def run_of(layout, variant, *, rule="adam", pp_size=1, **settings):
-    bf16 = settings.pop("bf16", False)
+def run_of(layout, variant, bf16=False, *, rule="adam", **settings):
     run = tiny_run(
         **({**VARIANTS[variant], "hidden_size": 48}),
         train_iters=1,
@@ -113,18 +113,13 @@ def run_of(layout, variant, *, rule="adam", pp_size=1, **settings):
         learning_rate=1e-3,
         **settings,
     )
-    return replace(
-        run,
-        optimizer=RULES.get(rule) or OptimizerConfig(optimizer=rule),
-        parallel=replace(run.parallel, pipeline_model_parallel_size=pp_size),
-    )
+    return replace(run, optimizer=RULES.get(rule) or OptimizerConfig(optimizer=rule))
 
 
-@pytest.mark.runs(daily=1, ci=3)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_states_of_data_parallel_ranks_are_those_predicted(layout):
-    runs = {
-        f"{variant} {rule} bf16={bf16}": run_of(layout, variant, rule=rule, bf16=bf16)
+def of_two_ranks(layout):
+    """Returns the runs of data-parallel ranks."""
+    return [
+        run_of(layout, variant, rule=rule, bf16=bf16)
         for variant, rule, bf16 in (
             ("gpt2", "adam", False),
             ("gpt2", "muon", True),
@@ -133,60 +128,47 @@ def test_states_of_data_parallel_ranks_are_those_predicted(layout):
             ("gpt2", "sgd", True),
             *(OF_ZERO1 if "ZeRO" in layout else ()),
         )
-    }
-    assert run_ranks(differing, 2, runs) == [{}] * 2
+    ]
 
 
-@pytest.mark.runs(daily=1, ci=3)
-@pytest.mark.parametrize(
-    ("layout", "tp_size", "pp_size"),
-    [
-        (layout, *sizes)
-        for layout in ("replicated", "ZeRO-1, buckets", "FSDP2")
-        for sizes in ((2, 1), (1, 2))
-    ],
-)
-def test_states_in_tensor_and_pipeline_parallel_layouts_are_those_predicted(
-    layout, tp_size, pp_size
-):
-    runs = {
-        variant: run_of(
-            layout,
-            variant,
-            bf16=variant == "qwen",
-            rule="host" if layout != "FSDP2" and variant == "qwen" else "adam",
-            pp_size=pp_size,
-            tp_size=tp_size,
-            sequence_parallel=tp_size > 1,
-        )
-        for variant in ("gpt2", "qwen")
-    }
-    assert run_ranks(differing, 4, runs) == [{}] * 4
+def of_four_ranks(layout, rule="adam", **place):
+    """Returns runs in a tensor or pipeline parallel layout, or of instances of states."""
+    return [
+        run_of(layout, variant, bf16=bf16, rule=rule if bf16 else "adam", **place)
+        for variant, bf16 in (("gpt2", False), ("qwen", True))
+    ]
 
 
-@pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize("instances", [2, 4])
-def test_states_of_instances_are_those_predicted(instances):
+def of_instances(number):
     """Of four instances each has one rank, which holds all states."""
-    runs = {
-        f"{layout} {variant}": run_of(layout, variant, bf16=variant == "qwen")
-        for layout in ("ZeRO-1, buckets", "FSDP2")
-        for variant in ("gpt2", "qwen")
-    }
-    runs = {
-        name: replace(
-            run, parallel=replace(run.parallel, num_distributed_optimizer_instances=instances)
-        )
-        for name, run in runs.items()
-    }
-    assert run_ranks(differing, 4, runs) == [{}] * 4
+    shared = dict(num_distributed_optimizer_instances=number)
+    return [
+        run for layout in ("ZeRO-1, buckets", "FSDP2") for run in of_four_ranks(layout, **shared)
+    ]
 
 
-def test_states_of_one_rank_are_those_predicted():
-    runs = {
-        f"{layout} {variant} {bf16}": run_of(layout, variant, bf16=bf16)
-        for layout, variant, bf16 in covered(
-            product(("replicated", "ZeRO-1", "FSDP2"), VARIANTS, (False, True))
-        )
-    }
-    assert differing(0, 1, runs) == {}
+def of_one_rank():
+    cases = covered(product(("replicated", "ZeRO-1", "FSDP2"), VARIANTS, (False, True)))
+    return [run_of(*case) for case in sampled(cases, every=2)]
+
+
+TP2, PP2 = dict(tp_size=2, sequence_parallel=True), dict(pipeline_model_parallel_size=2)
+# By name: the ranks, and a function that returns their runs.
+RUNS = {
+    "alone": (1, of_one_rank),
+    **{layout: (2, partial(of_two_ranks, layout)) for layout in LAYOUTS},
+    **{
+        f"{layout}, {name}": (4, partial(of_four_ranks, layout, rule, **place))
+        for layout, rule in (("replicated", "host"), ("ZeRO-1, buckets", "host"), ("FSDP2", "adam"))
+        for name, place in (("TP 2", TP2), ("PP 2", PP2))
+    },
+    **{f"{number} instances": (4, partial(of_instances, number)) for number in (2, 4)},
+}
+
+
+@pytest.mark.runs(daily=5, ci=9)
+@pytest.mark.parametrize("name", RUNS)
+def test_states_are_those_predicted(name):
+    ranks, runs = RUNS[name]
+    for differs in run_ranks(differing, ranks, runs()):
+        assert differs == []

@@ -113,13 +113,13 @@ def random_case(seed):
     return Case(f"random {seed}", " ".join(flags), ranks, 4)
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("seed", range(16))
 def test_the_peak_of_a_random_step_is_predicted_within_five_per_cent(seed):
     check(random_case(seed))
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("ops", ["matmul", "matmul/2"])
 def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops):
     # Attention's backward is the peak, after that of the linear layers whose results are kept.
@@ -130,7 +130,7 @@ def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops):
     assert abs(row.ratio - 1.0) < BOUND / 2, row
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize("untied", ["", "--untie-embeddings-and-output-weights"])
 def test_a_large_16_bit_gradient_never_exists_whole(untied, monkeypatch):

@@ -209,9 +209,7 @@ MUTANTS = [
     Mutant(
         a_replay_leaves_out_the_matmul_before_a_norm,
         test_recompute.test_gradients_of_layers_that_differ_are_unchanged_to_the_bit,
-        dict(
-            tp_size=1, sequence_parallel=False, precision=torch.bfloat16, names=["olmo", "pythia"]
-        ),
+        dict(layout=test_recompute.ALONE, precision=torch.bfloat16, names=["olmo", "pythia"]),
     ),
     Mutant(
         the_loss_mask_is_forgotten,

@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         a_tile_begins_in_the_one_before,
         test_tiles.test_bits_bytes_and_collectives_of_tiles,
-        dict(variant="gpt2", ranks=1, tp_size=1, sequence_parallel=False),
+        dict(variant="gpt2", layout=test_tiles.Layout()),
     ),
 ]
 

@@ -12,6 +12,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.model import test_dropout
 from tests.optim import test_layouts
 from tests.parallel import test_equality
+from tests.support.models import Layout
 from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.tensor_parallel import test_cross_entropy
 
@@ -51,7 +52,7 @@ MUTANTS = [
     Mutant(
         norm_gradients_not_summed,
         test_equality.test_loss_and_every_gradient_equal_those_of_one_rank,
-        dict(layout=test_equality.Layout(tp=2, sequence_parallel=True)),
+        dict(layout=Layout(2, sequence_parallel=True)),
     ),
     Mutant(
         norm_counts_duplicates_on_every_rank,

@@ -30,7 +30,7 @@ def _weights(rank, world_size, layout, optimizer, variant):
     return found
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
     ("layout", "optimizer", "variant"),
     [("replicated", "adam", "llama"), ("zero1", "muon", "gpt2"), ("fsdp2", "adam", "llama")],

@@ -181,7 +181,7 @@ def reduced(world_size, config, parts):
     return first
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("sharded", [False, True])
 def test_gradients_are_summed_over_ranks_in_float32_unless_they_are_asked_to_be_in_bf16(sharded):
     """256 + 1 + 1 + 1 is 259, which bf16 does not have: it makes 256 or 260 of it, as the order has

@@ -67,7 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize("name", CASES)
 def test_overlap_changes_no_bit(name, tmp_path, monkeypatch):
     """Weights, states and the log of clipped steps of several micro-batches, if copies take place

@@ -80,7 +80,7 @@ def train_everywhere(rank, world_size, tp_size, name, options, steps, layouts):
         }
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
     ("mesh", "dtype"), [*((mesh, torch.float64) for mesh in MESHES), ("dp2", torch.float32)]
 )

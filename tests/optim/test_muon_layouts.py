@@ -76,7 +76,7 @@ def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode):
         )
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(("saved", "loaded"), [("adam", "muon"), ("muon", "adam")])
 def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(saved, loaded, tmp_path):
     def config_of(rule, **checkpoint):

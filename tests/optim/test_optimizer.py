@@ -131,7 +131,7 @@ def float32_sum_of_gradients(model, micro_batches):
     }
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
     ("dtype", "knows_grad_dtype"),
     [

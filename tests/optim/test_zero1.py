@@ -41,7 +41,7 @@ def gather_late(monkeypatch):
     monkeypatch.setattr(layouts, "start_all_gather_into_", LateGather)
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(ci=4)
 @pytest.mark.parametrize(
     ("name", "chunk_size"), [("gpt2", None), ("gpt2", 7), ("llama", None), ("llama", 7)]
 )

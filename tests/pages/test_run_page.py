@@ -149,7 +149,7 @@ def test_a_folder_that_is_no_run_is_one_clear_error(files, message, tmp_path, ca
     assert not (folder / "report.html").exists()
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("module", ["jinja2", "matplotlib"])
 def test_a_missing_extra_is_one_clear_error(module, tmp_path, monkeypatch, capsys):
     write_rows(tmp_path / "metrics.jsonl", [row(1)])

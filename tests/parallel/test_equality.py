@@ -12,29 +12,19 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
-from typing import NamedTuple
 
 import pytest
 import torch
 
 from tests.support.equality import DIFFERING, OF_A_LAYOUT, VARIANTS, differences
-from tests.support.models import build_tiny_model, loss_and_grads, tiny_config, tp_state
+from tests.support.models import Layout, loss_and_grads, tiny_config
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
 
-class Layout(NamedTuple):
-    """The ranks of each axis."""
-
-    tp: int = 1
-    cp: int = 1
-    sequence_parallel: bool = False
-    cp_comm_type: str | tuple[str, ...] = "p2p"
-
-    @property
-    def seq_length(self):
-        """The length is divisible by 2 c, and by t of it under sequence parallelism."""
-        return 16 if self.cp == 4 else 12
+def length_of(layout):
+    """Returns a length that is divisible by 2 c, and by t of it under sequence parallelism."""
+    return 16 if layout.cp == 4 else 12
 
 
 ALONE = Layout()
@@ -70,13 +60,11 @@ MODELS = {
 
 def outcome(layout, name, dtype, seq_length):
     """The loss and the whole gradients, over two micro-batches."""
-    with tp_state(layout.tp, cp_size=layout.cp) as parallel:
-        model = build_tiny_model(
+    with layout.state() as parallel:
+        model = layout.model(
             tiny_config(**{"num_layers": 2, **MODELS[name]}),
             parallel,
-            sequence_parallel=layout.sequence_parallel,
             dtype=dtype,
-            cp_comm_type=layout.cp_comm_type,
             loss_chunk_size=None if layout == ALONE else IN_CHUNKS.get(name),
         )
         return loss_and_grads(model, parallel, seq_length=seq_length)
@@ -99,10 +87,10 @@ def test_loss_and_every_gradient_equal_those_of_one_rank(layout):
     """All ranks have the same bits: they update alike."""
 
     def work(rank, world_size):
-        return [outcome(layout, *case, layout.seq_length) for case in CASES]
+        return [outcome(layout, *case, length_of(layout)) for case in CASES]
 
-    for case, first, *others in zip(CASES, *run_ranks(work, layout.tp * layout.cp), strict=True):
-        errors = differences(expected(*case, layout.seq_length), first)
+    for case, first, *others in zip(CASES, *run_ranks(work, layout.ranks), strict=True):
+        errors = differences(expected(*case, length_of(layout)), first)
         tolerance = TOLERANCES[case[1]]
         assert {key: error for key, error in errors.items() if not error < tolerance} == {}, case
         for other in others:

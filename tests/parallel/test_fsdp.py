@@ -38,7 +38,7 @@ def exchanged(name, layout, **model):
     return first
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("policy", [None, *("*:full", "*:full/2"), "*:core_attn+layernorm+mlp"])
 def test_a_layer_is_gathered_for_forward_and_for_backward_and_not_again_for_its_replay(policy):
     forward, middle = (

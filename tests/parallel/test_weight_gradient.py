@@ -99,7 +99,7 @@ def is_by_kernel(key, name):
     )
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize(
     ("name", "policy"), [("gpt2", "*:none"), ("llama", "*:full"), ("gpt2", "*:pointwise+core_attn")]

@@ -166,7 +166,7 @@ def measured(config, parallel, num_microbatches):
         return seen
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(("ranks", "flags", "model"), CASES)
 def test_after_every_action_a_rank_holds_what_is_predicted(ranks, flags, model):
     config = config_of(f"{flags} --no-overlap-p2p-communication", model)

@@ -107,7 +107,7 @@ POLICIES = {
 WITH_TENSOR_PARALLEL = {"block 1", "pointwise", "units split over the ranks", "by stage"}
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("layout", [Layout(pp=4), Layout(pp=2, tp=2, num_chunks=2)], ids=str)
 def test_no_recompute_policy_changes_a_bit(layout):
     """With dropout, so that every replay has to draw what its forward drew, with others in

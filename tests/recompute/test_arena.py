@@ -59,7 +59,7 @@ def test_gradients_are_the_same_bits_in_every_step(policy):
         )
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
     ("policy", "sizes"),
     [

@@ -10,14 +10,8 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import GATHERED, LLAMA, SENT, variant_config
-from tests.support.models import (
-    build_tiny_model,
-    loss_and_grads,
-    tiny_config,
-    tp_state,
-    with_new_streams,
-)
-from tests.support.pairs import FULL_GRIDS
+from tests.support.models import Layout, loss_and_grads, tiny_config, with_new_streams
+from tests.support.pairs import FULL_GRIDS, sampled
 from tests.support.ranks import run_ranks
 
 MODULE_SETS = [
@@ -145,32 +139,29 @@ def changed(expected, outcome):
     return names if torch.equal(expected.loss, outcome.loss) else ["loss", *names]
 
 
-def policies_of(tp_size, sequence_parallel, precision):
+def policies_of(layout, precision):
     """The policies of each model. Each policy has one of the models, by turns.
 
     In float32 on one rank it has two, and all in the weekly run. On several ranks, which are slow,
     it has sequence parallelism or not, by turns.
     """
-    named = list(policies(can_split=tp_size > 1 and not sequence_parallel))
-    models = list(MODELS)[: 4 // tp_size]
+    named = list(policies(can_split=layout.can_split))
+    models = list(MODELS)[: 4 // layout.tp]
     turns = len(models)
-    if (tp_size, precision) == (1, torch.float32):
+    if (layout.tp, precision) == (1, torch.float32):
         turns = 1 if FULL_GRIDS else 2
-    if tp_size > 1 and not FULL_GRIDS:
-        named = named[sequence_parallel::2]
+    if layout.tp > 1 and not FULL_GRIDS:
+        named = named[layout.sequence_parallel :: 2]
     return {model: named[number % turns :: turns] for number, model in enumerate(models)}
 
 
-def faults(rank, world_size, sequence_parallel, precision, chosen, models, layout=None):
+def faults(rank, world_size, layout, precision, chosen, models, fields):
     """{model and policy: what it changed}, empty if nothing did. chosen: policies by name of a
-    model. layout: fields of ParallelConfig, if not all ranks are those of one TP group."""
+    model. fields: further ones of ParallelConfig."""
     found = {}
     dtype = torch.float32 if precision == AUTOCAST else precision
-    named = policies(
-        can_split=world_size > 1 and not sequence_parallel,
-        module_sets=(*MODULE_SETS, *EXPERT_MODULES),
-    )
-    with tp_state(**(layout or {"tp_size": world_size})) as parallel:
+    named = policies(can_split=layout.can_split, module_sets=(*MODULE_SETS, *EXPERT_MODULES))
+    with layout.state(**fields) as parallel:
         for model_name, of_model in chosen.items():
             config, outcomes = models[model_name], {}
             for name, recompute in {
@@ -178,13 +169,8 @@ def faults(rank, world_size, sequence_parallel, precision, chosen, models, layou
                 **{name: named[name] for name in of_model},
             }.items():
                 fresh = with_new_streams(parallel)
-                model = build_tiny_model(
-                    config,
-                    fresh,
-                    sequence_parallel=sequence_parallel,
-                    dtype=dtype,
-                    plan=plan_stage(recompute, config.num_layers),
-                )
+                plan = plan_stage(recompute, config.num_layers)
+                model = layout.model(config, fresh, dtype=dtype, plan=plan)
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == AUTOCAST):
                     try:
                         outcomes[name] = loss_and_grads(model, fresh)
@@ -196,100 +182,122 @@ def faults(rank, world_size, sequence_parallel, precision, chosen, models, layou
     return found
 
 
+ALONE, TP2, SEQUENCE_PARALLEL = Layout(), Layout(2), Layout(2, True)
 SETTINGS = [
-    (1, False, torch.float32),
-    (1, False, torch.bfloat16),
-    (1, False, torch.float16),
-    (1, False, AUTOCAST),
-    (2, False, torch.float32),
-    (2, True, torch.bfloat16),
-    (2, True, torch.float32),
-    (2, False, torch.bfloat16),
-    (2, True, torch.float16),
-    (4, True, torch.float32),
+    (ALONE, torch.float32),
+    (ALONE, torch.bfloat16),
+    (ALONE, torch.float16),
+    (ALONE, AUTOCAST),
+    (TP2, torch.float32),
+    (SEQUENCE_PARALLEL, torch.bfloat16),
+    (SEQUENCE_PARALLEL, torch.float32),
+    (TP2, torch.bfloat16),
+    (SEQUENCE_PARALLEL, torch.float16),
+    (Layout(4, True), torch.float32),
 ]
 
 
-def check(tp_size, sequence_parallel, precision, chosen, models=MODELS):
-    assert (
-        run_ranks(faults, tp_size, sequence_parallel, precision, chosen, models) == [{}] * tp_size
-    )
+def check(layout, precision, chosen, models, *, num_ranks=None, **fields):
+    num_ranks = num_ranks or layout.ranks
+    found = run_ranks(faults, num_ranks, layout, precision, chosen, models, fields)
+    assert found == [{}] * num_ranks
 
 
-@pytest.mark.runs(daily=1, ci=3)
-@pytest.mark.parametrize(("tp_size", "sequence_parallel", "precision"), SETTINGS)
-def test_gradients_are_unchanged_to_the_bit(tp_size, sequence_parallel, precision):
+@pytest.mark.runs(ci=3)
+@pytest.mark.parametrize(("layout", "precision"), SETTINGS)
+def test_gradients_are_unchanged_to_the_bit(layout, precision):
     """Every policy with every precision on one rank and on several."""
-    chosen = policies_of(tp_size, sequence_parallel, precision)
-    check(tp_size, sequence_parallel, precision, chosen)
+    check(layout, precision, policies_of(layout, precision), MODELS)
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(
-    ("tp_size", "sequence_parallel", "precision", "names"),
+    ("layout", "precision", "names"),
     [
-        (1, False, torch.float32, [*DIFFERING_MODELS]),
-        (1, False, torch.bfloat16, ["olmo", "pythia"]),
-        (2, True, torch.float32, ["olmo", "pythia"]),
-        (2, False, torch.float32, [*OTHER_MODELS]),
-        (2, True, torch.bfloat16, [*OTHER_MODELS]),
+        (ALONE, torch.float32, [*DIFFERING_MODELS]),
+        (ALONE, torch.bfloat16, ["olmo", "pythia"]),
+        (SEQUENCE_PARALLEL, torch.float32, ["olmo", "pythia"]),
+        (TP2, torch.float32, [*OTHER_MODELS]),
+        (SEQUENCE_PARALLEL, torch.bfloat16, [*OTHER_MODELS]),
     ],
 )
-def test_gradients_of_layers_that_differ_are_unchanged_to_the_bit(
-    tp_size, sequence_parallel, precision, names
-):
-    can_split = tp_size > 1 and not sequence_parallel
+def test_gradients_of_layers_that_differ_are_unchanged_to_the_bit(layout, precision, names):
     chosen = [
         name
-        for name in policies(can_split=can_split)
+        for name in policies(can_split=layout.can_split)
         if name in ONE_OF_EACH_KIND or (FULL_GRIDS and len(names) > 2)
     ]
     assert len(chosen) > 4
-    check(tp_size, sequence_parallel, precision, dict.fromkeys(names, chosen), OTHER_MODELS)
+    check(layout, precision, dict.fromkeys(names, chosen), OTHER_MODELS)
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(
-    ("tp_size", "sequence_parallel", "precision"),
+    ("layout", "precision"),
     [
-        (1, False, torch.float32),
-        (2, True, torch.bfloat16),
-        (2, False, torch.float32),
-        (2, True, torch.float32),
-        (1, False, AUTOCAST),
+        (ALONE, torch.float32),
+        (SEQUENCE_PARALLEL, torch.bfloat16),
+        (TP2, torch.float32),
+        (SEQUENCE_PARALLEL, torch.float32),
+        (ALONE, AUTOCAST),
     ],
 )
-def test_gradients_of_experts_are_unchanged_to_the_bit(tp_size, sequence_parallel, precision):
-    can_split = tp_size > 1 and not sequence_parallel
-    named = policies(can_split=can_split, module_sets=(*MODULE_SETS, *EXPERT_MODULES))
+def test_gradients_of_experts_are_unchanged_to_the_bit(layout, precision):
+    named = policies(can_split=layout.can_split, module_sets=(*MODULE_SETS, *EXPERT_MODULES))
     kinds = [name for name in named if name in ONE_OF_EACH_KIND or "moe" in name]
-    chosen = list(named) if FULL_GRIDS else kinds
-    check(
-        tp_size, sequence_parallel, precision, dict.fromkeys(EXPERT_MODELS, chosen), EXPERT_MODELS
-    )
+    chosen = dict.fromkeys(EXPERT_MODELS, list(named) if FULL_GRIDS else kinds)
+    check(layout, precision, chosen, EXPERT_MODELS)
 
 
-BOTH = dict(SENT, tp_size=2, sequence_parallel=True)
 EXPERT_LAYOUTS = {
-    "ep2": (2, False, dict(SENT, tp_size=1)),
-    "ep2, all tokens gathered": (2, False, dict(GATHERED, tp_size=1)),
-    "ep2, tp2 shares no expert": (2, True, dict(BOTH, expert_tensor_parallel_size=1)),
-    "ep2 x tp2": (4, True, BOTH),
-    "ep2, tp4 shares in twos": (4, True, dict(BOTH, tp_size=4, expert_tensor_parallel_size=2)),
+    "ep2": (ALONE, dict(SENT, num_ranks=2)),
+    "ep2, all tokens gathered": (ALONE, dict(GATHERED, num_ranks=2)),
+    "ep2, tp2 shares no expert": (SEQUENCE_PARALLEL, dict(SENT, expert_tensor_parallel_size=1)),
+    "ep2 x tp2": (SEQUENCE_PARALLEL, dict(SENT, num_ranks=4)),
+    "ep2, tp4 shares in twos": (Layout(4, True), dict(SENT, expert_tensor_parallel_size=2)),
 }
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_gradients_of_spread_experts_are_unchanged_to_the_bit(layout):
     """A replay sends every row to the rank that had it in the forward, and asks for no counts."""
-    num_ranks, sequence_parallel, fields = EXPERT_LAYOUTS[layout]
+    place, fields = EXPERT_LAYOUTS[layout]
     name = "deepseek" if layout == "ep2" else "mixtral"
     noisy = dict(moe_input_jitter_eps=0.2, moe_expert_capacity_factor=0.9)
     noisy["add_bias_linear"] = name == "mixtral"
     models = {name: replace(EXPERT_MODELS[name], num_layers=3, moe_layer_freq=(1, 0, 1), **noisy)}
     chosen = [*map("+".join, EXPERT_MODULES[:2]), "uniform 2", "pointwise, verified", *OPS[2:]]
-    found = run_ranks(
-        *(faults, num_ranks, sequence_parallel, torch.float32), *({name: chosen}, models, fields)
-    )
-    assert found == [{}] * num_ranks
+    check(place, torch.float32, {name: chosen}, models, **fields)
+
+
+CONTEXT_MODELS = {
+    "gpt": MODELS["gpt, SDPA, no dropout"],
+    "llama": replace(
+        MODELS["llama, SDPA, residual dropout"], group_query_attention=True, num_query_groups=2
+    ),
+    "latents": EXPERT_MODELS["deepseek"],
+    "unfused": MODELS["gpt, unfused, dropout"],
+}
+
+
+@pytest.mark.runs(ci=3)
+@pytest.mark.parametrize(
+    ("layout", "name", "precision"),
+    [
+        (Layout(cp=2), "gpt", torch.float32),
+        (Layout(cp=2), "latents", torch.float32),
+        (Layout(2, True, 2, "a2a"), "latents", torch.bfloat16),
+        (Layout(cp=2, cp_comm_type="allgather"), "latents", torch.bfloat16),
+        (Layout(cp=2, cp_comm_type="allgather"), "llama", torch.bfloat16),
+        (Layout(cp=2), "unfused", torch.float32),
+        (Layout(2, True, 2), "llama", torch.float32),
+        (Layout(2, cp=2, cp_comm_type="allgather"), "gpt", torch.bfloat16),
+        (Layout(cp=2, cp_comm_type="a2a"), "unfused", torch.float32),
+    ],
+)
+def test_gradients_of_shared_sequences_are_unchanged_to_the_bit(layout, name, precision):
+    """Four ranks run every third policy: they are slow."""
+    named = list(policies(can_split=layout.can_split))[:: 3 if layout.ranks == 4 else 1]
+    models = {name: replace(CONTEXT_MODELS[name], num_layers=3)}
+    check(layout, precision, {name: sampled(named, every=3, at_most=2)}, models)

@@ -60,7 +60,7 @@ PLACES = {
 }
 
 
-@pytest.mark.runs(daily=0, ci=2)
+@pytest.mark.runs(daily=0)
 @pytest.mark.parametrize(
     ("name", "text", "place"),
     covered(product(["a tensor", "named tuple", "GPT-2"], [*TEXTS, "*:none@host"], PLACES)),
@@ -70,7 +70,7 @@ def test_a_compiled_model_with_a_policy_trains_as_without_or_says_why_not(name, 
     assert _compiled(name, text, wrap, "aot_eager", first) == []
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(ci=4)
 @pytest.mark.parametrize(
     ("place", "text"),
     [("inside of each layer's policy", "*:ops(matmul)"), *((place, "*:full") for place in PLACES)],

@@ -10,7 +10,7 @@ import torch
 
 from megatron_lite.parallel.collectives import results_may_be_kept
 from megatron_lite.recompute import hooked
-from megatron_lite.recompute.apply import apply_policy_, remove_policy_
+from megatron_lite.recompute.apply import remove_policy_
 from megatron_lite.recompute.phase import is_recomputing
 from tests.support.odd_layers import (
     POLICIES,
@@ -22,6 +22,7 @@ from tests.support.odd_layers import (
     assert_equal,
     batches,
     outcome,
+    put,
     step,
 )
 
@@ -60,7 +61,7 @@ def test_policies_nest(policy, inner, run):
     def nested():
         model = Model(Outer)
         for layer in model.layers:
-            apply_policy_(layer, layers_fqn="layers", policy=inner)
+            put(layer, inner)
         return model
 
     assert_equal(outcome(nested, policy, run), outcome(lambda: Model(Outer), None, run))
@@ -74,7 +75,7 @@ def test_policies_nest(policy, inner, run):
 def test_a_copy_of_a_model_has_the_policy_and_is_on_its_own(policy, duplicate):
     def copied():
         model = Model(Norms)
-        apply_policy_(model, layers_fqn="layers", policy=policy)
+        put(model, policy)
         state = torch.get_rng_state()
         model(batches()[0]).backward()
         torch.set_rng_state(state)
@@ -99,14 +100,14 @@ def test_a_graph_outlives_its_policy():
     assert_equal(found, plain)
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(ci=4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("backward", [True, False])
 def test_nothing_of_a_forward_outlives_it(policy, backward):
     """Also without a backward, and though the layers hold a tensor with its graph in an
     attribute."""
     model = Model(SetsAux)
-    apply_policy_(model, layers_fqn="layers", policy=policy)
+    put(model, policy)
     before = calls_alive()
     for batch in batches() * 2:
         loss = model(batch)
@@ -126,7 +127,7 @@ def test_what_a_backward_did_not_read_does_not_outlive_it():
             return self.body(hidden), hidden.sin()
 
     model = Model(Two)
-    apply_policy_(model, layers_fqn="layers", policy="0:full")
+    put(model, "0:full")
     used, unused = model.layers[0](batches()[0].requires_grad_())
     used.sum().backward(retain_graph=True)
     values += [each._values for each in gc.get_objects() if type(each) is hooked._LayerCall]
@@ -150,13 +151,13 @@ def test_a_replay_knows_that_it_is_one_and_ends_where_backward_has_all_it_reads(
             return hidden.view(-1, 6) + 1
 
     model = Model(Notes)
-    apply_policy_(model, layers_fqn="layers", policy="0:full")
+    put(model, "0:full")
     model(batches()[0]).backward()  # the first replay finds out whether later ones may end early
     assert calls == ["forward", "end"] * 3 + ["again", "end"]
     for verify in (False, True):
         calls.clear()
         remove_policy_(model)
-        apply_policy_(model, layers_fqn="layers", policy="0:full", verify=verify)
+        put(model, "0:full", verify=verify)
         model(batches()[0]).backward()
         calls.clear()
         model(batches()[0]).backward()
@@ -174,7 +175,7 @@ def test_other_errors_in_a_layer_are_its_own(policy):
             return hidden.exp().sin()
 
     model = Model(Fails)
-    apply_policy_(model, layers_fqn="layers", policy=policy, verify=True)
+    put(model, policy, verify=True)
     loss = model(batches()[0])
     state, attributes = torch.get_rng_state(), dict(vars(model.layers[1]))
     with pytest.raises(KeyError, match="not again"):

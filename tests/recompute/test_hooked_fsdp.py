@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign_families import FAMILIES, tokens
-from tests.support.odd_layers import Block, Model, Norms, assert_equal, batches
+from tests.support.odd_layers import Block, Model, Norms, assert_equal, batches, put
 from tests.support.ranks import run_ranks
 
 
@@ -33,14 +33,14 @@ def trained(rank, world_size, kind, policy, policy_first):
     torch.manual_seed(3)
     model, mesh = Model(kind), init_device_mesh("cpu", (world_size,))
     if policy is not None and policy_first:
-        apply_policy_(model, layers_fqn="layers", policy=policy)
+        put(model, policy)
     for layer in model.layers:
         if isinstance(layer, Deep):
             fully_shard(layer.inner, mesh=mesh)
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if policy is not None and not policy_first:
-        apply_policy_(model, layers_fqn="layers", policy=policy)
+        put(model, policy)
     torch.manual_seed(rank)
     losses = [model(batch + rank) for batch in batches()]
     for loss in losses:
@@ -73,7 +73,7 @@ def trained_in_fsdp1(rank, policy, policy_first, use_orig_params):
     torch.manual_seed(3)
     model, cpu = Model(Block), torch.device("cpu")
     if policy is not None and policy_first:
-        apply_policy_(model, layers_fqn="layers", policy=policy)
+        put(model, policy)
     for name in ("0", "1", "2", "embedding"):
         parent = model if name == "embedding" else model.layers
         unit = FullyShardedDataParallel(
@@ -81,7 +81,7 @@ def trained_in_fsdp1(rank, policy, policy_first, use_orig_params):
         )
         setattr(parent, name, unit)
     if policy is not None and not policy_first:
-        apply_policy_(model, layers_fqn="layers", policy=policy)
+        put(model, policy)
     torch.manual_seed(rank)
     found = []
     for batch in batches():
@@ -124,7 +124,7 @@ def trained_in_dtensors(rank, world_size, policy):
         plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
         parallelize_module(layer, mesh, plan)
     if policy is not None:
-        apply_policy_(model, layers_fqn="layers", policy=policy)
+        put(model, policy)
     losses = [model(batch) for batch in batches()]
     for loss in losses:
         loss.backward()
@@ -145,7 +145,7 @@ def faults_in_dtensors(rank, world_size):
     whole = Model(Block)
     for policy, reason in (("*:full@split", "as DTensors"), ("*:full@split+host", "not both")):
         with pytest.raises(ValueError, match=reason):
-            apply_policy_(whole, layers_fqn="layers", policy=policy)
+            put(whole, policy)
 
 
 @pytest.mark.long

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lite.recompute.apply import apply_policy_, remove_policy_
+from megatron_lite.recompute.apply import remove_policy_
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.replay import RecomputeMismatch
-from tests.support.odd_layers import Block, Model, Norms, assert_equal, batches, outcome, step
+from tests.support.odd_layers import Block, Model, Norms, assert_equal, batches, outcome, put, step
 
 # What cannot be repeated is named
 
@@ -23,7 +23,7 @@ class Stateful:
 def run_with(kind, policy, between=lambda model, hidden: None, **options):
     torch.manual_seed(3)
     model = Model(kind)
-    apply_policy_(model, layers_fqn="layers", policy=policy, **options)
+    put(model, policy, **options)
     hidden = model.embedding(batches()[0])
     given = hidden
     for layer in model.layers:
@@ -42,7 +42,7 @@ def test_an_object_among_the_arguments_that_a_layer_changes_is_named(policy):
             return self.body(hidden)
 
     model = Model(Takes)
-    apply_policy_(model, layers_fqn="layers", policy=policy)
+    put(model, policy)
     with pytest.raises(
         RuntimeError, match=r"layers\.1: its argument \['memory'\], a Stateful, was changed by its"
     ):
@@ -186,5 +186,5 @@ def test_verify_sees_a_lost_edge():
 def test_a_policy_that_cannot_apply_is_refused_in_the_words_of_this_api(policy, message):
     model = Model(Block)
     with pytest.raises(ValueError, match=message) as raised:
-        apply_policy_(model, layers_fqn="layers", policy=policy)
+        put(model, policy)
     assert "--recompute-policy" not in str(raised.value) and remove_policy_(model) == 0

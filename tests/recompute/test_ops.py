@@ -118,7 +118,7 @@ def collectives_of_a_step(rank, world_size, policy, sequence_parallel):
     return Counter(sent) - Counter(expected), watched, kept
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("sequence_parallel", "again"),
     [(False, {"allreduce_": 1}), (True, {"_allgather_base_": 2, "_reduce_scatter_base_": 1})],

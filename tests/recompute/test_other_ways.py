@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.recompute.apply import apply_policy_, remove_policy_
-from tests.support.odd_layers import Block, InOrder, Model, assert_equal, batches
+from megatron_lite.recompute.apply import remove_policy_
+from tests.support.odd_layers import Block, InOrder, Model, assert_equal, batches, put
 
 POLICIES = ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"]
 
@@ -41,7 +41,7 @@ def gradients(model, given):
 
 def assert_right(model, policy, given):
     expected = gradients(model, given)
-    apply_policy_(model, layers_fqn="layers", policy=policy)
+    put(model, policy)
     assert_equal(gradients(model, given), expected)
     assert remove_policy_(model) == 2
     assert_equal(gradients(model, given), expected)
@@ -52,7 +52,7 @@ def test_lazy_layers_train_as_without_a_policy(policy):
     def steps(policy):
         torch.manual_seed(1)
         model = InOrder(lambda: nn.Sequential(Normed(), nn.LazyLinear(6), nn.LazyBatchNorm1d()))
-        apply_policy_(model, layers_fqn="layers", policy=policy)
+        put(model, policy)
         for _ in range(3):
             model(batches()[0]).square().sum().backward()
         return [*(each.grad for each in model.parameters()), *model.buffers()]
@@ -60,7 +60,7 @@ def test_lazy_layers_train_as_without_a_policy(policy):
     assert_equal(steps(policy), steps("*:none"))
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_layers_that_are_compiled_modules_train_as_without_a_policy(policy):
@@ -107,7 +107,7 @@ def test_forward_mode_differentiation_is_that_of_the_plain_model(policy):
 
     model = InOrder(Normed).eval()
     expected = derivatives()
-    apply_policy_(model, layers_fqn="layers", policy=policy)
+    put(model, policy)
     with pytest.warns(UserWarning, match="jvp"):
         found = derivatives()
     assert_equal(found, expected)
@@ -198,7 +198,7 @@ def test_the_way_of_a_call_changes_no_bit(way, policy):
     for each in ("*:none", policy):
         torch.manual_seed(1)
         model = InOrder(Normed).eval()
-        apply_policy_(model, layers_fqn="layers", policy=each)
+        put(model, each)
         found.append(way(model))
     assert_equal(*found)
 
@@ -214,11 +214,11 @@ def hooked_like_accelerate(layer):
 def test_a_policy_is_found_and_removed_under_another_librarys_wrapper():
     model = InOrder(Normed)
     expected = gradients(model, batches()[0])
-    apply_policy_(model, layers_fqn="layers", policy="*:full")
+    put(model, "*:full")
     for layer in model.layers:
         hooked_like_accelerate(layer)
     with pytest.raises(ValueError, match="have a recompute policy already"):
-        apply_policy_(model, layers_fqn="layers", policy="*:full")
+        put(model, "*:full")
     assert_equal(gradients(model, batches()[0]), expected)
     assert remove_policy_(model) == 2 and remove_policy_(model) == 0
     assert_equal(gradients(model, batches()[0]), expected)
@@ -245,7 +245,7 @@ def test_a_function_that_reads_its_saved_tensors_again_costs_no_replay_each():
             return _Sum.apply(hidden, 2 * hidden, 3 * hidden, 4 * hidden)
 
     model = Model(Sums)
-    apply_policy_(model, layers_fqn="layers", policy="*:full")
+    put(model, "*:full")
     counts = []
     for _ in range(3):
         runs.clear()
@@ -293,5 +293,5 @@ def test_threads_take_turns():
     torch.manual_seed(3)
     model = Model(Block).eval()
     expected = losses(model)
-    apply_policy_(model, layers_fqn="layers", policy="*:full")
+    put(model, "*:full")
     assert_equal(losses(model), expected)

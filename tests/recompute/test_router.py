@@ -15,7 +15,7 @@ from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign_families import DECODER, language_loss
-from tests.support.odd_layers import InOrder
+from tests.support.odd_layers import InOrder, put
 from tests.support.storages import addresses
 
 real_topk = torch.topk
@@ -127,7 +127,7 @@ def test_a_choice_costs_its_indices_and_survives_a_second_backward(monkeypatch):
         torch.manual_seed(1)
         model = InOrder(Routed)
         if policy is not None:
-            apply_policy_(model, layers_fqn="layers", policy=policy, verify=True)
+            put(model, policy, verify=True)
         restart()
         with kept_for_backward(exclude=model.parameters()) as meter, LiveStorages() as live:
             loss = squares(model, 0)

@@ -16,7 +16,7 @@ from megatron_lite.parallel import tensor_hash
 from megatron_lite.recompute import hooked
 from megatron_lite.recompute.replay import RecomputeMismatch
 from tests.support.foreign import Foreign
-from tests.support.odd_layers import Block, Model, assert_equal, batches, outcome
+from tests.support.odd_layers import Block, Model, assert_equal, batches, outcome, put
 from tests.support.odd_state import (
     CONTEXTS,
     STATES,
@@ -158,7 +158,7 @@ def test_bits_that_differ_once_are_not_forgotten():
             return self.body(hidden) + _Saves.apply(hidden, float(next(runs) == 0))
 
     model = Model(SavesOnce)
-    apply_policy_(model, layers_fqn="layers", policy="0:full")
+    put(model, "0:full")
     with pytest.warns(UserWarning, match=r"layers\.0: saved tensor \d of an earlier replay"):
         for _ in range(2):
             model(batches()[0]).backward()
@@ -178,7 +178,7 @@ class _Saves(torch.autograd.Function):
 def test_a_copy_whose_forward_is_called_by_itself_is_refused():
     """The call does not tell for which of the two modules it is."""
     model = Model(Block)
-    apply_policy_(model, layers_fqn="layers", policy="*:full")
+    put(model, "*:full")
     layer, x = model.layers[1], model.embedding(batches()[0])
     holder = nn.Module()
     holder.forward_of_another = layer.forward  # which is no copy
@@ -226,7 +226,7 @@ def test_a_generator_that_moves_alone_is_no_error_but_for_those_who_verify_all()
     def run(verify):
         torch.manual_seed(0)
         model = Model(DrawsMoreInReplays)
-        apply_policy_(model, layers_fqn="layers", policy="*:full", verify=verify)
+        put(model, "*:full", verify=verify)
         model(batches()[0]).backward()
         return [each.grad for each in model.parameters()]
 

@@ -15,11 +15,11 @@ from tests.memory.test_collectives import by_kind_and_bytes
 from tests.support.collectives import recorded_collectives
 from tests.support.equality import differences, variant_config
 from tests.support.models import (
+    Layout,
     build_tiny_model,
     loss_and_grads,
     plan_of,
     sample_tokens,
-    tiny_sizes,
     tp_state,
     with_new_streams,
 )
@@ -37,20 +37,18 @@ POLICIES = (
 OTHERS = ({}, dict(recompute_tail_skip=False), dict(recompute_verify=True))
 
 
-def of_policies(rank, world_size, variant, sequence_parallel, tp_size):
+def of_policies(rank, world_size, variant, layout):
     """Returns what is wrong in a layout: bits, bytes, collectives."""
     wrong, first = [], None
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
-    with tp_state(tp_size, cp_size=world_size // tp_size) as parallel:
+    with layout.state() as parallel:
         for text in ("*:none", *POLICIES):
             for others in OTHERS if "full+mlp" in text else ({},):
                 case = f"{text} {others}"
                 recompute = RecomputeConfig(recompute_policy=text, **others)
                 plan = plan_stage(recompute, NUM_LAYERS)
                 parallel = with_new_streams(parallel)
-                model = build_tiny_model(
-                    config, parallel, sequence_parallel=sequence_parallel, plan=plan
-                )
+                model = layout.model(config, parallel, plan=plan)
                 found = loss_and_grads(model, parallel)
                 if text == "*:none":
                     untiled = found
@@ -62,12 +60,7 @@ def of_policies(rank, world_size, variant, sequence_parallel, tp_size):
                 )
                 if not equal or worst > 1e-12:
                     wrong.append(f"{case}: bits equal {equal}, {worst} from untiled")
-                sizes = tiny_sizes(
-                    tp_size,
-                    cp_size=parallel.cp_size,
-                    sequence_parallel=sequence_parallel,
-                    element_bytes=8,
-                )
+                sizes = layout.sizes(torch.float64)
                 tokens = sample_tokens(parallel=parallel)
                 with (
                     kept_for_backward(exclude=model.parameters()) as meter,
@@ -90,22 +83,22 @@ def of_policies(rank, world_size, variant, sequence_parallel, tp_size):
     return wrong
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
-    ("variant", "ranks", "tp_size", "sequence_parallel"),
+    ("variant", "layout"),
     [
-        ("gpt2", 1, 1, False),
-        ("deepseek", 1, 1, False),
-        ("llama", 2, 2, False),
-        ("olmo", 2, 2, True),
-        ("pythia", 2, 1, False),
+        ("gpt2", Layout()),
+        ("deepseek", Layout()),
+        ("llama", Layout(2)),
+        ("olmo", Layout(2, True)),
+        ("pythia", Layout(cp=2)),
     ],
 )
-def test_bits_bytes_and_collectives_of_tiles(variant, ranks, tp_size, sequence_parallel):
+def test_bits_bytes_and_collectives_of_tiles(variant, layout):
     """Policies with the same tiles give the same bits, also verified and with the whole tail.
     Against the whole MLP only the sums of weight gradients round otherwise."""
-    found = run_ranks(of_policies, ranks, variant, sequence_parallel, tp_size)
-    assert found == [[]] * ranks
+    found = run_ranks(of_policies, layout.ranks, variant, layout)
+    assert found == [[]] * layout.ranks
 
 
 def test_the_hooks_of_a_parameter_run_once_with_the_whole_gradient():

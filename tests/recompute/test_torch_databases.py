@@ -162,7 +162,7 @@ def faults(cases, policy, **options):
     return lines
 
 
-@pytest.mark.runs(daily=0, ci=2)
+@pytest.mark.runs(daily=0)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_operators_are_right(policy):
     assert faults(operators(policy), policy) == []

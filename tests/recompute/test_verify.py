@@ -198,7 +198,7 @@ def test_a_wrong_gather_is_found_at_the_units_input_on_every_rank():
     )
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
     "policy", [UNITS_OF_TWO, "*:core_attn+layernorm+activation+dropout", "*:layernorm+mlp"]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,6 +131,46 @@ def build_tiny_model(
     initialize_parameters_(model, parallel, seed=seed)
     perturb_constant_parameters_(model, parallel)
     return model
+
+
+class Layout(NamedTuple):
+    """The ranks that share tensors and sequences, and how they do it."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    cp_comm_type: str | tuple[str, ...] = "p2p"
+
+    @property
+    def ranks(self):
+        return self.tp * self.cp
+
+    @property
+    def can_split(self):
+        """Whether a policy may split the input of a unit over the ranks."""
+        return self.tp > 1 and not self.sequence_parallel
+
+    def state(self, **others):
+        return tp_state(self.tp, cp_size=self.cp, **others)
+
+    def model(self, config, parallel, **options):
+        return build_tiny_model(
+            config,
+            parallel,
+            sequence_parallel=self.sequence_parallel,
+            cp_comm_type=self.cp_comm_type,
+            **options,
+        )
+
+    def sizes(self, dtype=torch.float32, **others):
+        return tiny_sizes(
+            self.tp,
+            sequence_parallel=self.sequence_parallel,
+            cp_size=self.cp,
+            cp_comm_type=self.cp_comm_type,
+            element_bytes=dtype.itemsize,
+            **others,
+        )
 
 
 @torch.no_grad()

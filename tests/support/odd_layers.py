@@ -82,6 +82,11 @@ class Model(nn.Module):
         return loss + hidden.square().mean()
 
 
+def put(model, policy, **options):
+    """Puts the policy on the layers of a model."""
+    apply_policy_(model, layers_fqn="layers", policy=policy, **options)
+
+
 def batches():
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(5, 6, generator=generator) for _ in range(3)]
@@ -97,7 +102,7 @@ def outcome(make, policy, run, **options):
     np.random.seed(3)
     model = make()
     if policy is not None:
-        apply_policy_(model, layers_fqn="layers", policy=policy, **options)
+        put(model, policy, **options)
     results = [value.detach().clone() for value in run(model)]
     return [
         *results,

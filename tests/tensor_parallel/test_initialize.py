@@ -66,7 +66,7 @@ def test_values_are_normal_with_the_asked_deviation():
     assert abs((values.abs() < 1.0).float().mean() - 0.6827) < 0.01 and values.abs().max() < 5.5
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_whole_models_start_from_the_same_bits_at_every_tp_size(tp_size):
     def work(rank, world_size):

@@ -28,7 +28,7 @@ T5 = dict(
 )  # fmt: skip
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(("config", "rank"), [(LLAMA, 0), (LLAMA, 4), (MIXTRAL, 0), (T5, 0)])
 def test_fake_tensors_give_the_peak_of_the_real_step(config, rank):
     machine = load_hardware("h100")

@@ -193,7 +193,7 @@ def greedy_by_hand(folder, prompt, count):
     return list(map(str, tokens))
 
 
-@pytest.mark.runs(daily=1, ci=1)
+@pytest.mark.runs(ci=1)
 @pytest.mark.parametrize(
     "sampling", ["--seed 3 --temperature 1.5 --top-k 9", "--greedy", "--seed 3"]
 )

@@ -17,7 +17,7 @@ RUN = "--mock-data --train-iters 1 --lr 1e-3 --eval-iters 0 --distributed-backen
 EXPERTS = "--num-experts 4 --moe-router-topk 1 --moe-token-dispatcher-type alltoall"
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
     ("flags", "has"),
     [

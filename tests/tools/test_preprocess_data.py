@@ -57,7 +57,7 @@ def test_each_key_gets_a_dataset(tmp_path, flag):
     assert sequences(tmp_path / "out_text_document") == [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("partitions", [1, 2])
 def test_workers_do_not_change_a_byte(tmp_path, partitions):
     source = write_jsonl(

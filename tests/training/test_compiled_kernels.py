@@ -19,7 +19,7 @@ from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.training.build_trainer import with_known_compiler
 from tests.memory import peak_cases as peaks
 from tests.support.equality import differences, variant_config
-from tests.support.models import build_tiny_model, loss_and_grads, tp_state, with_new_streams
+from tests.support.models import Layout, loss_and_grads, tp_state, with_new_streams
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
@@ -33,7 +33,7 @@ LLAMA = dict(
     num_query_groups=2,
 )
 MANY_TOKENS = "--seq-length 512 --max-position-embeddings 512 --vocab-size 255"
-LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
+LAYOUTS = [Layout(), Layout(2), Layout(2, True), Layout(cp=2)]
 VARIANTS = ("qwen", "gpt2", "neox", "nemotron", "llama", "gemma", "cohere", "granite")
 
 
@@ -44,18 +44,10 @@ def uncompiled(monkeypatch):
 
 
 def outcome(layout, variant, policy, dtype, kernels, rank, **overrides):
-    tp_size, cp_size, sequence_parallel = layout
-    with tp_state(tp_size, cp_size=cp_size) as parallel:
+    with layout.state() as parallel:
         fresh = with_new_streams(parallel)
         config = variant_config(variant, **overrides)
-        model = build_tiny_model(
-            config,
-            fresh,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            plan=policy,
-            kernels=kernels,
-        )
+        model = layout.model(config, fresh, dtype=dtype, plan=policy, kernels=kernels)
         return loss_and_grads(model, fresh, seq_length=16)
 
 
@@ -81,7 +73,7 @@ def faults(rank, world_size, layout, variants, dtype, dropout):
     return found
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("layout", "variants"),
@@ -90,15 +82,15 @@ def faults(rank, world_size, layout, variants, dtype, dropout):
 )
 def test_kernels_equal_torchs_operators_and_no_policy_changes_a_bit(layout, variants):
     """In float64 up to rounding, with dropout: the masks have the same bits."""
-    size = layout[0] * layout[1]
-    dropout = DROPOUT if layout[1] == 1 else {}
-    assert run_ranks(faults, size, layout, variants, torch.float64, dropout) == [[]] * size
+    dropout = DROPOUT if layout.cp == 1 else {}
+    found = run_ranks(faults, layout.ranks, layout, variants, torch.float64, dropout)
+    assert found == [[]] * layout.ranks
 
 
 @pytest.mark.long
 @NEEDS_COMPILER
 def test_no_policy_changes_a_bit_of_a_compiled_run():
-    assert faults(0, 1, (1, 1, False), ["gpt2"], torch.bfloat16, DROPOUT) == []
+    assert faults(0, 1, Layout(), ["gpt2"], torch.bfloat16, DROPOUT) == []
 
 
 @pytest.mark.runs(daily=2, ci=6)

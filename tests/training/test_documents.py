@@ -127,7 +127,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(("tp_size", "cp_size", "sequence_parallel", "cp_comm_type"), LAYOUTS)
 def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(
     tp_size, cp_size, sequence_parallel, cp_comm_type
@@ -324,7 +324,7 @@ def without_policy(tmp_path_factory):
     return cache(lambda flags: metrics_of(flags, tmp_path_factory.mktemp("without")))
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(("variant", "policy"), RUNS)
 def test_a_policy_changes_no_bit_and_every_byte_is_predicted(
     variant, policy, without_policy, tmp_path

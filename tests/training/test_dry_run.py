@@ -103,7 +103,7 @@ def real_steps(config, world_size, num_microbatches, *, host_apart=False):
     return run_ranks(run, world_size)
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(("world_size", "num_microbatches", "flags"), [*CASES, *LONG_CASES])
 def test_each_rank_has_the_memory_of_a_real_one(world_size, num_microbatches, flags):
     # Four layers are for virtual stages, and for units of several layers.
@@ -134,7 +134,7 @@ def test_beside_a_gpu_host_memory_is_no_part_of_the_peak():
     assert whole.peak.num_bytes == apart.peak.num_bytes + whole.host_bytes
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("world_size", "rank", "flags"),
     [
@@ -169,7 +169,7 @@ def test_a_step_whose_memory_is_not_linear_runs_in_full(monkeypatch):
     assert found.measured == dry_run(config, 0, world_size=1, in_full=True).measured
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("world_size", "rank", "flags", "loss_bytes"),
     [

@@ -177,7 +177,7 @@ def test_a_policy_keeps_what_is_predicted_given_the_rows(action, layout, tmp_pat
     assert outcome(metrics)
 
 
-@pytest.mark.runs(daily=1, ci=1)
+@pytest.mark.runs(ci=1)
 @pytest.mark.parametrize(
     "layout",
     [

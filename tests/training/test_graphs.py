@@ -78,7 +78,7 @@ def check_same_bits(folder, name):
     assert (plain, captured) == (steps, 3 + 2 + (1 + 2 if name == "ramp-up" else 0))
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("name", RUNS)
 def test_a_captured_run_has_the_bits_of_one_without_graphs(tmp_path, name):
     """Losses, weights, moments and random states. Dropout is on, and the learning rate moves."""

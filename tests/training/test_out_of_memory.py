@@ -130,7 +130,7 @@ def test_the_second_step_is_measured_and_compared(monkeypatch, capsys, tmp_path)
     assert (tmp_path / "metrics.jsonl.summary.json").exists()
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("policy", "contiguous"), [("*:none@host(core_attn+linear_fc1)", False), ("*:full", True)]
 )

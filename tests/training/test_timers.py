@@ -44,7 +44,7 @@ def _run(rank, world_size, folder, level, option, pp_size):
     return {"reads a clock": bool(read)}
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs
 @pytest.mark.parametrize("pp_size", [1, 2])
 def test_each_level_shows_its_timers_and_changes_no_figure(tmp_path, capfd, pp_size):
     for level in (0, 1, 2):
