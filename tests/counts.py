@@ -30,7 +30,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 306_950,
     "files of the library": 275,
-    "tokens of tests": 291_100,
+    "tokens of tests": 288_850,
     "tokens of benchmarks": 21_500,
     "own files in one plain step": 32,
     "own functions in one plain step": 130,

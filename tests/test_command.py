@@ -1,7 +1,6 @@
 """The command megatron-lite: its subcommands, what they import, and its wheel."""
 
 import shlex
-import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -13,10 +12,8 @@ import pytest
 from megatron_lite import __main__ as command
 from megatron_lite import __version__
 from megatron_lite.cli import pretrain
-from tests.support.commands import MOCK, SMALL_RUN, ended, environment, fault_of
-from tests.support.limits import HANG_S
+from tests.support.commands import MOCK, ROOT, SMALL_RUN, ended, fault_of, python, run
 
-ROOT = Path(__file__).resolve().parent.parent
 # What a wheel holds besides Python's modules.
 DATA_FILES = {
     str(path.relative_to(ROOT))
@@ -105,7 +102,7 @@ def test_help_the_planner_and_explanations_import_no_torch():
                 status = stop.code
             assert status == (2 if line in {lacking!r} else 0), (line, status)
     """
-    done = run(sys.executable, "-c", program)
+    done = python(program)
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if ": error: " in line]
     for line, (name, *_) in zip(lines, lacking, strict=True):
@@ -148,18 +145,3 @@ def test_a_wheel_is_complete_and_its_command_runs_elsewhere(tmp_path):
     assert (elsewhere / "page.html").stat().st_size > 10_000
     planning = shlex.split("plan --model gpt2 --gpu a100-80gb --gpus 1")
     assert "fits" in run(installed, *planning, cwd=elsewhere).stdout
-
-
-def run(*words, cwd=ROOT):
-    """What a command prints that must not fail.
-
-    In another folder than the checkout, the checkout's modules are not on the path.
-    """
-    variables = environment()
-    if cwd != ROOT:
-        variables.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=HANG_S, check=False
-    )
-    assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
-    return done

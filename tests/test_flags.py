@@ -1,13 +1,20 @@
-"""One flag for each field of the configuration, with Megatron-LM's name, type and default."""
+"""One flag for each field of the configuration, with Megatron-LM's name, type and default. No
+setting is ignored silently: every config field is read somewhere outside the place that
+defines and checks it."""
 
+import ast
 import dataclasses
 import functools
 import json
+import typing
 from pathlib import Path
+
+import pytest
 
 from arguments import build_parser, parse_args, supported_flags, topics
 from megatron_lite.config import megatron_flags
 from megatron_lite.config.megatron_flags import OTHER_WAYS
+from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flag_of, flags_of, run_fields
 from tests.support.pairs import in_one_test
@@ -139,3 +146,40 @@ def test_suggestions_are_supported_flags_of_the_same_meaning():
             assert closest is None or closest in {*supported, *no_effect}
     for name in ("--no-swiglu", "--adam-beta3", "--no-bias"):
         assert megatron_flags.closest_flag(name, supported, no_effect) is None
+
+
+PACKAGE = Path(__file__).resolve().parents[1] / "megatron_lite"
+FIELDS = [
+    (topic, field.name)
+    for topic, cls in typing.get_type_hints(RunConfig).items()
+    for field in dataclasses.fields(cls)
+]
+
+
+def _attributes_read(path):
+    """Attribute names in a file, without the rules in __post_init__ of config classes."""
+    names = set()
+
+    def visit(node):
+        if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
+            return
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return names
+
+
+@pytest.fixture(scope="module")
+def read():
+    return set().union(*(_attributes_read(path) for path in PACKAGE.rglob("*.py")))
+
+
+@in_one_test("topic, field", FIELDS)
+def test_the_field_is_read(topic, field, read):
+    # Activations are read through the table of their names; the others are second ways to say a
+    # granularity and a kind of graph, or allow other settings.
+    others = ("recompute_activations", "cuda_graph_modules", "use_precision_aware_optimizer")
+    assert field in read or field in (*SWITCHED_ACTIVATIONS, *others)

@@ -7,13 +7,13 @@ TYPE_CHECKING` count too.
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.counts import tokens_of
+from tests.support.commands import python
 from tests.support.pairs import in_one_test
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,10 +151,7 @@ model(torch.ones(1, 2)).sum().backward()
 print(*(name for name in sys.modules if name.startswith("megatron_lite.")))
 print(*({name.partition(".")[0] for name in sys.modules} - before))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    ours, roots = done.stdout.splitlines()
+    ours, roots = python(program).stdout.splitlines()
     own = {"jinja2", "matplotlib", "numpy", "rich", "safetensors", "transformers", "yaml"}
     assert not own & set(roots.split())  # torch itself loads sympy
     assert {"megatron_lite.api", *ours.split()} - reached_from(OTHER_MODELS) <= {

@@ -157,6 +157,10 @@ def test_layers_units_and_stages_go_by_their_numbers():
         ("*:ops()", "expected an operator"),
         ("*:none@host(mlp)", "expected a part of a layer: attn_norm, qkv_linear, core_attn"),
         ("*:full@host(core_attn)", "only a layer that keeps everything has parts"),
+        ("*:ops(matmuls)", "matmuls is no group of operators (matmul, attention, collective, max)"),
+        ("*:ops(matmul, aten.mm)", "no operator spelled namespace.op.overload"),
+        ("*:ops(aten.mul_.Tensor/2)", "writes into its argument"),
+        ("*:ops(c10d.allreduce_.default)", "collective names those"),
     ],
 )
 def test_an_error_has_the_rule_and_what_was_expected(text, message):
@@ -247,26 +251,7 @@ def test_an_entry_counts_what_it_names_and_one_is_enough_to_keep():
     assert [place for place, name in enumerate(forward) if choice.keeps(name)] == [0, 1, 2, 4]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("*:ops(matmuls)", "matmuls is no group of operators (matmul, attention, collective, max)"),
-        ("*:ops(matmul, aten.mm)", "no operator spelled namespace.op.overload"),
-        ("*:ops(aten.mul_.Tensor/2)", "writes into its argument"),
-        ("*:ops(c10d.allreduce_.default)", "collective names those"),
-    ],
-)
-def test_an_unknown_name_is_an_error(text, message):
-    with pytest.raises(ValueError) as raised:
-        parse_policy(text)
-    assert message in str(raised.value) and ", in the rule " in str(raised.value)
-
-
-def run_with(policy, *, tp_size=1, **model):
-    return tiny_run(tp_size=tp_size, **dict(model), recompute_policy=policy)
-
-
 def test_a_run_refuses_operators_whose_bytes_it_could_not_tell():
     with pytest.raises(ValueError, match=r"aten\.gelu\.default would keep cannot be told"):
-        run_with("0:ops(matmul);1:ops(aten.gelu.default)")
-    run_with("0:ops(matmul);1:ops(aten.bmm.default/2,max)")
+        tiny_run(recompute_policy="0:ops(matmul);1:ops(aten.gelu.default)")
+    tiny_run(recompute_policy="0:ops(matmul);1:ops(aten.bmm.default/2,max)")

@@ -6,20 +6,14 @@ import pytest
 
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.training.evaluate import evaluations_of
+from tests.support import equality
 from tests.support.changes import with_settings
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
 NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 LLAMA = dict(
-    NO_DROPOUT,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    swiglu=True,
-    ffn_hidden_size=48,
-    add_bias_linear=False,
-    group_query_attention=True,
-    num_query_groups=2,
+    NO_DROPOUT, **equality.LLAMA, ffn_hidden_size=48, group_query_attention=True, num_query_groups=2
 )
 ITERATIONS = 10
 

@@ -25,10 +25,10 @@ def test_links_into_the_blobs_of_a_cache_are_followed(tmp_path):
     for number, path in enumerate(sorted(snapshot.iterdir())):
         path.rename(blobs / str(number))
         path.symlink_to(f"../../blobs/{number}")
-    assert converted(snapshot, tmp_path / "ours", "hf megatron-lite") == 0
+    assert converted(tmp_path, f"hf {snapshot} -> megatron-lite ours") == 0
     (blobs / "0").unlink()
     (blobs / "0").symlink_to("/etc/hostname")
-    assert converted(snapshot, tmp_path / "again", "hf megatron-lite") == 2
+    assert converted(tmp_path, f"hf {snapshot} -> megatron-lite again") == 2
 
 
 def test_the_ids_of_special_tokens_survive_the_way_there_and_back(tmp_path):
@@ -38,8 +38,8 @@ def test_the_ids_of_special_tokens_survive_the_way_there_and_back(tmp_path):
     path = tmp_path / "theirs/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **ids}))
     (tmp_path / "theirs/generation_config.json").write_text('{"eos_token_id": [0, 2], "top_k": 7}')
-    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
-    assert converted(tmp_path / "ours", tmp_path / "again", "megatron-lite hf") == 0
+    assert converted(tmp_path, "hf theirs -> megatron-lite ours") == 0
+    assert converted(tmp_path, "megatron-lite ours -> hf again") == 0
     config = json.loads((tmp_path / "again/config.json").read_text())
     assert {key: config[key] for key in ids} == ids
     for folder in ("theirs", "again"):
@@ -74,7 +74,7 @@ WORD = "embedding.word_embeddings.weight"
 def test_crafted_arguments_are_refused_at_once(args, message, tmp_path, capsys):
     saved_by_megatron(tmp_path / "theirs", {WORD: torch.ones(8, 8)}, **args)
     began = time.process_time()
-    assert converted(tmp_path / "theirs", tmp_path / "ours", "megatron hf") == 2
+    assert converted(tmp_path, "megatron theirs -> hf ours") == 2
     assert time.process_time() - began < 5.0
     error = capsys.readouterr().err
     assert message in error and len(error) <= 1024 and not (tmp_path / "ours").exists()
@@ -90,7 +90,7 @@ def test_keys_whose_hashes_collide_take_no_quadratic_time(as_tuple, tmp_path):
         items = b"".join(b"\x8a\x0a" + key + as_tuple + b"N" for key in keys)
         archive(folder / "model_optim_rng.pt", b"\x80\x02}(" + items + b"u.")
         began = time.process_time()
-        assert converted(tmp_path / "theirs", tmp_path / "ours", "megatron hf") == 2
+        assert converted(tmp_path, "megatron theirs -> hf ours") == 2
         assert time.process_time() - began < 5.0
 
 
@@ -99,7 +99,7 @@ def test_one_dict_at_many_places_is_refused(tmp_path, capsys):
     for _ in range(6):
         inner = {f"a{number}": inner for number in range(100)}
     saved_by_megatron(tmp_path / "theirs", inner)
-    assert converted(tmp_path / "theirs", tmp_path / "ours", "megatron hf") == 2
+    assert converted(tmp_path, "megatron theirs -> hf ours") == 2
     assert "a state dict is at two places" in capsys.readouterr().err
 
 
@@ -112,14 +112,14 @@ def test_every_byte_of_a_zip_may_be_wrong(tmp_path, capsys):
     for place in range(start, len(whole), 3):
         for value in (0x00, 0x7F, 0xFF):
             path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
-            assert converted(tmp_path / "theirs", tmp_path / "ours", "megatron hf") == 2
+            assert converted(tmp_path, "megatron theirs -> hf ours") == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_an_iteration_that_no_run_reaches_and_integer_weights_are_refused(tmp_path, capsys):
     pytest.importorskip("transformers")
     saved_peer("gpt2", tmp_path / "theirs")
-    assert converted(tmp_path / "theirs", tmp_path / "legacy", "hf megatron") == 0
+    assert converted(tmp_path, "hf theirs -> megatron legacy") == 0
     path = tmp_path / "legacy" / "release" / "mp_rank_00" / "model_optim_rng.pt"
     with torch.serialization.safe_globals([argparse.Namespace]):
         value = torch.load(path, weights_only=True)
@@ -133,5 +133,5 @@ def test_an_iteration_that_no_run_reaches_and_integer_weights_are_refused(tmp_pa
         ),
     ):
         torch.save({**value, **change}, path)
-        assert converted(tmp_path / "legacy", tmp_path / "ours", "megatron hf") == 2
+        assert converted(tmp_path, "megatron legacy -> hf ours") == 2
         assert message in capsys.readouterr().err and not (tmp_path / "ours").exists()

@@ -1,14 +1,16 @@
-"""Every family of Hugging Face: config and weights in, a checkpoint of this project, and out
-again. transformers opens the result."""
+"""Checkpoints of Hugging Face: every family goes there and back to the bit, and what does not map
+is one clear error."""
 
 import json
+import time
 
 import pytest
 import torch
 
-from megatron_lite.config.hf_config import FAMILIES
+from megatron_lite.config.hf_config import FAMILIES, to_hf
 from megatron_lite.convert.hf import hf_source, write_hf
 from tests.support.conversions import (
+    WORDS,
     converted,
     rewrite,
     same_weights,
@@ -17,7 +19,7 @@ from tests.support.conversions import (
     weights_in,
 )
 from tests.support.hf import PEERS, our_config
-from tests.support.models import sample_tokens
+from tests.support.models import sample_tokens, tiny_config
 from tests.support.pairs import sampled
 
 transformers = pytest.importorskip("transformers")
@@ -38,9 +40,9 @@ def test_a_round_trip_is_bitwise_and_transformers_opens_it(name, tmp_path):
     model = saved_peer(name, tmp_path / "theirs")
     tp_size = "2" if our_config(model).query_groups > 1 else "1"
     layout = ("--tensor-model-parallel-size", tp_size, "--pipeline-model-parallel-size", "2")
-    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite", *layout) == 0
+    assert converted(tmp_path, "hf theirs -> megatron-lite ours", *layout) == 0
     family = ("--hf-family", model.config.model_type)
-    assert converted(tmp_path / "ours", tmp_path / "again", "megatron-lite hf", *family) == 0
+    assert converted(tmp_path, "megatron-lite ours -> hf again", *family) == 0
     assert same_weights(weights_in(tmp_path / "theirs"), weights_in(tmp_path / "again"))
     again, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "again", output_loading_info=True, attn_implementation="eager"
@@ -56,8 +58,8 @@ def test_weights_keep_their_dtype_and_their_tokenizer(name, tmp_path):
     model = PEERS[name]().to(torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs")
     save_tokenizer(tmp_path / "theirs")
-    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
-    assert converted(tmp_path / "ours", tmp_path / "again", "megatron-lite hf") == 0
+    assert converted(tmp_path, "hf theirs -> megatron-lite ours") == 0
+    assert converted(tmp_path, "megatron-lite ours -> hf again") == 0
     assert same_weights(weights_in(tmp_path / "theirs"), weights_in(tmp_path / "again"))
     config = json.loads((tmp_path / "again/config.json").read_text())
     ids = config["eos_token_id"]
@@ -84,7 +86,7 @@ def test_shards_have_at_most_the_size_and_an_index(name, tmp_path):
     assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in tensors.values())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert same_weights(model.state_dict(), again.state_dict())  # also of a tied head
-    assert converted(tmp_path / "again", tmp_path / "ours", "hf megatron-lite") == 0
+    assert converted(tmp_path, "hf again -> megatron-lite ours") == 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -106,6 +108,195 @@ def test_names_without_their_prefix_and_buffers_are_understood(name, tmp_path):
             tensors["lm_head.weight"] = tensors["wte.weight"].clone()
 
     rewrite(tmp_path / "theirs", change)
-    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
-    assert converted(tmp_path / "ours", tmp_path / "again", "megatron-lite hf") == 0
+    assert converted(tmp_path, "hf theirs -> megatron-lite ours") == 0
+    assert converted(tmp_path, "megatron-lite ours -> hf again") == 0
     assert same_weights(expected, weights_in(tmp_path / "again"))
+
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+
+def edit(name, change):
+    def edited(folder):
+        values = json.loads((folder / name).read_text())
+        change(values)
+        (folder / name).write_text(json.dumps(values))
+
+    return edited
+
+
+def tokenizer(change):
+    def edited(folder):
+        save_tokenizer(folder)
+        edit("tokenizer.json", change)(folder)
+
+    return edited
+
+
+def secret(folder):
+    (folder / "tokenizer.json").symlink_to("/proc/self/environ")
+
+
+def text(name, content):
+    def written(folder):
+        save_tokenizer(folder)
+        (folder / name).write_bytes(content)
+
+    return written
+
+
+def one_id(values):
+    values["model"]["vocab"] = dict.fromkeys(WORDS, 3)
+
+
+def rotary(**values):
+    return edit("config.json", lambda found: found["rope_parameters"].update(values))
+
+
+def sizes(**values):
+    """Returns a change of config.json."""
+    return edit("config.json", lambda found: found.update(values))
+
+
+def tensors(change):
+    return lambda folder: rewrite(folder, change)
+
+
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def index(folder):
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}})
+    )
+
+
+def weight(value):
+    def change(tensors):
+        tensors["model.norm.weight"][3] = value
+
+    return lambda folder: rewrite(folder, change)
+
+
+NORM = "model.norm.weight"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+CASES = {
+    "no directory": (lambda folder: folder.rename(folder.with_name("gone")), "no such directory"),
+    "unknown family": (
+        sizes(model_type="deepseek_v32"),
+        "'deepseek_v32' has no counterpart here (its latent attention, or its experts, have parts "
+        "that no model here has), only gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, ",
+    ),
+    "dynamic": (
+        sizes(rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}),
+        "does not map exactly: rope_scaling 'dynamic', which depends on the length of the text, is",
+    ),
+    "a list of texts": (
+        sizes(rope_parameters=dict(rope_type="longrope", short_factor=["1"], long_factor=[])),
+        "short_factor must be of type float (got '1')",
+    ),
+    "too few divisors": (
+        sizes(rope_parameters=dict(rope_type="longrope", short_factor=[1.0], long_factor=[])),
+        "--rope-type longrope needs --short-factor and --long-factor, each with a number for each",
+    ),
+    "pickle": (pickle, "is pickled, and reading a pickle may run any code"),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "has neither model.safetensors nor model.safetensors.index.json",
+    ),
+    "truncated": (truncate, "it is missing, truncated or damaged, or no safetensors file"),
+    "path in the index": (index, "'../elsewhere.safetensors', which is no file's name"),
+    "missing tensor": (tensors(lambda found: found.pop(QUERY)), f"lacks {QUERY}"),
+    "extra tensor": (
+        tensors(lambda found: found.update({"model.layers.7.x.weight": torch.ones(3)})),
+        "holds model.layers.7.x.weight",
+    ),
+    "other shape": (
+        tensors(lambda found: found.update({QUERY: torch.ones(8, 32)})),
+        f"{QUERY} has the shape (8, 32), but config.json describes (24, 32)",
+    ),
+    "quantised": (
+        tensors(lambda found: found.update({NORM: torch.ones(32, dtype=torch.int8)})),
+        "final_layernorm.weight has the dtype I8, and only F64, F32, BF16, F16 are read",
+    ),
+    "a link to a secret": (secret, "tokenizer.json: is no regular file, but a link out of"),
+    "no JSON": (text("tokenizer_config.json", b"SECRET=1"), "not a tokenizer that can be read"),
+    "no pairs": (text("merges.txt", b"root:x:0:0\n"), "line 1 is no pair of words"),
+    "no object": (text("generation_config.json", b"[]"), "must be an object"),
+    "one id": (tokenizer(one_id), "have one id, 3"),
+    "an id beyond": (
+        tokenizer(lambda found: found["model"]["vocab"].update(late=61)),
+        "the id of 'late' must be a whole number from 0 to 60 (got 61)",
+    ),
+    "an added id beyond": (
+        tokenizer(
+            lambda found: found["added_tokens"].append(
+                dict(id=99, content="<x>", single_word=False, lstrip=False, rstrip=False)
+                | dict(normalized=False, special=True)
+            )
+        ),
+        "the id of '<x>' must be",
+    ),
+    "an unknown rotary key": (rotary(mystery=1), "has the unknown key mystery"),
+    "a part of a head": (rotary(partial_rotary_factor=0.5), "the whole head is rotated"),
+    "a base of 400 digits": (rotary(rope_theta=10**400), "(401 characters)"),
+    "NaN": (weight(float("nan")), "decoder.final_layernorm.weight holds NaN or infinity"),
+    "many layers": (sizes(num_hidden_layers=65536), "describes 65536 layers, and the files"),
+    "a token id of text": (sizes(eos_token_id="</s>"), "eos_token_id must be a whole number"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_source_that_does_not_map_is_one_clear_error(case, tmp_path, capsys):
+    change, message = CASES[case]
+    saved_peer("llama", tmp_path / "theirs")
+    change(tmp_path / "theirs")
+    capsys.readouterr()
+    began = time.process_time()
+    assert converted(tmp_path, "hf theirs -> megatron-lite ours") == 2
+    assert time.process_time() - began < 5.0
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1 and len(error) <= 1024
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("ours")]
+
+
+def test_a_tied_model_whose_head_differs_is_refused(tmp_path, capsys):
+    saved_peer("gpt2", tmp_path / "theirs")
+    rewrite(
+        tmp_path / "theirs",
+        lambda found: found.update({"lm_head.weight": found["transformer.wte.weight"] + 1}),
+    )
+    assert converted(tmp_path, "hf theirs -> megatron-lite ours") == 2
+    assert "tie_word_embeddings true, but lm_head.weight differs" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "family", "message"),
+    [
+        (dict(), None, "no family of Hugging Face that is known here expresses this model; gpt2"),
+        (
+            dict(num_experts=4, moe_router_topk=2, add_bias_linear=False),
+            None,
+            "mixtral comes nearest: position_embedding_type is learned_absolute here and rope",
+        ),
+        (dict(), "llama", "--hf-family llama does not express this model: position_embedding_type"),
+        (dict(), "bloom", "--hf-family bloom is not known, only gpt2, llama"),
+        (
+            dict(kv_channels=8, window_size=(3, 0)),
+            "gpt2",
+            "window of each layer is [(3, 0), (3, 0), (3, 0)] here and [None, None, None] there",
+        ),
+    ],
+)
+def test_a_model_that_no_family_expresses_is_refused_with_the_difference(fields, family, message):
+    with pytest.raises(ValueError) as refused:
+        to_hf(tiny_config(**fields), 61, family)
+    assert message in str(refused.value)

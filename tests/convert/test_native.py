@@ -1,14 +1,18 @@
-"""Converted checkpoints of this project, which training, generation and other layouts read."""
+"""Conversions of this project's own checkpoints, and the commands that a conversion prints."""
 
 import json
+import shlex
 import shutil
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_lite import __main__ as command
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.start import find_step, step_fault
 from megatron_lite.config.data_settings import TokenizerConfig
@@ -16,6 +20,8 @@ from megatron_lite.convert.native import native_source
 from megatron_lite.tools import generate
 from tests.support.checkpoints import flip_bit, sign
 from tests.support.conversions import converted, save_tokenizer, saved_peer, weights_in
+from tests.support.hf import PEERS
+from tests.support.programs import run_program
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 
@@ -40,7 +46,7 @@ def trained(tmp_path_factory):
 def test_any_split_holds_the_same_values(sizes, trained, tmp_path):
     tp, pp = map(str, sizes)
     flags = ("--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp)
-    assert converted(trained, tmp_path / "split", "megatron-lite megatron-lite", *flags) == 0
+    assert converted(tmp_path, f"megatron-lite {trained} -> megatron-lite split", *flags) == 0
     step = find_step(str(tmp_path / "split")).step
     assert step_fault(step) is None
     assert len(list(step.glob("*.safetensors"))) == 2  # weights and states, at any sizes
@@ -56,7 +62,7 @@ def test_a_run_goes_on_from_converted_optimizer_states(trained, tmp_path):
     """Without dropout the run is the one that goes on from the original."""
     still = dict(hidden_dropout=0.0, attention_dropout=0.0)
     layout = ("--tensor-model-parallel-size", "2")
-    assert converted(trained, tmp_path / "split", "megatron-lite megatron-lite", *layout) == 0
+    assert converted(tmp_path, f"megatron-lite {trained} -> megatron-lite split", *layout) == 0
     for name, load in (("first", trained), ("second", tmp_path / "split")):
         run_to_end(tiny_run(**still, load=str(load), save=str(tmp_path / name), train_iters=5))
     first, second = (step_bytes(tmp_path / name, 5) for name in ("first", "second"))
@@ -92,7 +98,7 @@ def test_a_damaged_checkpoint_is_not_converted(trained, tmp_path, capsys):
     """Nor one whose metadata hides a missing file."""
 
     def refused(message):
-        assert converted(tmp_path / "run", tmp_path / "out", "megatron-lite megatron-lite") == 2
+        assert converted(tmp_path, "megatron-lite run -> megatron-lite out") == 2
         assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
     shutil.copytree(trained, tmp_path / "run")
@@ -135,7 +141,7 @@ def test_a_run_stores_its_tokenizer_and_tools_need_no_other(tmp_path, monkeypatc
     flags = ["--prompt", "to be", "--greedy", "--max-new-tokens", "2"]
     assert generate.main(["--load", "../moved", *flags, "--distributed-backend", "gloo"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("to be")
-    assert converted(Path("../moved"), Path("out"), "megatron-lite hf") == 0
+    assert converted(Path(), "megatron-lite ../moved -> hf out") == 0
     assert {name: (Path("out") / name).read_bytes() for name in stored} == stored
     flip_bit(step / "tokenizer.json", 100)
     assert "tokenizer.json: its checksum is not the one" in str(step_fault(step))
@@ -153,9 +159,60 @@ def test_weights_of_two_dtypes_keep_them(tmp_path):
         for name, tensor in load_file(path).items()
     }
     save_file(tensors, str(path), metadata={"format": "pt"})
-    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
+    assert converted(tmp_path, "hf theirs -> megatron-lite ours") == 0
     step = find_step(str(tmp_path / "ours")).step
     assert read_config(step).training.bf16
     dtypes = {name: tensor.dtype for name, tensor in weights_in(step).items()}
     assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
     assert dtypes["decoder.final_layernorm.weight"] == torch.float32
+
+
+main = partial(command.main, started="/usr/bin/megatron-lite")
+SHORT = ["--train-iters", "2", "--eval-iters", "0", "--distributed-backend", "gloo"]
+LAUNCHED = ["torchrun", "--nproc-per-node", "2", "-m", "megatron_lite"]
+
+
+def printed_commands(output):
+    """Returns the words of the two commands at the end of a conversion's output."""
+    lines = output.replace(" \\\n", " ").splitlines()
+    assert lines[-2] == "To generate:"
+    return [shlex.split(lines[-3]), shlex.split(lines[-1])]
+
+
+def test_a_converted_model_trains_on_and_generates_by_the_printed_commands(
+    tmp_path, monkeypatch, capsys
+):
+    """A small Llama in bfloat16, on two ranks, with the tokenizer of the source."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    PEERS["llama"]().to(torch.bfloat16).save_pretrained("theirs")
+    save_tokenizer(Path("theirs"))
+    text = {"text": "to be or not to be " * 40}
+    Path("text.jsonl").write_text(f"{json.dumps(text)}\n" * 200)
+    capsys.readouterr()
+    way = ["--from", "hf", "--to", "megatron-lite", "--load", "theirs", "--save", "ours"]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/megatron-lite"])
+    assert main(["convert", *way, "--tensor-model-parallel-size", "2"]) == 0
+    train, generate = printed_commands(capsys.readouterr().out)
+    files = ["--input", "text.jsonl", "--output-prefix", "text", "--append-eod"]
+    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "theirs"]
+    assert main(["preprocess", *files, *tokenizer]) == 0
+    assert train[: len(LAUNCHED)] == LAUNCHED and "--bf16" in train
+    trained = run_program(*train[len(LAUNCHED) :], *SHORT, ranks=2, main=main)
+    assert trained.returncode == 0, trained.stderr
+    config = read_config(find_step("ours-trained").step)
+    assert config.training.bf16 and config.model == read_config(find_step("ours").step).model
+    few = ["--max-new-tokens", "2", "--distributed-backend", "gloo"]
+    generated = run_program(*generate[1:], *few, main=main)
+    assert generated.returncode == 0, generated.stderr
+    assert generated.stdout.startswith("Once upon a time")
+
+
+def test_a_run_with_optimizer_states_is_continued_beyond_its_iteration(tmp_path, capsys):
+    run_to_end(tiny_run(save=str(tmp_path / "run"), train_iters=3))
+    assert converted(tmp_path, "megatron-lite run -> megatron-lite split") == 0
+    output = capsys.readouterr().out
+    train, _ = printed_commands(output)
+    assert "The source has no tokenizer." in output and "--bf16" not in train
+    assert train[train.index("--train-iters") + 1] == "1003"

@@ -32,7 +32,7 @@ def smollm2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
     (folder / "theirs").mkdir()
     model = save_smollm2(folder / "theirs")
-    assert converted(folder / "theirs", folder / "ours", "hf megatron-lite") == 0
+    assert converted(folder, "hf theirs -> megatron-lite ours") == 0
     yield Model(model, folder)
 
 

@@ -80,9 +80,9 @@ def test_a_killed_conversion_is_simply_run_again(tmp_path):
     assert status_of_fork(convert) == -SIGKILL
     left, theirs = sorted(tmp_path.iterdir())
     assert left.name.startswith(f"ours{SUFFIX}-") and theirs.name == "theirs"
-    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
+    assert converted(tmp_path, "hf theirs -> megatron-lite ours") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
-    assert converted(tmp_path / "ours", tmp_path / "again", "megatron-lite hf") == 0
+    assert converted(tmp_path, "megatron-lite ours -> hf again") == 0
     assert same_weights(weights_in(tmp_path / "theirs"), weights_in(tmp_path / "again"))
 
 
@@ -124,7 +124,7 @@ def test_a_signal_ends_a_conversion_in_one_line(number, tmp_path, capfd):
             return read(self)
 
         hf.TensorInFile.read = interrupted
-        converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite")
+        converted(tmp_path, "hf theirs -> megatron-lite ours")
 
     capfd.readouterr()
     assert status_of_fork(convert) == -number

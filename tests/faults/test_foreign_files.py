@@ -78,7 +78,7 @@ def hf_model(folder):
 def converted_to(target):
     def prepare(folder):
         hf_model(folder)
-        assert converted(folder / "in", folder / "mid", f"hf {target}") == 0
+        assert converted(folder, f"hf in -> {target} mid") == 0
         shutil.rmtree(folder / "in")
 
     return prepare

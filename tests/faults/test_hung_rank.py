@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tests.support.commands import MOCK, SMALL_RUN
-from tests.support.happenings import happens
+from tests.support.happenings import at, happens
 from tests.support.limits import patiently
 from tests.support.programs import program
 
@@ -20,10 +20,6 @@ RUN = [
     "--distributed-timeout-seconds-after-init",
 ]
 TENSOR, PIPELINE = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
-
-
-def _at(rank, place, iteration, action):
-    return lambda own: happens(place, action, iteration=iteration) if own == rank else None
 
 
 def _stopped():
@@ -42,7 +38,7 @@ def _stopped():
 def test_a_stopped_rank_is_named_after_the_timeout(layout, rank, place, where):
     def check(limit):
         arguments = [*RUN, f"{limit:g}", *layout]
-        with program(arguments, ranks=2, prepare=_at(rank, place, 3, _stopped)) as run:
+        with program(arguments, ranks=2, prepare=at(rank, place, _stopped, iteration=3)) as run:
             assert run.wait(1 - rank) == [1], run.everything()
             (message,) = run.messages()
             assert f"stops at {where}: no progress for more than {limit:g} s: " in message
@@ -63,7 +59,7 @@ def test_a_rank_that_waits_outside_a_collective_writes_its_own_stack():
 
     def check(limit):
         with program(
-            [*RUN, f"{limit:g}", *TENSOR], ranks=2, prepare=_at(1, "step", 3, hangs_here)
+            [*RUN, f"{limit:g}", *TENSOR], ranks=2, prepare=at(1, "step", hangs_here, iteration=3)
         ) as run:
             assert run.wait() == [1, 1], run.everything()
             (message,) = run.messages()

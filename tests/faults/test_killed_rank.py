@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lite.checkpointing import saver
 from tests.support.commands import MOCK, SMALL_RUN
-from tests.support.happenings import happens
+from tests.support.happenings import at
 from tests.support.programs import completes, program
 from tests.support.runs import rows, step_bytes
 
@@ -25,10 +25,6 @@ RUN = [
 
 def _dies():
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _killed(rank, place, iteration):
-    return lambda own: happens(place, _dies, iteration=iteration) if own == rank else None
 
 
 def _into(folder):
@@ -51,7 +47,7 @@ def test_the_others_name_it_and_the_resumed_run_equals_an_uninterrupted_one(
     tmp_path, whole, place, iteration
 ):
     arguments = _into(tmp_path)
-    with program(arguments, ranks=2, prepare=_killed(1, place, iteration)) as run:
+    with program(arguments, ranks=2, prepare=at(1, place, _dies, iteration=iteration)) as run:
         assert run.wait(1) == [-signal.SIGKILL]
         assert run.wait(0) == [1], run.everything()
         where = f"iteration {iteration}" + (" (validation loss)" if place == "evaluation" else "")
@@ -83,11 +79,7 @@ def test_a_rank_with_a_fault_of_its_own_says_it_alone():
     def fails():
         raise ArithmeticError("a fault of rank 1")
 
-    def prepare(rank):
-        if rank == 1:
-            happens("backward", fails, iteration=2)
-
-    with program(RUN, ranks=2, prepare=prepare) as run:
+    with program(RUN, ranks=2, prepare=at(1, "backward", fails, iteration=2)) as run:
         assert run.wait() == [1, 1], run.everything()
         assert "ArithmeticError: a fault of rank 1" in run.errors(1)
         assert "Traceback" not in run.errors(0) and len(run.messages()) <= 2

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_lite.training import build_trainer as build
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.corpora import written
-from tests.support.happenings import builds_second, happens
+from tests.support.happenings import at, builds_second
 from tests.support.programs import completes, program
 from tests.support.runs import rows, step_bytes
 
@@ -36,7 +36,7 @@ def _gets(rank, place, *names, iteration=0):
             os.kill(os.getpid(), number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
-    return lambda own: happens(place, send, iteration=iteration) if own == rank else None
+    return at(rank, place, send, iteration=iteration)
 
 
 def _losses(text):

@@ -50,6 +50,14 @@ def check(train, share=0.8):
         assert torch.equal(one, other) and torch.equal(one, each)
 
 
+def trained(trainer, budget):
+    """Trains with a budget or without. Returns the weights and the fit."""
+    callback = None if budget is None else MemoryBudgetCallback(budget)
+    trainer.add_callback(callback or transformers.TrainerCallback())
+    trainer.train()
+    return weights(trainer.model), callback and callback.fit
+
+
 class Summed(transformers.Trainer):
     """A loss of its own, as trainers of preferences have, and a log that it keeps itself."""
 
@@ -79,14 +87,12 @@ def test_the_trainer_of_transformers_is_measured_by_its_own_step(accumulation, t
         trainer = Summed(language_model(), settings, train_dataset=rows())
         # As the samples stand, so the largest batch is the second one.
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows())
-        callback = None if budget is None else MemoryBudgetCallback(budget)
-        trainer.add_callback(callback or transformers.TrainerCallback())
-        trainer.train()
+        found = trained(trainer, budget)
         assert trainer.losses == {"train": [20, 35, 20, 35]}
         measured = {(35, False), (35, accumulation > 1)} if budget else set()
         assert set(trainer.measured.calls[:-4]) == measured
         assert not any("forward" in vars(each) for each in trainer.model.modules())
-        return weights(trainer.model), callback and callback.fit
+        return found
 
     check(train)
     assert "gradient_checkpointing is off" in capsys.readouterr().out
@@ -117,10 +123,7 @@ def test_sft_with_an_adapter_trains_to_the_same_bits(tmp_path):
             language_model(), settings, train_dataset=data, peft_config=lora,
             processing_class=tokenizer,
         )  # fmt: skip
-        callback = None if budget is None else MemoryBudgetCallback(budget)
-        trainer.add_callback(callback or transformers.TrainerCallback())
-        trainer.train()
-        return weights(trainer.model), callback and callback.fit
+        return trained(trainer, budget)
 
     check(train, 0.9)  # the loss of TRL takes more than the layers
 

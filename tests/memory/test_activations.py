@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +16,8 @@ from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.recompute.schedule import plan_stage
+from tests.memory import test_peak
+from tests.recompute.test_equality import DIFFERING_MODELS as MODELS
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import Layout, sample_tokens
 from tests.support.pairs import sampled, subsets
@@ -112,10 +115,8 @@ def models():
             )
 
 
-def differences(rank, world_size, layout, every):
-    """How many cases were measured, and those where prediction and measurement differ. Takes each
-    `every`-th of all cases."""
-    wrong = []
+def some_cases(layout, every):
+    """Returns each `every`-th of all cases, and in the default run fewer."""
     # A run refuses windows in a ring of flash attention.
     rings = layout.cp > 1 and layout.cp_comm_type != "a2a"
     configs = [
@@ -123,31 +124,36 @@ def differences(rank, world_size, layout, every):
         for config in models()
         if not (rings and config.window_size and config.attention_backend == "flash")
     ]
-    cases = list(
-        itertools.product(
-            configs,
-            policies(can_split=layout.can_split),
-            (torch.float32, torch.bfloat16, torch.float16, torch.float64),
-            (None, 1, 7, 1000),
-        )
+    cases = itertools.product(
+        configs,
+        policies(can_split=layout.can_split),
+        (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        (None, 1, 7, 1000),
     )
-    cases = sampled(cases[::every], every=5, at_most=3)
+    return [
+        case
+        for case in sampled(list(cases)[::every], every=5, at_most=3)
+        # In float64, which no run has, experts are a loop of products for `ops` to keep.
+        if not (case[0].num_experts and case[2] == torch.float64 and "ops" in str(case[1]))
+    ]
+
+
+def wrong_bytes(rank, world_size, layout, cases):
+    """Returns the cases in which prediction and measurement differ."""
+    wrong = []
     with layout.state() as parallel:
         for config, recompute, dtype, chunk in cases:
-            # In float64, which no run has, experts are a loop of products for `ops` to keep.
-            if config.num_experts and dtype == torch.float64 and "ops" in str(recompute):
-                continue
             found = figures(config, recompute, parallel, layout, dtype, loss_chunk_size=chunk)
             if not found.agree:
                 wrong.append(f"{config} {recompute} {dtype} {chunk}: {found}")
-    return len(cases), wrong
+    return wrong
 
 
 @pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize(
     ("layout", "every"),
     [
-        (Layout(), 257),
+        (Layout(), 367),
         (Layout(2), 787),
         (Layout(2, True), 787),
         (Layout(4, True), 3121),
@@ -160,8 +166,9 @@ def differences(rank, world_size, layout, every):
     ],
 )
 def test_predicted_bytes_are_the_measured_ones(layout, every):
-    for count, wrong in run_ranks(differences, layout.ranks, layout, every):
-        assert wrong == [] and count > 8
+    cases = some_cases(layout, every)
+    assert len(cases) > 8
+    assert run_ranks(wrong_bytes, layout.ranks, layout, cases) == [[]] * layout.ranks
 
 
 def living(rank, world_size, layout):
@@ -199,3 +206,37 @@ def test_what_is_saved_is_all_that_lives(layout):
         assert len(found) > 10 and all(each.agree and each.unaccounted == 0 for each in found), (
             found
         )
+
+
+POLICIES = (
+    "*:none",
+    "*:full",
+    "*:full/2",
+    "1:none; *:full/3",
+    "every-2:full; *:core_attn+layernorm",
+    "*:pointwise",
+    "0-2:full/3@host; *:mlp@host",
+    "*:ops(matmul,attention)",
+    "1:none; *:ops(matmul/2)",
+    "*:core_attn+activation",
+)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("layout", [Layout(), Layout(2), Layout(2, True)])
+def test_the_bytes_of_layers_that_differ_are_the_measured_ones(layout):
+    policies = [RecomputeConfig(recompute_policy=policy) for policy in POLICIES]
+    dtypes = torch.float32, torch.bfloat16
+    cases = [*itertools.product(MODELS.values(), policies, dtypes, [None])]
+    assert run_ranks(wrong_bytes, layout.ranks, layout, cases) == [[]] * layout.ranks
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_every_moment_of_layers_that_differ_is_the_measured_one(config):
+    config = replace(
+        config, num_layers=test_peak.NUM_LAYERS, window_attn_skip_freq=2, no_rope_freq=None
+    )
+    assert test_peak.differences(0, 1, config, Layout()) == {}
+    config = replace(config, no_rope_freq=tuple([0, 1, 0, 1, 1, 0][: config.num_layers]))
+    assert test_peak.differences(0, 1, config, Layout()) == {}

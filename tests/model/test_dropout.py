@@ -74,21 +74,6 @@ def test_ranks_share_residual_masks_if_they_hold_the_same_tokens_and_never_atten
         assert not torch.equal(mine, other)  # each rank has its own heads
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_mask_kept_for_backward_has_one_byte_per_element(dtype):
-    kept = []
-
-    def keep(tensor):
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        dropout(
-            torch.ones(3, 5, dtype=dtype, requires_grad=True), 0.5, RngStreams(CPU, seed=1), DEFAULT
-        )
-    assert [(tensor.dtype, tensor.shape) for tensor in kept] == [(torch.bool, (3, 5))]
-
-
 def test_probability_zero_draws_nothing_and_hands_the_tensor_back():
     rng = RngStreams(CPU, seed=1)
     x = torch.ones(3)

@@ -161,7 +161,6 @@ def errors(rank, world_size, case):
 @pytest.mark.runs(daily=4, ci=14)
 @pytest.mark.parametrize("case", CASES)
 def test_four_steps_equal_those_of_megatron_core(case):
-    pytest.importorskip("megatron.core")
     (found,) = run_ranks(errors, 1, case)
     assert len(found) >= STEPS * (2 * MICRO_BATCHES + 17)
     assert {name: error for name, error in found.items() if not error < 1e-9} == {}

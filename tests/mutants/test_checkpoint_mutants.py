@@ -1,13 +1,17 @@
-"""Mistakes in how checkpoints reach the disk, in who may change a directory and in what is read,
-each put back: a named test must fail."""
+"""Mistakes in how files reach the disk, in who may change a directory, in what is read
+and in the start, each put back: a named test must fail."""
 
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from megatron_lite.checkpointing import directory, metadata
 from megatron_lite.checkpointing.directory import SaveDirectory
 from megatron_lite.data import durable_files as data_files
+from megatron_lite.data import indexed
+from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_lite.training import log_files
 from tests.checkpointing import test_durable_order as order
 from tests.checkpointing import test_stale_start
@@ -15,6 +19,7 @@ from tests.checkpointing.conftest import saved  # noqa: F401
 from tests.checkpointing.test_durable_order import root, three_steps  # noqa: F401
 from tests.checkpointing.test_stale_start import beginning  # noqa: F401
 from tests.faults import test_crafted_checkpoint as crafted
+from tests.faults import test_data_tools
 from tests.faults.test_crafted_checkpoint import good, known, load  # noqa: F401
 from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.training import test_full_log
@@ -78,6 +83,35 @@ MUTANTS = [
     Mutant(
         the_old_text_moves_away_before_the_new_one_is_there,
         test_full_log.test_the_new_text_is_on_the_disk_before_it_takes_the_files_name,
+    ),
+]
+
+
+@replaces("unlink", os)
+def the_old_index_stays_until_the_new_one_is_there(unlink, path, *rest):
+    return None if str(path).endswith(".idx") else unlink(path, *rest)
+
+
+@replaces("_publish", IndexedDatasetWriter)
+def names_are_not_synced(publish, self):
+    with pytest.MonkeyPatch.context() as inner:
+        replaces("sync", indexed)(lambda *_: None)(inner)
+        publish(self)
+
+
+@replaces("_is_still", IndexedDataset)
+def a_reader_trusts_the_names(_, self, index_file):
+    return True
+
+
+PAIR = test_data_tools.test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx
+ORDER = test_data_tools.test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need
+MUTANTS += [
+    Mutant(the_old_index_stays_until_the_new_one_is_there, PAIR),
+    Mutant(names_are_not_synced, ORDER),
+    Mutant(
+        a_reader_trusts_the_names,
+        test_data_tools.test_a_reader_that_a_writer_overtakes_does_not_mix_the_pairs,
     ),
 ]
 

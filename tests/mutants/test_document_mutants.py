@@ -6,6 +6,7 @@ from megatron_lite.model import attention as core_attention
 from megatron_lite.model import head_exchange
 from megatron_lite.training import batches
 from megatron_lite.training.batches import MaskedMean
+from tests.support.models import Layout
 from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.training import test_documents
 
@@ -39,11 +40,10 @@ def a_rank_counts_its_own_tokens_only(mean, counts, parallel, *, per_token):
 
 
 PACKED = test_documents.test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one
-ALONE = dict(tp_size=1, cp_size=1, sequence_parallel=False, cp_comm_type="p2p")
 MUTANTS = [
-    Mutant(a_document_sees_its_neighbour, PACKED, ALONE),
-    Mutant(gathered_keys_are_taken_in_the_order_of_the_sequence, PACKED, ALONE | dict(cp_size=2)),
-    Mutant(spans_of_ranks_follow_each_other, PACKED, ALONE | dict(cp_size=2, cp_comm_type="a2a")),
+    Mutant(a_document_sees_its_neighbour, PACKED, dict(layout=Layout())),
+    Mutant(gathered_keys_are_taken_in_the_order_of_the_sequence, PACKED, dict(layout=Layout(cp=2))),
+    Mutant(spans_of_ranks_follow_each_other, PACKED, dict(layout=Layout(cp=2, cp_comm_type="a2a"))),
     Mutant(
         a_rank_counts_its_own_tokens_only,
         test_documents.test_the_means_of_data_parallel_ranks_count_all_of_their_tokens,

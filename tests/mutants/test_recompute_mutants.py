@@ -1,24 +1,39 @@
-"""Mistakes of recompute engines, most of them once shipped by some system, each put back: a named
-test must fail.
+"""Known mistakes in recomputation, regions, kept results, offloading and replays of any model, each
+put back: a named test must fail."""
 
-Here: randomness, units of layers, split inputs, and what goes in and out of the Function. Regions:
-test_region_mutants.py.
-"""
-
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from megatron_lite.model import layer
+from megatron_lite.parallel import collectives
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
+from megatron_lite.recompute import call_arguments as arguments
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute import layer_runner as runner
-from megatron_lite.recompute import randomness
+from megatron_lite.recompute import layer_state, ops, router, tiles, witness
+from megatron_lite.recompute.offload import Offload, _OnHost
 from megatron_lite.recompute.phase import is_recomputing
-from tests.recompute import test_checkpoint, test_runner, test_split
+from megatron_lite.recompute.pool import Pool
+from megatron_lite.recompute.randomness import Randomness
+from megatron_lite.recompute.stores import Arena
+from megatron_lite.tensor_parallel import layers as linear
+from tests.recompute import (
+    test_arena,
+    test_checkpoint,
+    test_discard,
+    test_hooked_refusals,
+    test_offload,
+    test_ops,
+    test_router,
+    test_runner,
+    test_silent,
+    test_split,
+    test_tiles,
+)
 from tests.support.mutants import Mutant, each_is_seen, replaces
 
-Function, Randomness = engine._Checkpoint, randomness.Randomness
+Function = engine._Checkpoint
 
 
 @replaces("replayed", Randomness)
@@ -87,7 +102,7 @@ SPLIT = test_split.test_inputs_are_gathered_one_ahead_of_the_replay
 MUTANTS = [
     # A replay restores every stream, the current one's name and the CPU's generator, as copies, and
     # leaves no trace.
-    Mutant(the_replay_advances_the_kept_states, SAME_NUMBERS, dict(times=2)),
+    Mutant(the_replay_advances_the_kept_states, SAME_NUMBERS, dict(way="alone", times=2)),
     Mutant(
         the_cpu_generator_is_forgotten,
         test_checkpoint.test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device,
@@ -99,6 +114,165 @@ MUTANTS = [
     # Split inputs.
     Mutant(the_callers_tensor_becomes_its_part, LEFT_ALONE, dict(grad=True), "size of tensor a"),
     Mutant(parts_are_gathered_in_the_wrong_order, SPLIT),
+]
+
+
+@replaces("discarding", test_discard)
+@contextmanager
+def nothing_is_discarded(_):
+    yield lambda output: None
+
+
+@replaces("add_dropped_out", layer)
+def a_skipped_tail_draws_no_mask(
+    real, residual, branch, probability, *others, skip_tail=False, **more
+):
+    probability = 0.0 if skip_tail else probability
+    return real(residual, branch, probability, *others, skip_tail=skip_tail, **more)
+
+
+@replaces("_chain", runner)
+def the_tail_of_every_layer_is_skipped(chain, plan, segment, part, *others, **facts):
+    def run(hidden_states, *extras):
+        for single in part:
+            layer = chain(plan, segment, [single], *others, **facts)
+            hidden_states = layer(hidden_states, *extras)
+        return hidden_states
+
+    return run
+
+
+@replaces("tiles_of", tiles)
+def a_tile_begins_in_the_one_before(tiles_of, whole, number):
+    return [slice(max(0, tile.start - 1), tile.stop) for tile in tiles_of(whole, number)]
+
+
+SHARE_ONE = (
+    test_discard.test_in_each_backward_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed
+)
+TAIL = test_runner.test_what_runs_between_forward_and_backward_changes_nothing
+
+MUTANTS += [
+    Mutant(nothing_is_discarded, SHARE_ONE, dict(names=("linear",))),
+    Mutant(a_skipped_tail_draws_no_mask, TAIL, UNITS),
+    Mutant(the_tail_of_every_layer_is_skipped, TAIL, UNITS),
+    Mutant(
+        a_tile_begins_in_the_one_before,
+        test_tiles.test_bits_bytes_and_collectives_of_tiles,
+        dict(variant="gpt2", layout=test_tiles.Layout()),
+    ),
+]
+
+
+@replaces("results_may_be_kept", collectives, linear)
+def collectives_write_in_place(_):
+    return False
+
+
+@replaces("_is_written", ops)
+def nobody_looks_whether_a_result_was_written_to(_, kept):
+    return False
+
+
+MUTANTS += [
+    Mutant(
+        collectives_write_in_place,
+        test_ops.test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them,
+        dict(sequence_parallel=False, again={"allreduce_": 1}),
+    ),
+    Mutant(
+        nobody_looks_whether_a_result_was_written_to,
+        test_ops.test_a_result_that_is_written_to_later_is_not_kept,
+    ),
+]
+
+
+@replaces("restored", layer_state.LayerState)
+def a_replay_changes_buffers_once_more(_, self):
+    return nullcontext()
+
+
+@replaces("reusing", router.KeptChoices)
+def a_router_chooses_anew_in_the_replay(_, self):
+    return nullcontext()
+
+
+@replaces("settle", arguments.Arguments)
+def the_argument_that_was_written_to_is_replayed(settle, self, copies):
+    return settle(self, {})
+
+
+@replaces("replayed", Randomness)
+def random_numbers_go_on_in_the_replay(_, self):
+    return nullcontext()
+
+
+@replaces("save", witness.Witness)
+def saved_values_are_not_compared(_, self, tensor):
+    pass
+
+
+def case(name):
+    return dict(name=name, policy="*:full", verify=False)
+
+
+EVERY_KIND = test_silent.test_it_is_equal_or_refused
+MUTANTS += [
+    Mutant(a_replay_changes_buffers_once_more, EVERY_KIND, case("BatchNorm")),
+    Mutant(
+        the_argument_that_was_written_to_is_replayed,
+        EVERY_KIND,
+        case("an argument, which it writes"),
+    ),
+    Mutant(
+        a_router_chooses_anew_in_the_replay,
+        test_router.test_a_router_with_noise_trains_as_in_the_plain_model,
+        dict(name="Mixtral", policy="*:full"),
+        error="a replay is not what its forward was|the forward saved|as number",
+    ),
+    Mutant(random_numbers_go_on_in_the_replay, EVERY_KIND, case("dropout alone")),
+    Mutant(
+        saved_values_are_not_compared,
+        test_hooked_refusals.test_verify_sees_other_values_where_the_shapes_agree,
+        dict(policy="*:full"),
+    ),
+]
+
+
+@replaces("finish", Offload)
+def originals_are_freed_before_they_are_copied(_, self):
+    self._leaving.clear()
+
+
+@replaces("take", Pool)
+def a_buffer_is_given_to_two(take, self, num_bytes):
+    slot = take(self, num_bytes)
+    self.add(slot._whole, slot.last_use)
+    return slot
+
+
+@replaces("call_back", _OnHost)
+def backward_does_not_wait_for_the_copy_back(call_back, self):
+    call_back(self)
+    self._is_awaited = True
+
+
+@replaces("take", Arena)
+def a_slot_is_free_as_soon_as_it_is_taken(take, self, num_bytes):
+    slot = take(self, num_bytes)
+    self.add(slot._whole)
+    return slot
+
+
+LATE = test_offload.test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient
+ARENA = test_arena.test_gradients_are_the_same_bits_in_every_step
+HOST_UNITS, HOST_LAYERS = dict(policy="*:full@host"), dict(policy="*:none@host")
+
+MUTANTS += [
+    Mutant(originals_are_freed_before_they_are_copied, LATE, HOST_LAYERS),
+    Mutant(a_buffer_is_given_to_two, LATE, HOST_UNITS),
+    Mutant(backward_does_not_wait_for_the_copy_back, LATE, HOST_UNITS),
+    Mutant(a_slot_is_free_as_soon_as_it_is_taken, ARENA, dict(policy="*:full")),
 ]
 
 

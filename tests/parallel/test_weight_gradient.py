@@ -1,21 +1,25 @@
 """Weight gradients summed by apex's kernel: right in every layout, at every precision, for tied
-weights, and said so."""
+weights, and said so. Which apex is installed and what of it can be used: nothing here may crash or
+be silent."""
 
 import contextlib
+import importlib
 import io
+import sys
 from collections import Counter
 
 import pytest
 import torch
 
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.parallel.apex import weight_gradient_kernel
+from megatron_lite.parallel.apex import installed_package, weight_gradient_kernel
 from megatron_lite.parallel.weight_gradient import accumulate_with_
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.training.apex_kernels import kernel_of_apex
 from tests.support import apex, cuda_addmm
 from tests.support.equality import difference, variant_config
 from tests.support.layouts import LAYOUTS
-from tests.support.models import build_tiny_model, sample_tokens, tp_state, with_new_streams
+from tests.support.models import Layout, sample_tokens, with_new_streams
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
@@ -45,38 +49,19 @@ def matmul_weights(model):
         for name, module in model.named_modules()
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
     }
-    return (
-        weights
-        if model.output_layer is not None
-        else {
-            **weights,
-            "embedding.word_embeddings.weight": dict(model.named_parameters())[
-                "embedding.word_embeddings.weight"
-            ],
-        }
-    )
+    if model.output_layer is None:
+        weights["embedding.word_embeddings.weight"] = model.embedding.word_embeddings.weight
+    return weights
 
 
 def summed(
-    name,
-    world_size,
-    *,
-    fused,
-    function="apex",
-    dtype,
-    sequence_parallel=False,
-    policy="*:none",
-    micro_batches=3,
-    layout=None,
-    tp_size=None,
+    name, place, *, fused, dtype, function="apex", policy="*:none", micro_batches=3, layout=None
 ):
     """This rank's gradients after some micro-batches, of a model with dropout."""
     config = variant_config(name, hidden_dropout=0.1)
-    with tp_state(world_size if tp_size is None else tp_size) as parallel:
+    with place.state() as parallel:
         parallel = with_new_streams(parallel)
-        model = build_tiny_model(
-            config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=policy
-        )
+        model = place.model(config, parallel, dtype=dtype, plan=policy)
         buffer = GradBuffer(dict(model.named_parameters()), parallel, layout)
         if fused:
             accumulate_with_(
@@ -109,18 +94,8 @@ def test_overlap_sends_what_the_kernel_has_written(calls, name, policy):
     layouts = ("replicated", "overlap", "zero1, overlap")
 
     def work(rank, world_size):
-        return [
-            summed(
-                name,
-                world_size,
-                fused=True,
-                dtype=torch.bfloat16,
-                policy=policy,
-                layout=LAYOUTS[layout],
-                tp_size=1,
-            )
-            for layout in layouts
-        ]
+        options = dict(fused=True, dtype=torch.bfloat16, policy=policy)
+        return [summed(name, Layout(), layout=LAYOUTS[one], **options) for one in layouts]
 
     first, second = run_ranks(work, 2, detail=False)
     for key, grad in first[0].items():
@@ -129,16 +104,13 @@ def test_overlap_sends_what_the_kernel_has_written(calls, name, policy):
         assert ((first[2][key] == grad) | (second[2][key] == grad)).all(), key
 
 
-def log_of(config):
+def said(**training):
+    """Returns what a run says of its weight gradients."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        run_to_end(config)
-    return out.getvalue()
-
-
-def said(text):
-    lines = [line for line in text.splitlines() if line.startswith("weight gradients")]
-    assert len(lines) == 1, lines
-    return lines[0]
+        run_to_end(tiny_run(train_iters=1, eval_iters=0, **training))
+    lines = out.getvalue().splitlines()
+    (line,) = (line for line in lines if line.startswith("weight gradients"))
+    return line
 
 
 @NEEDS_GRAD_DTYPE
@@ -170,23 +142,21 @@ def test_a_run_uses_the_kernel_where_it_may_and_says_so(
 ):
     installs = {"apex": apex.install, "addmm of CUDA": cuda_addmm.install}
     calls = installs[function](monkeypatch) if function else Counter()
-    log = log_of(tiny_run(**dict(train_iters=1, eval_iters=0, **training)))
+    line = said(**training)
     count = calls["first"] + calls["later"] if function == "addmm of CUDA" else calls[KERNEL]
     assert count == 4 * num_calls  # micro-batches
-    assert said(log) == f"weight gradients are summed in float32: 9 weights by {expected}"
+    assert line == f"weight gradients are summed in float32: 9 weights by {expected}"
 
 
 @pytest.mark.runs(daily=3, ci=6)
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, True)])
+@pytest.mark.parametrize("place", [Layout(), Layout(2, True)])
 @pytest.mark.parametrize("function", [None, "apex"])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE)]
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.usefixtures("calls")
-def test_a_kernel_gives_the_gradients_of_autograd(
-    name, function, tp_size, sequence_parallel, dtype
-):
+def test_a_kernel_gives_the_gradients_of_autograd(name, function, place, dtype):
     """By addmm one micro-batch has the same bits; the sum of several is rounded in another order.
 
     In 16 bits that is so for the tied weight alone, to which two parts of the graph add.
@@ -194,18 +164,8 @@ def test_a_kernel_gives_the_gradients_of_autograd(
 
     def work(rank, world_size):
         for micro_batches in (1, 3):
-            plain, fused = (
-                summed(
-                    name,
-                    world_size,
-                    fused=fused,
-                    function=function,
-                    dtype=dtype,
-                    sequence_parallel=sequence_parallel,
-                    micro_batches=micro_batches,
-                )
-                for fused in (False, True)
-            )
+            options = dict(function=function, dtype=dtype, micro_batches=micro_batches)
+            plain, fused = (summed(name, place, fused=fused, **options) for fused in (False, True))
             for key, grad in plain.items():
                 exact = micro_batches == 1 and function is None
                 if exact or not is_by_kernel(key, name):
@@ -213,7 +173,85 @@ def test_a_kernel_gives_the_gradients_of_autograd(
                 else:
                     assert difference(grad, fused[key]) < EPSILON[dtype], key
 
-    if tp_size == 1:
-        work(0, 1)
-    else:
-        run_ranks(work, tp_size)
+    run_ranks(work, place.ranks)
+
+
+EXTENSION = "fused_weight_gradient_mlp_cuda"
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Writes modules (by their dotted names) that can be imported, each folder a package. A run on
+    this CPU may use what they hold, as it would on a GPU."""
+    apex.has_kernels_for(monkeypatch, "cpu")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    def write(modules):
+        for name, text in modules.items():
+            path = tmp_path / f"{name.replace('.', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        for folder in tmp_path.rglob("*"):
+            if folder.is_dir():
+                (folder / "__init__.py").touch()
+        importlib.invalidate_caches()
+
+    yield write
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("apex", EXTENSION):
+            del sys.modules[name]
+
+
+def test_no_kernel_is_used_on_another_device(monkeypatch):
+    apex.install(monkeypatch)
+    apex.has_kernels_for(monkeypatch, "cuda")
+    reason = "NVIDIA apex has kernels for cuda and this run is on cpu"
+    assert kernel_of_apex("cpu") == (None, reason)
+    assert kernel_of_apex("cuda")[0] is not None
+
+
+@pytest.mark.parametrize(
+    "init", ["from pyramid_mailer.interfaces import IMailer", "raise SystemExit(3)", "x = 1"]
+)
+def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(packages, init):
+    packages({"apex.lib.libapex": "groupfinder = 1", "apex.views": "", "apex.__init__": init})
+    assert installed_package().kind == "other"
+    kernel = weight_gradient_kernel()
+    assert kernel.value is None and "is not NVIDIA's" in kernel.reason
+    line = said(bf16=True)
+    assert "the package apex in" in line and "is not NVIDIA's" in line
+    assert "apex" not in sys.modules
+
+
+def test_an_apex_without_its_cuda_extensions_says_so(packages):
+    packages({"apex.optimizers.fused_adam": "class FusedAdam: pass"})
+    reason = f"apex is installed without {EXTENSION}, as it is without its CUDA extensions"
+    assert weight_gradient_kernel().reason == reason
+
+
+@NEEDS_GRAD_DTYPE
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "raise ImportError('libcudart.so.12: cannot open shared object file')",
+            "fails (ImportError: libcudart.so.12: cannot open",
+        ),
+        (
+            "raise OSError('undefined symbol:\\n _ZN2at')",
+            "fails (OSError: undefined symbol: _ZN2at)",
+        ),
+        (
+            "wgrad_gemm_accum_fp32 = None",
+            "has no wgrad_gemm_accum_fp32: it is of another release of apex",
+        ),
+    ],
+)
+def test_an_extension_that_cannot_be_used_is_a_reason_in_the_log_and_no_crash(
+    packages, text, reason
+):
+    packages({EXTENSION: text})
+    assert reason in weight_gradient_kernel().reason
+    line = said(bf16=True)
+    assert ": 9 weights by the layer's backward" in line and reason in line

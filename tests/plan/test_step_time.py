@@ -95,6 +95,20 @@ POLICIES = (
 )
 
 
+def flops_of(config, policy="*:none"):
+    """Returns the hardware FLOPs of a step with the policy."""
+    tp = config.parallel.tensor_model_parallel_size
+    return hardware_flops(
+        config.model,
+        plan_stage(RecomputeConfig(recompute_policy=policy), LAYERS, 0),
+        batch=64,
+        seq_length=SEQ_LENGTH,
+        padded_vocab_size=config.tokenizer.rows(tp),
+        device="cuda",
+        tp_size=tp,
+    )
+
+
 @pytest.mark.parametrize("backend", ["unfused", "flash"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tp", [1, 4])
@@ -105,16 +119,7 @@ def test_on_an_ideal_machine_a_step_takes_its_hardware_flops(policy, tp, backend
     half = replace(ideal(), bf16=replace(ideal().bf16, flash=flash(0.5)))
     machine = ideal() if backend == "unfused" else half
     time = step_time(config, machine, 8)
-    flops = hardware_flops(
-        model,
-        plan_stage(config.recompute, LAYERS, 0),
-        batch=64,
-        seq_length=SEQ_LENGTH,
-        padded_vocab_size=config.tokenizer.rows(tp),
-        device="cuda",
-        tp_size=tp,
-    )
-    assert time.seconds == pytest.approx(flops / 8 / 1e12, rel=1e-6)
+    assert time.seconds == pytest.approx(flops_of(config, policy) / 8 / 1e12, rel=1e-6)
     matmuls = (FORWARD_MATMULS, BACKWARD_MATMULS, REPLAYED_MATMULS)
     assert sum(time.terms.get(term, 0.0) for term in matmuls) == pytest.approx(time.seconds)
 
@@ -123,18 +128,7 @@ def test_attention_to_packed_documents_takes_the_share_that_is_attended():
     config = run()
     packed = replace(config.data, reset_attention_mask=True, plan_attended=0.25)
     machine = replace(ideal(), bf16=replace(ideal().bf16, flash=flash(0.5)))
-    flops, with_one_more = (
-        hardware_flops(
-            MODEL,
-            plan_stage(RecomputeConfig(recompute_policy=policy), LAYERS, 0),
-            batch=64,
-            seq_length=SEQ_LENGTH,
-            padded_vocab_size=config.tokenizer.rows(1),
-            device="cuda",
-            tp_size=1,
-        )
-        for policy in ("*:none", "*:core_attn")
-    )
+    flops, with_one_more = flops_of(config), flops_of(config, "*:core_attn")
     # two products in forward, and five in backward
     expected = flops - 0.75 * 3.5 * (with_one_more - flops)
     found = step_time(replace(config, data=packed), machine, 8).seconds

@@ -1,5 +1,8 @@
 """The checkpoint Function alone: what it keeps, what it restores, what may go in and out."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -40,23 +43,20 @@ def assert_equal(first, second):
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_every_backward_sees_the_numbers_of_the_forward(rng, times):
-    expected = grads(rng, lambda h, w: noisy(rng, h, w), times=times)
-    assert_equal(
-        grads(rng, lambda h, w: checkpoint(noisy, rng, h, w, rng=rng), times=times), expected
-    )
+@pytest.mark.parametrize("way", ["alone", "nested", DEFAULT, TENSOR_PARALLEL])
+def test_every_backward_sees_the_numbers_of_the_forward(rng, way, times):
+    """Also of nested units, and of a unit inside an open fork."""
 
+    def run(unit):
+        def forward(hidden, weight):
+            if way == "nested":
+                return unit(lambda h, w: noisy(rng, unit(noisy, rng, h, w), w), hidden, weight)
+            with nullcontext() if way == "alone" else rng.fork(way):
+                return unit(noisy, rng, hidden, weight)
 
-def test_nested_units_equal_none(rng):
-    def nested(hidden, weight):
-        return checkpoint(
-            lambda h, w: noisy(rng, checkpoint(noisy, rng, h, w, rng=rng), w),
-            hidden,
-            weight,
-            rng=rng,
-        )
+        return grads(rng, forward, times=times)
 
-    assert_equal(grads(rng, nested), grads(rng, lambda h, w: noisy(rng, noisy(rng, h, w), w)))
+    assert_equal(run(partial(checkpoint, rng=rng)), run(lambda call, *given: call(*given)))
 
 
 def test_other_arguments_pass_as_they_are(rng):
@@ -208,19 +208,3 @@ def test_a_backward_for_chosen_inputs_is_refused_before_it_writes_a_gradient(rng
     with pytest.raises(RuntimeError, match=r"without `inputs`"):
         torch.autograd.grad(checkpoint(linear, x, rng=rng).sum(), [x])
     assert linear.weight.grad is None
-
-
-@pytest.mark.parametrize("current", [DEFAULT, TENSOR_PARALLEL])
-def test_a_unit_inside_an_open_fork_replays_in_that_stream(rng, current):
-    def run(recompute):
-        def forward(hidden, weight):
-            with rng.fork(current):
-                return (
-                    checkpoint(noisy, rng, hidden, weight, rng=rng)
-                    if recompute
-                    else noisy(rng, hidden, weight)
-                )
-
-        return forward
-
-    assert_equal(grads(rng, run(True)), grads(rng, run(False)))

@@ -1,22 +1,31 @@
-"""Policies on models of transformers in their default calls: losses, gradients, buffers and random
-numbers to the bit.
+"""Policies on models of transformers in their default calls and on layers of plain torch: alone,
+inside of DistributedDataParallel, and inside and around of torch.compile.
 
-Everything is compared with the same model without a policy, from the same seed.
-tests/support/foreign.py has the situations.
+Everything is compared with the same model without a policy, from the same seed, to the bit.
+tests/support/foreign.py has the situations, and foreign_layers.py the layers.
 """
 
 import itertools
-from functools import cache
+from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
 
 from megatron_lite.recompute.apply import apply_policy_
-from tests.support.foreign import SITUATIONS, differences, train
+from tests.support.foreign import SITUATIONS, Foreign, differences, train
 from tests.support.foreign_families import FAMILIES, NEWER, VARIANTS, language_loss, newer, tokens
-from tests.support.foreign_layers import LAYERS
-from tests.support.foreign_policies import POLICIES, faults, policy_on
+from tests.support.foreign_layers import LAYERS, Chain, Mlp, chain, chain_loss
+from tests.support.foreign_policies import MODELS, POLICIES, faults, policy_on, unclear
+from tests.support.foreign_wrapped import (
+    compile_around,
+    compile_forwards,
+    compile_layers,
+    train_compiled,
+    train_in_ddp,
+)
 from tests.support.pairs import covered
+from tests.support.ranks import run_ranks
 
 EVERY_MODEL = [*FAMILIES, *VARIANTS, *LAYERS]
 BRIEF = ("GPT-2", "Llama", "Mixtral, router loss", "T5")
@@ -86,3 +95,168 @@ def test_the_names_of_the_weights_stay_and_load_either_way():
     expected = language_loss(plain_model, 0)
     torch.manual_seed(7)
     assert torch.equal(language_loss(model, 0), expected)
+
+
+SHORT = ("*:full", "*:ops(matmul)", "*:full@host")
+
+
+def test_two_lists_that_share_their_weights_add_up():
+    class Tied(Chain):
+        def __init__(self):
+            super().__init__(Mlp)
+            self.blocks[2].fc1.weight = self.blocks[0].fc1.weight
+
+    foreign = Foreign(build=lambda: Tied().train(), loss=chain_loss)
+    assert differences(train(foreign), train(foreign, prepare=policy_on(foreign, "*:full"))) == []
+
+
+def test_the_same_layer_twice_in_a_list_has_the_gradients_of_both_or_is_refused():
+    class Shared(Chain):
+        def __init__(self):
+            super().__init__(Mlp)
+            self.blocks[2] = self.blocks[0]
+
+    foreign = Foreign(build=lambda: Shared().train(), loss=chain_loss)
+    try:
+        found = train(foreign, prepare=policy_on(foreign, "*:full"))
+    except ValueError as error:
+        assert unclear(error) == []
+        return
+    assert differences(train(foreign), found) == []
+
+
+@pytest.mark.parametrize("text", SHORT)
+def test_without_gradients_a_layer_runs_once_and_keeps_nothing(text):
+    torch.manual_seed(3)
+    model = LAYERS["a tensor"].build().eval()
+    expected = chain_loss(model, 0)
+    apply_policy_(model, layers_fqn="blocks", policy=text)
+    calls = []
+    model.blocks[0].fc1.register_forward_hook(lambda *_: calls.append(None))
+    with torch.no_grad():
+        found = chain_loss(model, 0)
+    assert torch.equal(found, expected) and not found.requires_grad and len(calls) == 1
+    with torch.inference_mode():
+        assert torch.equal(chain_loss(model, 0), expected) and len(calls) == 2
+
+
+def test_hooks_on_gradients_run_once():
+    torch.manual_seed(3)
+    model = LAYERS["a tensor"].build()
+    apply_policy_(model, layers_fqn="blocks", policy="*:full")
+    calls = []
+    layer = model.blocks[1]
+    layer.register_full_backward_hook(lambda *_: calls.append("layer"))
+    layer.fc1.weight.register_hook(lambda grad: calls.append("weight"))
+    layer.fc1.weight.register_post_accumulate_grad_hook(
+        lambda parameter: calls.append("accumulated")
+    )
+    chain_loss(model, 0).backward()
+    assert sorted(calls) == ["accumulated", "layer", "weight"]
+
+
+@pytest.mark.parametrize("text", ["*:full", "*:none@host"])
+def test_a_policy_can_be_taken_off_and_another_put_on(text):
+    from megatron_lite.recompute.apply import remove_policy_
+
+    foreign = chain(Mlp)
+
+    def put_and_taken(model):
+        apply_policy_(model, layers_fqn="blocks", policy=text)
+        chain_loss(model, 5).backward()
+        model.zero_grad()
+        assert remove_policy_(model) == 3 and remove_policy_(model) == 0
+        assert not any("forward" in module.__dict__ for module in model.modules())
+
+    def and_again(model):
+        put_and_taken(model)
+        apply_policy_(model, layers_fqn="blocks", policy="*:full")
+
+    assert differences(train(foreign), train(foreign, prepare=put_and_taken)) == []
+    assert differences(train(foreign), train(foreign, prepare=and_again)) == []
+
+
+TEXTS = ("*:full", "*:ops(matmul)", "*:full@host")
+WITHOUT_UNUSED = ("GPT-2", "T5", "Mixtral, router loss")
+WITH_UNUSED = (*WITHOUT_UNUSED, "a tensor", "an output that nobody reads", "BatchNorm")
+
+
+def _ddp(rank, world_size, names, options):
+    found = []
+    for name in names:
+        train = partial(train_in_ddp, MODELS[name], **options)
+        expected = train(None)
+        for text in TEXTS:
+            lines = differences(expected, train(policy_on(MODELS[name], text)))
+            found += [f"{name}, {text}: {line}" for line in lines]
+    return found
+
+
+@pytest.mark.runs(daily=0, ci=1)
+@pytest.mark.parametrize(("find_unused", "static"), [(False, False), (True, False), (False, True)])
+def test_ddp_reduces_the_gradients_of_the_plain_model(find_unused, static):
+    names = WITH_UNUSED if find_unused else WITHOUT_UNUSED
+    options = dict(find_unused=find_unused, static=static)
+    assert run_ranks(_ddp, 2, names, options) == [[], []]
+
+
+def _compiled(name, text, wrap, backend, first):
+    """As `faults`, for a compiled model: equal to the plain model compiled in the same way, or one
+    clear error."""
+    train = partial(train_compiled, MODELS[name], wrap=wrap, backend=backend, first=first)
+    try:
+        found = train(policy_on(MODELS[name], text))
+    except (ValueError, RuntimeError) as error:
+        return unclear(error)
+    return differences(train(None), found)
+
+
+# By place: how the model is compiled, and whether the policy is put on first.
+PLACES = {
+    "around the model": (compile_around, False),
+    "around each layer": (compile_layers, False),
+    "inside of each layer's policy": (compile_forwards, True),
+}
+
+
+@pytest.mark.runs(daily=0)
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    covered(product(["a tensor", "named tuple", "GPT-2"], [*TEXTS, "*:none@host"], PLACES)),
+)
+def test_a_compiled_model_with_a_policy_trains_as_without_or_says_why_not(name, text, place):
+    wrap, first = PLACES[place]
+    assert _compiled(name, text, wrap, "aot_eager", first) == []
+
+
+@pytest.mark.runs(ci=4)
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [("inside of each layer's policy", "*:ops(matmul)"), *((place, "*:full") for place in PLACES)],
+)
+def test_a_compiled_chain_with_a_policy_trains_as_without(place, text):
+    wrap, first = PLACES[place]
+    model = MODELS["a tensor"]
+    train = partial(train_compiled, model, wrap=wrap, backend="aot_eager", first=first)
+    assert differences(train(None), train(policy_on(model, text))) == []
+
+
+@pytest.mark.long
+def test_the_default_backend_compiles_a_layer_with_a_policy():
+    from torch._inductor import config
+
+    model = MODELS["a tensor"]
+    with config.patch(fallback_random=True):  # its own random numbers are others than eager's
+        expected = train_compiled(model, None, wrap=compile_layers, backend="inductor")
+        try:
+            found = train_compiled(
+                model, policy_on(model, "*:full"), wrap=compile_layers, backend="inductor"
+            )
+        except (ValueError, RuntimeError) as error:
+            assert unclear(error) == []
+            return
+    for name, one in expected.gradients.items():
+        other = found.gradients[name]
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:  # fused kernels may round in another order
+            assert (one - other).abs().max() <= 1e-5 * one.abs().max()

@@ -42,6 +42,14 @@ def mismatch(model, between=lambda: None):
     return str(caught.value)
 
 
+def refused(rng, function, message, place="layer 4, mlp", size=3):
+    """Runs a recorded function of a leaf forward and backward. The replay is refused."""
+    leaf = torch.ones(size, requires_grad=True)
+    output = checkpoint(Record(place, rng).recorded(function), leaf, rng=rng)
+    with pytest.raises(RecomputeMismatch, match=message):
+        output.sum().backward()
+
+
 def scale_(parameter):
     parameter.data.mul_(1.5)  # torch's own check of versions does not see it
 
@@ -97,14 +105,9 @@ def test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared(rng):
     def function(hidden):
         return hidden * torch.rand(3, generator=private)
 
-    output = checkpoint(
-        Record("layer 4, mlp", rng).recorded(function), torch.ones(3, requires_grad=True), rng=rng
+    refused(
+        rng, function, r"at layer 4, mlp, output: tensor 0 \[3\] differs .*; no RNG stream differs"
     )
-    with pytest.raises(
-        RecomputeMismatch,
-        match=r"at layer 4, mlp, output: tensor 0 \[3\] differs .*; no RNG stream differs",
-    ):
-        output.sum().backward()
 
 
 def test_a_replay_that_draws_more_is_found_though_it_returns_the_same(rng):
@@ -116,14 +119,8 @@ def test_a_replay_that_draws_more_is_found_though_it_returns_the_same(rng):
             torch.rand(len(calls))
         return hidden * 2
 
-    output = checkpoint(
-        Record("layer 4, mlp", rng).recorded(function), torch.ones(3, requires_grad=True), rng=rng
-    )
-    with pytest.raises(
-        RecomputeMismatch,
-        match="the tensors agree; RNG stream tensor_parallel at layer 4, mlp, output stood else",
-    ):
-        output.sum().backward()
+    message = "the tensors agree; RNG stream tensor_parallel at layer 4, mlp, output stood else"
+    refused(rng, function, message)
 
 
 class _Averaging(nn.Module):
@@ -155,13 +152,8 @@ def test_another_shape_or_path_is_found(rng):
         runs.append(1)
         return (hidden * 2)[: 3 - len(runs)]
 
-    record = Record("layer 0", rng)
-    output = checkpoint(record.recorded(function), torch.ones(2, requires_grad=True), rng=rng)
-    with pytest.raises(
-        RecomputeMismatch,
-        match=r"took another path: layer 0, output: tensor 0 \[2\] in forward, .* 0 \[1\] in",
-    ):
-        output.sum().backward()
+    message = r"took another path: layer 0, output: tensor 0 \[2\] in forward, .* 0 \[1\] in"
+    refused(rng, function, message, "layer 0", size=2)
 
     def branching(hidden):
         runs.append(1)

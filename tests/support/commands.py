@@ -82,12 +82,29 @@ def command(*arguments, ranks=1):
 
 def run_command(*arguments, ranks=1, timeout=HANG_S):
     """Runs the program to its end. Returns its status and output."""
+    return started(*command(*arguments, ranks=ranks), timeout=timeout)
+
+
+def python(program, *arguments):
+    """Runs a program of Python that must not fail. Returns its output."""
+    return run(sys.executable, "-c", program, *arguments)
+
+
+def run(*words, cwd=ROOT):
+    """Runs a command that must not fail. Returns its output."""
+    done = started(*words, cwd=cwd)
+    assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+    return done
+
+
+def started(*words, cwd=ROOT, timeout=HANG_S):
+    """Runs a command to its end. Returns its status and output.
+
+    In another folder than the checkout, the checkout's modules are not on the path.
+    """
+    variables = environment()
+    if cwd != ROOT:
+        variables.pop("PYTHONPATH", None)
     return subprocess.run(
-        command(*arguments, ranks=ranks),
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
+        words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout, check=False
     )

@@ -31,16 +31,14 @@ def save_tokenizer(folder):
     )
 
 
-def converted(source, target, way, *flags):
-    """Runs the tool and returns its exit status. way: such as "hf megatron-lite"."""
-    from_format, to_format = way.split()
-    return main(
-        [
-            *("--from", from_format, "--to", to_format),
-            *("--load", str(source), "--save", str(target)),
-            *flags,
-        ]
-    )
+def converted(folder, way, *flags):
+    """Runs the tool on folders below this one. Returns its exit status.
+
+    way: such as "hf theirs -> megatron-lite ours".
+    """
+    from_format, source, _, to_format, target = way.split()
+    words = ["--from", from_format, "--load", str(folder / source), "--to", to_format]
+    return main([*words, "--save", str(folder / target), *flags])
 
 
 def weights_in(folder):

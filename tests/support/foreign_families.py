@@ -5,30 +5,12 @@ options for caches, attention kernels or outputs. The tests are about this defau
 model but Mamba has dropout. A forward and a backward take 5 to 15 ms.
 """
 
+from functools import partial
+
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import DynamicCache
 
 from tests.support.foreign import Foreign
 
@@ -66,85 +48,47 @@ def language_loss(model, number):
     return model(input_ids=tokens(number), labels=tokens(number)).loss
 
 
-def gpt2(**options):
-    """Returns GPT-2."""
-    return GPT2LMHeadModel(
-        GPT2Config(**IDS, n_layer=3, n_embd=32, n_head=4, n_positions=32, **options)
-    ).train()
+def made(prefix, head, **options):
+    """Returns the model of transformers whose classes have the prefix."""
+    config = getattr(transformers, f"{prefix}Config")(**options)
+    return getattr(transformers, f"{prefix}{head}")(config).train()
 
 
-def llama(**options):
-    """Returns Llama."""
-    return LlamaForCausalLM(LlamaConfig(**DECODER, **options)).train()
-
-
-def qwen3():
-    """Returns Qwen3."""
-    return Qwen3ForCausalLM(Qwen3Config(**DECODER, head_dim=8)).train()
-
-
-def gemma2():
-    """Returns Gemma 2, with local and global attention in turn and capped scores."""
-    return Gemma2ForCausalLM(
-        Gemma2Config(**DECODER, head_dim=8, sliding_window=4, query_pre_attn_scalar=8)
-    ).train()
-
-
-def mixtral():
-    """Returns Mixtral. Its routers have their own loss, which leaves layers by a side channel."""
-    return MixtralForCausalLM(
-        MixtralConfig(
-            **DECODER,
-            num_local_experts=4,
-            router_jitter_noise=0.1,
-            output_router_logits=True,
-            router_aux_loss_coef=0.5,
-        )
-    ).train()
-
-
-def t5():
-    """Returns T5. Decoder layers read the encoder's output and the first one's position bias."""
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCAB,
-            pad_token_id=0,
-            eos_token_id=2,
-            decoder_start_token_id=0,
-            num_layers=3,
-            d_model=32,
-            d_kv=8,
-            d_ff=48,
-            num_heads=4,
-            relative_attention_num_buckets=8,
-            relative_attention_max_distance=12,
-        )
-    ).train()
-
-
-def bert(**options):
-    """Returns BERT with its masked-language head."""
-    return BertForMaskedLM(
-        BertConfig(
-            **ENCODER, vocab_size=VOCAB, pad_token_id=0, max_position_embeddings=32, **options
-        )
-    ).train()
-
-
-def vit():
-    """Returns ViT with 2 x 2 patches."""
-    return ViTForImageClassification(
-        ViTConfig(**ENCODER, image_size=8, patch_size=4, num_labels=5)
-    ).train()
-
-
-def mamba():
-    """Returns Mamba. It runs in its reference form, which works on every device."""
-    return MambaForCausalLM(
-        MambaConfig(
-            **IDS, num_hidden_layers=3, hidden_size=32, state_size=4, expand=1, time_step_rank=4
-        )
-    ).train()
+gpt2 = partial(made, "GPT2", "LMHeadModel", **IDS, n_layer=3, n_embd=32, n_head=4, n_positions=32)
+llama = partial(made, "Llama", "ForCausalLM", **DECODER)
+qwen3 = partial(made, "Qwen3", "ForCausalLM", **DECODER, head_dim=8)
+# Local and global attention in turn, and capped scores.
+gemma2 = partial(
+    *(made, "Gemma2", "ForCausalLM"),
+    **dict(DECODER, head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
+)
+# Its routers have their own loss, which leaves layers by a side channel.
+mixtral = partial(
+    *(made, "Mixtral", "ForCausalLM"),
+    **dict(DECODER, num_local_experts=4, router_jitter_noise=0.1),
+    output_router_logits=True,
+    router_aux_loss_coef=0.5,
+)
+# Decoder layers read the encoder's output and the first one's position bias.
+t5 = partial(
+    *(made, "T5", "ForConditionalGeneration"),
+    **dict(vocab_size=VOCAB, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0),
+    **dict(num_layers=3, d_model=32, d_kv=8, d_ff=48, num_heads=4),
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=12,
+)
+bert = partial(
+    *(made, "Bert", "ForMaskedLM"),
+    **dict(ENCODER, vocab_size=VOCAB, pad_token_id=0, max_position_embeddings=32),
+)
+vit = partial(  # 2 x 2 patches
+    made, "ViT", "ForImageClassification", **ENCODER, image_size=8, patch_size=4, num_labels=5
+)
+# It runs in its reference form, which works on every device.
+mamba = partial(
+    *(made, "Mamba", "ForCausalLM"),
+    **dict(IDS, num_hidden_layers=3, hidden_size=32, state_size=4, expand=1, time_step_rank=4),
+)
 
 
 def image_loss(model, number):
@@ -325,12 +269,12 @@ FAMILIES = {
 VARIANTS = {
     "Llama, padded batch": family(llama, "model.layers", loss=masked_loss),
     "BERT, padded batch": family(bert, "bert.encoder.layer", loss=masked_loss),
-    "GPT-2, eager attention": family(lambda: gpt2(attn_implementation="eager"), "transformer.h"),
+    "GPT-2, eager attention": family(partial(gpt2, attn_implementation="eager"), "transformer.h"),
     "GPT-2, attentions in the loss": family(
-        lambda: gpt2(attn_implementation="eager"), "transformer.h", loss=attentions_loss
+        partial(gpt2, attn_implementation="eager"), "transformer.h", loss=attentions_loss
     ),
     "BERT, attentions in the loss": family(
-        lambda: bert(attn_implementation="eager"), "bert.encoder.layer", loss=attentions_loss
+        partial(bert, attn_implementation="eager"), "bert.encoder.layer", loss=attentions_loss
     ),
     "Llama, hidden states in the loss": family(llama, "model.layers", loss=hidden_states_loss),
     "Llama, learned prefix in the cache": family(

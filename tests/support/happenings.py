@@ -58,6 +58,11 @@ def happens(place, action, *, iteration=0):
     loop.train_step = counted
 
 
+def at(rank, place, action, *, iteration=0):
+    """Returns a `prepare` of `program` that makes it happen to one rank."""
+    return lambda own: happens(place, action, iteration=iteration) if own == rank else None
+
+
 def builds_second(cache):
     """Makes this rank wait before its indices until another rank builds an index in `cache`."""
     build_split = token_datasets._build_split

@@ -91,22 +91,7 @@ _EXPERTS = dict(_LLAMA_SIZES, num_experts_per_tok=3, pad_token_id=None)
 _QWEN2_EXPERTS = dict(_QWEN2_SIZES, num_experts_per_tok=3, pad_token_id=None)
 
 
-def _llama_of_rule(rule):
-    """Returns Llama with a scaled rotary embedding."""
-    return _random("llama", **_LLAMA_SIZES | _rope(**rule))
-
-
-_NEOX = dict(
-    hidden_size=H,
-    intermediate_size=F,
-    num_hidden_layers=L,
-    num_attention_heads=A,
-    max_position_embeddings=POSITIONS,
-    tie_word_embeddings=False,
-    initializer_range=0.2,
-    **_rope(0.5, rope_theta=10000.0),
-)
-
+_NEOX = dict(_SIZES, tie_word_embeddings=False, **_rope(0.5, rope_theta=10000.0))
 _YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 _BY_LAYER = dict(
     full_attention=dict(rope_type="linear", factor=8.0, rope_theta=500.0),
@@ -123,20 +108,19 @@ _COHERE_SIZES = _without(_QWEN2_SIZES, "rms_norm_eps")
 _COHERE_SIZES |= dict(layer_norm_eps=1e-4, pad_token_id=None)
 _GEMMA_SIZES = {**_LLAMA_SIZES, "tie_word_embeddings": True, "pad_token_id": None}
 
-PEERS = {
-    "gpt2": _random("gpt2", **_GPT2_SIZES),
-    "llama": _random("llama", **_LLAMA_SIZES),
-    "qwen2": _random("qwen2", **_QWEN2_SIZES),
-    "qwen3": _random("qwen3", **_LLAMA_SIZES),
+_CONFIGS = {
+    "gpt2": _GPT2_SIZES,
+    "llama": _LLAMA_SIZES,
+    "qwen2": _QWEN2_SIZES,
+    "qwen3": _LLAMA_SIZES,
     # In transformers a window of 4 tokens includes the query's own token. The layers from number
     # max_window_layers on have a window.
-    "mistral": _random("mistral", sliding_window=4, **_LLAMA_SIZES),
-    "qwen2 with windows": _random(
-        "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1, **_QWEN2_SIZES
+    "mistral": dict(sliding_window=4, **_LLAMA_SIZES),
+    "qwen2 with windows": dict(
+        use_sliding_window=True, sliding_window=4, max_window_layers=1, **_QWEN2_SIZES
     ),
     # In transformers no_rope_layers is 1 for a layer that does use rotary embeddings.
-    "smollm3": _random(
-        "smollm3",
+    "smollm3": dict(
         no_rope_layers=[1, 0],
         use_sliding_window=True,
         sliding_window=5,
@@ -144,23 +128,19 @@ PEERS = {
         pad_token_id=None,
         **_QWEN2_SIZES,
     ),
-    "gpt_neox": _random("gpt_neox", **_NEOX, use_parallel_residual=False),
-    "gpt_neox with a parallel residual": _random("gpt_neox", **_NEOX),
-    "nemotron": _random("nemotron", **_NEOX, num_key_value_heads=G, head_dim=D),
-    "olmo2": _random("olmo2", pad_token_id=None, **_QWEN2_SIZES),
-    "phi3": _random("phi3", pad_token_id=None, sliding_window=5, **_QWEN2_SIZES | _rope(0.75)),
-    "arcee": _random("arcee", **_LLAMA_SIZES),
-    "seed_oss": _random("seed_oss", **_LLAMA_SIZES),
-    "ministral": _random(
-        "ministral",
-        **_LLAMA_SIZES,
-        sliding_window=4,
-        layer_types=["full_attention", "sliding_attention"],
+    "gpt_neox": dict(**_NEOX, use_parallel_residual=False),
+    "gpt_neox with a parallel residual": _NEOX,
+    "nemotron": dict(**_NEOX, num_key_value_heads=G, head_dim=D),
+    "olmo2": dict(pad_token_id=None, **_QWEN2_SIZES),
+    "phi3": dict(pad_token_id=None, sliding_window=5, **_QWEN2_SIZES | _rope(0.75)),
+    "arcee": _LLAMA_SIZES,
+    "seed_oss": _LLAMA_SIZES,
+    "ministral": dict(
+        **_LLAMA_SIZES, sliding_window=4, layer_types=["full_attention", "sliding_attention"]
     ),
     # Every 4th layer has no window: the first of CWM, and the last of OLMo 3 and EXAONE 4.
-    "cwm": _random("cwm", **_LLAMA_SIZES, sliding_window=4),
-    "olmo3": _random(
-        "olmo3",
+    "cwm": dict(**_LLAMA_SIZES, sliding_window=4),
+    "olmo3": dict(
         pad_token_id=None,
         sliding_window=4,
         **{
@@ -172,85 +152,72 @@ PEERS = {
             ),
         },
     ),
-    "exaone4": _random("exaone4", sliding_window=4, **{**_LLAMA_SIZES, "num_hidden_layers": 4}),
-    "starcoder2": _random("starcoder2", sliding_window=5, **_without(_QWEN2_SIZES, "rms_norm_eps")),
-    "stablelm": _random("stablelm", use_qkv_bias=True, **_QWEN2_SIZES | _rope(0.5)),
-    "mixtral": _random("mixtral", **_EXPERTS, num_local_experts=6),
-    "olmoe": _random("olmoe", **_QWEN2_EXPERTS, num_experts=6),
-    "flex_olmo": _random("flex_olmo", **_QWEN2_EXPERTS, num_experts=6),
-    "glm4_moe": _random(
-        "glm4_moe",
+    "exaone4": dict(sliding_window=4, **{**_LLAMA_SIZES, "num_hidden_layers": 4}),
+    "starcoder2": dict(sliding_window=5, **_without(_QWEN2_SIZES, "rms_norm_eps")),
+    "stablelm": dict(use_qkv_bias=True, **_QWEN2_SIZES | _rope(0.5)),
+    "mixtral": dict(**_EXPERTS, num_local_experts=6),
+    "olmoe": dict(**_QWEN2_EXPERTS, num_experts=6),
+    "flex_olmo": dict(**_QWEN2_EXPERTS, num_experts=6),
+    "glm4_moe": dict(
         **{**_EXPERTS, "head_dim": 8, "num_experts_per_tok": 4},
         **dict(n_routed_experts=8, n_shared_experts=2, moe_intermediate_size=12),
         **dict(n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True),
         routed_scaling_factor=1.5,
     ),
-    "solar_open": _random(
-        "solar_open",
+    "solar_open": dict(
         **_without(_EXPERTS, "intermediate_size"),
         **dict(n_routed_experts=6, n_shared_experts=1, moe_intermediate_size=12),
         routed_scaling_factor=1.5,
     ),
-    "dots1": _random(
-        "dots1",
+    "dots1": dict(
         **{**_EXPERTS, "num_experts_per_tok": 4},
         **dict(n_routed_experts=8, n_shared_experts=2, moe_intermediate_size=12),
         **dict(n_group=4, topk_group=2, attention_bias=True, norm_topk_prob=True),
         **dict(sliding_window=4, max_window_layers=1, first_k_dense_replace=1),
         routed_scaling_factor=1.5,
     ),
-    "mellum": _random(
-        "mellum",
+    "mellum": dict(
         **{**_EXPERTS, "rope_parameters": _BY_LAYER},
         **dict(num_experts=6, moe_intermediate_size=24, sliding_window=4),
         mlp_layer_types=["dense", "sparse"],
         layer_types=["sliding_attention", "full_attention"],
     ),
-    "exaone_moe": _random(
-        "exaone_moe",
+    "exaone_moe": dict(
         **{**_EXPERTS, "num_experts_per_tok": 4, "num_hidden_layers": 4},
         **dict(num_experts=8, num_shared_experts=2, moe_intermediate_size=12, sliding_window=4),
         **dict(n_group=4, topk_group=2, mlp_layer_types=["sparse", "dense", "sparse", "sparse"]),
     ),
-    "hy_v3": _random(
-        "hy_v3",
+    "hy_v3": dict(
         **_EXPERTS,
         **dict(num_experts=6, num_shared_experts=2, moe_intermediate_size=12),
         attention_bias=True,
     ),
-    "glm4_moe_lite": _random(
-        "glm4_moe_lite", **_DEEPSEEK, q_lora_rank=8, rms_norm_eps=1e-4, n_group=4, topk_group=2
-    ),
-    "youtu": _random("youtu", **_LATENT, q_lora_rank=8),
-    "granitemoehybrid": _random(
-        "granitemoehybrid",
+    "glm4_moe_lite": dict(**_DEEPSEEK, q_lora_rank=8, rms_norm_eps=1e-4, n_group=4, topk_group=2),
+    "youtu": dict(**_LATENT, q_lora_rank=8),
+    "granitemoehybrid": dict(
         **{**_QWEN2_SIZES, **_MULTIPLIERS, "pad_token_id": None},
         **dict(num_local_experts=0, shared_intermediate_size=24, position_embedding_type="rope"),
         layer_types=["attention"] * L,
         mamba_n_heads=8,
     ),
-    "granitemoe": _random("granitemoe", **{**_QWEN2_EXPERTS, **_MULTIPLIERS}, num_local_experts=6),
-    "granitemoeshared": _random(
-        "granitemoeshared",
+    "granitemoe": dict(**{**_QWEN2_EXPERTS, **_MULTIPLIERS}, num_local_experts=6),
+    "granitemoeshared": dict(
         **{**_QWEN2_EXPERTS, **_MULTIPLIERS},
         **dict(num_local_experts=6, shared_intermediate_size=24),
     ),
-    "minimax_m2": _random(
-        "minimax_m2",
+    "minimax_m2": dict(
         num_local_experts=6,
         **{**_EXPERTS, "head_dim": 8, "rope_parameters": _GLM["rope_parameters"]},
     ),
     # The first of two layers has a dense MLP, since decoder_sparse_step counts layers from 1.
-    "qwen3_moe": _random(
-        "qwen3_moe",
+    "qwen3_moe": dict(
         **_EXPERTS,
         num_experts=6,
         moe_intermediate_size=24,
         norm_topk_prob=True,
         decoder_sparse_step=2,
     ),
-    "deepseek_v3": _random(
-        "deepseek_v3",
+    "deepseek_v3": dict(
         **_DEEPSEEK,
         q_lora_rank=8,
         num_local_experts=8,
@@ -258,14 +225,12 @@ PEERS = {
         topk_group=2,
         **_rope(**_YARN, mscale=1.0, mscale_all_dim=0.7),
     ),
-    "deepseek_v2": _random("deepseek_v2", **_DEEPSEEK, q_lora_rank=None, **_rope()),
-    "deepseek_v2, groups": _random(
-        "deepseek_v2",
+    "deepseek_v2": dict(**_DEEPSEEK, q_lora_rank=None, **_rope()),
+    "deepseek_v2, groups": dict(
         **{**_DEEPSEEK, **_rope(), "q_lora_rank": 8, "topk_method": "group_limited_greedy"},
         **dict(n_group=4, topk_group=2),
     ),
-    "qwen2_moe": _random(
-        "qwen2_moe",
+    "qwen2_moe": dict(
         **_QWEN2_EXPERTS,
         num_experts=6,
         moe_intermediate_size=24,
@@ -273,8 +238,7 @@ PEERS = {
         mlp_only_layers=[1],
     ),
     # At this base one of the three frequencies is fast, one is between, and one is slow.
-    "llama 3.1": _random(
-        "llama",
+    "llama 3.1": dict(
         **_LLAMA_SIZES
         | _rope(
             rope_type="llama3",
@@ -283,28 +247,24 @@ PEERS = {
             low_freq_factor=1.0,
             high_freq_factor=4.0,
             original_max_position_embeddings=8192,
-        ),
+        )
     ),
-    "llama with biases of attention": _random("llama", attention_bias=True, **_LLAMA_SIZES),
-    "granite": _random("granite", **_LLAMA_SIZES, **_MULTIPLIERS),
-    "hyperclovax": _random(
-        "hyperclovax", pad_token_id=None, attention_bias=True, **_LLAMA_SIZES, **_MULTIPLIERS
-    ),
-    "helium": _random("helium", **{**_LLAMA_SIZES, "head_dim": D, "pad_token_id": None}),
-    "ernie4_5": _random("ernie4_5", use_bias=True, pad_token_id=None, **_LLAMA_SIZES),
-    "glm": _random("glm", **{**_LLAMA_SIZES, **_GLM, "attention_bias": True}),
-    "glm4": _random("glm4", **{**_LLAMA_SIZES, **_GLM, "attention_bias": False}),
-    "cohere": _random("cohere", logit_scale=0.3, **_COHERE_SIZES),
-    "cohere2": _random(
-        "cohere2",
+    "llama with biases of attention": dict(attention_bias=True, **_LLAMA_SIZES),
+    "granite": dict(**_LLAMA_SIZES, **_MULTIPLIERS),
+    "hyperclovax": dict(pad_token_id=None, attention_bias=True, **_LLAMA_SIZES, **_MULTIPLIERS),
+    "helium": dict(**{**_LLAMA_SIZES, "head_dim": D, "pad_token_id": None}),
+    "ernie4_5": dict(use_bias=True, pad_token_id=None, **_LLAMA_SIZES),
+    "glm": dict(**{**_LLAMA_SIZES, **_GLM, "attention_bias": True}),
+    "glm4": dict(**{**_LLAMA_SIZES, **_GLM, "attention_bias": False}),
+    "cohere": dict(logit_scale=0.3, **_COHERE_SIZES),
+    "cohere2": dict(
         attention_bias=True,
         sliding_window=4,
         layer_types=["full_attention", "sliding_attention"],
         **_COHERE_SIZES,
     ),
-    "gemma": _random("gemma", **_GEMMA_SIZES),
-    "gemma3_text": _random(
-        "gemma3_text",
+    "gemma": _GEMMA_SIZES,
+    "gemma3_text": dict(
         sliding_window=4,
         query_pre_attn_scalar=10,
         final_logit_softcapping=1.5,
@@ -312,8 +272,7 @@ PEERS = {
         **{**_GEMMA_SIZES, "rope_parameters": _BY_LAYER},
     ),
     **{
-        name: _random(
-            name,
+        name: dict(
             sliding_window=4,
             query_pre_attn_scalar=10,
             attn_logit_softcapping=0.7,
@@ -323,32 +282,29 @@ PEERS = {
         )
         for name in ("gemma2", "vaultgemma")
     },
-    "jais2": _random("jais2", **_without(_LLAMA_SIZES, "rms_norm_eps")),
-    "persimmon": _random("persimmon", pad_token_id=None, **_NEOX),
-    "internlm3": _random(
-        "internlm3",
+    "jais2": dict(**_without(_LLAMA_SIZES, "rms_norm_eps")),
+    "persimmon": dict(pad_token_id=None, **_NEOX),
+    "internlm3": dict(
         model_class="LlamaForCausalLM",
         pad_token_id=None,
         attention_bias=True,
         mlp_bias=True,
         **_LLAMA_SIZES,
     ),
-    "iquestcoder": _random("iquestcoder", model_class="LlamaForCausalLM", **_LLAMA_SIZES),
-    "gpt_bigcode": _random("gpt_bigcode", **_GPT2_SIZES),
-    "gpt_bigcode with all heads": _random("gpt_bigcode", multi_query=False, **_GPT2_SIZES),
-    "falcon": _random(
-        "falcon",
+    "iquestcoder": dict(model_class="LlamaForCausalLM", **_LLAMA_SIZES),
+    "gpt_bigcode": _GPT2_SIZES,
+    "gpt_bigcode with all heads": dict(multi_query=False, **_GPT2_SIZES),
+    "falcon": dict(
         hidden_size=H,
         num_hidden_layers=L,
         num_attention_heads=A,
         max_position_embeddings=POSITIONS,
         initializer_range=0.2,
     ),
-    "llama with longer positions": _llama_of_rule(dict(rope_type="linear", factor=2.0)),
-    "llama with yarn": _llama_of_rule(_YARN),
+    "llama with longer positions": _LLAMA_SIZES | _rope(rope_type="linear", factor=2.0),
+    "llama with yarn": _LLAMA_SIZES | _rope(**_YARN),
     # The sample is longer than the original length, so the second list counts.
-    "phi3 with longrope": _random(
-        "phi3",
+    "phi3 with longrope": dict(
         pad_token_id=None,
         original_max_position_embeddings=5,
         **_QWEN2_SIZES
@@ -356,6 +312,9 @@ PEERS = {
             0.75, rope_type="longrope", short_factor=[1.0, 1.5, 2.0], long_factor=[2.0, 3.0, 7.5]
         ),
     ),
+}
+PEERS = {
+    name: _random(name.replace(",", " ").split()[0], **config) for name, config in _CONFIGS.items()
 }
 
 

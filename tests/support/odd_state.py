@@ -259,28 +259,15 @@ class ActNormInPlace(ActNorm):
         super().__init__(by_data=False)
 
 
-class OwnNumpy(Block):
-    def __init__(self):
+class OwnRandom(Block):
+    """Draws from a generator of its own."""
+
+    def __init__(self, make):
         super().__init__()
-        self.random = np.random.default_rng(3)
+        self.random = make(3)
 
     def forward(self, hidden):
         return self.body(hidden) * float(self.random.random())
-
-
-class OwnPython(Block):
-    def __init__(self):
-        super().__init__()
-        self.random = random.Random(3)
-
-    def forward(self, hidden):
-        return self.body(hidden) * self.random.random()
-
-
-class OwnLegacyNumpy(OwnNumpy):
-    def __init__(self):
-        super().__init__()
-        self.random = np.random.RandomState(3)
 
 
 class NestedGenerators(Block):
@@ -762,9 +749,9 @@ STATES = {
     "its own parameter, which it writes": case(WritesParameter),
     "ActNorm, by weight.data": case(ActNorm),
     "ActNorm, without gradients": case(ActNormInPlace),
-    "NumPy's generator": case(OwnNumpy),
-    "NumPy's older generator": case(OwnLegacyNumpy),
-    "a Random of Python": case(OwnPython),
+    "NumPy's generator": case(partial(OwnRandom, np.random.default_rng)),
+    "NumPy's older generator": case(partial(OwnRandom, np.random.RandomState)),
+    "a Random of Python": case(partial(OwnRandom, random.Random)),
     "generators in containers": case(NestedGenerators),
     "plain tensors, arrays and nested lists that it writes": case(Load),
     "an object that it changes and reads": case(Collects),

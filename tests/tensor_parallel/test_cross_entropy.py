@@ -66,12 +66,13 @@ def wide(dtype, *, tokens=60, h=32, vocabulary=300):
     return Case(hidden, weight, labels, grad_losses.to(torch.promote_types(dtype, torch.float32)))
 
 
-def reference(case):
+def reference(case, cap=None):
     """By torch in float64, from the same numbers."""
     hidden, weight = (
         tensor.double().clone().requires_grad_() for tensor in (case.hidden, case.weight)
     )
     logits = F.linear(hidden, weight).flatten(0, 1)
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
     losses = F.cross_entropy(logits, case.labels.flatten(), reduction="none").view(
         case.labels.shape
     )
@@ -261,11 +262,8 @@ def test_two_backwards_give_the_gradients_of_torch_with_and_without_a_cap(
     """Many logits lie above the cap. The operands are left alone."""
     uncompiled_kernels(monkeypatch)
     case = sample()
-    hidden, weight = (one.clone().requires_grad_() for one in (case.hidden, case.weight))
-    logits = F.linear(hidden, weight).flatten(0, 1)
-    logits = logits if cap is None else torch.tanh(logits / cap) * cap
-    losses = F.cross_entropy(logits, case.labels.flatten(), reduction="none").view(S, B)
-    grads = torch.autograd.grad(losses, (hidden, weight), case.grad_losses)
+    losses, *grads = reference(case, cap)
+    hidden = case.hidden.clone().requires_grad_()
     columns = Columns(None, 0, V, CompiledKernels() if is_compiled else None, cap)
     padded = F.pad(case.weight, (0, 0, 0, 1)).requires_grad_()
     if chunk is None:

@@ -38,8 +38,9 @@ def theirs(tmp_path_factory):
     ],
 )
 def test_a_wrong_command_is_one_line_and_leaves_nothing(way, flags, message, theirs, tmp_path):
-    words = [theirs, tmp_path / "new", way, *flags]
-    found = ended(lambda words: converted(*words), words)
+    source, target = way.split()
+    way = f"{source} {theirs} -> {target} new"
+    found = ended(lambda words: converted(tmp_path, way, *words), flags)
     assert found.status == 2 and message in found.err
     assert found.err.startswith(ERROR) and found.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

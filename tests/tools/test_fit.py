@@ -78,6 +78,7 @@ def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
     assert fake.plan.peak == pytest.approx(fake.measured, rel=0.01)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "config",
     [

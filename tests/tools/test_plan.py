@@ -28,6 +28,12 @@ def printed(arguments, status=0):
     return found.out
 
 
+def planned(text):
+    """Returns the configuration of the command in a text."""
+    words = shlex.split(text.partition("To run plan 1:")[2].partition("(")[0])
+    return parse_args([word for word in words if word != "\n"][6:]).config
+
+
 def as_json(arguments, status=0):
     return json.loads(printed([*arguments, "--json", "-"], status))
 
@@ -103,8 +109,7 @@ def test_optimizer_states_that_fit_in_host_memory_alone_go_there():
     # There also the copies of gradients, and the buffers of weights.
     on_host = 16 * 8_030_261_248 + 2 * 2**24 * 2
     assert f"{on_host / 2**30:.2f} GiB of main weights, optimizer states" in text
-    words = shlex.split(text.partition("To run plan 1:")[2].partition("(training")[0])
-    config = parse_args([word for word in words if word != "\n"][6:]).config
+    config = planned(text)
     peak = step_peak(config, 0, device="cuda", dp_cp_size=1)
     assert f"{peak.num_bytes / 2**30:.2f}" in text and config.optimizer.optimizer_cpu_offload
 
@@ -217,12 +222,10 @@ def test_a_whole_line_of_a_launch_script_is_planned():
     assert "flags have no effect here" in said and "--transformer-impl" in said
     padded = ["--padded-vocab-size", "40064", "--gpu", "h100", "--gpus", "4"]
     assert "--vocab-size 40064 is assumed" in printed([*line["arguments"], *padded])
-    words = shlex.split(text.partition("To run plan 1:")[2].partition("(")[0])
-    planned = parse_args([word for word in words if word != "\n"][6:]).config
-    given = parse_args(line["arguments"]).config
-    assert (planned.model, planned.data) == (given.model, given.data)
-    assert planned.optimizer == given.optimizer
-    assert planned.parallel.tensor_model_parallel_size == 2
+    found, given = planned(text), parse_args(line["arguments"]).config
+    assert (found.model, found.data) == (given.model, given.data)
+    assert found.optimizer == given.optimizer
+    assert found.parallel.tensor_model_parallel_size == 2
 
 
 def test_a_memory_limit_is_the_memory_of_a_plan():

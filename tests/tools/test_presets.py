@@ -6,8 +6,6 @@ The files in configs/ were written for this test.
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +26,7 @@ from megatron_lite.tools.translators import (
     systems_of,
     translated,
 )
-from tests.support.commands import ended, fault_of
+from tests.support.commands import ended, fault_of, python
 from tests.support.pairs import in_one_test
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -354,9 +352,8 @@ def test_it_runs_as_a_command_without_torch():
         "import runpy, sys; sys.argv[1:] = sys.argv[2:]; sys.modules['torch'] = None\n"
         "runpy.run_module('megatron_lite.tools.translate_recompute', run_name='__main__')"
     )
-    words = [sys.executable, "-c", program, "-", str(CONFIGS / "deepspeed_zero3.json"), "--tp", "2"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "*:full@split+host" in done.stdout, done.stderr
+    done = python(program, "-", str(CONFIGS / "deepspeed_zero3.json"), "--tp", "2")
+    assert "*:full@split+host" in done.stdout
 
 
 def _words():

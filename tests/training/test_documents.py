@@ -26,6 +26,7 @@ from tests.support.models import (
     tp_state,
     whole_tensors,
 )
+from tests.support.models import Layout as Shared
 from tests.support.pipelines import Layout, runner_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
@@ -78,14 +79,9 @@ def one_by_one(name, seeds, **overrides):
         return Outcome(total, whole_tensors(grads, specs_of(model), parallel))
 
 
-def packed(name, parallel, *, sequence_parallel, cp_comm_type="p2p", **overrides):
+def packed(name, parallel, layout, **overrides):
     """Returns the same of a packed micro-batch."""
-    model = build_tiny_model(
-        variant_config(name, **overrides),
-        parallel,
-        sequence_parallel=sequence_parallel,
-        cp_comm_type=cp_comm_type,
-    )
+    model = layout.model(variant_config(name, **overrides), parallel)
     parameters = dict(model.named_parameters())
     buffer = GradBuffer(parameters, parallel)
     batch = packed_batch(parallel=parallel)
@@ -122,39 +118,28 @@ def assert_equal(name, expected, actual):
 
 
 LAYOUTS = [
-    *((1, 1, False, "p2p"), (2, 1, False, "p2p"), (2, 1, True, "p2p")),
-    *((1, 2, False, "p2p"), (2, 2, True, "p2p"), (1, 2, False, "a2a")),
+    *(Shared(), Shared(2), Shared(2, True)),
+    *(Shared(cp=2), Shared(2, True, 2), Shared(cp=2, cp_comm_type="a2a")),
 ]
 
 
 @pytest.mark.runs(ci=3)
-@pytest.mark.parametrize(("tp_size", "cp_size", "sequence_parallel", "cp_comm_type"), LAYOUTS)
-def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(
-    tp_size, cp_size, sequence_parallel, cp_comm_type
-):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(layout):
     cases = [
         (name, overrides)
         for name, overrides in CASES
-        if cp_size == 1
-        or cp_comm_type == "a2a"
+        if layout.cp == 1
+        or layout.cp_comm_type == "a2a"
         or variant_config(name, **overrides).attention_backend == "unfused"
     ]
 
     def work(rank, world_size):
-        with tp_state(tp_size, cp_size=cp_size) as parallel:
-            return [
-                packed(
-                    name,
-                    parallel,
-                    sequence_parallel=sequence_parallel,
-                    cp_comm_type=cp_comm_type,
-                    **overrides,
-                )
-                for name, overrides in cases
-            ]
+        with layout.state() as parallel:
+            return [packed(name, parallel, layout, **overrides) for name, overrides in cases]
 
     expected = [one_by_one(name, range(3, 4), **overrides) for name, overrides in cases]
-    for of_rank in run_ranks(work, tp_size * cp_size):
+    for of_rank in run_ranks(work, layout.ranks):
         for (name, _), want, have in zip(cases, expected, of_rank, strict=True):
             assert_equal(name, want, have)
 

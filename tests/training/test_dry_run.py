@@ -3,9 +3,6 @@
 The start of a run: what it does not import, and the memory of a large model's rank.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -23,8 +20,7 @@ from megatron_lite.pipeline.executor import Links
 from megatron_lite.training import dry_run_smaller
 from megatron_lite.training.dry_run import SameTokens, dry_run, measure_step, sample_shape
 from pretrain_gpt import main
-from tests.support.commands import MOCK, ROOT, SMALL_MODEL, SMALL_RUN, environment, status_of
-from tests.support.limits import HANG_S
+from tests.support.commands import MOCK, SMALL_MODEL, SMALL_RUN, python, status_of
 from tests.support.ranks import run_ranks
 
 SMALL = (
@@ -265,21 +261,6 @@ SLOW_IMPORTS = ("torch._dynamo", "torch._inductor", "sympy", "torch.distributed.
 SLOW_IMPORTS += ("tensorboard", "transformers", "scipy", "matplotlib", "wandb")
 
 
-def python(program):
-    """The standard output of a program that must not fail."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_a_run_with_a_log_and_a_checkpoint_imports_nothing_slow(tmp_path):
     words = [*SMALL_RUN, *MOCK, "--train-iters", "2"]
@@ -291,7 +272,7 @@ def test_a_run_with_a_log_and_a_checkpoint_imports_nothing_slow(tmp_path):
         f"assert main({words!r}) == 0\n"
         f"print('slow:', *[name for name in {SLOW_IMPORTS!r} if name in sys.modules])"
     )
-    assert found.splitlines()[-1].split() == ["slow:"]
+    assert found.stdout.splitlines()[-1].split() == ["slow:"]
 
 
 @pytest.mark.long
@@ -326,4 +307,4 @@ def test_a_rank_of_a_model_of_70_billion_parameters_never_holds_a_whole_weight()
     """)
     h, ffn, heads, groups = 8192, 28672, 64, 8
     matrices = h * (h + 2 * groups * h // heads) + h * h + 3 * h * ffn
-    assert int(printed) == matrices // 8 + 2 * h
+    assert int(printed.stdout) == matrices // 8 + 2 * h

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megatron_lite.convert.formats import FORMATS
-from tests.support.equality import LATENT, difference
+from tests.support.equality import LATENT, LLAMA, difference
 from tests.support.models import build_tiny_model, load_whole_, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
@@ -20,10 +20,7 @@ with warnings.catch_warnings():
 
 MODELS = {
     "llama": dict(
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        swiglu=True,
-        add_bias_linear=False,
+        LLAMA,
         group_query_attention=True,
         num_query_groups=2,
         untie_embeddings_and_output_weights=True,
@@ -42,8 +39,7 @@ MODELS["mixtral"] = {
     **dict(num_experts=4, moe_router_pre_softmax=True, add_bias_linear=True),
 }
 MODELS["latents"] = {
-    **dict(LATENT, q_lora_rank=8, qk_layernorm=True, position_embedding_type="rope"),
-    **dict(normalization="RMSNorm", add_bias_linear=False, swiglu=True),
+    **dict(LLAMA, **LATENT, q_lora_rank=8, qk_layernorm=True),
     **dict(rotary_scaling_factor=3.0, original_max_position_embeddings=20, mscale=0.8),
 }
 MODELS["deepseek"] = {
