@@ -12,18 +12,16 @@ examples.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from megatron_lite.config.checks import InputError
     from megatron_lite.config.run import RunConfig
-    from megatron_lite.fit.memory_fit import Fit
+    from megatron_lite.fit.memory_fit import fit_memory_
     from megatron_lite.model.gpt import ModelStages
     from megatron_lite.plan.verdict import FitVerdict
-    from megatron_lite.recompute.recompute_plan import RecomputePlan
+    from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 
 __all__ = [
     "InputError",
@@ -40,14 +38,21 @@ __all__ = [
 ]
 
 
-_CLASSES = {"InputError": "config.checks", "RunConfig": "config.run"}
+# what is defined elsewhere, with its description
+_ELSEWHERE = {
+    "InputError": "config.checks",
+    "RunConfig": "config.run",
+    "apply_policy_": "recompute.apply",
+    "remove_policy_": "recompute.apply",
+    "fit_memory_": "fit.memory_fit",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a class of this interface that is defined elsewhere."""
-    if name not in _CLASSES:
+    """Returns a class or function of this interface that is defined elsewhere."""
+    if name not in _ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"megatron_lite.{_CLASSES[name]}"), name)
+    return getattr(importlib.import_module(f"megatron_lite.{_ELSEWHERE[name]}"), name)
 
 
 class TrainedRun(NamedTuple):
@@ -199,51 +204,3 @@ def plan(
     problem = problem_of(dataclasses.asdict(config), dict(fixed or {}), hardware, notes=[])
     budget = Budget(num_bytes, default_reserve(num_bytes))
     return verdict(problem, num_gpus, budget)
-
-
-def apply_policy_(
-    model: nn.Module, *, layers_fqn: str, policy: str, verify: bool | Literal["first"] = "first"
-) -> RecomputePlan:
-    """Puts a recompute policy on the layers of any PyTorch model, in place.
-
-    Loss and gradients stay equal to the bit. Returns the plan that the layers follow.
-
-    layers_fqn: the name of the ModuleList, ModuleDict or Sequential of the layers, such as
-        "model.layers".
-    policy: such as "*:full", "every-2:full" or "0-3:full; *:none@host".
-    verify: which replays are compared with their forwards, bit by bit. "first": the first of each
-        layer, and those of calls that differ in kind. True: all. False: none.
-
-    Raises ValueError, before anything is changed, for a policy that these layers cannot follow.
-    docs/any-model.md lists what is supported; `megatron_lite.recompute.apply` has more settings.
-    """
-    from megatron_lite.recompute import apply
-
-    return apply.apply_policy_(model, layers_fqn=layers_fqn, policy=policy, verify=verify)
-
-
-def remove_policy_(model: nn.Module) -> int:
-    """Takes every policy off a model, and returns the number of layers that had one."""
-    from megatron_lite.recompute import apply
-
-    return apply.remove_policy_(model)
-
-
-def fit_memory_(
-    model: nn.Module,
-    budget: str | None,
-    *,
-    step: Callable[..., Any],
-    optimizer: Any = None,
-    layers_fqn: str | Sequence[str] | None = None,
-    maximize: str | None = None,
-) -> Fit:
-    """Puts on any model the fastest recompute policy with which a step fits a budget.
-
-    `megatron_lite.fit.memory_fit` describes the arguments.
-    """
-    from megatron_lite.fit import memory_fit
-
-    return memory_fit.fit_memory_(
-        model, budget, step=step, optimizer=optimizer, layers_fqn=layers_fqn, maximize=maximize
-    )
