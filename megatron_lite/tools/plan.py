@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from megatron_lite.config.checks import InputError, flag, input_faults
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.known_models import PRESETS, Preset, model_of, stored_values
 from megatron_lite.config.megatron_flags import (
     add_flags_without_effect,
@@ -27,13 +30,21 @@ from megatron_lite.config.megatron_flags import (
 from megatron_lite.config.other_ways import num_processes, without_launcher
 from megatron_lite.config.plain import parse_whole_number, shown
 from megatron_lite.config.recompute import AUTO
-from megatron_lite.config.run_flags import Parser, add_run_flags, flag_of, paragraph
+from megatron_lite.config.run_flags import (
+    Parser,
+    add_run_flags,
+    add_settings,
+    flag_of,
+    paragraph,
+    taken,
+)
+from megatron_lite.config.setting import check_settings, setting, settings_of
 from megatron_lite.config.units import parse_bytes
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.plan_page import plan_page
 from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.plan.auto_policy import Budget, default_reserve
-from megatron_lite.plan.hardware import ALIASES, Hardware, load_hardware, machine_names
+from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names
 from megatron_lite.plan.problem import LOSS_CHUNK, SEARCHED, Problem, Values, problem_of
 from megatron_lite.plan.verdict import (
     DOES_NOT_FIT,
@@ -55,26 +66,94 @@ MORE_DO_NOT_HELP = (
 )
 
 
+ONE_RUN = "each describes the run"
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Returns the numbers of `--gpus`. Raises ValueError if they are none."""
+    try:
+        counts = tuple(parse_whole_number(one) for one in text.split(","))
+    except ValueError:
+        counts = (0,)
+    if min(counts) < 1 or max(counts) > MOST_RANKS or len(counts) > MOST_COUNTS:
+        raise ValueError(
+            f"--gpus {shown(repr(text))}: give up to {MOST_COUNTS} numbers from 1 to {MOST_RANKS}, "
+            "such as 8 or 8,16,32"
+        )
+    return counts
+
+
+def _amount(flag: str, help: str) -> Any:
+    return setting(help, parse=partial(parse_bytes, flag))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """The planner's own flags."""
+
+    model: str | None = setting(
+        ", ".join(PRESETS), alias="--preset", excludes=("hf_config", "config_json"), why=ONE_RUN
+    )
+    hf_config: str | None = setting(
+        "a config.json of Hugging Face", excludes=("config_json",), why=ONE_RUN
+    )
+    config_json: str | None = setting("a run as `train --dump-config` prints it")
+    gpus: tuple[int, ...] = setting(
+        "numbers of GPUs, N,.. (default: the fewest on which it trains)", (), parse=_counts
+    )
+    gpu: str | None = setting(", ".join([*machine_names(), *sorted(ALIASES)]))
+    machine: str | None = setting("a machine as megatron_lite.tools.calibrate writes it")
+    memory_budget: int | None = _amount(
+        "--memory-budget", "such as 40GiB, instead of the card's memory"
+    )
+    reserve: int | None = _amount("--reserve", "memory to leave free (default: 1 GiB and 3% of it)")
+    host_memory: int | None = _amount(
+        "--host-memory",
+        "host memory of each GPU in which a policy may keep tensors, @host (default: 0), and "
+        "the optimizer its states, if nothing else fits (default: any)",
+    )
+    train_tokens: float | None = setting(
+        "tokens to train on, such as 2e12: prints the days", above=0, below=1e24
+    )
+    price_per_gpu_hour: float | None = setting(
+        "prints the cost", above=0, below=1e24, needs=("train_tokens",)
+    )
+    json: str | None = setting("write the plans as JSON; - is stdout, without the text")
+    html: str | None = setting("write a page, FILE.html, that shows the plans and their terms")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.html is not None:
+            check_ending("--html", self.html, ".html", ".htm")
+        if (self.machine is None) == (self.gpu is None):
+            raise ValueError(
+                f"give the machine once: --gpu NAME ({', '.join(machine_names())}) or "
+                "--machine FILE"
+            )
+        if self.machine is not None:
+            check_ending("--machine", self.machine, ".json")
+
+
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
-    parser, own = _parser(program)
+    parser = _parser(program)
     try:
         words, started = without_launcher(sys.argv[1:] if argv is None else argv)
     except ValueError as error:
         parser.error(f"a whole command line in one word: {error}")
     renamed, notes = renamed_words(words, parser._option_string_actions)
-    flags = vars(parser.parse_args(renamed))
-    given = {name: flags.pop(name) for name in own}
+    args = parser.parse_args(renamed)
     if started:
         notes.append(f"left out, but for the number of GPUs: {shown(started)}")
-        given["gpus"] = given["gpus"] or num_processes(started)
+        if "gpus" not in args and (number := num_processes(started)) is not None:
+            args.gpus = _counts(number)
     found = []
-    failed = exit_status(lambda: found.append(_plan(given, flags, notes)), program)
+    failed = exit_status(lambda: found.append(_plan(args, notes)), program)
     return failed or found[0]
 
 
-def _parser(program: str) -> tuple[Parser, list[str]]:
-    """Returns the parser of the command line, and the names of the flags that are its own."""
+def _parser(program: str) -> Parser:
+    """Returns the parser of the command line."""
     parser = Parser(
         prog=program,
         description=(
@@ -84,87 +163,48 @@ def _parser(program: str) -> tuple[Parser, list[str]]:
         epilog="Exit status: 0 a plan fits, 1 only in a part of the reserve, 2 none fits or bad "
         "input.",
     )
-    add = parser.add_argument
-    add("--model", "--preset", metavar="NAME", help=", ".join(PRESETS))
-    add("--hf-config", metavar="FILE", help="a config.json of Hugging Face")
-    add("--config-json", metavar="FILE", help="a run as `train --dump-config` prints it")
-    add("--gpus", metavar="N,..", help="numbers of GPUs (default: the fewest on which it trains)")
-    add("--gpu", metavar="NAME", help=", ".join([*machine_names(), *sorted(ALIASES)]))
-    add("--machine", metavar="FILE", help="a machine as megatron_lite.tools.calibrate writes it")
-    add("--memory-budget", metavar="SIZE", help="such as 40GiB, instead of the card's memory")
-    add("--reserve", metavar="SIZE", help="memory to leave free (default: 1 GiB and 3%% of it)")
-    add(
-        "--host-memory",
-        metavar="SIZE",
-        help="host memory of each GPU in which a policy may keep tensors, @host (default: 0), and "
-        "the optimizer its states, if nothing else fits (default: any)",
-    )
-    add("--train-tokens", metavar="N", help="tokens to train on, such as 2e12: prints the days")
-    add("--price-per-gpu-hour", metavar="PRICE", help="prints the cost, with --train-tokens")
-    add("--json", metavar="FILE", help="write the plans as JSON; - is stdout, without the text")
-    add("--html", metavar="FILE.html", help="write a page that shows the plans and their terms")
-    own = [action.dest for action in parser.actions if action.dest != "help"]
-    add_run_flags(parser, without=own, hidden=True)
+    add_settings(parser, PlanSettings)
+    add_run_flags(parser, without=settings_of(PlanSettings), hidden=True)
     add_flags_without_effect(parser)
-    return parser, own
+    return parser
 
 
-def _plan(own: Mapping[str, Any], flags: dict[str, Any], notes: list[str]) -> int:
+def _plan(args: Namespace, notes: list[str]) -> int:
     """Prints the plans and returns the exit status.
 
-    own, flags: the planner's flags and those of the run, by name.
     notes: those about the words of the command line.
     Raises InputError for a fault in the input.
     """
-    if own["html"] is not None:
-        check_ending("--html", own["html"], ".html", ".htm")
+    own, names = taken(PlanSettings, args), settings_of(PlanSettings)
+    flags = {name: value for name, value in vars(args).items() if name not in names}
     check_only_values(flags)
     notes += take_ignored(flags)
-    counts = None if own["gpus"] is None else _counts(own["gpus"])
-    problem, budget = _problem(own, flags, notes, counts or ())
-    tokens, price = (_number(own, name) for name in ("train_tokens", "price_per_gpu_hour"))
-    if price is not None and tokens is None:
-        raise InputError(f"--price-per-gpu-hour {price:g} needs --train-tokens: give it")
-    training = Training(None if tokens is None else round(tokens), price)
-    verdicts = list(_verdicts(problem, budget, counts))
+    problem, budget = _problem(own, flags, notes)
+    tokens = None if own.train_tokens is None else round(own.train_tokens)
+    training = Training(tokens, own.price_per_gpu_hour)
+    verdicts = list(_verdicts(problem, budget, own.gpus))
     plain: dict[str, Any] = {
         "machine": problem.hardware.name,
         "verdicts": [plain_verdict(one, problem.hardware, training) for one in verdicts],
     }
-    if own["json"] is not None:
+    if own.json is not None:
         text = json.dumps(plain, indent=2) + "\n"
-        sys.stdout.write(text) if own["json"] == "-" else write_text(own["json"], text)
-    if own["html"] is not None:
+        sys.stdout.write(text) if own.json == "-" else write_text(own.json, text)
+    if own.html is not None:
         stages = [plain_stages(problem, one) for one in verdicts]
-        write_text(own["html"], plan_page(plain, stages, notes))
-    if own["json"] != "-":
+        write_text(own.html, plan_page(plain, stages, notes))
+    if own.json != "-":
         for note in notes:
             print(paragraph(f"note: {note}"))
         for shown_verdict in plain["verdicts"]:
             print("\n".join(["", *lines(shown_verdict)]))
-        if counts is not None and all(one.word == DOES_NOT_FIT for one in verdicts):
-            print(_more_gpus(problem, budget, max(one.num_ranks for one in verdicts)))
+        if own.gpus and all(one.word == DOES_NOT_FIT for one in verdicts):
+            print(_more_gpus(problem, budget, max(own.gpus)))
     return status(verdicts)
 
 
-def _number(own: Mapping[str, Any], name: str) -> float | None:
-    """Returns the number above 0 that a flag gives, or None."""
-    text = own[name]
-    try:
-        number = None if text is None else float(text)
-    except ValueError:
-        number = 0.0
-    if number is not None and not 0.0 < number < 1e24:
-        raise InputError(
-            f"{flag_of(name)} {shown(repr(text))}: give a number above 0, such as 2e12"
-        )
-    return number
-
-
-def _verdicts(
-    problem: Problem, budget: Budget, counts: Sequence[int] | None
-) -> Iterator[FitVerdict]:
-    if counts is None:
+def _verdicts(problem: Problem, budget: Budget, counts: Sequence[int]) -> Iterator[FitVerdict]:
+    if not counts:
         with told_on_terminal("searching the fewest GPUs that are enough, of 1, 2, 4, ..."):
             yield smallest_machine(problem, budget)
         return
@@ -173,20 +213,6 @@ def _verdicts(
             f"searching the plans for {count} GPUs (number {place} of {len(counts)})"
         ):
             yield verdict(problem, count, budget)
-
-
-def _counts(gpus: str) -> list[int]:
-    """Returns the numbers of `--gpus`. Raises InputError if they are none."""
-    try:
-        counts = [parse_whole_number(one) for one in gpus.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1 or max(counts) > MOST_RANKS or len(counts) > MOST_COUNTS:
-        raise InputError(
-            f"--gpus {shown(repr(gpus))}: give up to {MOST_COUNTS} numbers from 1 to {MOST_RANKS}, "
-            "such as 8 or 8,16,32"
-        )
-    return counts
 
 
 def _more_gpus(problem: Problem, budget: Budget, tried: int) -> str:
@@ -199,50 +225,32 @@ def _more_gpus(problem: Problem, budget: Budget, tried: int) -> str:
 
 
 def _problem(
-    own: Mapping[str, Any], flags: Mapping[str, Any], notes: list[str], counts: Sequence[int]
+    own: PlanSettings, flags: Mapping[str, Any], notes: list[str]
 ) -> tuple[Problem, Budget]:
     """Returns what to plan, and the memory of a rank. Adds the assumptions to the notes."""
-    hardware = _hardware(own["gpu"], own["machine"])
-    memory = _amount(own, "memory_budget", hardware.memory_bytes)
+    hardware = load_hardware(own.machine or own.gpu or "")
+    memory = hardware.memory_bytes if own.memory_budget is None else own.memory_budget
     values, found = _model_values(own)
     notes += found
     chosen = _chosen(flags, notes)
     limit = chosen.get("memory_limit") or values.get("training", {}).get("memory_limit")
     reserve = default_reserve(memory)
-    if limit is not None and own["memory_budget"] is None:
-        memory, reserve = _amount({"memory_limit": limit}, "memory_limit", 0, least=1), 0
+    if limit is not None and own.memory_budget is None:
+        with input_faults():
+            memory, reserve = parse_bytes("--memory-limit", limit, least=1), 0
         notes.append(
             f"--memory-limit {limit} is the memory that a plan may take, without a reserve"
         )
-    reserve = _amount(own, "reserve", reserve)
+    reserve = reserve if own.reserve is None else own.reserve
     if reserve >= memory:
         raise InputError(
             f"a reserve of {reserve} bytes leaves nothing of the {memory} bytes of memory: give "
             "more --memory-budget or less --reserve, with a unit such as 40GiB"
         )
-    host_bytes = None if own["host_memory"] is None else _amount(own, "host_memory", 0)
     problem = problem_of(
-        values, chosen, hardware, host_bytes=host_bytes, notes=notes, num_ranks=counts
+        values, chosen, hardware, host_bytes=own.host_memory, notes=notes, num_ranks=own.gpus
     )
     return problem, Budget(memory, reserve)
-
-
-def _hardware(gpu: str | None, machine: str | None) -> Hardware:
-    if (machine is None) == (gpu is None):
-        raise InputError(
-            f"give the machine once: --gpu NAME ({', '.join(machine_names())}) or --machine FILE"
-        )
-    if machine is not None:
-        check_ending("--machine", machine, ".json")
-    return load_hardware(machine or gpu or "")
-
-
-def _amount(given: Mapping[str, Any], name: str, default: int, *, least: int = 0) -> int:
-    """Returns the bytes that a flag gives, or the default."""
-    if given[name] is None:
-        return default
-    with input_faults():
-        return parse_bytes(flag_of(name), given[name], least=least)
 
 
 def _chosen(flags: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -262,18 +270,15 @@ def _chosen(flags: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     return chosen
 
 
-def _model_values(own: Mapping[str, Any]) -> tuple[Values, list[str]]:
+def _model_values(own: PlanSettings) -> tuple[Values, list[str]]:
     """Returns the values of the model or run, and the notes about them."""
-    sources = ("model", "hf_config", "config_json")
-    if sum(own[name] is not None for name in sources) > 1:
-        raise InputError("--model, --hf-config and --config-json each describe the run: give one")
-    if own["config_json"] is not None:
-        return stored_values(own["config_json"]), []
-    for name in sources[:2]:
-        if own[name] is not None:
-            values, model = model_of(flag(name), own[name])
+    if own.config_json is not None:
+        return stored_values(own.config_json), []
+    for name, source in (("--model", own.model), ("--hf-config", own.hf_config)):
+        if source is not None:
+            values, model = model_of(name, source)
             notes = () if isinstance(model, Preset) else model.notes
-            return values, [f"{own[name]}: {note}" for note in notes]
+            return values, [f"{source}: {note}" for note in notes]
     return {}, []
 
 
