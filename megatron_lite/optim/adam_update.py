@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from megatron_lite.config.optimizer_settings import SGD, OptimizerConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.layouts import Piece
 from megatron_lite.parallel.rng import RngStreams, derive_seed
 from megatron_lite.parallel.torch_internals import fused_adamw_
@@ -208,8 +208,3 @@ class Sgd(AdamW):
             maximize=False,
             **settings,
         )
-
-
-def rule_of(pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams) -> AdamW:
-    """Returns the rule of these pieces: SGD, or AdamW, also beside Muon."""
-    return (Sgd if config.optimizer == SGD else AdamW)(pieces, config, rng)

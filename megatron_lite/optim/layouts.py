@@ -145,6 +145,7 @@ class Replicated:
     link: the way of weights from the host; None if no piece is there.
     pieces: this rank's pieces, in the order of the model's parameters.
     shard_group: the ranks that hold different pieces; None if every rank holds all pieces.
+    specs: those of all parameters, also those of which this rank has no piece.
     replicates_weights: whether every rank of `dp_cp_group` holds all weights.
     keeps_masters: whether masters are more precise than a checkpoint's weights, and so are saved
         too.
@@ -164,6 +165,7 @@ class Replicated:
     ) -> None:
         self._parallel, self._config, self._optimizer = parallel, config, optimizer
         self._parameters = dict(model.named_parameters())
+        self.specs = {name: spec_of(one) for name, one in self._parameters.items()}
         self.keeps_masters = any(
             is_rounded(gathered_dtype(one)) for one in self._parameters.values()
         )
@@ -182,8 +184,9 @@ class Replicated:
             self._parameters, self._parallel, self._config, config.main_grads_dtype
         )
         views = list(self._views())
-        matrices = {name for name, one in self._parameters.items() if spec_of(one).matrices}
-        hosted = config.on_host([(one.name in matrices, one.weight.numel()) for one in views])
+        hosted = config.on_host(
+            [(bool(self.specs[one.name].matrices), one.weight.numel()) for one in views]
+        )
         return [self._piece(*one, on_host) for one, on_host in zip(views, hosted, strict=True)]
 
     def _views(self) -> Iterator[_View]:

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim.adam_update import rule_of
+from megatron_lite.optim.adam_update import AdamW
 from megatron_lite.optim.layouts import Piece, Replicated
 from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.parameter_spec import ParameterSpec
@@ -110,11 +110,7 @@ class Muon:
     """
 
     def __init__(
-        self,
-        layout: Replicated,
-        specs: Mapping[str, ParameterSpec],
-        config: OptimizerConfig,
-        parallel: ParallelState,
+        self, layout: Replicated, config: OptimizerConfig, parallel: ParallelState
     ) -> None:
         self._layout, self._config = layout, config
         self._tp_group = parallel.tp_group if config.muon_tp_mode == "duplicated" else None
@@ -122,10 +118,10 @@ class Muon:
         self._steps = chosen("--muon-coefficient-type", config.muon_coefficient_type, STEPS)(
             config.muon_num_ns_steps
         )
-        self._matrices = {name: spec for name, spec in specs.items() if spec.matrices}
+        self._matrices = {name: spec for name, spec in layout.specs.items() if spec.matrices}
         self._pieces = {one.name: one for one in layout.pieces if one.name in self._matrices}
         others = [one for one in layout.pieces if one.name not in self._matrices]
-        self._adam = rule_of(others, config, parallel.rng)
+        self._adam = AdamW(others, config, parallel.rng)
         momenta = {
             name: {MOMENTUM: torch.zeros_like(one.master)} for name, one in self._pieces.items()
         }

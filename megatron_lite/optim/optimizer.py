@@ -21,20 +21,16 @@ from torch import Tensor, nn
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import ADAM, MUON, SGD, OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.optim.adam_update import rule_of
+from megatron_lite.optim.adam_update import AdamW, Sgd
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.layouts import FullySharded, Piece, Replicated, Zero1
 from megatron_lite.parallel.collectives import Timed, all_reduce, all_reduce_, not_timed
-from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
+from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:
     from megatron_lite.optim.loss_scale import LossScale, SpikeGuard
-
-
-def _of_elements(layout: Any, _: Any, config: Any, parallel: Any) -> Any:
-    return rule_of(layout.pieces, config, parallel.rng)
 
 
 def _muon(*arguments: Any) -> Any:
@@ -43,10 +39,13 @@ def _muon(*arguments: Any) -> Any:
     return Muon(*arguments)
 
 
-# By the name of --optimizer, a function of (layout, specs, config, parallel). The specs cover all
-# parameters of this rank's stages, also those of which the rank has no piece. The result has the
-# methods of AdamW.
-RULES: Mapping[str, Callable[..., Any]] = {ADAM: _of_elements, SGD: _of_elements, MUON: _muon}
+# By the name of --optimizer, a function of (layout, config, parallel). The result has the methods
+# of AdamW.
+RULES: Mapping[str, Callable[..., Any]] = {
+    ADAM: lambda layout, config, parallel: AdamW(layout.pieces, config, parallel.rng),
+    SGD: lambda layout, config, parallel: Sgd(layout.pieces, config, parallel.rng),
+    MUON: _muon,
+}
 
 
 class OptimizerStep(NamedTuple):
@@ -104,9 +103,8 @@ class Optimizer:
         self.layout = layout(model, parallel, data_parallel, config)
         self._pieces = self.layout.pieces
         self._counts_here = [self._counts(piece.spec) for piece in self._pieces]
-        specs = {name: spec_of(parameter) for name, parameter in model.named_parameters()}
         new_rule = chosen("--optimizer", config.optimizer, RULES)
-        self._rule = new_rule(self.layout, specs, config, parallel)
+        self._rule = new_rule(self.layout, config, parallel)
         self.layout.link = self._rule.link
         self._updates = torch.zeros((), dtype=torch.float32, device=parallel.device)
         self.states = {

@@ -198,7 +198,7 @@ def test_models_come_from_presets_files_runs_and_flags(tmp_path):
         ([*SMALL, "--gpus", "8", "--tensor-model-parallel-size", "5"], "8 GPUs: .*5"),
         ([*SMALL, "--gpus", "8", "--reserve", "90GiB"], "leaves nothing"),
         ([*SMALL, "--gpus", "8", "--memory-budget", "40"], "40 bytes .* a unit such as 40GiB"),
-        ([*SMALL, "--hf-config", "nowhere.json"], "--model gpt2 excludes --hf-config: each describes"),
+        ([*SMALL, "--hf-config", "nowhere.json"], "excludes --hf-config: each describes"),
         (["--model", "gpt2", "--machine", "here.txt"], "must end in .json"),
         ([*SMALL, "--gpus", "1", "--html", "plan.txt"], "must end in .html"),
         ([*SMALL, "--gpus", "8", "--memory-limit", "0"], "--memory-limit .0. must be at least 1"),
