@@ -13,14 +13,12 @@ import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
-
 MAX_STEP = 999_999
 MAX_REFERENCES = 20  # references that an interpolation may follow
 MAX_NOTES_ELSEWHERE = 20
 LONGEST_PLACE = 100  # characters of a place in a file that a message shows
 NO_KEY = "(?!)"  # the regular expression that matches nothing
-EVERY = (Layers(),)
+WHOLE_LAYERS, NOTHING = "*:full", "*:none"  # rules of a policy: what every layer rebuilds
 INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 STEP = re.compile(r"[0-9]{1,6}")
 RELEVANT = re.compile(
@@ -152,7 +150,7 @@ class Settings:
             "its value there"
         )
 
-    def every(self, step: Any, where: str) -> Rule:
+    def every(self, step: Any, where: str) -> str:
         """Returns the rule that makes every step-th layer a unit: the last of each `step` layers.
 
         The original systems count alike. step: a number, maybe as text.
@@ -162,12 +160,13 @@ class Settings:
             isinstance(number, int) and 1 <= number <= MAX_STEP,
             f"{where} must be from 1, which is every layer, to {MAX_STEP} (got {shown(step)})",
         )
-        rule = Rule(layers=(Layers(number - 1, None, number),), action=LayerAction(unit=1))
-        if number > 1:
-            self.note(f"{rule} is for stages of {number} layers or more: others refuse it")
+        if number == 1:
+            return WHOLE_LAYERS
+        rule = f"every-{number}+{number - 1}:full"
+        self.note(f"{rule} is for stages of {number} layers or more: others refuse it")
         return rule
 
-    def result(self, rules: Sequence[Rule], more: Iterable[str]) -> Translation:
+    def result(self, rules: Sequence[str], more: Iterable[str]) -> Translation:
         """Returns the translation with these rules, further flags and all notes.
 
         Each key elsewhere in the file that concerns recomputation, offloading or wrapping gets a
@@ -178,13 +177,8 @@ class Settings:
             self.note(f"{named(place)} {shown(value)} is not translated")
         if len(found) > MAX_NOTES_ELSEWHERE:
             self.note(f"and {len(found) - MAX_NOTES_ELSEWHERE} more keys are not translated")
-        policy = ("--recompute-policy", str(Policy(tuple(rules)))) if rules else ()
+        policy = ("--recompute-policy", "; ".join(rules)) if rules else ()
         return Translation((*policy, *more), tuple(self.notes))
-
-
-def unit(count: int, store: str = "device") -> Rule:
-    """Returns the rule that makes every layer a unit (1), or that keeps everything (0)."""
-    return Rule(layers=EVERY, action=LayerAction(unit=count), store=store)
 
 
 def inside(value: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -17,23 +17,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_lite.config.policy import LayerAction, Rule
 from megatron_lite.tools.translation import (
-    EVERY,
+    NOTHING,
+    WHOLE_LAYERS,
     Key,
     Settings,
     Table,
     Translation,
     everything,
     shown,
-    unit,
 )
 
-Found = tuple[Sequence[Rule], Sequence[str]]  # rules, and further flags
+Found = tuple[Sequence[str], Sequence[str]]  # the rules of a policy, and further flags
 ANYWHERE = ".*"
 SWITCH, NUMBER, LIST = Key(), Key((int, None)), Key((list, None))
 SILENT = "so nothing is said of recomputation: choose a --recompute-policy yourself"
@@ -102,7 +100,7 @@ def from_torchtune(found: Settings) -> Found:
     return rules, ["--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping"] if wrapped else []
 
 
-def _of_mode(found: Settings, mode: str, key: str, default: object = None) -> Rule:
+def _of_mode(found: Settings, mode: str, key: str, default: object = None) -> str:
     """Returns the rule for a mode of torchtune or torchtitan.
 
     key: that of the option of the mode selective, a number, maybe as text, or 'op'.
@@ -111,7 +109,7 @@ def _of_mode(found: Settings, mode: str, key: str, default: object = None) -> Ru
     if mode != SELECTIVE:
         if option is not None:
             found.note(f"{key} has no meaning with mode {mode}")
-        return unit(1 if mode == WHOLE else 0)
+        return WHOLE_LAYERS if mode == WHOLE else NOTHING
     if option == "op":
         return _operators(OPERATORS)
     return found.every(
@@ -119,16 +117,16 @@ def _of_mode(found: Settings, mode: str, key: str, default: object = None) -> Ru
     )
 
 
-def _on_the_host(rule: Rule) -> list[Rule]:
+def _on_the_host(rule: str) -> list[str]:
     """Returns the rules that move what every layer keeps to the host, rebuilt or not."""
-    return [replace(rule, store="host"), *([unit(0, "host")] * (rule.layers != EVERY))]
+    return [f"{rule}@host", *[f"{NOTHING}@host"] * (not rule.startswith("*"))]
 
 
-def _operators(keys: Container[str]) -> Rule:
+def _operators(keys: Container[str]) -> str:
     """Returns a rule for every layer: it keeps these operators' results and rebuilds the rest."""
     ops = dict.fromkeys(name for key, name in OPERATORS.items() if key in keys)
-    action = LayerAction(ops=tuple(ops), unit=int(not ops), router=ROUTER in keys)
-    return Rule(layers=EVERY, action=action)
+    rule = f"*:ops({','.join(ops)})" if ops else WHOLE_LAYERS
+    return rule + "+router" * (ROUTER in keys)
 
 
 # --- torchtitan ---
@@ -226,7 +224,7 @@ def from_section(found: Settings, *, system: str) -> Found:
         for name in ("split", "host", "contiguous"):
             if given(name):
                 found.note(f"{theirs[name]} does nothing without enable true")
-        return [unit(0)], []
+        return [NOTHING], []
     # 0 and 1 turn DeepSpeed's own splitting off: the size is then that of the caller.
     if given("autotp_size", 0) not in (0, 1):
         found.give(SIZE, given("autotp_size"))
@@ -247,7 +245,7 @@ def from_section(found: Settings, *, system: str) -> Found:
     if split and size:
         more += ["--tensor-model-parallel-size", str(size)]
     store = "+".join(["split"] * bool(split) + ["host"] * bool(host))
-    return [unit(1, store or "device")], more
+    return [WHOLE_LAYERS + f"@{store}" * bool(store)], more
 
 
 # --- Modalities ---
@@ -297,14 +295,14 @@ def from_modalities(found: Settings) -> Found:
             f"there is no component activation_checkpointed, and no {BY_VARIANT}, {SILENT}",
         )
         found.note("no component activation_checkpointed is in use, so nothing is recomputed")
-        return [unit(0)], []
+        return [NOTHING], []
     parameter = VARIANTS[variant]
     for name in parameters - {parameter}:
         found.require(False, f"{name} does not belong to {variant}: leave it out")
     if parameter == "ac_freq":
         return [found.every(given.get(parameter), parameter)], []
     if not parameter:
-        return [unit(1)], []
+        return [WHOLE_LAYERS], []
     keys = given.get(parameter) or [None]
     for key in keys:
         found.require(
@@ -314,7 +312,7 @@ def from_modalities(found: Settings) -> Found:
     return [_operators(keys)], []
 
 
-def _of_classes(found: Settings, names: Sequence[Any]) -> Rule:
+def _of_classes(found: Settings, names: Sequence[Any]) -> str:
     """Translates `activation_checkpointing_modules`, a list of classes whose modules recompute."""
     units = [  # classes of FSDP units, which are layers
         value for place, value in everything(found.config) if "block_names." in place
@@ -329,10 +327,10 @@ def _of_classes(found: Settings, names: Sequence[Any]) -> Rule:
         )
     inner = [name for name in names if name in MLP_CLASSES]
     if names and len(inner) == len(names):
-        return Rule(layers=EVERY, action=LayerAction(regions=("mlp",)))
+        return "*:mlp"
     for name in inner:
         found.note(f"{BY_CLASS}: {name} is part of a layer, and layers are recomputed whole")
-    return unit(1 if names else 0)
+    return WHOLE_LAYERS if names else NOTHING
 
 
 # --- Trainer, TRL, axolotl, accelerate and NeMo Automodel ---
@@ -369,9 +367,8 @@ def from_hf(found: Settings) -> Found:
     mode, offload = found.given.get(MODE.name), found.given.get("offload")
     if "disk" in f"{mode} {offload}":
         found.note("offloading to a disk has no counterpart: host memory takes its place")
-    every = found.given.get("every_n_layers")
-    every = 1 if every is None else every
-    rule = found.every(every, "every_n_layers") if mode and every != 1 else unit(int(bool(mode)))
+    every = found.given.get("every_n_layers", 1)
+    rule = found.every(every, "every_n_layers") if mode else NOTHING
     return _on_the_host(rule) if mode in OFFLOADING or offload else [rule], []
 
 
