@@ -17,16 +17,16 @@ ONE_SOURCE = "a run has one source of data"
 PER_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 # Three names of Megatron's for a tokenizer of a SentencePiece model.
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-TOKENIZER_TYPES = (
-    *("NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer"),
-    *(*SENTENCEPIECE_TYPES, "TikTokenizer"),
-)
-# The file of --tokenizer-model that each type reads.
-MODEL_FILES = {
-    "HuggingFaceTokenizer": "a tokenizer.json or its folder",
-    **dict.fromkeys(SENTENCEPIECE_TYPES, "a SentencePiece model"),
-    "TikTokenizer": "a JSON list of tokens",
+# The files that each type reads: the field of TokenizerConfig with the path, and the usual name.
+READ_FILES: dict[str, dict[str, str]] = {
+    "NullTokenizer": {},
+    "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+    **{kind: {"tokenizer_model": "tokenizer.model"} for kind in SENTENCEPIECE_TYPES},
+    "TikTokenizer": {"tokenizer_model": "tiktoken.json"},
 }
+TOKENIZER_TYPES = tuple(READ_FILES)
+OF_ONE_FILE = "/".join(kind for kind, files in READ_FILES.items() if "tokenizer_model" in files)
 NEEDED_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 ONE_SPLIT = "the same as --data-path for the {} split alone, without --split"
 TIKTOKEN_PATTERNS = ("v1", "v2")
@@ -177,7 +177,7 @@ class TokenizerConfig:
         "tokenizer.json or its directory, for HuggingFaceTokenizer; a SentencePiece model, for "
         "Llama2Tokenizer and the like; a JSON list of tokens, for TikTokenizer",
         needs=("tokenizer_type",),
-        without="tokenizer_type=" + "/".join(MODEL_FILES),
+        without=f"tokenizer_type={OF_ONE_FILE}",
     )
     vocab_file: str | None = setting("vocab.json, for GPT2BPETokenizer", without=OF_BPE)
     merge_file: str | None = setting("merges.txt, for GPT2BPETokenizer", without=OF_BPE)
@@ -212,21 +212,13 @@ class TokenizerConfig:
         check_settings(self)
         reads_bpe_files = self.vocab_file is not None or self.merge_file is not None
         resolve(self, "tokenizer_type", "GPT2BPETokenizer" if reads_bpe_files else "NullTokenizer")
-        if self.tokenizer_type == "NullTokenizer" and self.vocab_size is None:
+        files = READ_FILES[str(self.tokenizer_type)]
+        needed = [*files] or ["vocab_size"]
+        if any(getattr(self, name) is None for name in needed):
+            hint = " and ".join(files.values())
             raise ValueError(
-                "--tokenizer-type NullTokenizer needs --vocab-size (or choose a tokenizer with "
-                "--tokenizer-type and its files)"
-            )
-        if self.tokenizer_type in MODEL_FILES and self.tokenizer_model is None:
-            raise ValueError(
-                f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model "
-                f"({MODEL_FILES[self.tokenizer_type]})"
-            )
-        if self.tokenizer_type == "GPT2BPETokenizer" and (
-            self.vocab_file is None or self.merge_file is None
-        ):
-            raise ValueError(
-                "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file"
+                f"--tokenizer-type {self.tokenizer_type} needs {' and '.join(map(flag, needed))} "
+                f"({hint or 'or choose a tokenizer with --tokenizer-type and its files'})"
             )
         padded = self.padded_vocab_size
         if padded is not None and self.vocab_size is not None and padded < self.true_vocab_size:

@@ -19,6 +19,10 @@ from megatron_lite.config.setting import setting, switch
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 SINKHORN = "sinkhorn"
+ALONE = dict(
+    excludes=(f"moe_router_load_balancing_type={SINKHORN}",),
+    why="it chooses and weighs by its own rule",
+)
 NOT_HERE = "is not implemented here: choose one of the others"
 
 
@@ -46,6 +50,7 @@ class ExpertSettings:
         1,
         parse=partial(parse_pattern, "--moe-layer-freq"),
         without="num_experts",
+        **ALONE,
     )
     moe_ffn_hidden_size: int | None = setting(
         "channels inside each expert; derived: --ffn-hidden-size",
@@ -74,11 +79,13 @@ class ExpertSettings:
         choices=("softmax", "sigmoid"),
         refused={"sqrtsoftplus": NOT_HERE},
         without="num_experts",
+        **ALONE,
     )
     moe_router_pre_softmax: bool = switch(
         "softmax over all experts before the choice, instead of over the chosen ones",
         needs=("moe_router_score_function=softmax",),
         without="num_experts",
+        **ALONE,
     )
     moe_router_dtype: str | None = setting(
         "precision of the router's matmul and scores; derived: that of the layer",
@@ -95,6 +102,7 @@ class ExpertSettings:
         least=1,
         upto="moe_router_num_groups",
         needs=("moe_router_num_groups",),
+        **ALONE,
     )
     moe_router_group_best: int | None = setting(
         "best experts that judge a group, 1 in DeepSeek-V2; derived as in Megatron: "
@@ -103,7 +111,7 @@ class ExpertSettings:
         without="moe_router_group_topk",
     )
     moe_router_topk_scaling_factor: float | None = setting(
-        "factor on the weights of the chosen experts", above=0.0, without="num_experts"
+        "factor on the weights of the chosen experts", above=0.0, without="num_experts", **ALONE
     )
     moe_router_enable_expert_bias: bool = switch(
         "balance without a loss: a bias of each expert, which only the choice reads, moves after "
@@ -127,6 +135,7 @@ class ExpertSettings:
         nargs="+",
         least=0.0,
         without="num_experts",
+        **ALONE,
     )
     moe_z_loss_coeff: float | None = setting(
         "factor on the loss that keeps the router's logits small (2202.08906)",
@@ -220,8 +229,6 @@ class ExpertSettings:
         self._check_losses()
         if self.num_experts is None:
             return
-        if SINKHORN in in_tuple(self.moe_router_load_balancing_type):
-            self._check_sinkhorn()
         shared = self.moe_shared_expert_intermediate_size
         if shared is not None and getattr(self, "add_bias_linear", False):
             raise ValueError(
@@ -247,32 +254,18 @@ class ExpertSettings:
         if best == topk / chosen:
             object.__setattr__(self, "moe_router_group_best", None)
 
-    def _check_sinkhorn(self) -> None:
-        others = {
-            "several --moe-router-load-balancing-type": not self.chooses_by_sinkhorn,
-            "--moe-aux-loss-coeff": any(in_tuple(self.moe_aux_loss_coeff)),
-            "--moe-router-score-function sigmoid": self.moe_router_score_function != "softmax",
-            "--moe-router-pre-softmax": self.moe_router_pre_softmax,
-            "--moe-router-topk-scaling-factor": self.moe_router_topk_scaling_factor is not None,
-            "--moe-router-group-topk": self.chooses_in_groups,
-            "--moe-expert-capacity-factor": self.moe_expert_capacity_factor is not None,
-        }
-        if given := [name for name, is_given in others.items() if is_given]:
-            raise ValueError(
-                f"--moe-router-load-balancing-type sinkhorn chooses and weighs by its own rule, "
-                f"without {', '.join(given)}: leave one of them out"
-            )
-
     def _check_losses(self) -> None:
         names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
         for name in names:  # one value in a list is that value
             if len(value := in_tuple(getattr(self, name))) == 1:
                 object.__setattr__(self, name, value[0])
         kinds, factors = (in_tuple(getattr(self, name)) for name in names)
-        if len(kinds) != len(factors) or len({*kinds}) < len(kinds):
+        is_mixed = SINKHORN in kinds and len(kinds) > 1
+        if len(kinds) != len(factors) or len({*kinds}) < len(kinds) or is_mixed:
             raise ValueError(
                 f"--moe-router-load-balancing-type {' '.join(kinds)} with --moe-aux-loss-coeff "
-                f"{' '.join(map(str, factors))}: give each loss once, and a factor for each"
+                f"{' '.join(map(str, factors))}: give each loss once, and a factor for each, and "
+                "sinkhorn alone"
             )
 
 

@@ -89,7 +89,9 @@ class LoggingConfig:
     )
     wandb_project: str | None = setting(
         "project of an offline run of Weights & Biases, which gets the scalars of TensorBoard; "
-        "needs the package wandb"
+        "needs the package wandb",
+        needs=("wandb_save_dir|save",),
+        why="it writes there",
     )
     wandb_exp_name: str | None = setting("its name", without="wandb_project")
     wandb_save_dir: str | None = setting(

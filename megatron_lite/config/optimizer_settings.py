@@ -83,7 +83,8 @@ class OptimizerConfig:
         "format of main weights; fp16 with a scale",
         "fp32",
         choices=("fp32", "fp16"),
-        **PRECISION_AWARE,
+        needs=("use_precision_aware_optimizer", "bf16|fp16"),
+        why="float32 weights are their own main weights",
     )
     stochastic_rounding: bool = switch(
         "round main weights up or down at random, to themselves in the mean; --seed decides",

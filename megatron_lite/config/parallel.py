@@ -133,6 +133,8 @@ class ParallelConfig:
         "a group, then over groups (HSDP)",
         1,
         least=1,
+        needs=("use_distributed_optimizer|use_torch_fsdp2",),
+        why="otherwise every rank holds all states",
     )
     distributed_backend: str = setting(
         "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",

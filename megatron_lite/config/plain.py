@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -141,20 +140,6 @@ def whole(values: Mapping[str, Any], name: str, low: int, high: int) -> int:
     Raises ValueError otherwise.
     """
     return as_whole(field(values, name), name, low, high)
-
-
-def finite(values: Mapping[str, Any], name: str) -> float:
-    """Returns the field's value as a float if it is a finite number.
-
-    Raises ValueError otherwise.
-    """
-    value = field(values, name)
-    try:
-        if type(value) in (int, float) and math.isfinite(number := float(value)):
-            return number
-    except OverflowError:
-        pass
-    raise ValueError(f"{name} must be a finite number (got {quoted(value)})")
 
 
 def as_line(value: object, name: str) -> str:

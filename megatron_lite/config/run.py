@@ -92,7 +92,6 @@ class RunConfig:
         self.training.batch_steps(seq_length)
         self._check_formats()
         self._check_experts()
-        self._check_instances()
         self._check_context_parallel()
         self._check_recompute_policy()
         self._check_pipeline()
@@ -101,14 +100,7 @@ class RunConfig:
         self._check_folders()
 
     def _check_formats(self) -> None:
-        """Raises ValueError for rounded main weights of a model that has none. Sums in bfloat16 are
-        autograd's."""
-        if self.optimizer.main_params_dtype != "fp32" and self.training.precision == "fp32":
-            raise ContradictionError(
-                "--main-params-dtype fp16 needs --bf16 or --fp16: float32 weights are their own "
-                "main weights",
-                "main_params_dtype",
-            )
+        """Leaves sums in bfloat16 to autograd."""
         if self.optimizer.main_grads_dtype != "fp32":
             training = replace(self.training, gradient_accumulation_fusion=False)
             object.__setattr__(self, "training", training)
@@ -136,26 +128,13 @@ class RunConfig:
                 *("expert_model_parallel_size", "expert_tensor_parallel_size"),
             )
 
-    def _check_instances(self) -> None:
-        """Raises ValueError for instances of states if nothing shares states out."""
-        number, options = self.parallel.num_distributed_optimizer_instances, self.data_parallel
-        if number > 1 and not (options.use_distributed_optimizer or options.use_torch_fsdp2):
-            raise ContradictionError(
-                f"--num-distributed-optimizer-instances {number} needs --use-distributed-optimizer "
-                "or --use-torch-fsdp2: otherwise every rank holds all states",
-                "num_distributed_optimizer_instances",
-            )
-
     def _check_folders(self) -> None:
         """Raises ValueError if a log has no folder to go to."""
-        logging, save, profiling = self.logging, self.checkpoint.save, self.profiling
-        traces = profiling.profile and profiling.use_pytorch_profiler
-        for writes, option, folder, is_given in (
-            (traces, "--use-pytorch-profiler", "--tensorboard-dir", logging.tensorboard_dir),
-            (logging.wandb_project, "--wandb-project", "--wandb-save-dir", logging.wandb_save_dir),
-        ):
-            if writes and is_given is None and save is None:
-                raise ValueError(f"{option} writes under {folder} or --save: give one of them")
+        traces = self.profiling.profile and self.profiling.use_pytorch_profiler
+        if traces and self.logging.tensorboard_dir is None and self.checkpoint.save is None:
+            raise ValueError(
+                "--use-pytorch-profiler writes under --tensorboard-dir or --save: give one of them"
+            )
 
     def check_complete_for_training(self) -> None:
         """Raises ValueError if the length of the run, the learning rate or the data is missing.

@@ -142,6 +142,11 @@ def _parts(text: str) -> tuple[str, str, str, str]:
 
 def condition(text: str, values: Mapping[str, Any]) -> Condition:
     """Returns what a condition of `Setting` says about the values of fields."""
+    first, _, others = text.partition("|")
+    if others:
+        one, rest = condition(first, values), condition(others, values)
+        holds = None if one.holds is None else one.holds or rest.holds
+        return Condition(one.field, holds, f"{one.text} or {rest.text}")
     field, sign, value, said = _parts(text)
     if field not in values:
         return Condition(field, None, said)

@@ -15,18 +15,10 @@ from typing import Any
 
 from megatron_lite.config import plain
 from megatron_lite.config.checks import input_faults
-from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
+from megatron_lite.config.data_settings import READ_FILES, TokenizerConfig
 from megatron_lite.config.input_file import read_input
 from megatron_lite.config.plain import parse_json
 
-# The files that each type reads: the field of TokenizerConfig with the path, and the stored name.
-READ_FILES = {
-    "NullTokenizer": {},
-    "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
-    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
-    **{kind: {"tokenizer_model": "tokenizer.model"} for kind in SENTENCEPIECE_TYPES},
-    "TikTokenizer": {"tokenizer_model": "tiktoken.json"},
-}
 # The types that the names of files tell, the likeliest first.
 TOLD_BY_FILES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer")
 TOKEN_IDS = "token_ids.json"  # the ids of special tokens in the config.json of Hugging Face

@@ -22,10 +22,10 @@ from typing import Any
 
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError, chosen, flag
-from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
+from megatron_lite.config.data_settings import READ_FILES, SENTENCEPIECE_TYPES, TokenizerConfig
 from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.plain import parse_json
-from megatron_lite.data.tokenizer_files import LARGEST_ID, READ_FILES, contents_of, merges_of
+from megatron_lite.data.tokenizer_files import LARGEST_ID, contents_of, merges_of
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
 USUAL_VOCABULARY = 2**17  # of tiktoken

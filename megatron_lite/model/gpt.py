@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -278,17 +278,13 @@ class ModelStages(nn.Module):
     def __iter__(self) -> Iterator[GPTModel]:
         return iter(self.chunks)  # type: ignore[arg-type]
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         for chunk in self.chunks:
-            yield from chunk.named_parameters(prefix, recurse, remove_duplicate)
+            yield from chunk.named_parameters(*args, **options)
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
         for chunk in self.chunks:
-            yield from chunk.named_buffers(prefix, recurse, remove_duplicate)
+            yield from chunk.named_buffers(*args, **options)
 
     def constants(self) -> tuple[Tensor, ...]:
         """Returns the tensors besides the parameters that outlive a step."""

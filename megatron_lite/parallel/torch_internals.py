@@ -188,7 +188,6 @@ flags_of_kernels = tuple(
 )
 
 # Trees of tensors, in arguments and results.
-tree_flatten = private("torch.utils._pytree.tree_flatten")
 tree_flatten_with_path = private("torch.utils._pytree.tree_flatten_with_path")
 tree_leaves = private("torch.utils._pytree.tree_leaves")
 tree_map = private("torch.utils._pytree.tree_map")

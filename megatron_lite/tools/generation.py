@@ -20,11 +20,11 @@ from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.state import load_weights
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, flag, input_faults
-from megatron_lite.config.data_settings import TokenizerConfig
+from megatron_lite.config.data_settings import READ_FILES, TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.data.tokenizer_files import READ_FILES, read_from
+from megatron_lite.data.tokenizer_files import read_from
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import all_gather_bytes, broadcast_
