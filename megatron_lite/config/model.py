@@ -137,6 +137,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
         "every N-th layer does not rotate queries and keys; or a list with 1 for each layer that "
         "does not, such as ([0]*3+[1])*2",
         parse=partial(parse_pattern, "--no-rope-freq"),
+        needs=("position_embedding_type=rope",),
     )
     normalization: str = setting("norm of every layer", "LayerNorm", choices=tuple(NORM_VECTORS))
     norm_epsilon: float = setting("added to the variance in a norm", 1e-5, least=0.0)
@@ -280,11 +281,6 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
             return
         name = f"--no-rope-freq {spelled(unrotated)}"
         check_pattern(name, unrotated, self.num_layers)
-        if not self.positions.rotated:
-            raise ValueError(
-                f"{name} takes rotary embedding out of some layers, and --position-embedding-type "
-                f"{self.position_embedding_type} has none: give rope, or leave --no-rope-freq out"
-            )
         if isinstance(unrotated, int) and self.num_layers % unrotated:
             raise ValueError(
                 f"{name} does not divide --num-layers {self.num_layers}: give a divisor, or a list "
