@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.training.batches import DocumentRules, MicroBatches, masked_mean, sample_order
+from megatron_lite.training.batches import MicroBatches, masked_mean, sample_order
 from megatron_lite.training.iteration_line import Evaluation
-from megatron_lite.training.step import StageRunner, TrainingError
+from megatron_lite.training.step import TrainingError
 
 if TYPE_CHECKING:
     from megatron_lite.data.blend import Dataset
@@ -50,7 +47,7 @@ def log_loss(trainer: Trainer, name: str) -> str | None:
     work = f"evaluating the {name} loss over {training.eval_iters} global batches"
     log.detail(f"{work} (--eval-iters)")
     with log.slow(work):
-        result = evaluations_of(trainer).loss(dataset, where=where, stops=stops)
+        result = mean_loss(trainer, dataset, where=where, stops=stops)
     if result is None:
         log.line(f"the {name} loss is left unfinished: {reason}")
         return reason
@@ -63,67 +60,51 @@ def log_loss(trainer: Trainer, name: str) -> str | None:
     return None
 
 
-def evaluations_of(trainer: Trainer) -> Evaluations:
-    """Returns what evaluates the losses of a run."""
-    return Evaluations(trainer.config, trainer.runner, trainer.batches, trainer.rules)
+def mean_loss(
+    trainer: Trainer,
+    dataset: Dataset,
+    *,
+    where: str = "evaluation",
+    stops: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Returns the mean loss over --eval-iters global batches, or None if stopped.
 
-
-@dataclass
-class Evaluations:
-    """Evaluates losses with --eval-global-batch-size, or the full batch.
-
-    rules: what the ends of documents mean; None: nothing.
+    Every evaluation of a run sees the same samples. Dropout is off and no random number is
+    drawn, so an evaluation does not change the training after it. With a loss mask the mean is
+    over the tokens that count.
+    Issues two all-reduces of the 0-d sum, over `dp_cp_group` and over `pp_group`, and with a
+    loss mask one of the number of tokens, over `dp_group`.
+    where: the beginning of messages about faults in the data.
+    stops: called before each batch. It must return the same on all ranks; True ends the
+        evaluation.
     """
-
-    config: RunConfig
-    runner: StageRunner
-    batches: BatchSchedule
-    rules: DocumentRules | None = None
-
-    def loss(
-        self,
-        dataset: Dataset,
-        *,
-        where: str = "evaluation",
-        stops: Callable[[], bool] = lambda: False,
-    ) -> Evaluation | None:
-        """Returns the mean loss over --eval-iters global batches, or None if stopped.
-
-        Every evaluation of a run sees the same samples. Dropout is off and no random number is
-        drawn, so an evaluation does not change the training after it. With a loss mask the mean is
-        over the tokens that count.
-        Issues two all-reduces of the 0-d sum, over `dp_cp_group` and over `pp_group`, and with a
-        loss mask one of the number of tokens, over `dp_group`.
-        where: the beginning of messages about faults in the data.
-        stops: called before each batch. It must return the same on all ranks; True ends the
-            evaluation.
-        """
-        training, parallel = self.config.training, self.runner.parallel
-        full = training.eval_global_batch_size or self.batches.full
-        masks = self.rules is not None and self.rules.mask_loss
-        num_tokens, num_microbatches = 0, self.batches.num_microbatches(full)
-        order = sample_order(self.config.data, len(dataset))
-        total = torch.zeros((), dtype=torch.float64, device=parallel.device)
-        for iteration in range(training.eval_iters):
-            if stops():
-                return None
-            batches = MicroBatches(
-                dataset=dataset,
-                consumed_samples=iteration * full,
-                parallel=parallel,
-                micro_batch_size=training.micro_batch_size,
-                num_microbatches=num_microbatches,
-                where=where,
-                order=order,
-                rules=self.rules,
-            )
-            if masks:
-                num_tokens += sum(batches.counts())
-            total += self.runner.evaluate(batches)
-        # Pipeline ranks without the last stage add 0.
-        total = all_reduce_(all_reduce_(total, parallel.dp_cp_group), parallel.pp_group)
-        number = float(training.eval_iters * num_microbatches * parallel.dp_cp_size)
+    training, parallel = trainer.config.training, trainer.runner.parallel
+    full = training.eval_global_batch_size or trainer.batches.full
+    rules = trainer.rules
+    masks = rules is not None and rules.mask_loss
+    num_tokens, num_microbatches = 0, trainer.batches.num_microbatches(full)
+    order = sample_order(trainer.config.data, len(dataset))
+    total = torch.zeros((), dtype=torch.float64, device=parallel.device)
+    for iteration in range(training.eval_iters):
+        if stops():
+            return None
+        batches = MicroBatches(
+            dataset=dataset,
+            consumed_samples=iteration * full,
+            parallel=parallel,
+            micro_batch_size=training.micro_batch_size,
+            num_microbatches=num_microbatches,
+            where=where,
+            order=order,
+            rules=rules,
+        )
         if masks:
-            number = masked_mean([num_tokens], parallel, per_token=True).num_tokens.item()
-        loss = total.item() / number
-        return Evaluation(loss, math.exp(loss) if loss < 700.0 else math.inf)
+            num_tokens += sum(batches.counts())
+        total += trainer.runner.evaluate(batches)
+    # Pipeline ranks without the last stage add 0.
+    total = all_reduce_(all_reduce_(total, parallel.dp_cp_group), parallel.pp_group)
+    number = float(training.eval_iters * num_microbatches * parallel.dp_cp_size)
+    if masks:
+        number = masked_mean([num_tokens], parallel, per_token=True).num_tokens.item()
+    loss = total.item() / number
+    return Evaluation(loss, math.exp(loss) if loss < 700.0 else math.inf)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.training.evaluate import evaluations_of
+from megatron_lite.training.evaluate import mean_loss
 from tests.support import equality
 from tests.support.changes import with_settings
 from tests.support.ranks import run_ranks
@@ -29,7 +29,7 @@ def run_of(model, **fields):
 def validated(rank, world_size, config):
     trainer = run_to_end(config)
     assert trainer.datasets.valid is not None
-    return evaluations_of(trainer).loss(trainer.datasets.valid).loss
+    return mean_loss(trainer, trainer.datasets.valid).loss
 
 
 ZERO_1 = DataParallelConfig(

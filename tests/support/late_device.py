@@ -9,8 +9,7 @@ ms for each batch of an evaluation.
 import torch
 from torch import Tensor
 
-from megatron_lite.training import loop
-from megatron_lite.training.evaluate import Evaluations
+from megatron_lite.training import evaluate, loop
 from megatron_lite.training.step import StepEnd
 
 NOT_DONE = 0.0
@@ -38,7 +37,7 @@ class LateDevice:
         for name in ("item", "tolist", "__float__", "__bool__"):
             patch.setattr(Tensor, name, self._read(getattr(Tensor, name)))
         patch.setattr(loop, "train_step", self._step(loop.train_step))
-        patch.setattr(Evaluations, "loss", self._evaluation(Evaluations.loss, between))
+        patch.setattr(evaluate, "mean_loss", self._evaluation(evaluate.mean_loss, between))
         patch.setattr(loop.Trainer, "_finish_step", self._finish(loop.Trainer._finish_step))
 
     def come_to(self, copies, steps):
@@ -84,10 +83,10 @@ class LateDevice:
 
         return run
 
-    def _evaluation(self, evaluate, between):
+    def _evaluation(self, mean_loss, between):
         def run(*args, **options):
             self.milliseconds += between
-            return evaluate(*args, **options)
+            return mean_loss(*args, **options)
 
         return run
 

@@ -3,6 +3,7 @@ document alone. tests/data/test_megatron_core_parity.py compares masks and posit
 
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.training.batches import MicroBatches, cut, document_rules, masked_mean
-from megatron_lite.training.evaluate import Evaluations
+from megatron_lite.training.evaluate import mean_loss
 from tests.support.changes import with_fields
 from tests.support.documents import ALL, EOD, documents_of, packed_batch, packed_text
 from tests.support.equality import difference, variant_config
@@ -233,12 +234,13 @@ class Texts:
 
 def test_an_evaluation_is_the_mean_over_the_tokens_that_count():
     with runner_of(Layout(), variant_config("gpt2")) as runner:
-        found = Evaluations(
+        run = SimpleNamespace(
             config=tiny_run(eval_iters=2, micro_batch_size=BATCH, global_batch_size=BATCH),
             runner=runner,
             batches=BatchSchedule.constant(2 * BATCH, samples_per_microbatch=BATCH),
             rules=ALL,
-        ).loss(Texts())
+        )
+        found = mean_loss(run, Texts())
         (chunk,) = runner.model
         total, count = 0.0, 0
         for index in range(4 * BATCH):

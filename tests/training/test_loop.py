@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.training.evaluate import evaluations_of
+from megatron_lite.training.evaluate import mean_loss
 from tests.support.modules import provide
 from tests.support.runs import rows, run_to_end, tiny_run
 
@@ -238,7 +238,7 @@ def test_a_batch_of_evaluations_has_its_own_size_and_training_is_the_same(tmp_pa
         losses = [row["lm_loss"] for row in rows(file) if "lm_loss" in row]
         weights = [weight.detach() for weight in trainer.model.parameters()]
         assert trainer.datasets.valid is not None
-        found.append((losses, weights, evaluations_of(trainer).loss(trainer.datasets.valid)))
+        found.append((losses, weights, mean_loss(trainer, trainer.datasets.valid)))
     for losses, weights, _ in found[1:]:
         assert losses == found[0][0] and len(losses) == 3
         assert all(map(torch.equal, weights, found[0][1]))
