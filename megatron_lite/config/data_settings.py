@@ -18,7 +18,7 @@ PER_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 # Three names of Megatron's for a tokenizer of a SentencePiece model.
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 # The files that each type reads: the field of TokenizerConfig with the path, and the usual name.
-READ_FILES: dict[str, dict[str, str]] = {
+READ_FILES = {
     "NullTokenizer": {},
     "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
     "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},

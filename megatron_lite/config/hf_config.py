@@ -27,7 +27,7 @@ that is `like` another one names what differs; null takes an entry out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -64,12 +64,8 @@ def _family(row: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    name: _family(row) for name, row in DATA["families"].items()
-}
-REASONS: Mapping[str, str] = {
-    name: reason for reason, names in DATA["refused"].items() for name in names.split()
-}
+FAMILIES = {name: _family(row) for name, row in DATA["families"].items()}
+REASONS = {name: reason for reason, names in DATA["refused"].items() for name in names.split()}
 CONFIG = "config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MOST_IDS = 64  # of one key: some models have several ends of a text
@@ -79,7 +75,7 @@ NEUTRAL = frozenset(DATA["neutral"])
 # model: the meaning of these is compared instead.
 NOT_COMPARED = frozenset(DATA["not compared"])
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
-RULES: Mapping[str, Callable[..., Rule]] = {
+RULES = {
     one.__name__: one
     for one in (
         Groups,

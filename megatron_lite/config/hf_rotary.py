@@ -77,7 +77,7 @@ class Rotary(NamedTuple):
         both = [config.object(key) for key in ("rope_parameters", "rope_scaling")]
         if self.form == "explicit" and not any(both):
             raise ValueError("rope_parameters is missing")
-        local: Values = {}
+        local = {}
         if {FULL, SLIDING} & both[0].keys():
             of_layers = Config(both[0])
             both, local = [of_layers.object(FULL), both[1]], of_layers.object(SLIDING)

@@ -189,7 +189,7 @@ class Windows(NamedTuple):
 
     def write(self, model: ModelConfig) -> Values:
         window = model.window_size
-        found: Values = {"sliding_window": None if window is None else window[0] + 1}
+        found = {"sliding_window": None if window is None else window[0] + 1}
         if self.layers == "all":
             return {**found, "use_sliding_window": window is not None} if self.switched else found
         have = [model.layer_window(layer) is not None for layer in range(model.num_layers)]
@@ -283,7 +283,7 @@ class Experts(NamedTuple):
     def write(self, model: ModelConfig) -> Values:
         if model.num_experts is None:
             return {}
-        found: Values = {self.key: model.num_experts, self.size: model.expert_size}
+        found = {self.key: model.num_experts, self.size: model.expert_size}
         kinds = _mlp_layer_types(model)
         if self.listed:
             return {**found, "mlp_layer_types": kinds}

@@ -37,7 +37,7 @@ def _read() -> dict[str, Preset]:
     }
 
 
-PRESETS: Mapping[str, Preset] = _read()
+PRESETS = _read()
 
 
 def preset(name: str) -> Preset:

@@ -19,7 +19,7 @@ import argparse
 import difflib
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +33,25 @@ from megatron_lite.config.setting import Setting, settings_of
 from megatron_lite.config.training import TrainingConfig
 
 DATA = parse_json(Path(__file__).with_name("megatron_flags.json").read_text())
-REFUSED: Mapping[str, str] = {
-    flag: row["reason"] for row in DATA["refused"] for flag in row["flags"]
-}
+REFUSED = {flag: row["reason"] for row in DATA["refused"] for flag in row["flags"]}
 # The rest of the sentence that begins with "--flag has no effect".
-NO_EFFECT: Mapping[str, str] = {
+NO_EFFECT = {
     name.partition("=")[0]: row["reason"] for row in DATA["no effect"] for name in row["flags"]
 }
 # The fields beside which a flag without effect would have one.
-UNLESS: Mapping[str, Sequence[str]] = {
+UNLESS = {
     name.partition("=")[0]: row["unless"]
     for row in DATA["no effect"]
     if "unless" in row
     for name in row["flags"]
 }
 # Flags that allow only this value, which is what the program does anyway. Any other is refused.
-ONLY_VALUE: Mapping[str, str] = DATA["only value"]
-RENAMED: Mapping[str, str] = DATA["renamed"]
+ONLY_VALUE = DATA["only value"]
+RENAMED = DATA["renamed"]
 # What each value of a flag is here. Any other value is refused.
-BY_VALUE: Mapping[str, Mapping[str, str]] = DATA["by value"]
+BY_VALUE = DATA["by value"]
 # The fork that a flag belongs to, if it is not Megatron-LM's own.
-WHOSE: Mapping[str, str] = {
+WHOSE = {
     name.partition("=")[0]: row["whose"]
     for row in (*DATA["refused"], *DATA["no effect"])
     if "whose" in row
@@ -75,7 +73,7 @@ def add_flags_without_effect(parser: argparse.ArgumentParser) -> None:
     names = [name for row in DATA["no effect"] for name in row["flags"]]
     for name in [*names, *(f"{only}=" for only in ONLY_VALUE)]:
         name, equals, several = name.partition("=")
-        options: Any = dict(nargs=several or None) if equals else dict(action="store_true")
+        options = dict(nargs=several or None) if equals else dict(action="store_true")
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS, **options)
 
 

@@ -75,7 +75,7 @@ def notices(
 def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
     """Yields the fields that are set and that nothing reads. A field is set if the command line
     gives it, or if it does not have its default."""
-    always: dict[str, str] = {}
+    always = {}
     if config.training.precision == "fp32":
         always["fp32_residual_connection"] = (
             "without --bf16 or --fp16: all of the run is in float32"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_lite.config.setting import check_settings, setting, switch
 
@@ -18,11 +17,11 @@ FORMATS = {"fp32": FLOAT32, "bf16": 2, "fp16": 2}  # bytes of an element
 # The most elements of a parameter that are read in another format, or copied to the host, at once.
 PART = 2**24
 
-PRECISION_AWARE: dict[str, Any] = dict(needs=("use_precision_aware_optimizer",))
+PRECISION_AWARE = dict(needs=("use_precision_aware_optimizer",))
 NO_FP8 = {"fp8": "is not built: give bf16 or fp16"}
 NOT_SGD = "optimizer=adam/muon"
 # The facts of a setting of Muon.
-OF_MUON: dict[str, Any] = dict(needs=("optimizer=muon",), why="AdamW and SGD do not read it")
+OF_MUON = dict(needs=("optimizer=muon",), why="AdamW and SGD do not read it")
 
 
 @dataclass(frozen=True, kw_only=True)

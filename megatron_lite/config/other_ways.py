@@ -29,7 +29,7 @@ from megatron_lite.config.plain import as_object, shown
 from megatron_lite.config.setting import settings_of
 
 # What a configuration of DeepSpeed says, by section, as fields here, and the type of each.
-DEEPSPEED: dict[tuple[str, ...], tuple[str, type]] = {
+DEEPSPEED = {
     ("train_batch_size",): ("global_batch_size", int),
     ("train_micro_batch_size_per_gpu",): ("micro_batch_size", int),
     ("gradient_clipping",): ("clip_grad", float),
@@ -353,7 +353,7 @@ def without_launcher(words: Sequence[str]) -> tuple[list[str], str]:
 
     A word that is a whole command line is taken apart: ValueError if it is none.
     """
-    parts: list[str] = []
+    parts = []
     for word in words:
         line = word.replace("\\\n", " ")
         parts += shlex.split(line) if ".py " in line else [word]

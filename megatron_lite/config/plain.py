@@ -74,7 +74,7 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
     Raises ValueError if a name occurs twice, since json would drop one of the values.
     """
-    values: dict[str, Any] = {}
+    values = {}
     for name, value in pairs:
         if name in values:
             raise ValueError(f"{shown(repr(name))} is given twice")

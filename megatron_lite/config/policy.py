@@ -295,7 +295,7 @@ def check_policy_reaches(
     """
     # (stage, layer) of each layer that no rule before has decided: the first rule decides.
     undecided = {(stage, layer) for stage, count in enumerate(num_layers) for layer in range(count)}
-    warnings: list[str] = []
+    warnings = []
     for rule in policy.rules:
 
         def never(reason: str, rule: Rule = rule) -> NoReturn:
@@ -325,7 +325,7 @@ def check_policy_reaches(
 def _longest_run(decided: set[tuple[int, int]]) -> int:
     """Returns the largest number of neighbouring layers within one stage."""
     longest = length = 0
-    previous: tuple[int, int] | None = None
+    previous = None
     for stage, layer in sorted(decided):
         length = length + 1 if previous == (stage, layer - 1) else 1
         longest, previous = max(longest, length), (stage, layer)

@@ -150,7 +150,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, comm_type: str, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns the output [s/c, b, a, d] and the log-sum-exp of each row, [b, a, s/c]."""
-    total: Attended | None = None
+    total = None
     for source, keys_values in EXCHANGES[comm_type].parts(torch.stack((key, value)), group):
         queries, keys, causal = _reading(group.rank(), source, query.shape[0])
         own_query, part_key, part_value = map(heads_first, (query[queries], *keys_values[:, keys]))

@@ -259,7 +259,7 @@ def _tiktoken(config: TokenizerConfig) -> Tokenizer:
     )
 
 
-TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
+TOKENIZERS = {
     "HuggingFaceTokenizer": _hugging_face,
     "GPT2BPETokenizer": _gpt2,
     "NullTokenizer": _null,

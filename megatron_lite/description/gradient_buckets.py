@@ -71,7 +71,7 @@ def bucket_layouts(
     A parameter that two pipeline stages share has a bucket of its own. Otherwise the two stages
     would cut it into different pieces.
     """
-    filled: list[list[Gradient]] = []
+    filled = []
     others = [one for one in gradients if not one.tied]
     others = others if bucket_size is None else others[::-1]
     for of_experts in (False, True):
@@ -96,7 +96,7 @@ def bucket_layouts(
 
 
 def _layout(gradients: Iterable[Gradient], shards: int) -> BucketLayout:
-    places: dict[str, slice] = {}
+    places = {}
     num_partial = total = 0
     for gradient in sorted(gradients, key=lambda one: not one.partial):  # the sort is stable
         places[gradient.name] = slice(total, total + gradient.num_elements)

@@ -262,7 +262,7 @@ class LayerDescription(NamedTuple):
 
         region: the region that is replayed, or None for the whole layer.
         """
-        calls: list[tuple[str, int]] = []
+        calls = []
         for one in reversed(self.operations):
             if not one.calls or (region is not None and region not in one.regions):
                 continue

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import exchange_of
@@ -43,7 +42,7 @@ def describe_layers(
     Layers that are alike share one description.
     tiles: those of the MLP of each layer (`RecomputePlan.tiles`); (): 1 each.
     """
-    alike: dict[tuple[Any, ...], LayerDescription] = {}
+    alike = {}
     layers = []
     for layer in range(sizes.first_layer, sizes.first_layer + num_layers):
         kind = (

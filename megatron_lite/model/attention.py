@@ -362,7 +362,7 @@ class CoreAttention(nn.Module):
             dtype = torch.promote_types(dtype, torch.float32)
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
         weights = dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels)
-        attended: Tensor = applied(WEIGHTED_SUM, None, weights, value, skip_tail=skip_tail)
+        attended = applied(WEIGHTED_SUM, None, weights, value, skip_tail=skip_tail)
         return attended.transpose(0, 1).reshape(s, b, -1)
 
 

@@ -104,7 +104,7 @@ class Journey(NamedTuple):
 
     def there(self, rows: Tensor) -> Tensor:
         """Returns the rows of this rank's experts. Backward takes their gradients back."""
-        moved: Tensor = _Moved.apply(rows, self.places, self, False, False)
+        moved = _Moved.apply(rows, self.places, self, False, False)
         return moved
 
     def back(self, rows: Tensor, skip_tail: bool) -> Tensor:
@@ -112,7 +112,7 @@ class Journey(NamedTuple):
 
         skip_tail: builds only the graph, for a replay whose output is never read.
         """
-        moved: Tensor = _Moved.apply(rows, self.places, self, True, skip_tail)
+        moved = _Moved.apply(rows, self.places, self, True, skip_tail)
         return moved
 
 

@@ -97,7 +97,7 @@ def apply_rotary(
 
     heads: [s, b, a/t or g/t, d]. Keeps the two tables. kernels: compiles the rotation.
     """
-    rotated: Tensor = applied(ROTATION, kernels, heads, *tables)
+    rotated = applied(ROTATION, kernels, heads, *tables)
     return rotated
 
 

@@ -4,7 +4,6 @@ styles."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from megatron_lite.config.batch_schedule import BatchSchedule
@@ -157,7 +156,7 @@ class LrSchedule:
                 self.max_lr * math.sqrt(max(self.warmup_samples, 1) / max(consumed_samples, 1)),
             )
         # The share of (max_lr - min_lr) that is left goes from 1 to 0.
-        start: float = self.warmup_samples
+        start = self.warmup_samples
         length, style = self.decay_samples - start, self.style
         if style == "WSD":
             start, length = self.decay_samples - self.wsd_samples, self.wsd_samples
@@ -171,7 +170,7 @@ def _shown(value: object) -> str:
     return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
-DECAYS: dict[str, Callable[[float], float]] = {
+DECAYS = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1.0),
     "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,

@@ -31,7 +31,7 @@ for "match_rms_adamw".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -71,13 +71,13 @@ POLAR_EXPRESS = (
     (1.8750, -1.2500, 0.3750),
 )
 # By the name of --muon-coefficient-type: the coefficients of the first so many steps.
-STEPS: Mapping[str, Callable[[int], tuple[Coefficients, ...]]] = {
+STEPS = {
     "simple": lambda number: SIMPLE * number,
     "quintic": lambda number: (QUINTIC * number)[:number],
     "polar_express": lambda number: (POLAR_EXPRESS + POLAR_EXPRESS[-1:] * number)[:number],
 }
 # By the name of --muon-scale-mode: what an update of m rows and n columns is multiplied by.
-SCALES: Mapping[str, Callable[[int, int], float]] = {
+SCALES = {
     "spectral": lambda m, n: math.sqrt(max(m, n)),
     "unit_rms_norm": lambda m, n: math.sqrt(m / n),
     "shape_scaling": lambda m, n: math.sqrt(max(1, m / n)),

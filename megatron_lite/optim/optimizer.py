@@ -11,7 +11,7 @@ collectives run: see layouts.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ def _muon(*arguments: Any) -> Any:
 
 # By the name of --optimizer, a function of (layout, config, parallel). The result has the methods
 # of AdamW.
-RULES: Mapping[str, Callable[..., Any]] = {
+RULES = {
     ADAM: lambda layout, config, parallel: AdamW(layout.pieces, config, parallel.rng),
     SGD: lambda layout, config, parallel: Sgd(layout.pieces, config, parallel.rng),
     MUON: _muon,

@@ -136,7 +136,7 @@ def update_apart(
     rule: AdamW, groups: Sequence[tuple[list[Piece], dict[str, Any]]], skipped: Tensor
 ) -> None:
     """Updates and publishes the pieces of groups part by part, each with its group's settings."""
-    on_host: list[Part] = []
+    on_host = []
     for pieces, settings in groups:
         parts = [Part(one, place, settings) for one in pieces for place in parts_of(one.weight)]
         if pieces[0].on_host:

@@ -47,7 +47,7 @@ GIVE_UP_AFTER_S = 60.0
 
 # Returns a context manager that times the block under a name of training/timers.py.
 Timed = Callable[[str], AbstractContextManager[object]]
-not_timed: Timed = nullcontext  # a context that does nothing
+not_timed = nullcontext  # a context that does nothing
 
 
 class _Waiting(threading.local):

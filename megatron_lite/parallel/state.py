@@ -167,7 +167,7 @@ class ParallelState:
         as "WHAT: reason". The other ranks raise PeerError. The action must issue no collective.
         Issues one all-reduce of one number, and waits for the device.
         """
-        failure: InputError | None = None
+        failure = None
         try:
             result = action()
         except InputError as error:

@@ -87,7 +87,7 @@ class Links:
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, group=self._groups[number], group_dst=peer)
         assert work is not None
-        waited: Future[Any] | None = None
+        waited = None
         if self._waiters:
             waited = self._waiters[number].submit(work.wait)
         elif self._is_simulated:  # its wait returns at once, but it never reports completion

@@ -37,7 +37,7 @@ def grouped_linear(
     """
     if torch.is_autocast_enabled(rows.device.type):
         rows, weight = in_autocast_dtype(rows, weight)
-    output: Tensor = _GroupedMatmul.apply(rows, weight, ends, skip_tail)
+    output = _GroupedMatmul.apply(rows, weight, ends, skip_tail)
     return output
 
 
@@ -95,7 +95,7 @@ class GroupedLinear(nn.Module):
         if self.bias is None:
             return output
         adds = self._adds_bias and not skip_tail
-        biased: Tensor = _Biased.apply(output, self.bias, factors, ends, self._adds_bias, adds)
+        biased = _Biased.apply(output, self.bias, factors, ends, self._adds_bias, adds)
         return biased
 
 

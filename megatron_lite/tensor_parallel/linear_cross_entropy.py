@@ -143,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.in_one_pass:
             return *ctx.saved_tensors, None, None, None, None
-        head: _Head = ctx.head
+        head = ctx.head
         hidden_states, weight, column, here, share = ctx.saved_tensors
         grad, local = grad_output.flatten(), LocalLabels(column, here)
 

@@ -232,7 +232,7 @@ def _build(
     printed: tuple[str, ...],
 ) -> Trainer:
     training, saver = config.training, None
-    attention: list[str] = []
+    attention = []
     if training.deterministic_mode:
         from megatron_lite.training.deterministic import use_deterministic_algorithms
 

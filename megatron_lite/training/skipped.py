@@ -12,7 +12,7 @@ or leave them out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -194,7 +194,7 @@ def _not_finite(result: StepResult, pieces: Sequence[Piece]) -> str:
 def _documents(dataset: Dataset, samples: Iterable[int]) -> dict[str, list[int]]:
     found: dict[str, set[int]] = {}
     for sample in samples:
-        origin: Mapping[str, Iterable[int]] = dataset.documents(sample)
+        origin = dataset.documents(sample)
         for file, documents in origin.items():
             found.setdefault(file, set()).update(documents)
     return {file: sorted(documents) for file, documents in found.items()}

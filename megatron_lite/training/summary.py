@@ -204,7 +204,7 @@ def summary_of(
 ) -> RunSummary:
     """Returns the figures of a run. seconds: the times of all its steps."""
     machine, predicted, later = None, None, seconds[FIRST_STEPS:]
-    as_graph: float | None = None
+    as_graph = None
     if config.logging.machine is not None or parallel.device.type == "cuda":
         # Imported late: only such a run has a machine for which times are predicted.
         from megatron_lite.plan.hardware import load_hardware, machine_of_gpu
