@@ -104,16 +104,14 @@ class Journey(NamedTuple):
 
     def there(self, rows: Tensor) -> Tensor:
         """Returns the rows of this rank's experts. Backward takes their gradients back."""
-        moved = _Moved.apply(rows, self.places, self, False, False)
-        return moved
+        return _Moved.apply(rows, self.places, self, False, False)
 
     def back(self, rows: Tensor, skip_tail: bool) -> Tensor:
         """Returns the results of the rows that this rank has sent.
 
         skip_tail: builds only the graph, for a replay whose output is never read.
         """
-        moved = _Moved.apply(rows, self.places, self, True, skip_tail)
-        return moved
+        return _Moved.apply(rows, self.places, self, True, skip_tail)
 
 
 class _Moved(torch.autograd.Function):

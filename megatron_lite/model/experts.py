@@ -197,8 +197,7 @@ class Experts(nn.Module):
         output = self.linear_fc2(activated, order.ends, skip_tail, row_weights)
         if order.journey is not None:
             output = order.journey.back(output, skip_tail)
-        summed = _Summed.apply(output, order.order, weights.shape, order.is_padded, skip_tail)
-        return summed
+        return _Summed.apply(output, order.order, weights.shape, order.is_padded, skip_tail)
 
 
 class RowOrder(NamedTuple):

@@ -193,8 +193,7 @@ class TransformerLayer(nn.Module):
         A replay can therefore leave out linear_fc2 only if no norm follows.
         """
         if self.post_mlp_layernorm is None:
-            output = self.mlp(hidden_states, regions, skip_tail)
-            return output
+            return self.mlp(hidden_states, regions, skip_tail)
         return self.post_mlp_layernorm(self.mlp(hidden_states, regions))
 
     def _add(

@@ -92,8 +92,7 @@ def layer_norm(
     hidden_states: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns LayerNorm over the last dim, and for each row the mean and 1 / deviation, [.., 1]."""
-    results = aten.native_layer_norm(hidden_states, weight.shape, weight, bias, epsilon)
-    return results
+    return aten.native_layer_norm(hidden_states, weight.shape, weight, bias, epsilon)
 
 
 def layer_norm_backward(
@@ -101,10 +100,9 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of the input [.., n], the weight [n] and the bias [n]."""
     # The operator reads of the bias only that there is one.
-    results = aten.native_layer_norm_backward(
+    return aten.native_layer_norm_backward(
         grad_output, hidden_states, weight.shape, mean, scale, weight, weight, [True] * 3
     )
-    return results
 
 
 def fused_layer_norm_backward(

@@ -97,8 +97,7 @@ def apply_rotary(
 
     heads: [s, b, a/t or g/t, d]. Keeps the two tables. kernels: compiles the rotation.
     """
-    rotated = applied(ROTATION, kernels, heads, *tables)
-    return rotated
+    return applied(ROTATION, kernels, heads, *tables)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -334,8 +334,7 @@ class Zero1(Replicated):
                 yield _View(name, weight, bucket.flat[place], part.start)
 
     def _holders(self, name: str) -> ProcessGroup | None:
-        group = self.gradients.bucket_of[name].shard_group
-        return group
+        return self.gradients.bucket_of[name].shard_group
 
     def _lengths(self, name: str) -> list[int]:
         layout = self.gradients.bucket_of[name].layout

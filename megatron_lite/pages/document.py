@@ -45,10 +45,9 @@ def document(template: str, title: str, notes: Sequence[str] = (), **values: Any
         shell=shell_lines,
         short=lambda text: shortened(text, 120),
     )
-    page = environment.get_template(template).render(
+    return environment.get_template(template).render(
         title=shortened(title, 120), notes=notes, **values
     )
-    return page
 
 
 def picture(draw: Callable[..., Any], *values: Any) -> Any:

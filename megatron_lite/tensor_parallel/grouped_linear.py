@@ -37,8 +37,7 @@ def grouped_linear(
     """
     if torch.is_autocast_enabled(rows.device.type):
         rows, weight = in_autocast_dtype(rows, weight)
-    output = _GroupedMatmul.apply(rows, weight, ends, skip_tail)
-    return output
+    return _GroupedMatmul.apply(rows, weight, ends, skip_tail)
 
 
 class GroupedLinear(nn.Module):
@@ -95,8 +94,7 @@ class GroupedLinear(nn.Module):
         if self.bias is None:
             return output
         adds = self._adds_bias and not skip_tail
-        biased = _Biased.apply(output, self.bias, factors, ends, self._adds_bias, adds)
-        return biased
+        return _Biased.apply(output, self.bias, factors, ends, self._adds_bias, adds)
 
 
 class _GroupedMatmul(torch.autograd.Function):
