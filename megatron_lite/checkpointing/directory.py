@@ -70,7 +70,7 @@ class SaveDirectory:
         are set aside, since a reader without the pointer could mistake them for steps of this run.
         Returns notices for the log. A step that cannot be set aside is one of them.
         """
-        final = step_directory(self.root, iteration)
+        root, final = self.root, step_directory(self.root, iteration)
         # A step of this iteration is iter_N.old until the new one has the name: after a kill in
         # between, the next start gives it its name back.
         replaced = final.with_suffix(".old")
@@ -79,27 +79,27 @@ class SaveDirectory:
                 self._supersede(replaced)
             self._take_away(final, replaced)
         self._rename(temporary, final)
-        sync(self.root)
-        others = [step for step in saved_steps(self.root) if step != iteration]
+        sync(root)
+        others = [step for step in saved_steps(root) if step != iteration]
         notices = []
         for step in (
             *([replaced] if replaced.exists() else []),
-            *(step_directory(self.root, step) for step in others if not leads_here(step)),
+            *(step_directory(root, step) for step in others if not leads_here(step)),
         ):
             said = f"{step}: does not lead to this run's, and cannot be set aside"
             try:
                 name = self._supersede(step)
-                said = f"{self.root}: a step that does not lead to this run's is now {name}"
+                said = f"{root}: a step that does not lead to this run's is now {name}"
             except OSError as error:
                 said = f"warning: {said} ({error})"
             notices.append(said)
-        pointer = self.root / f"{LATEST}.tmp-{self.lock.token}"
+        pointer = root / f"{LATEST}.tmp-{self.lock.token}"
         try:
             write_synced(pointer, str(iteration).encode())
-            self._rename(pointer, self.root / LATEST)
+            self._rename(pointer, root / LATEST)
         finally:
             pointer.unlink(missing_ok=True)
-        sync(self.root)
+        sync(root)
         return notices
 
     def delete_old_steps(self, options: CheckpointConfig, *, newest: int) -> None:
@@ -261,8 +261,7 @@ def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim
         return directory
 
     directory = parallel.together(f"--save {root} cannot be written", take)
-    token = from_rank_0(lambda: directory and directory.lock.token, parallel)
-    return Claim(token, directory)
+    return Claim(from_rank_0(lambda: directory and directory.lock.token, parallel), directory)
 
 
 def check_no_checkpoint(path: Path, what: str) -> None:

@@ -19,7 +19,6 @@ A start goes on from a step of an earlier one, and leaves the later steps of tha
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -42,7 +41,6 @@ from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.input_file import input_size, read_input
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import checksum_of
-from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.optim.loss_scale import LossScaleState, MeanLossState
 from megatron_lite.optim.lr_schedule import LrSchedule
 
@@ -127,7 +125,17 @@ class Metadata:
             for name in ("iteration", "consumed_samples"):  # a default would be another place
                 plain.field(plain.as_object(plain.field(values, "progress"), "progress"), name)
             found = plain.from_plain(cls, {**values, "parameters": {}}, METADATA)
-            found._check()
+            for axis in AXES:
+                plain.as_whole(getattr(found, axis), axis, 1, plain.MOST_RANKS)
+            plain.as_whole(found.world_size, " x ".join(AXES), 1, plain.MOST_RANKS)
+            plain.as_whole(found.num_updates, "num_updates", 0, MOST_UPDATES)
+            plain.as_line(found.computed_on, "computed_on")
+            found.progress.check()
+            if not {*found.missing} <= {*PARTS}:
+                raise ValueError(
+                    f"missing must name parts of {', '.join(PARTS)} (got "
+                    f"{plain.quoted(found.missing)})"
+                )
         parameters: dict[str, SavedLayout] = {}
         for pp_rank in range(found.pp_size):
             path = step / parameters_file(pp_rank)
@@ -139,19 +147,6 @@ class Metadata:
                     for name, layout in parse_json(path).items()
                 }
         return replace(found, parameters=parameters)
-
-    def _check(self) -> None:
-        """Raises ValueError on values that no run has."""
-        for axis in AXES:
-            plain.as_whole(getattr(self, axis), axis, 1, plain.MOST_RANKS)
-        plain.as_whole(self.world_size, " x ".join(AXES), 1, plain.MOST_RANKS)
-        plain.as_whole(self.num_updates, "num_updates", 0, MOST_UPDATES)
-        plain.as_line(self.computed_on, "computed_on")
-        self.progress.check()
-        if not {*self.missing} <= {*PARTS}:
-            raise ValueError(
-                f"missing must name parts of {', '.join(PARTS)} (got {plain.quoted(self.missing)})"
-            )
 
 
 def read_config(step: Path) -> RunConfig:
@@ -177,18 +172,6 @@ def read_config(step: Path) -> RunConfig:
         raise InputError(
             f"{path}: cannot be read ({error}): the checkpoint is damaged or of another version"
         ) from error
-
-
-def check_config_fits(step: Path, config: RunConfig, metadata: Metadata) -> None:
-    """Raises InputError unless config.json describes a model with as many weights as the step."""
-    counted = parameter_count(config.model, config.tokenizer.true_vocab_size)
-    counted += config.model.num_expert_biases
-    held = sum(math.prod(layout.spec.global_shape) for layout in metadata.parameters.values())
-    if counted != held:
-        raise InputError(
-            f"{step / CONFIG}: describes a model of {counted} weights, but the step holds {held}: "
-            "the checkpoint is damaged"
-        )
 
 
 MANIFEST = "manifest.json"
@@ -269,7 +252,7 @@ class Manifest:
         # The files, the largest first, go to the ranks in turn.
         largest_first = sorted(self.files.items(), key=lambda one: (-one[1].bytes, one[0]))
         for name, row in largest_first[rank::size]:
-            if row_of(step / name, limit=row.bytes) != row:
+            if row_of(step / name) != row:
                 raise InputError(
                     f"{step / name}: its checksum is not the one in {MANIFEST}: the checkpoint "
                     "is damaged"
@@ -285,9 +268,9 @@ def is_complete(step: Path) -> bool:
     return True
 
 
-def row_of(path: Path, *, limit: int | None = None) -> FileRow:
+def row_of(path: Path) -> FileRow:
     """Returns the size and checksum of a file (durable_files.checksum_of)."""
-    return FileRow(*checksum_of(path, limit=limit))
+    return FileRow(*checksum_of(path))
 
 
 def rows_to_plain(rows: Mapping[str, FileRow]) -> dict[str, dict[str, object]]:

@@ -8,11 +8,11 @@ of them have finished or any has failed. Therefore either all ranks go on, or al
 A failed save is no reason to lose the run: it is tried again, reported, and the run goes on to its
 next save. Only a run whose last save has failed ends with an error.
 
-A StepWriter writes the snapshots of all ranks as one durable step, in this order: the tensor and
-text files, their checksums, the manifest, the step's name, and the pointer. After that the steps
-that are not kept are deleted. Its code is the same in the training thread and in a background
-thread. The ranks exchange data only over `parallel.saver_group`. No other code uses that group, so
-that these messages never mix with those of training.
+The snapshots of all ranks become one durable step in this order: the tensor and text files, their
+checksums, the manifest, the step's name, and the pointer. After that the steps that are not kept
+are deleted. That code is the same in the training thread and in a background thread. The ranks
+exchange data only over `parallel.saver_group`. No other code uses that group, so that these
+messages never mix with those of training.
 """
 
 from __future__ import annotations
@@ -50,7 +50,17 @@ from megatron_lite.data.durable_files import sync, write_synced
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
 
-Say = Callable[[str], None]
+# What becomes of an action. REFUSED: trying again is of no use, as after a lost lock. FAILED: the
+# file system refused something. The lowest of all ranks counts.
+REFUSED, FAILED, DONE = range(3)
+LONGEST_REASON = 4000
+PAUSES_S = (1.0,)  # between the tries of a save
+PASSING = (OSError, SafetensorError)
+
+
+class SaveFailed(InputError):
+    """A rank could not write a step, and every rank raises this. The lock is still held, and the
+    earlier steps are as they were, so that a later save may succeed."""
 
 
 class Saver:
@@ -65,7 +75,8 @@ class Saver:
         self, options: CheckpointConfig, parallel: ParallelState, claim: Claim, *, started_at: int
     ) -> None:
         self._options, self._parallel, self._claim = options, parallel, claim
-        self._writer = StepWriter(options, parallel, claim, started_at=started_at)
+        self._directory, self._root = claim.directory, Path(options.save or "")
+        self._started_at, self._own = started_at, set[int]()
         self._threads = (
             ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
         )
@@ -76,11 +87,10 @@ class Saver:
     @property
     def warnings(self) -> list[str]:
         """Lines for the log: a warning if the file system keeps no locks."""
-        directory = self._claim.directory
-        if not directory or directory.lock.is_kept_by_system:
+        if not self._directory or self._directory.lock.is_kept_by_system:
             return []
         line = "this file system keeps no locks, so a second job in it is not refused"
-        return [f"warning: --save {directory.root}: {line}"]
+        return [f"warning: --save {self._root}: {line}"]
 
     @property
     def copies(self) -> bool:
@@ -96,7 +106,7 @@ class Saver:
         --async-save only once `poll` or `wait` has logged it.
         """
         self.wait()
-        write = partial(self._writer.write, snapshot)
+        write = partial(self.write, snapshot)
         if self._threads:
             self._under_way = snapshot.iteration, self._threads.submit(write)
         else:
@@ -111,7 +121,8 @@ class Saver:
         if not self._under_way:
             return
         # The minimum over ranks is -1 if any has failed, else 0 if any still writes.
-        state = torch.tensor(_state(self._under_way[1]))
+        write = self._under_way[1]
+        state = torch.tensor(float(write.done() and (-1 if write.exception() else 1)))
         if all_reduce_(state, self._parallel.world_group, dist.ReduceOp.MIN).item():
             self.wait()
 
@@ -162,38 +173,6 @@ class Saver:
         for notice in notices:
             self.say(notice)
 
-
-def _state(write: Future[list[str]]) -> float:
-    """Returns 0 while it runs, 1 when it is done, and -1 if it has failed."""
-    if not write.done():
-        return 0.0
-    return 1.0 if write.exception() is None else -1.0
-
-
-# What becomes of an action. REFUSED: trying again is of no use, as after a lost lock. FAILED: the
-# file system refused something. The lowest of all ranks counts.
-REFUSED, FAILED, DONE = range(3)
-LONGEST_REASON = 4000
-PAUSES_S = (1.0,)  # between the tries of a save
-PASSING = (OSError, SafetensorError)
-
-
-class SaveFailed(InputError):
-    """A rank could not write a step, and every rank raises this. The lock is still held, and the
-    earlier steps are as they were, so that a later save may succeed."""
-
-
-class StepWriter:
-    """Writes the steps of one run, which went on from iteration `started_at`."""
-
-    def __init__(
-        self, options: CheckpointConfig, parallel: ParallelState, claim: Claim, *, started_at: int
-    ) -> None:
-        assert options.save is not None
-        self._options, self._parallel, self._root = options, parallel, Path(options.save)
-        self._token, self._directory, self._started_at = claim.token, claim.directory, started_at
-        self._own: set[int] = set()
-
     def write(self, snapshot: Snapshot) -> list[str]:
         """Returns notices for the log, once the step is durable and the pointer names it.
 
@@ -210,7 +189,7 @@ class StepWriter:
         return self._write(snapshot)
 
     def _write(self, snapshot: Snapshot) -> list[str]:
-        temporary = self._root / f"iter_{snapshot.iteration:07d}.tmp-{self._token}"
+        temporary = self._root / f"iter_{snapshot.iteration:07d}.tmp-{self._claim.token}"
         rows: dict[str, FileRow] = {}
         try:
             self._everywhere(snapshot, lambda: self._make_folder(temporary))
@@ -268,7 +247,14 @@ class StepWriter:
         )
         failure = None
         try:
-            answer = (DONE, self._while_held(action))
+            try:
+                answer = (DONE, action())
+            except Exception:
+                # If a later start has removed the files that the action needs, LockLost names that
+                # cause.
+                if self._directory:
+                    self._directory.lock.check()
+                raise
         except Exception as error:
             failure = error
             kind, reason = REFUSED, str(error)
@@ -294,19 +280,6 @@ class StepWriter:
             raise failure
         # Whichever rank failed, only rank 0 prints the reason, so that the log has it once.
         raise (InputError if self._parallel.rank == 0 else PeerError)(found) from failure
-
-    def _while_held(self, action: Callable[[], Any]) -> Any:
-        """Returns what the action returns.
-
-        After an error rank 0 checks the lock: if a later start has removed the files that the
-        action needs, LockLost names that cause.
-        """
-        try:
-            return action()
-        except Exception:
-            if self._directory:
-                self._directory.lock.check()
-            raise
 
 
 def _write_files(temporary: Path, snapshot: Snapshot) -> dict[str, Any]:

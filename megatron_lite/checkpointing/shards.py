@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,8 +28,7 @@ FIELDS = ("global_shape", "tp_dim", "tp_blocks", "padded_length")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-@dataclass(frozen=True)
-class SavedLayout:
+class SavedLayout(NamedTuple):
     """The layout of a saved parameter over tensor-parallel (TP) ranks.
 
     spec: of which the fields FIELDS count.
@@ -56,14 +54,6 @@ class SavedLayout:
             raise ValueError(f"{where}: {error}") from error
         return layout
 
-    def file_shape(self, tp_rank: int, tp_size: int) -> tuple[int, ...]:
-        """Returns the shape of the tensor in the file of one TP rank: its rows without padding."""
-        shape = list(self.spec.global_shape)
-        if self.spec.tp_dim is not None:
-            spans = self.spec.spans(tp_rank, tp_size)
-            shape[self.spec.tp_dim] = sum(span.length for span in spans)
-        return tuple(shape)
-
     def _check_split(self, tp_size: int) -> None:
         shape, dim, blocks = self.spec.global_shape, self.spec.tp_dim, self.spec.tp_blocks
         padded = self.spec.padded_length
@@ -87,7 +77,7 @@ class SavedLayout:
 
 
 def owned_rows(
-    tensor: Tensor, spec: ParameterSpec, *, tp_rank: int, tp_size: int, is_whole: bool = False
+    tensor: Tensor, spec: ParameterSpec, *, tp_rank: int, tp_size: int, is_whole: bool
 ) -> Tensor | None:
     """Returns the part of a local tensor that this rank saves: its rows without padding.
 
@@ -192,17 +182,19 @@ class ShardReader:
         Raises InputError unless every file holds its part in the right shape, in floating point,
         and in the same dtype.
         """
-        dtypes = set()
-        for tp_rank in range(1 if saved.spec.tp_dim is None else self._saved_tp_size):
+        dtypes, dim, size = set(), saved.spec.tp_dim, self._saved_tp_size
+        for tp_rank in range(1 if dim is None else size):
             path = self._path(saved, tp_rank)
             with naming(path, key):
                 part = self._file(path).get_slice(key)
-            expected = saved.file_shape(tp_rank, self._saved_tp_size)
-            found, dtype = tuple(part.get_shape()), part.get_dtype()
-            if found != expected:
+            expected = [*saved.spec.global_shape]
+            if dim is not None:  # its rows without padding
+                expected[dim] = sum(span.length for span in saved.spec.spans(tp_rank, size))
+            found, dtype = part.get_shape(), part.get_dtype()
+            if [*found] != expected:
                 raise InputError(
-                    f"{path}: {key} must have the shape {expected} that metadata describes (got "
-                    f"{found}): the checkpoint is damaged"
+                    f"{path}: {key} must have the shape {tuple(expected)} that metadata describes "
+                    f"(got {tuple(found)}): the checkpoint is damaged"
                 )
             dtypes.add(dtype)
             if dtype not in FLOATS or len(dtypes) > 1:

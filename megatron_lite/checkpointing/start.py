@@ -15,23 +15,18 @@ damaged.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.checkpointing.metadata import (
-    MANIFEST,
-    Manifest,
-    Metadata,
-    Progress,
-    check_config_fits,
-    read_config,
-)
+from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, Metadata, Progress, read_config
 from megatron_lite.checkpointing.step_files import (
+    CONFIG,
     LATEST,
     METADATA,
     STEP_NAME,
@@ -42,13 +37,13 @@ from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input, regular_path
 from megatron_lite.config.invocation import subcommand
+from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
 
 MOST_REPORTED = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
+class Start(NamedTuple):
     """The point from which a run starts.
 
     step, metadata: the checkpoint and its metadata; None if the run starts from scratch.
@@ -59,7 +54,7 @@ class Start:
 
     step: Path | None = None
     metadata: Metadata | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress = Progress()
     notices: tuple[str, ...] = ()
     weights_only: bool = False
 
@@ -294,7 +289,15 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
         missing = sorted(metadata.expected_files() - set(manifest.files))
         if missing:
             raise InputError(f"{step}: {missing[0]} is not in the manifest")
-        check_config_fits(step, read_config(step), metadata)
+        config = read_config(step)
+        counted = parameter_count(config.model, config.tokenizer.true_vocab_size)
+        counted += config.model.num_expert_biases
+        held = sum(math.prod(layout.spec.global_shape) for layout in metadata.parameters.values())
+        if counted != held:
+            raise InputError(
+                f"{step / CONFIG}: describes a model of {counted} weights, but the step holds "
+                f"{held}: the checkpoint is damaged"
+            )
     except InputError as error:
         return str(error)
     return None

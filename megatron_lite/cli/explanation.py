@@ -20,7 +20,6 @@ from functools import partial
 from megatron_lite.cli import pretrain
 from megatron_lite.cli.flags import ParsedArguments
 from megatron_lite.config.checks import InputError, input_faults
-from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.notices import notices as notices_of
@@ -44,86 +43,21 @@ def print_instead(arguments: ParsedArguments, launch: Launch) -> None:
     rank, or else, on rank 0 only, an explanation or the report of a dry run.
 
     The notices are a part of these two. Beside JSON they go to stderr, on rank 0 only.
+
+    A dry run needs only the fields that decide sizes. Raises InputError for a fault in the
+    tokenizer's files, for a rank beyond the world, for a batch that the run would refuse, and for a
+    setting that a dry run cannot follow.
     """
-    config, notices, dry_run = arguments.config, arguments.notices, arguments.dry_run
+    config, notices, settings = arguments.config, arguments.notices, arguments.dry_run
     if arguments.prints == "dump_config":
         if launch.rank == 0 and notices:
             print(*notices, sep="\n", file=sys.stderr)
         print(config.to_json())
-    elif launch.rank == 0 and dry_run is not None:
-        print_dry_run_memory(config, dry_run, notices, launch)
-    elif launch.rank == 0:
+    if arguments.prints == "dump_config" or launch.rank:
+        return
+    if settings is None:
         print(*explanation(config, notices, launch.world_size), sep="\n")
-
-
-def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) -> list[str]:
-    """Returns the lines that `--explain-recompute` prints.
-
-    The configuration needs only the fields that decide sizes, not those that training needs.
-
-    world_size: the number of ranks that the launcher started. 1: the explanation is for one
-        data-parallel rank, since no launcher started more.
-
-    Raises InputError for a fault in the tokenizer's files, and for a batch or a number of ranks
-    that the run would refuse.
-    """
-    machine = config.logging.machine
-    device = likely_device(config.parallel.distributed_backend)
-    if machine is not None and config.parallel.distributed_backend != "gloo":
-        device = load_hardware(machine).device
-    config, chosen = _complete(config, world_size, device)
-    told_in_report = notices_of(config, "recompute")
-    num_ranks = world_size if world_size > 1 else config.parallel.model_ranks
-    with input_faults():
-        hardware = _hardware(machine, device)
-        dp_size = config.parallel.data_parallel_size(num_ranks)
-        report = explain(config, device, dp_size=dp_size)
-        times = [_step_time(config, one.config, hardware, num_ranks) for one in report.policies]
-    told = f"{hardware.name}, +-{max((one.band for one in times), default=0.0):.0%}"
-    end = (
-        f"{' '.join(subcommand('plan'))} --config-json RUN.json --gpus {num_ranks} --gpu "
-        "NAME finds the fastest layout, micro-batch and policy of this run that fit into memory; "
-        "--dump-config prints RUN.json."
-    )
-    if machine is None and device == "cpu" and config.parallel.distributed_backend != "gloo":
-        end += " No GPU is here, so the figures above are a CPU's: --machine NAME gives a GPU's."
-    return [
-        *(notice for notice in [*notices, *chosen] if notice not in told_in_report),
-        report_text(report, help_columns(), [one.seconds for one in times], told),
-        "",
-        *textwrap.wrap(end, help_columns(), break_on_hyphens=False),
-    ]
-
-
-def _hardware(machine: str | None, device: str) -> Hardware:
-    if machine is None and device == "cuda":
-        machine = USUAL_GPU
-    return machine_for_policy(machine, device=device, gpu_name=None)
-
-
-def _step_time(own: RunConfig, other: RunConfig, hardware: Hardware, num_ranks: int) -> StepTime:
-    """Returns the time of a step of the run with the recomputation and the loss chunks of
-    another one. A run without a batch has the micro-batches of its report."""
-    samples = own.training.micro_batch_size * own.parallel.data_parallel_size(num_ranks)
-    training = replace(
-        own.training,
-        loss_chunk_size=other.training.loss_chunk_size,
-        global_batch_size=own.training.global_batch_size or samples * step_microbatches(own),
-    )
-    changed = replace(own, recompute=other.recompute, training=training)
-    return step_time(changed, hardware, num_ranks)
-
-
-def print_dry_run_memory(
-    config: RunConfig, settings: DryRunConfig, notices: Sequence[str], launch: Launch
-) -> None:
-    """Prints the report of a dry run.
-
-    The configuration needs only the fields that decide sizes, not those that training needs.
-
-    Raises InputError for a fault in the tokenizer's files, for a rank beyond the world, for a batch
-    that the run would refuse, and for a setting that a dry run cannot follow.
-    """
+        return
     backend = config.parallel.distributed_backend
     device = settings.dry_run_device or likely_device(backend)
     with input_faults():
@@ -141,6 +75,58 @@ def print_dry_run_memory(
         dry_run(config, rank, world_size=world_size, device=device, told=told) for rank in ranks
     ]
     print(*notices, *chosen, dry_run_text(config, measured, device=device), sep="\n")
+
+
+def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) -> list[str]:
+    """Returns the lines that `--explain-recompute` prints.
+
+    The configuration needs only the fields that decide sizes, not those that training needs.
+
+    world_size: the number of ranks that the launcher started. 1: the explanation is for one
+        data-parallel rank, since no launcher started more.
+
+    Raises InputError for a fault in the tokenizer's files, and for a batch or a number of ranks
+    that the run would refuse.
+    """
+    machine, backend = config.logging.machine, config.parallel.distributed_backend
+    device = likely_device(backend)
+    if machine is not None and backend != "gloo":
+        device = load_hardware(machine).device
+    config, chosen = _complete(config, world_size, device)
+    told_in_report = notices_of(config, "recompute")
+    num_ranks = world_size if world_size > 1 else config.parallel.model_ranks
+    with input_faults():
+        like = USUAL_GPU if machine is None and device == "cuda" else machine
+        hardware = machine_for_policy(like, device=device, gpu_name=None)
+        report = explain(config, device, dp_size=config.parallel.data_parallel_size(num_ranks))
+        times = [_step_time(config, one.config, hardware, num_ranks) for one in report.policies]
+    told = f"{hardware.name}, +-{max((one.band for one in times), default=0.0):.0%}"
+    end = (
+        f"{' '.join(subcommand('plan'))} --config-json RUN.json --gpus {num_ranks} --gpu "
+        "NAME finds the fastest layout, micro-batch and policy of this run that fit into memory; "
+        "--dump-config prints RUN.json."
+    )
+    if machine is None and device == "cpu" and backend != "gloo":
+        end += " No GPU is here, so the figures above are a CPU's: --machine NAME gives a GPU's."
+    return [
+        *(notice for notice in [*notices, *chosen] if notice not in told_in_report),
+        report_text(report, help_columns(), [one.seconds for one in times], told),
+        "",
+        *textwrap.wrap(end, help_columns(), break_on_hyphens=False),
+    ]
+
+
+def _step_time(own: RunConfig, other: RunConfig, hardware: Hardware, num_ranks: int) -> StepTime:
+    """Returns the time of a step of the run with the recomputation and the loss chunks of
+    another one. A run without a batch has the micro-batches of its report."""
+    samples = own.training.micro_batch_size * own.parallel.data_parallel_size(num_ranks)
+    training = replace(
+        own.training,
+        loss_chunk_size=other.training.loss_chunk_size,
+        global_batch_size=own.training.global_batch_size or samples * step_microbatches(own),
+    )
+    changed = replace(own, recompute=other.recompute, training=training)
+    return step_time(changed, hardware, num_ranks)
 
 
 def _complete(config: RunConfig, world_size: int, device: str) -> tuple[RunConfig, list[str]]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.config import megatron_flags
 from megatron_lite.config.checks import ContradictionError, flag
@@ -42,8 +41,7 @@ CONTRADICTIONS = {
 PRINTING = ("dump_config", "explain_recompute", "dry_run_memory")
 
 
-@dataclass(frozen=True)
-class ParsedArguments:
+class ParsedArguments(NamedTuple):
     """The result of parsing a command line.
 
     config: the configuration of the run.

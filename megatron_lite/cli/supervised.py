@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_lite.config.checks import InputError, PeerError, input_faults
-from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.notices import notices as notices_of
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, allocator_settings
@@ -117,7 +116,7 @@ class Supervision:
 
 @contextmanager
 def supervised(
-    config: RunConfig, parallel: ParallelState, launch: Launch, program: str = SCRIPT
+    config: RunConfig, parallel: ParallelState, launch: Launch, program: str
 ) -> Iterator[Supervision]:
     """Watches over the ranks during the block.
 
@@ -178,8 +177,7 @@ def _status_after(
     from megatron_lite.recompute.replay import RecomputeMismatch
 
     if isinstance(error, RecomputeMismatch):
-        text = f"--recompute-verify: {error}"
-        print_fault(text, rank, program=program, always_named=True)
+        print_fault(f"--recompute-verify: {error}", rank, program=program, always_named=True)
         return 1
     exits.begin()  # a signal from the launcher must not disturb what follows
     if isinstance(error, InputError):

@@ -235,12 +235,6 @@ class Step(NamedTuple):
     split: Callable[[Parts, ModelConfig], Parts]
 
 
-def _by_group(parts: Parts, model: ModelConfig) -> Parts:
-    """[a d, ..], [g d, ..], [g d, ..] -> [g (a/g + 2) d, ..]."""
-    groups = [part.unflatten(0, (model.query_groups, -1)) for part in parts]
-    return [torch.cat(groups, 1).flatten(0, 1)]
-
-
 def _from_groups(parts: Parts, model: ModelConfig) -> Parts:
     """[g (a/g + 2) d, ..] -> [a d, ..], [g d, ..], [g d, ..]."""
     a, g, d = model.num_attention_heads, model.query_groups, model.head_dim
@@ -272,7 +266,12 @@ def _transposed(parts: Parts, _: ModelConfig) -> Parts:
 TRANSPOSED = Step(_transposed, _transposed)
 FUSED = Step(_unfused, lambda parts, _: [torch.cat([*parts])])
 PAIRS = Step(partial(_reordered, sizes=(-1, 2)), partial(_reordered, sizes=(2, -1)))
-GROUPED = Step(_by_group, _from_groups)
+GROUPED = Step(
+    lambda parts, model: [
+        torch.cat([part.unflatten(0, (model.query_groups, -1)) for part in parts], 1).flatten(0, 1)
+    ],
+    _from_groups,
+)
 STACKED = Step(
     lambda parts, _: [torch.cat(both) for both in zip(parts[::2], parts[1::2], strict=True)],
     lambda parts, _: [half for part in parts for half in part.chunk(2)],

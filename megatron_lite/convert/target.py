@@ -34,7 +34,7 @@ from megatron_lite.checkpointing.shards import FLOATS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import MissingPackage
 from megatron_lite.convert.weights import WeightSource
-from megatron_lite.data.durable_files import sync
+from megatron_lite.data.durable_files import naming, sync
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of, contents_of
 from megatron_lite.data.tokenizers import build_tokenizer
 
@@ -66,7 +66,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
     """
     check_absent(target)
     folder = target.with_name(f"{target.name}{SUFFIX}-{secrets.token_hex(4)}")
-    try:
+    with naming(f"--save {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_left(target)
         folder.mkdir()
@@ -85,8 +85,6 @@ def complete_folder(target: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-    except OSError as error:
-        raise InputError(f"--save {target} cannot be written: {error.strerror or error}") from error
 
 
 def _remove_left(target: Path) -> None:

@@ -63,9 +63,22 @@ def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
     shares, dataset = np.array(weights, np.float64), np.empty(size, np.int16)
     rows = min(max(64, VALUES // len(shares)), size // SHORTEST_ROW)
     length = size // rows if rows >= FEWEST_ROWS else 0
-    if length:
-        _fill_rows(shares, dataset[: rows * length].reshape(rows, length))
     filled = rows * length
+    if length:
+        table = dataset[:filled].reshape(rows, length)
+        starts = length * np.arange(rows, dtype=np.float64)
+        # `used` has the counts from which each row is filled, and `ends` those behind it.
+        used = np.zeros((rows, len(shares)))
+        used[1:] = _guessed(shares, starts[1:] - WARM_UP)
+        for step in range(-WARM_UP, 0):
+            _pick(shares, starts[1:] + step, used[1:])
+        ends = used.copy()
+        for step in range(length):
+            table[:, step] = _pick(shares, np.maximum(starts + step, 1.0), ends)
+        for row in range(1, rows):
+            if (used[row] != ends[row - 1]).any():
+                ends[row] = ends[row - 1]
+                _loop(shares, row * length, ends[row], table[row])
     counts = np.bincount(dataset[:filled], minlength=len(shares)).astype(np.float64)
     _loop(shares, filled, counts, dataset[filled:])
     sample = np.empty(size, np.int64)
@@ -137,24 +150,6 @@ class BlendedDataset:
     def documents(self, index: int) -> dict[str, list[int]]:
         """Returns the numbers of a sample's documents, by .bin file (see Dataset)."""
         return self.datasets[self.index.dataset[index]].documents(int(self.index.sample[index]))
-
-
-def _fill_rows(shares: np.ndarray, table: np.ndarray) -> None:
-    """Fills [rows, length] consecutive samples of a blend with the numbers of their datasets."""
-    rows, length = table.shape
-    starts = length * np.arange(rows, dtype=np.float64)
-    # `used` has the counts from which each row is filled, and `ends` those behind it.
-    used = np.zeros((rows, len(shares)))
-    used[1:] = _guessed(shares, starts[1:] - WARM_UP)
-    for step in range(-WARM_UP, 0):
-        _pick(shares, starts[1:] + step, used[1:])
-    ends = used.copy()
-    for step in range(length):
-        table[:, step] = _pick(shares, np.maximum(starts + step, 1.0), ends)
-    for row in range(1, rows):
-        if (used[row] != ends[row - 1]).any():
-            ends[row] = ends[row - 1]
-            _loop(shares, row * length, ends[row], table[row])
 
 
 def _guessed(shares: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -11,8 +11,7 @@ next has 4.16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 DataIdentity = dict[str, Any]  # plain values, as JSON holds them
 
 
-@dataclass(frozen=True)
-class Datasets:
+class Datasets(NamedTuple):
     """The datasets of a run, and their identity.
 
     valid and test are None if the split holds no documents, or if no samples were requested.

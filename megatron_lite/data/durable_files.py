@@ -83,20 +83,17 @@ def write_text(path: str, text: str) -> None:
         Path(tmp).write_text(text, encoding="utf-8")
 
 
-def checksum_of(path: Path | str, *, limit: int | None = None) -> tuple[int, str]:
+def checksum_of(path: Path | str) -> tuple[int, str]:
     """Returns the size and the SHA-256 of a regular file. Raises as `open_input` does.
 
-    limit: stops shortly after this many bytes, so that a file that is too long costs no more time.
     Other threads can run meanwhile: reading and hashing a buffer release Python's global lock.
     """
 
     def read() -> tuple[int, str]:
-        digest, buffer, size = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES)), 0
+        digest = hashlib.sha256()
         with open_input(path) as file:
-            read_into = file.readinto  # type: ignore[attr-defined]
-            while (limit is None or size <= limit) and (count := read_into(buffer)):
-                digest.update(buffer[:count])
-                size += count
-        return size, digest.hexdigest()
+            while content := file.read(BUFFER_BYTES):
+                digest.update(content)
+            return file.tell(), digest.hexdigest()
 
     return retried(path, read)

@@ -64,9 +64,8 @@ class FimDataset:
         """Returns the token ids of a sample, [seq_length + 1] int64."""
         sample = self.dataset[index]
         random = np.random.RandomState([*self.seed, index])
-        found = _joined(sample, self.eod, self._document, random)
-        fill = [self.pad] * len(sample)
-        return np.array([*found, *fill][: len(sample)])
+        found = [*_joined(sample, self.eod, self._document, random), *[self.pad] * len(sample)]
+        return np.array(found[: len(sample)])
 
     def _document(self, ids: ndarray, random: Any) -> ndarray:
         data = self.data

@@ -22,6 +22,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from megatron_lite.config.input_file import read_input
 from megatron_lite.data.durable_files import checksum_of, sync, write_synced
 
 Arrays = dict[str, np.ndarray]
+Fault = Callable[[Arrays], str | None]  # returns what is wrong with arrays
 LIST, KEY = "arrays.json", "key.json"
 FORMAT = "index cache 2"  # part of every key, so that a folder of another format is never read
 LARGEST_LIST = 1 << 20
@@ -68,7 +70,7 @@ def kept_arrays(
     key: dict[str, Any],
     build: Callable[[], Arrays],
     *,
-    fault: Callable[[Arrays], str | None],
+    fault: Fault,
 ) -> Arrays:
     """Returns the arrays that `build` returns, kept in `data_cache_path` or beside the data.
 
@@ -86,11 +88,7 @@ def kept_arrays(
 
 
 def cached_arrays(
-    folder: str,
-    key: dict[str, Any],
-    build: Callable[[], Arrays],
-    *,
-    fault: Callable[[Arrays], str | None] = lambda arrays: None,
+    folder: str, key: dict[str, Any], build: Callable[[], Arrays], *, fault: Fault = lambda _: None
 ) -> Arrays:
     """Returns the arrays that `build` returns, from the copy in `folder` if it is undamaged.
 
@@ -103,13 +101,13 @@ def cached_arrays(
     Raises OSError if the folder cannot be written.
     """
     text = json.dumps({"format": FORMAT, **key}, sort_keys=True, indent=1)
-    path = os.path.join(folder, hashlib.sha256(text.encode()).hexdigest()[:32])
+    path = Path(folder, hashlib.sha256(text.encode()).hexdigest()[:32])
     # Another process may be replacing a damaged copy just now: the check is repeated in the lock.
     with suppress(Damage):
         if os.path.lexists(path):
             return _read(path, text, fault)
     os.makedirs(folder, exist_ok=True)
-    with open(path + ".lock", "ab") as lock:
+    with open(f"{path}.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file releases it, and so does a crash
         try:
             if os.path.lexists(path):
@@ -124,17 +122,29 @@ def cached_arrays(
         return _read(path, text, fault)
 
 
-def _read(path: str, key: str, fault: Callable[[Arrays], str | None]) -> Arrays:
+def _read(path: Path, key: str, fault: Fault) -> Arrays:
     """Returns the arrays of a folder, by memory map.
 
     The checksum of a file is compared before anything in the file is interpreted. Raises Damage if
     a file does not hold what was written, or if `fault` finds a fault.
     """
     try:
-        if read_input(os.path.join(path, KEY), LARGEST_LIST) != key.encode():
+        if read_input(path / KEY, LARGEST_LIST) != key.encode():
             raise ValueError(f"{KEY} holds another key")
-        listed = plain.parse_object(read_input(os.path.join(path, LIST), LARGEST_LIST))
-        arrays = {name: _array(path, name, entry) for name, entry in listed.items()}
+        listed = plain.parse_object(read_input(path / LIST, LARGEST_LIST))
+        arrays = {}
+        for name, entry in listed.items():
+            if not name.isidentifier():
+                raise ValueError(f"{LIST} names {plain.quoted(name)}")
+            values, file = plain.as_object(entry, name), path / f"{name}.npy"
+            if checksum_of(file)[1] != plain.field(values, "sha256"):
+                raise ValueError(f"{name}.npy: its checksum is not the one in {LIST}")
+            # np.load would open zip files too
+            array = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
+            found = {"dtype": array.dtype.str, "shape": list(array.shape)}
+            if any(plain.field(values, one) != value for one, value in found.items()):
+                raise ValueError(f"{name}.npy: found {found}, but {LIST} has another type or shape")
+            arrays[name] = array
         if reason := fault(arrays):
             raise ValueError(reason)
     except (OSError, ValueError) as error:
@@ -142,33 +152,17 @@ def _read(path: str, key: str, fault: Callable[[Arrays], str | None]) -> Arrays:
     return arrays
 
 
-def _array(folder: str, name: str, entry: object) -> np.ndarray:
-    listed = plain.as_object(entry, name)
-    file = f"{name}.npy"
-    if not name.isidentifier():
-        raise ValueError(f"{LIST} names {plain.quoted(name)}")
-    path = os.path.join(folder, file)
-    if checksum_of(path)[1] != plain.field(listed, "sha256"):
-        raise ValueError(f"{file}: its checksum is not the one in {LIST}")
-    # np.load would open zip files too
-    array = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
-    found = {"dtype": array.dtype.str, "shape": list(array.shape)}
-    if any(plain.field(listed, key) != value for key, value in found.items()):
-        raise ValueError(f"{file}: found {found}, but {LIST} has another type or shape")
-    return array
-
-
-def _write(path: str, key: str, arrays: Arrays) -> None:
+def _write(path: Path, key: str, arrays: Arrays) -> None:
     own = f"{path}.tmp-{socket.gethostname()}-"
     # This process holds the lock, so the folders of this node were left by killed processes.
     for remains in glob.glob(glob.escape(own) + "*"):
         shutil.rmtree(remains, ignore_errors=True)
-    tmp = f"{own}{os.getpid()}"
-    os.mkdir(tmp)
+    tmp = Path(f"{own}{os.getpid()}")
+    tmp.mkdir()
     try:
         listed = {}
         for name, array in arrays.items():
-            file = os.path.join(tmp, name + ".npy")
+            file = tmp / f"{name}.npy"
             np.save(file, array, allow_pickle=False)
             sync(file)
             listed[name] = {
@@ -176,20 +170,20 @@ def _write(path: str, key: str, arrays: Arrays) -> None:
                 "shape": array.shape,
                 "sha256": checksum_of(file)[1],
             }
-        write_synced(os.path.join(tmp, LIST), json.dumps(listed, indent=1).encode())
-        write_synced(os.path.join(tmp, KEY), key.encode())
+        write_synced(tmp / LIST, json.dumps(listed, indent=1).encode())
+        write_synced(tmp / KEY, key.encode())
         sync(tmp)
-        if os.path.isdir(path) and not os.path.islink(path):
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-        elif os.path.lexists(path):
-            os.unlink(path)
+        else:
+            path.unlink(missing_ok=True)
         try:
-            os.rename(tmp, path)
+            tmp.rename(path)
         except OSError:
             # Another node may see this folder but not the lock, and may have been faster. The
             # caller reads its copy.
-            if not os.path.isdir(path):
+            if not path.is_dir():
                 raise
-        sync(os.path.dirname(path))
+        sync(path.parent)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)

@@ -238,7 +238,13 @@ class IndexedDatasetWriter:
         self._code = next(code for code, known in TOKEN_DTYPES.items() if known == self.dtype)
         self._lengths, self._document_indices = array("i"), array("q", [0])
         os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
-        _remove_remains(prefix)
+        # A writer that was killed has left partial files with a free lock. A file whose lock is
+        # held is in use and stays.
+        for path in glob.glob(glob.escape(prefix) + ".bin.tmp-*"):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+                os.unlink(f"{prefix}.idx.tmp-{path.rpartition('-')[2]}")
         self._bin_tmp, self._idx_tmp = (
             f"{prefix}.{kind}.tmp-{os.getpid()}" for kind in ("bin", "idx")
         )
@@ -284,15 +290,16 @@ class IndexedDatasetWriter:
                     os.unlink(path)
 
     def _publish(self) -> None:
-        lengths = np.array(self._lengths, "<i4")
+        prefix, lengths = self.prefix, np.array(self._lengths, "<i4")
+        folder = os.path.dirname(prefix) or "."
         offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
-        with naming(self.prefix + ".idx"), open(self._idx_tmp, "wb") as file:
+        with naming(prefix + ".idx"), open(self._idx_tmp, "wb") as file:
             file.write(
                 HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices))
             )
             for array in (lengths, offsets.astype("<i8"), np.array(self._document_indices, "<i8")):
                 file.write(array.tobytes())
-        with naming(self.prefix + ".bin"):
+        with naming(prefix + ".bin"):
             self._file.close()
             sync(self._idx_tmp)
             sync(self._bin_tmp)
@@ -300,20 +307,8 @@ class IndexedDatasetWriter:
             # never lies beside the new .bin, whose size it may fit by chance, even if the process
             # or the machine dies in between. IndexedDataset relies on this order.
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.prefix + ".idx")
-            sync(os.path.dirname(self.prefix) or ".")
-            os.replace(self._bin_tmp, self.prefix + ".bin")
-            os.replace(self._idx_tmp, self.prefix + ".idx")
-            sync(os.path.dirname(self.prefix) or ".")
-
-
-def _remove_remains(prefix: str) -> None:
-    """Removes partial files of this pair whose writer was killed.
-
-    The lock on such a file is free. A file whose lock is held is in use and stays.
-    """
-    for path in glob.glob(glob.escape(prefix) + ".bin.tmp-*"):
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-            os.unlink(f"{prefix}.idx.tmp-{path.rpartition('-')[2]}")
+                os.unlink(prefix + ".idx")
+            sync(folder)
+            os.replace(self._bin_tmp, prefix + ".bin")
+            os.replace(self._idx_tmp, prefix + ".idx")
+            sync(folder)

@@ -42,7 +42,7 @@ def token_datasets(
     vocab_size: int,
     seed: int,
     num_samples: Sequence[int],
-    shared: Callable[[Callable[[], Any]], Any],
+    shared: Callable[..., Any],
 ) -> Datasets:
     """Returns the datasets of `build_datasets`."""
     paths = read_data_paths(data)
@@ -52,7 +52,7 @@ def token_datasets(
     found = shared(lambda: [[*one.sizes, one.fingerprint] for one in indexed])
     for one, (*sizes, fingerprint) in zip(indexed, found, strict=True):
         one.take_fingerprint(sizes, fingerprint)
-    opened = {one.prefix: _opened(one, data, vocab_size, seed) for one in indexed}
+    opened = {one.prefix: _Part(one, data, vocab_size, seed) for one in indexed}
     built = [
         path and _build_split(path, [opened[name] for name in path.prefixes], data, place, count)
         for place, (path, count) in enumerate(zip(paths, num_samples, strict=True))
@@ -63,38 +63,52 @@ def token_datasets(
             if data.is_per_split
             else f"--split {data.split!r} leaves no documents for training in {' '.join(names)}"
         )
-    return Datasets(built[0], built[1], built[2], _identity(data, paths, opened))
+    parts = [  # of the identity of each split, in their order
+        {
+            "weights": path and path.weights and list(path.weights),
+            "files": [_content(opened[name].indexed) for name in path.prefixes] if path else [],
+        }
+        for path in paths
+    ]
+    identity: DataIdentity = (
+        {"source": "--train-data-path", **dict(zip(SPLITS, parts, strict=True))}
+        if data.is_per_split
+        else {"source": "--data-path", "split": list(parse_split(data.split)), **parts[0]}
+    )
+    if data.dataloader_type != "single":
+        how = "a range for each rank" if data.data_sharding else "all"
+        identity["order"] = f"{data.dataloader_type}, {how}"
+    identity["seq_length"] = data.seq_length
+    return Datasets(built[0], built[1], built[2], identity)
 
 
 class _Part(NamedTuple):
     """One prefix, opened and split. Without a split, every split is the whole of it."""
 
     indexed: IndexedDataset
-    splits: Sequence[tuple[int, int]]
-    dataset: Callable[..., GPTDataset]  # of a range of documents and a number of samples
+    data: DataConfig
+    vocab_size: int
+    seed: int
+
+    def documents(self, split: int) -> tuple[int, int]:
+        number = len(self.indexed)
+        whole = self.data.is_per_split
+        return (0, number) if whole else split_documents(self.data.split, number)[split]
 
     def is_empty(self, split: int) -> bool:
-        start, stop = self.splits[split]
+        start, stop = self.documents(split)
         return start >= stop
 
     def of(self, split: int, num_samples: int | None) -> GPTDataset:
-        return self.dataset(documents=self.splits[split], num_samples=num_samples)
-
-
-def _opened(indexed: IndexedDataset, data: DataConfig, vocab_size: int, seed: int) -> _Part:
-    whole = [(0, len(indexed))] * 3
-    return _Part(
-        indexed,
-        whole if data.is_per_split else split_documents(data.split, len(indexed)),
-        functools.partial(
-            GPTDataset,
-            indexed,
-            seed=seed,
-            seq_length=data.seq_length,
-            vocab_size=vocab_size,
-            cache_path=data.data_cache_path,
-        ),
-    )
+        return GPTDataset(
+            self.indexed,
+            documents=self.documents(split),
+            num_samples=num_samples,
+            seq_length=self.data.seq_length,
+            seed=self.seed,
+            vocab_size=self.vocab_size,
+            cache_path=self.data.data_cache_path,
+        )
 
 
 def _build_split(
@@ -144,28 +158,6 @@ def _build_split(
     if size > num_samples:
         blend.check_sizes()
     return blend
-
-
-def _identity(
-    data: DataConfig, paths: Sequence[DataPath | None], opened: dict[str, _Part]
-) -> DataIdentity:
-    """Returns the identity of the parts of each split, in their order."""
-    parts = [
-        {
-            "weights": path and path.weights and list(path.weights),
-            "files": [_content(opened[name].indexed) for name in path.prefixes] if path else [],
-        }
-        for path in paths
-    ]
-    identity = (
-        {"source": "--train-data-path", **dict(zip(SPLITS, parts, strict=True))}
-        if data.is_per_split
-        else {"source": "--data-path", "split": list(parse_split(data.split)), **parts[0]}
-    )
-    if data.dataloader_type != "single":
-        how = "a range for each rank" if data.data_sharding else "all"
-        identity["order"] = f"{data.dataloader_type}, {how}"
-    return {**identity, "seq_length": data.seq_length}
 
 
 def _content(dataset: IndexedDataset) -> str:

@@ -32,16 +32,24 @@ BESIDE = (
     TOKEN_IDS,
 )
 NAMES = frozenset((*BESIDE, *(name for row in READ_FILES.values() for name in row.values())))
+WITH_IDS = ("tokenizer.json", "vocab.json")
 LARGEST_ID = 2**31 - 1  # token ids are stored in 32 bits
 MOST_BYTES = 2**28  # the largest tokenizer.json known has 2**25
 
 
-def files_of(config: TokenizerConfig) -> dict[str, Path]:
-    """Returns the paths of the tokenizer's files, by the names under which they are stored."""
+def read_files(config: TokenizerConfig) -> dict[str, Path]:
+    """Returns the paths of the files that a tokenizer reads, by the names under which they are
+    stored. Each may be given as its folder."""
     found = {}
     for field, name in READ_FILES.get(str(config.tokenizer_type), {}).items():
         path = Path(str(getattr(config, field)))
         found[name] = path / name if path.is_dir() else path
+    return found
+
+
+def files_of(config: TokenizerConfig) -> dict[str, Path]:
+    """Returns these paths, and those of files beside them that other libraries read."""
+    found = read_files(config)
     for folder in {path.parent for path in found.values()}:
         found |= {name: folder / name for name in BESIDE if os.path.lexists(folder / name)}
     return found
@@ -79,10 +87,8 @@ def _check_kind(name: str, content: bytes, vocab_size: int | None) -> None:
     values = parse_json(text, longest=None)
     if name == "tiktoken.json":
         plain.as_list(values, "the text")
-    elif name in ("tokenizer.json", "vocab.json"):
-        _check_ids(plain.as_object(values, "the text"), name, vocab_size)
-    else:
-        plain.as_object(values, "the text")
+    elif plain.as_object(values, "the text") is values and name in WITH_IDS:
+        _check_ids(values, name, vocab_size)
 
 
 def in_folder(folder: Path) -> tuple[Path, ...]:
@@ -142,8 +148,7 @@ def _check_ids(values: Mapping[str, Any], name: str, vocab_size: int | None) -> 
     for word, number in words.items():
         plain.as_whole(number, f"the id of {plain.quoted(word)}", 0, most)
     # Sorted, since a file can choose ids whose hashes collide.
-    ids = sorted(words.values())
-    for first, second in itertools.pairwise(ids):
+    for first, second in itertools.pairwise(sorted(words.values())):
         if first == second:
             same = [plain.quoted(word) for word, number in words.items() if number == first]
             raise ValueError(f"{', '.join(same[:3])} have one id, {first}")

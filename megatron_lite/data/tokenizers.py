@@ -16,16 +16,16 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.config import plain
-from megatron_lite.config.checks import InputError, chosen, flag
+from megatron_lite.config.checks import InputError, chosen, flag, input_faults
 from megatron_lite.config.data_settings import READ_FILES, SENTENCEPIECE_TYPES, TokenizerConfig
 from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.plain import parse_json
-from megatron_lite.data.tokenizer_files import LARGEST_ID, contents_of, merges_of
+from megatron_lite.data.tokenizer_files import LARGEST_ID, contents_of, merges_of, read_files
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
 USUAL_VOCABULARY = 2**17  # of tiktoken
@@ -42,8 +42,7 @@ PATTERNS = {
 }
 
 
-@dataclass(frozen=True)
-class Tokenizer:
+class Tokenizer(NamedTuple):
     """A tokenizer: text to token ids and back.
 
     vocab_size: 1 + the largest id.
@@ -66,7 +65,8 @@ class Tokenizer:
         return self.end
 
     def tokenize(self, text: str) -> list[int]:
-        """Returns the ids of a text. Raises InputError for text that UTF-8 cannot encode."""
+        """Returns the ids of a text. Raises ValueError for text that UTF-8 cannot encode, or that
+        the NullTokenizer does not take."""
         check_encodes(text)
         return [int(number) for number in self.encode(text)]
 
@@ -102,14 +102,14 @@ def resolve_vocabulary(config: TokenizerConfig) -> TokenizerConfig:
 
 
 def check_encodes(text: str) -> None:
-    """Raises InputError if the text contains half of a surrogate pair.
+    """Raises ValueError if the text contains half of a surrogate pair.
 
     JSON can spell one, and a byte that is not UTF-8 arrives from a shell as one.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(
+        raise ValueError(
             f"character {error.start + 1} of the text is {text[error.start]!a}, which is no "
             "Unicode character: correct the text, it must be UTF-8"
         ) from None
@@ -130,12 +130,12 @@ def _null(config: TokenizerConfig) -> Tokenizer:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise InputError(
+            raise ValueError(
                 f"--tokenizer-type NullTokenizer takes token ids with spaces between them: {error}"
             ) from None
         for token in ids:
             if not 0 <= token < eod:
-                raise InputError(
+                raise ValueError(
                     f"token id {token} is not in [0, {eod}): give a larger --vocab-size"
                 )
         return ids
@@ -149,12 +149,12 @@ def _hugging_face(config: TokenizerConfig) -> Tokenizer:
     A document ends with the eos_token of tokenizer_config.json. If the vocabulary has no such
     token, it ends with <|endoftext|> or </s>.
     """
-    file = _file_of(config, "tokenizer_model")
+    (file,), contents = _read(config)
     library = _imported("tokenizers")
-    tokenizer = _parsed(file, library.Tokenizer.from_buffer, _contents(config, file))
-    beside = os.path.join(os.path.dirname(file), "tokenizer_config.json")
-    named = _eos_token(beside) if os.path.lexists(beside) else None
-    return _of_library(file, tokenizer, (named, *END_OF_DOCUMENT) if named else END_OF_DOCUMENT)
+    tokenizer = _parsed(file, library.Tokenizer.from_buffer, contents)
+    beside = file.with_name("tokenizer_config.json")
+    named = [_eos_token(beside)] if os.path.lexists(beside) else []
+    return _of_library(file, tokenizer, (*filter(None, named), *END_OF_DOCUMENT))
 
 
 def _gpt2(config: TokenizerConfig) -> Tokenizer:
@@ -162,18 +162,19 @@ def _gpt2(config: TokenizerConfig) -> Tokenizer:
 
     A document ends with <|endoftext|>. In a text, these characters are ordinary characters.
     """
-    files = [_file_of(config, field) for field in ("vocab_file", "merge_file")]
+    files, (vocabulary, merges) = _read(config)
     library = _imported("tokenizers")
-    vocabulary, merges = _contents(config, *files)
     words = parse_json(vocabulary, longest=None)
     pairs = merges_of(merges.decode("utf-8-sig"))
-    tokenizer = library.Tokenizer(_parsed(" and ".join(files), library.models.BPE, (words, pairs)))
+    tokenizer = library.Tokenizer(
+        _parsed(" and ".join(map(str, files)), library.models.BPE, (words, pairs))
+    )
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
     return _of_library(files[0], tokenizer, END_OF_DOCUMENT[:1])
 
 
-def _of_library(source: str, tokenizer: Any, ends: Sequence[str]) -> Tokenizer:
+def _of_library(source: object, tokenizer: Any, ends: Sequence[str]) -> Tokenizer:
     """Returns a tokenizer of the `tokenizers` library. The first token of `ends` that it has ends a
     document.
 
@@ -203,13 +204,11 @@ def _sentencepiece(config: TokenizerConfig) -> Tokenizer:
     Its ids are the model's own, without a token for the start of a text. A document ends with the
     model's end-of-sentence token.
     """
-    file = _file_of(config, "tokenizer_model")
+    (file,), contents = _read(config)
     library = _imported("sentencepiece")
     # The processor would take any folder or longer text for a path as well.
     read = _parsed(
-        file,
-        lambda content: library.SentencePieceProcessor(model_proto=content),
-        _contents(config, file),
+        file, lambda content: library.SentencePieceProcessor(model_proto=content), contents
     )
     end = int(read.eos_id())
     none = f"{file} has no end-of-sentence token, which ends a document: train it with an eos_id"
@@ -230,7 +229,7 @@ def _tiktoken(config: TokenizerConfig) -> Tokenizer:
     N is --tiktoken-num-special-tokens and V is --vocab-size. Where a text has the characters of a
     special token, they become that token.
     """
-    file = _file_of(config, "tokenizer_model")
+    (file,), contents = _read(config)
     size = config.vocab_size or USUAL_VOCABULARY
     named = config.tokenizer_special_tokens or SPECIAL_TOKENS
     count = config.tiktoken_num_special_tokens
@@ -242,11 +241,9 @@ def _tiktoken(config: TokenizerConfig) -> Tokenizer:
     names = (*named, *(f"<SPECIAL_{i}>" for i in range(len(named), count)))
     if len(set(names)) < len(names):
         raise InputError("--tokenizer-special-tokens: two special tokens have one name")
-    ranks = _parsed(
-        file, lambda content: _ranks(content, size - count, first=count), _contents(config, file)
-    )
+    ranks = _parsed(file, lambda content: _ranks(content, size - count, first=count), contents)
     encoding = _imported("tiktoken").Encoding(
-        name=os.path.basename(file),
+        name=file.name,
         pat_str=PATTERNS[config.tiktoken_pattern or "v2"],
         mergeable_ranks=ranks,
         special_tokens={name: number for number, name in enumerate(names)},
@@ -268,29 +265,24 @@ TOKENIZERS = {
 }
 
 
-def _file_of(config: TokenizerConfig, field: str) -> str:
-    """Returns the path of a file, which may be given as its folder."""
-    path = str(getattr(config, field))
-    name = READ_FILES[str(config.tokenizer_type)][field]
-    file = os.path.join(path, name) if os.path.isdir(path) else path
-    if not os.path.exists(file):
-        raise InputError(
-            f"{flag(field)} {file}: no such file (tokenizers are read from local files, never "
-            "downloaded)"
-        )
-    return file
-
-
-def _contents(config: TokenizerConfig, *files: str) -> tuple[bytes, ...]:
-    """Returns the checked contents of the tokenizer's files."""
-    names = READ_FILES[str(config.tokenizer_type)].values()
+def _read(config: TokenizerConfig) -> tuple[list[Path], list[bytes]]:
+    """Returns the paths of the tokenizer's files and their checked contents."""
+    files = read_files(config)
+    for field, file in zip(READ_FILES[str(config.tokenizer_type)], files.values(), strict=True):
+        if not file.exists():
+            raise InputError(
+                f"{flag(field)} {file}: no such file (tokenizers are read from local files, never "
+                "downloaded)"
+            )
     try:
-        return tuple(contents_of(zip(names, map(Path, files), strict=True)).values())
+        contents = contents_of(files.items())
     except OSError as error:
-        raise InputError(f"{' and '.join(files)}: cannot be read ({error})") from error
+        named = " and ".join(map(str, files.values()))
+        raise InputError(f"{named}: cannot be read ({error})") from error
+    return [*files.values()], [*contents.values()]
 
 
-def _parsed(source: str, parse: Callable[..., Any], contents: Sequence[Any]) -> Any:
+def _parsed(source: object, parse: Callable[..., Any], contents: Sequence[Any]) -> Any:
     """Returns what a library makes of a file's contents. Raises InputError, with its reason."""
     try:
         return parse(*contents)
@@ -298,7 +290,7 @@ def _parsed(source: str, parse: Callable[..., Any], contents: Sequence[Any]) -> 
         raise InputError(f"{source}: not a tokenizer that can be read ({error})") from error
 
 
-def _size(source: str, size: int) -> int:
+def _size(source: object, size: int) -> int:
     if size == 0:
         raise InputError(f"{source}: a vocabulary without tokens")
     return size
@@ -308,16 +300,14 @@ def _imported(name: str) -> Any:
     return module_of_extra(name, "tokenizers", needed_by="this tokenizer")
 
 
-def _eos_token(path: str) -> str | None:
-    content = contents_of([("tokenizer_config.json", Path(path))])["tokenizer_config.json"]
+def _eos_token(path: Path) -> str | None:
+    content = contents_of([("tokenizer_config.json", path)])["tokenizer_config.json"]
     token = plain.parse_object(content).get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
         raise InputError(f"{path}: eos_token must be a text (got {plain.quoted(name)})")
-    try:
+    with input_faults(f"{path}: "):
         check_encodes(name or "")
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
     return name
 
 

@@ -97,7 +97,7 @@ class Sizes:
     attends: bool = True
 
     @classmethod
-    def of(cls, config: RunConfig, *, device: str, stage: Stage | None = None) -> Sizes:
+    def of(cls, config: RunConfig, device: str, stage: Stage | None = None) -> Sizes:
         """Returns the sizes of one pipeline stage, or of the whole model if `stage` is None.
 
         Raises ValueError if the size of the vocabulary is not known.

@@ -40,14 +40,9 @@ def document(template: str, title: str, notes: Sequence[str] = (), **values: Any
         finalize=lambda value: value if hasattr(value, "__html__") else printable(str(value)),
     )
     environment.filters.update(
-        gib=lambda num_bytes: f"{num_bytes / GIB:,.2f}",
-        number=number,
-        shell=shell_lines,
-        short=lambda text: shortened(text, 120),
+        gib=lambda num_bytes: f"{num_bytes / GIB:,.2f}", number=number, shell=shell_lines
     )
-    return environment.get_template(template).render(
-        title=shortened(title, 120), notes=notes, **values
-    )
+    return environment.get_template(template).render(title=title, notes=notes, **values)
 
 
 def picture(draw: Callable[..., Any], *values: Any) -> Any:
@@ -75,15 +70,11 @@ def svg_text(figure: Any) -> str:
 
 def printable(text: str) -> str:
     """Returns the text without characters that cannot be printed, and not endlessly long."""
+    if len(text) > LONGEST_TEXT:
+        text = f"{text[: LONGEST_TEXT - 3]}..."
     return "".join(
-        one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}"
-        for one in shortened(text)
+        one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text
     )
-
-
-def shortened(text: str, length: int = LONGEST_TEXT) -> str:
-    """Returns the text, or its beginning and "..." if it has more characters than `length`."""
-    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def number(value: float | None) -> str:

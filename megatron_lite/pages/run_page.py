@@ -86,8 +86,11 @@ def read_run(paths: Sequence[str]) -> RunRecord:
     for log in logs:
         if input_size(log) > MOST_BYTES:
             run.notices.append(f"{log.name} is larger than {MOST_BYTES >> 20} MiB: left out")
-        else:
-            _read_log(log, run)
+            continue
+        for line in _lines(log):  # of several evaluations after one iteration the last counts
+            found = EVALUATION.search(line.decode(errors="replace"))
+            if found and (loss := figure(float(found[3]))) is not None:
+                run.logged.setdefault(found[1], {})[int(found[2])] = loss
     for at, row in run.rows.items():
         if row["skipped"] or row["nan"]:
             text = "the loss is NaN or infinite" if row["nan"] else ""
@@ -98,13 +101,9 @@ def read_run(paths: Sequence[str]) -> RunRecord:
 def figure(value: object) -> float | None:
     """Returns a value if it is a number that a run may have, else None. true and false are 1 and
     0."""
-    try:
-        number = float(value) if isinstance(value, (int, float)) else math.nan
-    except OverflowError:
-        return None
-    if not abs(number) <= LARGEST:
-        return None
-    return number if abs(number) >= SMALLEST else 0.0
+    if isinstance(value, (int, float)) and abs(value) <= LARGEST:
+        return float(value) if abs(value) >= SMALLEST else 0.0
+    return None
 
 
 def _metrics_and_logs(paths: Sequence[str]) -> tuple[Path, list[Path]]:
@@ -153,7 +152,7 @@ def _lines(path: Path) -> Iterator[bytes]:
                 line = file.readline(LONGEST_LINE)
 
 
-def _rows(path: Path) -> Iterator[dict[str, object] | None]:
+def _rows(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yields the rows of a metrics file, and None for any other line."""
     for line in _lines(path):
         try:
@@ -178,7 +177,6 @@ def _read_metrics(path: Path, run: RunRecord) -> None:
             not_rows += 1
             continue
         iteration = row["iteration"]
-        assert isinstance(iteration, int)
         if iteration <= last:
             while run.rows and last >= iteration:
                 run.rows.popitem()
@@ -200,14 +198,6 @@ def _read_summary(path: Path, run: RunRecord) -> None:
         return
     found = {name: figure(value) for name, value in values.items()}
     run.summary = {name: value for name, value in found.items() if value is not None}
-
-
-def _read_log(path: Path, run: RunRecord) -> None:
-    """Takes the evaluations of a log; of several after one iteration the last."""
-    for line in _lines(path):
-        found = EVALUATION.search(line.decode(errors="replace"))
-        if found and (loss := figure(float(found[3]))) is not None:
-            run.logged.setdefault(found[1], {})[int(found[2])] = loss
 
 
 PANELS = (  # title, size of the unit, what it shows

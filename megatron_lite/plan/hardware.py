@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, input_faults
-from megatron_lite.config.input_file import read_input_text
-from megatron_lite.config.plain import LARGEST_TEXT, from_plain, parse_json, shown
+from megatron_lite.config.input_file import read_json
+from megatron_lite.config.plain import from_plain, shown
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.description.operations import (
     ALL_GATHER,
@@ -204,25 +204,24 @@ class Hardware:
 
     def collective_seconds(self, collective: Collective, group: Group) -> float:
         """Returns the time of one collective of a group of ranks."""
-        if group.size == 1:
+        size, per_node, rounds = group.size, group.per_node(self), ROUNDS[collective.kind]
+        if size == 1:
             return 0.0
-        link, rounds = self.between, ROUNDS[collective.kind]
-        bandwidth = link.bandwidth * min(group.size, group.per_node(self))
-        if group.is_inside_a_node(self):
-            link, bandwidth = self.inside, self.inside.bandwidth
-        received = (
-            collective.num_bytes
-            if collective.kind == SHIFT
-            else rounds * collective.num_bytes * (group.size - 1) / group.size
+        received = rounds * collective.num_bytes * (size - 1) / size
+        steps = rounds * math.ceil(math.log2(size))
+        if collective.kind == SHIFT:
+            received, steps = collective.num_bytes, 1
+        link, cards = self.inside, per_node
+        if per_node < size:
+            # The ranks of a group that share a node use the network cards of all of them.
+            link = self.between
+            if collective.kind == ALL_TO_ALL:
+                # Each rank's own card brings what it gets from other nodes.
+                received, cards = collective.num_bytes * (1 - per_node / size), 1
+        # No byte travels faster than inside a node.
+        return steps * link.latency_s + received / min(
+            link.bandwidth * cards, self.inside.bandwidth
         )
-        if collective.kind == ALL_TO_ALL and link is self.between:
-            # Each rank's own card brings what it gets from other nodes.
-            received = collective.num_bytes * (1 - group.per_node(self) / group.size)
-            bandwidth = link.bandwidth
-        steps = 1 if collective.kind == SHIFT else rounds * math.ceil(math.log2(group.size))
-        # The ranks of a group that share a node use the network cards of all of them, but no
-        # byte travels faster than inside a node.
-        return steps * link.latency_s + received / min(bandwidth, self.inside.bandwidth)
 
     def _rounds(self, m: float, n: int, batch: int) -> tuple[int, float]:
         """Returns how many rounds of tiles a matmul takes, and the share of the multiprocessors'
@@ -294,7 +293,13 @@ def load_hardware(name: str) -> Hardware:
             "or the path of a .json file (python -m megatron_lite.tools.calibrate writes one)"
         )
     with input_faults(f"{path}: "):
-        return from_json(read_input_text(path, LARGEST_TEXT))
+        values = read_json(path)
+        if isinstance(values, dict) and "like" in values:
+            like = values.pop("like")
+            if like not in machine_names():
+                raise ValueError(f"like must be one of {', '.join(machine_names())} (got {like!r})")
+            values = _completed(values, read_json(MACHINES / f"{like}.json"))
+        return from_plain(Hardware, values, "the machine")
 
 
 def save_hardware(machine: Hardware, path: str) -> None:
@@ -317,7 +322,7 @@ def machine_for_policy(machine: str | None, *, device: str, gpu_name: str | None
     device: "cpu" or "cuda". gpu_name: the name of the GPU, or None if there is none here.
     Raises InputError if no machine is known for the GPU.
     """
-    if machine or device != "cuda":
+    if machine is not None or device != "cuda":
         return load_hardware(machine or CPU_MACHINE)
     if found := machine_of_gpu(gpu_name or ""):
         return found
@@ -327,22 +332,6 @@ def machine_for_policy(machine: str | None, *, device: str, gpu_name: str | None
         f"{', '.join(machine_names())}, or a file of python -m "
         "megatron_lite.tools.calibrate"
     )
-
-
-def from_json(text: str) -> Hardware:
-    """Returns the machine that a JSON text describes.
-
-    Raises ValueError if the text is not JSON, if a figure is missing, unknown or of the wrong type,
-    or if one is outside its bounds.
-    """
-    values = parse_json(text)
-    if isinstance(values, dict) and "like" in values:
-        like = values.pop("like")
-        if like not in machine_names():
-            raise ValueError(f"like must be one of {', '.join(machine_names())} (got {like!r})")
-        whole = parse_json(read_input_text(MACHINES / f"{like}.json", LARGEST_TEXT))
-        values = _completed(values, whole)
-    return from_plain(Hardware, values, "the machine")
 
 
 def _completed(own: Any, whole: Any) -> Any:

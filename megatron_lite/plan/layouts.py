@@ -120,7 +120,7 @@ def _possible(problem: Problem, num_ranks: int, base: RunConfig, row: Row) -> It
             yield config
 
 
-def states_on_host(config: RunConfig, num_ranks: int, pp_rank: int = 0) -> int:
+def states_on_host(config: RunConfig, num_ranks: int, pp_rank: int) -> int:
     """Returns the bytes of optimizer states that a rank has in host memory."""
     parallel = config.parallel
     size = parallel.data_parallel_size(num_ranks) * parallel.context_parallel_size
@@ -289,26 +289,26 @@ def _spreads(problem: Problem, num_ranks: int, row: Row) -> list[Row]:
     for size in range(1, model.num_experts + 1):
         for shared in {tensor, 1} if size in (1, model.num_experts) else {1}:
             is_new = size > 1 or shared != tensor
-            if is_new and num_ranks // row[PIPELINE] % (size * shared * copies) == 0:
+            rest = model.num_experts % size, num_ranks // row[PIPELINE] % (size * shared * copies)
+            if is_new and not any(rest):
                 kind = "allgather" if size <= model.moe_router_topk else "alltoall"
                 found.append(dict(zip(EXPERTS, (size, shared, kind), strict=True)))
-    return [one for one in found if model.num_experts % one.get(EXPERTS[0], 1) == 0]
+    return found
 
 
 def variants(problem: Problem, num_ranks: int, config: RunConfig) -> Iterator[RunConfig]:
     """Yields a layout of `layouts` with every exchange and spread of experts that are not fixed."""
     parallel, fixed = config.parallel, problem.fixed.keys()
     row = vars(parallel) | vars(config.data_parallel)
-    ways: Sequence[Row] = [{}]
+    ways: list[Row] = [{}]
     if parallel.context_parallel_size > 1 and EXCHANGE not in fixed:
         ways = [{EXCHANGE: kind} for kind in _ways(problem)]
-    spreads: Sequence[Row] = [{}]
-    if not fixed & {*EXPERTS}:
+    if fixed.isdisjoint(EXPERTS):
         alone = dict(zip(EXPERTS, (1, None, "allgather"), strict=True))
-        spreads = [{**alone, **one} for one in _spreads(problem, num_ranks, row)]
+        spreads = _spreads(problem, num_ranks, row)
+        ways = [{**way, **alone, **spread} for way in ways for spread in spreads]
     for way in ways:
-        for spread in spreads:
-            yield from _possible(problem, num_ranks, config, {**way, **spread})
+        yield from _possible(problem, num_ranks, config, way)
 
 
 def _micro_batches(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:

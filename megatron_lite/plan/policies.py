@@ -144,36 +144,13 @@ def best_mix(
     if bound is None:
         return None
     longest = max(one.seconds for one in choices)
+    cheapest, price = _cheapest(choices, bound.price), bound.price
     for slack in (longest / 8, longest, math.inf):
-        best = _fastest(choices, num_layers, in_flight, limit, bound.price, slack)
-        if best is not None and best.seconds <= bound.seconds + slack:
-            counts, places = Counter[int](), best.places
-            while places:
-                place, places = places
-                counts[place] += 1
-            return tuple(counts[place] for place in range(len(choices)))
-    return None
-
-
-def _fastest(
-    choices: Sequence[LayerChoice],
-    num_layers: int,
-    in_flight: int,
-    limit: int,
-    price: float,
-    slack: float,
-) -> _Beginning | None:
-    """Returns the fastest whole stage of those that cost at most `slack` more than the cheapest.
-
-    price: the seconds that a kept byte costs.
-    """
-    cheapest = _cheapest(choices, price)
-    found: list[list[_Beginning]] = [[] for _ in range(num_layers + 1)]
-    found[0] = [_Beginning(0, 0, 0.0)]
-    for place in layer_order(choices):
-        choice = choices[place]
-        for done in range(num_layers):  # one more layer of this choice
-            more = []
+        # The fastest whole stage of those that cost at most `slack` more than the cheapest.
+        found: list[list[_Beginning]] = [[] for _ in range(num_layers + 1)]
+        found[0] = [_Beginning(0, 0, 0.0)]
+        for place, done in itertools.product(layer_order(choices), range(num_layers)):
+            choice, more = choices[place], []  # one more layer of this choice
             for one in found[done]:
                 kept, seconds = one.kept + choice.kept, one.seconds + choice.seconds
                 fullest = max(one.fullest, kept + choice.rebuilt)
@@ -182,7 +159,14 @@ def _fastest(
                     more.append(_Beginning(kept, fullest, seconds, (place, one.places)))
             if more:
                 found[done + 1] = _useful([*found[done + 1], *more])
-    return min(found[-1], key=lambda one: one.seconds, default=None)
+        best = min(found[-1], key=lambda one: one.seconds, default=None)
+        if best and best.seconds <= bound.seconds + slack:
+            counts, places = Counter[int](), best.places
+            while places:
+                place, places = places
+                counts[place] += 1
+            return tuple(counts[place] for place in range(len(choices)))
+    return None
 
 
 def _useful(found: Iterable[_Beginning]) -> list[_Beginning]:
@@ -211,7 +195,7 @@ def layer_choices(config: RunConfig, clock: Clock, *, host: bool) -> tuple[Layer
     differ (windows, rotary embeddings), the first layer stands for all.
     host: whether kept tensors may go to host memory.
     """
-    sizes = layer_sizes(Sizes.of(config, device=clock.hardware.device))
+    sizes = layer_sizes(Sizes.of(config, clock.hardware.device))
     recompute = config.recompute
     host = host and config.training.cuda_graph_impl == "none"  # a graph cannot wait for copies
     skip_tail = recompute.recompute_tail_skip and not recompute.recompute_verify
@@ -222,8 +206,7 @@ def layer_choices(config: RunConfig, clock: Clock, *, host: bool) -> tuple[Layer
 def _useful_choices(
     model: ModelConfig, sizes: Sizes, clock: Clock, skip_tail: bool, host: bool
 ) -> tuple[LayerChoice, ...]:
-    on_device = sizes.device != "cpu"
-    stores = ["device", "host"] if host and on_device else ["device"]
+    stores = ["device", "host"] if host and sizes.device != "cpu" else ["device"]
     # Each tensor-parallel rank keeps a part of a unit's input.
     splits: list[Store] = ["split", "split+host"] if host else ["split"]
     if sizes.tp_size == 1 or sizes.sequence_parallel:

@@ -159,8 +159,8 @@ class RankMixes:
     def least(self) -> list[StageMix]:
         """Returns the mixes of the one choice with which a layer takes the fewest bytes."""
         least = min(self.on_device, key=lambda one: one.kept + one.rebuilt)
-        own = self.stages[: self.size]
-        return [StageMix((least,), (stage.num_layers,), 0.0) for stage in own]
+        counts = (stage.num_layers for stage in self.stages[: self.size])
+        return [StageMix((least,), (count,), 0.0) for count in counts]
 
     def mixes(self, spaces: Mapping[int, int]) -> list[StageMix] | None:
         """Returns the fastest mix of every rank, or None if one has none."""
@@ -247,7 +247,7 @@ class RankMixes:
         """Returns the run with the smallest peak among units of several lengths."""
         longest = max(stage.num_layers for stage in self.stages)
         config = self.run.config
-        sizes = Sizes.of(config, device=self.run.hardware.device)
+        sizes = Sizes.of(config, self.run.hardware.device)
         tiles = max(tile_counts(config.model, sizes, LayerAction(unit=1)))
         in_tiles = f"+mlp/{tiles}" if tiles > 1 else ""
         found = [

@@ -113,8 +113,7 @@ class Search:
         tried: list[tuple[RunConfig, StepTime]] = []
         plans, too_large = self._ranked(tried, budget_bytes, most)
         if not plans:
-            smallest = self._smallest(too_large)
-            return SearchResult((), len(tried), smallest=smallest)
+            return SearchResult((), len(tried), smallest=self._smallest(too_large))
         limit = BETTER * plans[0].time.seconds
         by_time = sorted(tried, key=lambda one: one[1].seconds)
         faster = [config for config, time in by_time if time.seconds < limit]
@@ -128,6 +127,7 @@ class Search:
 
         tried: a list to which the layouts are added.
         """
+        problem, ranks = self.problem, self.num_ranks
         number = itertools.count()  # decides between equal bounds
         heap: list[tuple[float, int, int, RunConfig, StepTime, Plan | None]] = []
 
@@ -143,17 +143,15 @@ class Search:
 
         def push_new(configs: Iterable[RunConfig], station: int) -> None:
             for config in configs:
-                time = self.time(config, bound=True)
-                tried.append((config, time))
-                seconds = balanced(config, time) if station == 1 else time.seconds
+                time = self.time(config, bound=True, sends=station > 0)
+                chunks = most_virtual(problem, config)
+                # At later stations the cut of the layers is that of the layout.
+                seconds = time.seconds if station > 1 else self._balanced(config, time, chunks)
+                if station:
+                    tried.append((config, time))
                 push(seconds, station, config, time)
 
-        def balanced(config: RunConfig, time: StepTime) -> float:
-            return self._balanced(config, time, most_virtual(self.problem, config))
-
-        for config in layouts(self.problem, self.num_ranks):
-            time = self.time(config, bound=True, sends=False)
-            push(balanced(config, time), 0, config, time)
+        push_new(layouts(problem, ranks), 0)
         plans: dict[object, Plan] = {}
         fastest = defaultdict[object, float](lambda: math.inf)  # of the plans of a shape so far
         too_large = []
@@ -170,16 +168,16 @@ class Search:
             elif fitted > MORE_FITTED:
                 continue
             elif station == 0:
-                push_new(variants(self.problem, self.num_ranks, config), 1)
+                push_new(variants(problem, ranks, config), 1)
             elif station == 1:
-                for one in (config, *virtuals(self.problem, self.num_ranks, config)):
+                for one in (config, *virtuals(problem, ranks, config)):
                     push(self._balanced(one, time), 2, one, time)
             elif station == 2:
                 if config.parallel.num_virtual_stages_per_pipeline_rank is None:
                     push(time.seconds, 3, config, time)
                 else:  # its time is that of one stage on each rank
                     push_new([config], 3)
-                push_new(recuts(self.problem, config), 3)
+                push_new(recuts(problem, config), 3)
             elif bound > BETTER * fastest[shape]:
                 continue
             elif station == 3:
@@ -188,7 +186,7 @@ class Search:
                     too_large.append(config)
                 else:
                     push(seconds, 4, config, time)
-                    push_new(savers(self.problem, config), 3)
+                    push_new(savers(problem, config), 3)
             else:
                 fitted += bool(plans)
                 chosen = self.fit(config, budget_bytes)
@@ -260,11 +258,8 @@ def _shape(config: RunConfig) -> tuple[object, ...]:
     Of several layouts with one key, only the fastest counts.
     """
     parallel = config.parallel
-    return (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        kind_of(config),
-    )
+    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    return *sizes, kind_of(config)
 
 
 def _handicap(config: RunConfig) -> float:

@@ -94,30 +94,10 @@ def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
     more where both are near, since each has parts in which it waits for the other. On a CPU both
     are the same cores.
     """
-    clock = run.clock
-    sizes = Sizes.of(run.config, device=clock.hardware.device, stage=stage)
-    computed = _computed(run, stage, plan, sizes)
-    transfers = _transfers(run, stage, plan, sizes, [one.seconds for one in computed])
-    return StageTime(
-        *(
-            Work({**one.terms, HOST_PACE: _host_pace(clock, one), **terms}, one.host)
-            for one, terms in zip(computed, transfers, strict=True)
-        )
-    )
-
-
-def _host_pace(clock: Clock, work: Work) -> float:
-    """Returns by how much the host delays the device."""
-    if clock.hardware.shares_cores:
-        return work.host
-    return math.sqrt(math.hypot(work.seconds**2, work.host**2)) - work.seconds
-
-
-def _computed(run: TimedRun, stage: Stage, plan: RecomputePlan, sizes: Sizes) -> StageTime:
-    """Returns the work of forward and of backward besides copies and gathers of weights."""
     model, clock = run.config.model, run.clock
-    ends = _ends(model, replace(sizes, first_layer=0), clock)
+    sizes = Sizes.of(run.config, clock.hardware.device, stage)
     inner = layer_sizes(sizes)
+    ends = _ends(model, replace(sizes, first_layer=0), clock)
     once = StageTime.of([(ends, 1.0), (_layers(model, inner, stage.num_layers, clock), 1.0)])
     skip, budget = plan.skip_tail, run.config.recompute.activation_memory_budget
     backward = [(once.backward, 1.0)] + [
@@ -131,7 +111,15 @@ def _computed(run: TimedRun, stage: Stage, plan: RecomputePlan, sizes: Sizes) ->
     summed = _summed_bytes(run) * stage_parameters(run.config, stage)
     seconds = clock.hardware.memory_seconds(summed) + clock.hardware.kernel_s
     backward.append((clock.work(GRADIENT_SUMS, seconds, 1.0), 1.0))
-    return StageTime(once.forward, sum_of(backward))
+    computed = once.forward, sum_of(backward)  # besides copies and gathers of weights
+    transfers = _transfers(run, stage, plan, sizes, [one.seconds for one in computed])
+    halves = []
+    for work, terms in zip(computed, transfers, strict=True):
+        delay = work.host  # of the device by the host
+        if not clock.hardware.shares_cores:
+            delay = math.sqrt(math.hypot(work.seconds**2, work.host**2)) - work.seconds
+        halves.append(Work({**work.terms, HOST_PACE: delay, **terms}, work.host))
+    return StageTime(*halves)
 
 
 def _transfers(
@@ -210,9 +198,9 @@ def _replay(
     layers = describe_layers(model, sizes, stop, (segment.tiles,) * stop)
     works = [
         clock.pointwise(one, REPLAYED_MEMORY_BOUND, backward=False)
-        for one in replayed_operations(layers, segment, skip_tail=skip_tail)
+        for one in replayed_operations(layers, segment, skip_tail)
     ]
-    for operation, call in replayed_calls(layers, segment, skip_tail=skip_tail):
+    for operation, call in replayed_calls(layers, segment, skip_tail):
         works += clock.call(operation, call, REPLAYED_MATMULS)
     starts = segment.num_layers * len(segment.regions) * REGION_START or 1.0
     works.append(Work({REPLAYED_MEMORY_BOUND: 0.0}, starts * clock.mode.replay_s))

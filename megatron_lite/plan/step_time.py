@@ -77,22 +77,22 @@ class StepTime(NamedTuple):
         """The tokens of all ranks per second."""
         return self.tokens / self.seconds
 
-    @property
-    def mfu(self) -> float:
-        """The share of the peak that the model FLOPs use, from 0 to 1."""
-        return self.ideal_seconds / self.seconds
-
 
 def step_time(
     config: RunConfig,
     hardware: Hardware,
     num_ranks: int,
     *,
+    all_stages: Sequence[Stage] | None = None,
+    transfer_bytes: int | None = None,
     bound: bool = False,
     sends: bool = True,
 ) -> StepTime:
     """Returns the time of one step of the full batch.
 
+    all_stages: other stages than the flags describe, in the order of the model.
+    transfer_bytes: the bytes that a rank sends to the next stage, if they are not its hidden
+        states.
     bound: whether to return a lower bound, in less time: the pipeline's longest simple path instead
         of a simulation.
     sends: whether what context- and expert-parallel ranks exchange takes time.
@@ -108,9 +108,9 @@ def step_time(
         clock = clock._replace(cp=Group(1), ep=Group(1))
     run = TimedRun(config, clock, Group(dp_size * parallel.context_parallel_size, t))
     pipeline = Group(p, run.data_parallel.size * t)
-    own_stages = _alike(config)
+    own_stages = _alike(config, all_stages or config.stages())
     passages = _passages(run, own_stages, num_microbatches)
-    sent = Shape(model, Sizes.of(config, device=hardware.device)).residual
+    sent = transfer_bytes or Shape(model, Sizes.of(config, hardware.device)).residual
     link = hardware.inside if pipeline.is_inside_a_node(hardware) else hardware.between
     transfer = link.latency_s + sent / link.bandwidth
     durations = Durations(
@@ -202,13 +202,13 @@ def _terms(
     return {term: pace * seconds for term, seconds in terms.items() if seconds > 0.0}
 
 
-def _alike(config: RunConfig) -> tuple[Stage, ...]:
-    """Returns the stages of a run with alike ones as one, so that caches of their times find them.
+def _alike(config: RunConfig, all_stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Returns the stages with alike ones as one, so that caches of their times find them.
 
     Without rules that name a stage, only its layers count, and which end of the model it holds.
     """
     if any(rule.stage is not None for rule in config.recompute.policy.rules):
-        return config.stages()
+        return tuple(all_stages)
     differ = layers_differ(config.model, config.parallel.cp_comm_type)
     return tuple(
         Stage(
@@ -219,7 +219,7 @@ def _alike(config: RunConfig) -> tuple[Stage, ...]:
             first_layer=stage.first_layer * differ,
             num_layers=stage.num_layers,
         )
-        for stage in config.stages()
+        for stage in all_stages
     )
 
 
@@ -247,10 +247,10 @@ def update_time(
     embeddings: the ranks that share a tied embedding.
     forward, backward: the seconds of one micro-batch in all stages of the rank.
     """
-    config, clock = run.config, run.clock
-    options, element, hardware = config.data_parallel, clock.element_bytes, run.clock.hardware
+    config, clock, settings = run.config, run.clock, run.config.optimizer
+    options, element, hardware = config.data_parallel, clock.element_bytes, clock.hardware
     bucket = options.bucket_size(run.data_parallel.size)
-    narrow = options.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
+    narrow = options.grad_reduce_in_bf16 or settings.main_grads_dtype == "bf16"
     sent = 2 if narrow else FLOAT32
     reduction = hardware.collective_seconds(_tied_gradient(config, stages), embeddings)
     gather, own = 0.0, 0.0
@@ -270,15 +270,14 @@ def update_time(
         seconds = hardware.collective_seconds(Collective(ALL_GATHER, element * parameters), shares)
         gather += clock.reduced(seconds, parts, forward)
     written = element if element < FLOAT32 else 0
-    moved = UPDATE_BYTES + 2 * sum(config.optimizer.state_bytes(of_matrix=False)) + written
-    settings = config.optimizer
+    moved = UPDATE_BYTES + 2 * sum(settings.state_bytes(of_matrix=False)) + written
     hosted = settings.optimizer_offload_fraction * settings.optimizer_cpu_offload * own
     update = hardware.memory_seconds(moved * (own - hosted))
     parts = sum(stage.num_layers for stage in stages)
     if run.data_parallel.size > 1:
         parts = 1 if bucket is None else math.ceil(own / bucket)
     on_host = _on_host(settings, clock, hosted, max(1, parts), backward)
-    if config.optimizer.optimizer == MUON:
+    if settings.optimizer == MUON:
         ranks = run.shares(run.data_parallel)[0]
         update += _muon(run, stages, ranks.size if shares_out else 1)
     return UpdateTime(reduction, update, on_host, gather)
@@ -339,7 +338,7 @@ def _muon(run: TimedRun, stages: Sequence[Stage], shards: int) -> float:
     t = clock.tp.size if options.muon_tp_mode == "duplicated" else 1
     seconds, elements, number = 0.0, 0, 0
     for stage in stages:
-        sizes = Sizes.of(run.config, device=clock.hardware.device, stage=stage)
+        sizes = Sizes.of(run.config, clock.hardware.device, stage)
         for layer, count in describe_kinds(run.config.model, sizes, stage.num_layers):
             for operation in layer.operations:
                 for parameter in operation.parameters:

@@ -179,9 +179,7 @@ def _changes(search: Search, base: RunConfig) -> Iterator[tuple[str, Search, Map
         for kind, flags in KINDS.items():
             if kind != kind_of(base):
                 yield kind, search, flags
-    node = problem.hardware.ranks_per_node
-    more = ranks + node if ranks >= node else 2 * ranks
-    for count in (more, 2 * ranks):
+    for count in (ranks + min(ranks, problem.hardware.ranks_per_node), 2 * ranks):
         with suppress(ValueError):  # the batch does not divide over so many
             base.training.num_microbatches(base.parallel.data_parallel_size(count))
             yield f"{count} GPUs", Search(problem, count), {}

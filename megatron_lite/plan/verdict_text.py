@@ -40,8 +40,8 @@ DAY_S = 86400.0
 class Training(NamedTuple):
     """The length of a training run and the price of a GPU, for the days and the cost of a plan."""
 
-    tokens: int | None = None
-    price_per_gpu_hour: float | None = None
+    tokens: int | None
+    price_per_gpu_hour: float | None
 
     def plain(self, plan: Plan) -> dict[str, float]:
         """Returns the days and the cost of a plan, as far as they are known."""
@@ -69,42 +69,43 @@ def plain_verdict(one: FitVerdict, hardware: Hardware, training: Training) -> di
         "largest_micro_batch_size": largest and largest.config.training.micro_batch_size,
         "neighbours": [
             {
-                "change": neighbour.change,
-                "fits": neighbour.fits,
-                "peak_bytes": neighbour.plan.peak.num_bytes,
-                "step_seconds": neighbour.plan.time.seconds,
-                "band": neighbour.plan.time.band,
-                "tokens_per_second": neighbour.plan.time.tokens_per_second,
+                "change": change,
+                "fits": fits,
+                "peak_bytes": plan.peak.num_bytes,
+                "step_seconds": plan.time.seconds,
+                "band": plan.time.band,
+                "tokens_per_second": plan.time.tokens_per_second,
             }
-            for neighbour in one.neighbours
+            for change, plan, fits in one.neighbours
         ],
     }
 
 
 def _plain_plan(plan: Plan, hardware: Hardware, training: Training) -> dict[str, Any]:
+    config, num_ranks, peak, time = plan
     incomplete = ""
     try:
-        plan.config.check_complete_for_training()
+        config.check_complete_for_training()
     except ValueError as error:
         incomplete = str(error)
     return {
-        "command": command(plan.config, hardware, plan.num_ranks),
+        "command": command(config, hardware, num_ranks),
         "incomplete": incomplete,
-        "config": parse_json(plan.config.to_json()),
+        "config": parse_json(config.to_json()),
         "layout": _layout(plan),
-        "recompute_policy": str(plan.config.recompute.policy),
-        "pipeline_rank": plan.peak.rank,
-        "moment": plan.peak.moment,
-        "peak_bytes": plan.peak.num_bytes,
-        "peak_terms": plain_terms(plan.peak.terms),
-        "kept_on_host_bytes": plan.peak.on_host,
-        "states_on_host_bytes": states_on_host(plan.config, plan.num_ranks, plan.peak.rank),
-        "step_seconds": plan.time.seconds,
-        "band": plan.time.band,
-        "step_terms": dict(plan.time.terms),
-        "tokens_per_second": plan.time.tokens_per_second,
-        "mfu": plan.time.mfu,
-        "extra_flops": extra_flops(plan.config, hardware.device),
+        "recompute_policy": str(config.recompute.policy),
+        "pipeline_rank": peak.rank,
+        "moment": peak.moment,
+        "peak_bytes": peak.num_bytes,
+        "peak_terms": plain_terms(peak.terms),
+        "kept_on_host_bytes": peak.on_host,
+        "states_on_host_bytes": states_on_host(config, num_ranks, peak.rank),
+        "step_seconds": time.seconds,
+        "band": time.band,
+        "step_terms": dict(time.terms),
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.ideal_seconds / time.seconds,  # from 0 to 1
+        "extra_flops": PolicyFlops.of(config, hardware.device).added,
         **training.plain(plan),
     }
 
@@ -168,12 +169,6 @@ def command(config: RunConfig, hardware: Hardware, num_ranks: int) -> list[str]:
         words += ["--nnodes", str(nodes), "--node-rank", "$NODE_RANK"]
         words += ["--master-addr", "$MASTER_ADDR"]
     return [*words, "-m", "megatron_lite", "train", *flags_of(config)]
-
-
-def extra_flops(config: RunConfig, device: str) -> float:
-    """Returns the FLOPs that recomputation adds, as a share of the model's."""
-    flops = PolicyFlops.of(config, device)
-    return (flops.replays + flops.chunks) / flops.model
 
 
 def lines(one: Mapping[str, Any]) -> Iterator[str]:

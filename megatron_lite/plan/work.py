@@ -144,8 +144,7 @@ class Clock(NamedTuple):
         for collective in operation.backward:
             # A gather runs beside the gradient of the input, a sum beside that of the weight.
             beside = seconds[collective.kind != ALL_GATHER]
-            taken = self.hardware.collective_seconds(collective, self.tp)
-            exposed = self.partly(taken, beside)
+            exposed = self.partly(self.hardware.collective_seconds(collective, self.tp), beside)
             yield self.work(TENSOR_PARALLEL, exposed, COLLECTIVE_LAUNCHES)
 
     def call(self, operation: Operation, call: OperatorCall, term: str) -> Iterator[Work]:

@@ -21,8 +21,8 @@ RANK_0_SPEAKS_FIRST_S = 5.0
 LONGEST_MESSAGE = 900
 
 
-def exit_status(command: Callable[[], None], program: str = "") -> int:
-    """Runs the command. Returns the exit status, 0 when it is done.
+def exit_status(command: Callable[[], object], program: str = "") -> int:
+    """Runs the command. Returns the exit status: what the command returns, or 0 for None.
 
     program: its name, as the user typed it, with which each message begins.
 
@@ -36,7 +36,8 @@ def exit_status(command: Callable[[], None], program: str = "") -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         with stoppable(), dies_without_reader():
-            command()
+            status = command()
+            return status if isinstance(status, int) else 0
     except (InputError, OSError) as error:
         rank = _rank()
         await_turn(rank, error, seconds=RANK_0_SPEAKS_FIRST_S)
@@ -44,8 +45,6 @@ def exit_status(command: Callable[[], None], program: str = "") -> int:
         return 2
     except Stopped as stopped:
         number, text = stopped.number, f"{program}{': ' if program else ''}error: {stopped}\n"
-    else:
-        return 0
     if _rank() == 0:
         sys.stderr.write(text)
     # Death by a signal skips these functions, and a pool's semaphores would stay, with a warning.

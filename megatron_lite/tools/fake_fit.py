@@ -33,6 +33,7 @@ from megatron_lite.parallel.simulated import SimulatedTensors
 from megatron_lite.parallel.torch_internals import NeedsValues, fake_store, grouped_operator
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.recompute.contents import tensors_of
+from megatron_lite.tools.fit import FitSettings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATEN = torch.ops.aten
@@ -115,31 +116,16 @@ class LowRank(nn.Module):
         return self.linear(hidden) + self.up(self.down(hidden))
 
 
-def fit_config(
-    config: Any,
-    hardware: Hardware,
-    budget: int | None,
-    *,
-    seq_length: int,
-    image_size: int = 0,
-    micro_batch_size: int = 1,
-    dtype: str = "bf16",
-    optimizer: str = "adamw",
-    lora_rank: int = 0,
-    gpus: int = 1,
-    fsdp: bool = False,
-) -> Fit:
-    """Returns the fit of a model of transformers on one of `gpus` data-parallel ranks.
+def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSettings) -> Fit:
+    """Returns the fit of a model of transformers on one of several data-parallel ranks.
 
-    config: the parsed config.json. dtype, optimizer: keys of the tables above.
-    lora_rank: 0 trains all parameters.
-    fsdp: each layer is a unit of FSDP2, and the model holds the rest. Otherwise the model is under
-        DDP, which has buckets as large as the gradients beside them.
+    config: the parsed config.json.
+    given: with `fsdp` each layer is a unit of FSDP2, and the model holds the rest. Otherwise the
+        model is under DDP, which has buckets as large as the gradients beside them.
     Raises ValueError if no policy fits, or if the model cannot be built or run.
     """
-    device = torch.device("cpu")
-
-    rates = hardware.matmuls(DTYPES[dtype].itemsize)
+    device, dtype = torch.device("cpu"), DTYPES[given.dtype]
+    rates = hardware.matmuls(dtype.itemsize)
     gauge = partial(
         FakeGauge,
         flops=rates.peak_flops * rates.max_efficiency,
@@ -147,19 +133,18 @@ def fit_config(
     )
     # Checks of transformers read values, such as that of image tokens.
     unchecked = patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
-    with _ranks(gpus) as mesh, SimulatedValues(), unchecked:
-        model = _model(config, DTYPES[dtype])
-        if lora_rank:
-            add_adapters_(model, lora_rank)
+    with _ranks(given.gpus) as mesh, SimulatedValues(), unchecked:
+        model = _model(config, dtype)
+        if rank := given.trainable.partition(":")[2]:
+            add_adapters_(model, int(rank))
         lists = layer_lists(model, None)
         trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-        buckets = 0 if fsdp or gpus == 1 else trained
-        if fsdp:
+        if given.fsdp:
             shard_(model, lists, mesh)
-        given = _inputs(model, micro_batch_size, seq_length, image_size, DTYPES[dtype])
+        batch = _inputs(model, given, dtype)
 
         def step() -> None:
-            _loss(model(**given)).backward()  # the logits are not held meanwhile
+            _loss(model(**batch)).backward()  # the logits are not held meanwhile
 
         try:
             step()  # in its first step FSDP2 learns the order of its units
@@ -174,10 +159,10 @@ def fit_config(
             model,
             lists,
             step,
-            OPTIMIZERS[optimizer],
+            OPTIMIZERS[given.optimizer],
             device,
             gauge,
-            buckets=buckets,
+            buckets=0 if given.fsdp or given.gpus == 1 else trained,
             has_values=False,
         )
         return fitted(model, measured, budget)
@@ -195,11 +180,10 @@ def add_adapters_(model: nn.Module, rank: int) -> None:
     """Freezes a model, and puts adapters on the linear layers inside its repeated layers."""
     model.requires_grad_(False)
     layers = [layer for one in layer_lists(model, None) for layer in one.layers]
-    for layer in layers:
-        for module in list(layer.modules()):
-            for name, child in list(module.named_children()):
-                if isinstance(child, nn.Linear) and not isinstance(module, LowRank):
-                    setattr(module, name, LowRank(child, rank))
+    for module in [module for layer in layers for module in layer.modules()]:
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and not isinstance(module, LowRank):
+                setattr(module, name, LowRank(child, rank))
 
 
 @contextmanager
@@ -238,25 +222,21 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
     raise InputError(f"architectures: {shown(repr(name))} is no model of transformers: name one")
 
 
-def _inputs(
-    model: Any, batch: int, length: int, image_size: int, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Returns a batch: token ids of text, and images or spectra as large as the model takes.
-
-    image_size: the side of the images of a model that reads them in any size.
-    """
+def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns a batch: token ids of text, and images or spectra as large as the model takes."""
     config, main = model.config, model.main_input_name
+    batch, length = given.micro_batch_size, given.seq_length
     vision: Any = getattr(config, "vision_config", config if main == "pixel_values" else None)
     inputs = {}
     image_tokens = 0
     if hasattr(vision, "temporal_patch_size"):  # Qwen2-VL and what descends from it
-        if image_size < 1:
+        if given.image_size < 1:
             raise InputError(
                 f"{type(model).__name__} reads images of any size: give --image-size, the pixels "
                 "of a side"
             )
         merge = vision.spatial_merge_size
-        side = max(1, image_size // (vision.patch_size * merge)) * merge
+        side = max(1, given.image_size // (vision.patch_size * merge)) * merge
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         inputs["pixel_values"] = torch.zeros(batch * side**2, width, dtype=dtype)
         inputs["image_grid_thw"] = torch.tensor([[1, side, side]] * batch)
@@ -288,9 +268,9 @@ def _inputs(
         return {main: torch.zeros(batch, length, dtype=dtype)}
     ids = torch.zeros(batch, length, dtype=torch.int64)
     if image_tokens:
-        is_image = torch.arange(length) < image_tokens
-        inputs["mm_token_type_ids"] = is_image.long().repeat(batch, 1)
-        ids = inputs["mm_token_type_ids"] * config.image_token_id
+        is_image = (torch.arange(length) < image_tokens).long().repeat(batch, 1)
+        inputs["mm_token_type_ids"] = is_image
+        ids = is_image * config.image_token_id
         inputs["position_ids"] = torch.arange(length).repeat(3, batch, 1)  # of time, height, width
     return {**inputs, **({} if main == "input_features" else {"input_ids": ids}), "labels": ids}
 

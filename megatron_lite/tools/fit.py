@@ -75,19 +75,7 @@ def _text(given: FitSettings) -> str:
     from megatron_lite.tools.fake_fit import fit_config
 
     with input_faults():
-        fit = fit_config(
-            config,
-            hardware,
-            budget,
-            seq_length=given.seq_length,
-            image_size=given.image_size,
-            micro_batch_size=given.micro_batch_size,
-            dtype=given.dtype,
-            optimizer=given.optimizer,
-            lora_rank=int(given.trainable.partition(":")[2] or 0),
-            gpus=given.gpus,
-            fsdp=given.fsdp,
-        )
+        fit = fit_config(config, hardware, budget, given)
     lines = "\n".join(
         f'apply_policy_(model, layers_fqn="{name}", policy="{policy}")'
         for name, policy in fit.policies.items()

@@ -38,8 +38,7 @@ def parse(argv: Sequence[str] | None, program: str = PROGRAM) -> argparse.Namesp
         "ranks as are started.",
     )
     add = parser.add_argument
-    directory = "checkpoint directory, the --save of a run"
-    add("--load", required=True, metavar="DIR", help=directory)
+    add("--load", required=True, metavar="DIR", help="checkpoint directory, the --save of a run")
     add("--iteration", type=int, metavar="N", help="which checkpoint in it; default: the latest")
     text = "text to continue; may be given several times; - reads standard input"
     add("--prompt", required=True, action="append", metavar="TEXT", help=text)

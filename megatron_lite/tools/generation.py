@@ -109,8 +109,10 @@ def run(args: argparse.Namespace) -> None:
         window = config.data.seq_length
         for number, text in enumerate(args.prompt):
             prompt = read_prompt(parallel) if text == "-" else text
-            # An empty prompt is the start of a document.
-            tokens = tokenizer.tokenize(prompt) or ([] if eod is None else [eod])
+            with input_faults():
+                tokens = tokenizer.tokenize(prompt)
+            if not tokens and eod is not None:  # an empty prompt is the start of a document
+                tokens = [eod]
             if not tokens:
                 raise InputError(
                     "--prompt is empty and the tokenizer has no end-of-document token to start "
@@ -127,7 +129,6 @@ def run(args: argparse.Namespace) -> None:
                 model,
                 tokens,
                 sampling=args.sampling,
-                max_new_tokens=args.sampling.max_new_tokens,
                 window=window,
                 eod=eod,
                 generator=torch.Generator().manual_seed(derive_seed(args.seed, number)),
@@ -145,10 +146,9 @@ def read_prompt(parallel: ParallelState) -> str:
     Issues one exchange over all ranks. Raises InputError unless the input is UTF-8.
     """
     own = sys.stdin.buffer.read() if parallel.rank == 0 else b""
-    try:
-        return all_gather_bytes(own, parallel.world_group)[0].decode().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise InputError(f"--prompt -: standard input is not UTF-8 text ({error})") from error
+    text = all_gather_bytes(own, parallel.world_group)[0]
+    with input_faults("--prompt -: standard input is not UTF-8 text (", ")"):
+        return text.decode().removesuffix("\n")
 
 
 def text_pieces(
@@ -176,20 +176,19 @@ def generate_tokens(
     prompt: Sequence[int],
     *,
     sampling: Sampling,
-    max_new_tokens: int,
     window: int,
     eod: int | None,
     generator: torch.Generator,
     parallel: ParallelState,
 ) -> Iterator[int]:
-    """Yields at most `max_new_tokens` new tokens. Ends before `eod`, which it does not yield.
+    """Yields the new tokens, as many as `sampling` allows. Ends before `eod`.
 
     model: maps [1, n] ids to [1, n, V] logits.
     Every rank must consume the iterator in step: each token is one broadcast over the TP group.
     Raises InputError if the logits are not finite.
     """
     tokens = list(prompt)
-    for _ in range(max_new_tokens):
+    for _ in range(sampling.max_new_tokens):
         with torch.inference_mode():
             context = torch.tensor([tokens[-window:]], device=parallel.device)
             logits = model(context)[0, -1].float().cpu()

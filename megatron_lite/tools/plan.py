@@ -147,9 +147,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         notes.append(f"left out, but for the number of GPUs: {shown(started)}")
         if "gpus" not in args and (number := num_processes(started)) is not None:
             args.gpus = _counts(number)
-    found = []
-    failed = exit_status(lambda: found.append(_plan(args, notes)), program)
-    return failed or found[0]
+    return exit_status(lambda: _plan(args, notes), program)
 
 
 def _parser(program: str) -> Parser:
@@ -199,7 +197,13 @@ def _plan(args: Namespace, notes: list[str]) -> int:
         for shown_verdict in plain["verdicts"]:
             print("\n".join(["", *lines(shown_verdict)]))
         if own.gpus and all(one.word == DOES_NOT_FIT for one in verdicts):
-            print(_more_gpus(problem, budget, max(own.gpus)))
+            tried = max(own.gpus)
+            with told_on_terminal(
+                f"searching the fewest GPUs that are enough, of more than {tried}"
+            ):
+                count = fewest_ranks(problem, budget, above=tried)
+            more = f"It fits on {count} GPUs, the fewest of 2, 4, 8, ...: give --gpus {count}"
+            print("", paragraph(MORE_DO_NOT_HELP) if count is None else more, sep="\n")
     return status(verdicts)
 
 
@@ -213,15 +217,6 @@ def _verdicts(problem: Problem, budget: Budget, counts: Sequence[int]) -> Iterat
             f"searching the plans for {count} GPUs (number {place} of {len(counts)})"
         ):
             yield verdict(problem, count, budget)
-
-
-def _more_gpus(problem: Problem, budget: Budget, tried: int) -> str:
-    """Returns the lines about the fewest GPUs on which the run fits."""
-    with told_on_terminal(f"searching the fewest GPUs that are enough, of more than {tried}"):
-        count = fewest_ranks(problem, budget, above=tried)
-    if count is None:
-        return f"\n{paragraph(MORE_DO_NOT_HELP)}"
-    return f"\nIt fits on {count} GPUs, the fewest of 2, 4, 8, ...: give --gpus {count}"
 
 
 def _problem(

@@ -36,7 +36,7 @@ from megatron_lite.tools.command import check_ending, exit_status
 
 PROGRAM = "python -m megatron_lite.tools.plot_memory"
 
-PANELS_IN_A_ROW = 4
+PANELS_IN_A_ROW, LONGEST_LINE = 4, 44
 MAX_EVENTS = 500  # in one panel: more would not be visible, and would make an SVG large
 # Paul Tol's "bright" scheme, whose colours a colour-blind reader can tell apart.
 STYLES = {
@@ -133,8 +133,8 @@ def _draw_panel(panel: Any, timeline: Timeline, unit: ByteUnit) -> None:
     )
     if points := compared(timeline):
         panel.plot(
-            [point.number for point in points],
-            [point.predicted_bytes / unit.num_bytes for point in points],
+            [event.number for event, _ in points],
+            [point.num_bytes / unit.num_bytes for _, point in points],
             **dict(color="black", linewidth=1.2, marker="o", markersize=2.5, label=LINE_LABEL),
         )
     stretches = [
@@ -161,10 +161,10 @@ def thinned(events: Sequence[Event]) -> list[Event]:
     ]
 
 
-def _shortened(text: str, length: int = 44) -> str:
+def _shortened(text: str) -> str:
     """Returns `text` as one printable line. A text that is too long keeps its end."""
     line = printable(" ".join(text.split()))
-    return line if len(line) <= length else "…" + line[1 - length :].lstrip(".")
+    return line if len(line) <= LONGEST_LINE else "…" + line[1 - LONGEST_LINE :].lstrip(".")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import ctypes
 import functools
-import itertools
 import os
 import signal
 import sys
@@ -24,18 +23,17 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import active_children, get_context, parent_process
-from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.input_file import open_input
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run_flags import Parser, add_settings, taken
 from megatron_lite.config.setting import check_settings, required, setting, switch
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
-from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer, check_encodes
+from megatron_lite.data.tokenizers import build_tokenizer, check_encodes
 from megatron_lite.parallel.signals import STOPPING
 from megatron_lite.tools.command import exit_status
 
@@ -48,11 +46,7 @@ from megatron_lite.tools.command import exit_status
 MAX_LINE_BYTES = 8 << 20
 
 
-class Line(NamedTuple):
-    """One line of a file, counted from 1."""
-
-    number: int
-    content: bytes
+Line = tuple[int, bytes]  # the number of a line of a file, counted from 1, and its content
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +78,8 @@ def lines_of(path: str, max_line_bytes: int) -> Iterator[Line]:
         raise InputError(f"--input {path}: no such file (one JSON object per line)")
     try:
         with open_input(path) as file:
-            for number in itertools.count(1):
-                content = file.readline(max_line_bytes + 1)
-                if not content:
-                    return
+            lines = iter(lambda: file.readline(max_line_bytes + 1), b"")
+            for number, content in enumerate(lines, start=1):
                 if len(content.rstrip(b"\r\n")) > max_line_bytes:
                     raise InputError(
                         f"{path}:{number}: the line is longer than --max-line-bytes "
@@ -95,7 +87,7 @@ def lines_of(path: str, max_line_bytes: int) -> Iterator[Line]:
                         "memory: split the document into several lines, or give a higher limit"
                     )
                 if content.strip():
-                    yield Line(number, content)
+                    yield number, content
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -106,13 +98,12 @@ def parse_line(line: bytes, keys: Iterable[str], where: str) -> list[str]:
     Raises InputError, which names `where` (file:line), if the line is not an object with a string
     under each key, or if a text cannot be encoded.
     """
-    try:
+    with input_faults(  # bad UTF-8 is a UnicodeDecodeError, which is a ValueError
+        f"{where}: not a line of JSON (",
+        '): each line must be an object such as {"text": "..."}; docs/data.md has a command that '
+        "makes such lines of a plain text",
+    ):
         document = parse_json(line, longest=None, strict=False)
-    except ValueError as error:  # bad UTF-8 is a UnicodeDecodeError, which is a ValueError
-        raise InputError(
-            f"{where}: not a line of JSON ({error}): each line must be an object such as "
-            '{"text": "..."}; docs/data.md has a command that makes such lines of a plain text'
-        ) from None
     if not isinstance(document, dict):
         raise InputError(
             f'{where}: expected an object such as {{"text": "..."}}, found '
@@ -127,10 +118,8 @@ def parse_line(line: bytes, keys: Iterable[str], where: str) -> list[str]:
                 f"{where}: expected a string under {key!r}, found {found} (--json-keys names the "
                 "keys to read)"
             )
-        try:
+        with input_faults(f"{where}: "):
             check_encodes(text)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from None
         texts.append(text)
     return texts
 
@@ -166,30 +155,29 @@ Encoded = tuple[list[list[np.ndarray]], int]
 Encode = Callable[[list[Line]], Encoded]
 
 
-def main(
-    argv: Sequence[str] | None = None, program: str = PROGRAM, *, block_bytes: int = BLOCK_BYTES
-) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     parser = Parser(
         prog=program, description="Writes .bin and .idx token files from a file of JSON lines."
     )
     for kind in (PreprocessSettings, TokenizerConfig):
         add_settings(parser, kind)
     args = parser.parse_args(argv)
-    return exit_status(lambda: preprocess(args, block_bytes), program)
+    return exit_status(lambda: preprocess(args), program)
 
 
-def preprocess(flags: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> None:
+def preprocess(flags: argparse.Namespace) -> None:
     """Writes the datasets that the flags ask for.
 
     Raises InputError for a fault in the flags, in the tokenizer's files or in a line.
     """
     args, config = taken(PreprocessSettings, flags), taken(TokenizerConfig, flags)
-    if not os.path.isfile(args.input):
-        raise InputError(f"--input {args.input}: no such file (one JSON object per line)")
+    source = args.input
+    if not os.path.isfile(source):
+        raise InputError(f"--input {source}: no such file (one JSON object per line)")
     tokenizer = build_tokenizer(config)
     if args.append_eod:
         _ = tokenizer.eod  # a tokenizer without one raises InputError here, before any work is done
-    encode = functools.partial(_encode, config, args.json_keys, args.append_eod, args.input)
+    encode = functools.partial(_encode, config, args)
     prefixes = [f"{args.output_prefix}_{key}_document" for key in args.json_keys]
     documents, num_bytes, began = 0, 0, time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -197,7 +185,7 @@ def preprocess(flags: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> Non
             stack.enter_context(IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size)))
             for prefix in prefixes
         ]
-        blocks = _line_blocks(args.input, args.partitions, args.max_line_bytes, block_bytes)
+        blocks = _line_blocks(source, args.partitions, args.max_line_bytes)
         encoded_blocks = _encode_all(encode, blocks, args.workers)
         for block, size in stack.enter_context(contextlib.closing(encoded_blocks)):
             for document in block:
@@ -210,16 +198,16 @@ def preprocess(flags: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> Non
                 print(
                     f"processed {documents:,} documents ({documents / seconds:,.0f} documents/s, "
                     f"{num_bytes / 1e6 / seconds:.2f} MB/s, "
-                    f"{num_bytes / os.path.getsize(args.input):.0%} of the file)",
+                    f"{num_bytes / os.path.getsize(source):.0%} of the file)",
                     file=sys.stderr,
                     flush=True,
                 )
         if not documents:
-            raise InputError(f"--input {args.input}: no documents in it")
+            raise InputError(f"--input {source}: no documents in it")
         for key, writer in zip(args.json_keys, writers, strict=True):
             if not writer.num_tokens:
                 raise InputError(
-                    f"--input {args.input}: no tokens in it, every text under {key!r} is empty"
+                    f"--input {source}: no tokens in it, every text under {key!r} is empty"
                 )
     for prefix, writer in zip(prefixes, writers, strict=True):
         print(
@@ -229,10 +217,8 @@ def preprocess(flags: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> Non
         )
 
 
-def _line_blocks(
-    path: str, partitions: int, max_line_bytes: int, block_bytes: int
-) -> Iterator[list[Line]]:
-    """Yields the lines of the file in blocks of about `block_bytes`.
+def _line_blocks(path: str, partitions: int, max_line_bytes: int) -> Iterator[list[Line]]:
+    """Yields the lines of the file in blocks of about BLOCK_BYTES.
 
     Partition p holds every line n with n % partitions == p, counted from 0. All lines of one
     partition come before the next one. Megatron's tool gives this order when it merges its
@@ -242,11 +228,11 @@ def _line_blocks(
     for partition in range(partitions):
         block, size = [], 0
         for line in lines_of(path, max_line_bytes):
-            if (line.number - 1) % partitions != partition:
+            if (line[0] - 1) % partitions != partition:
                 continue
             block.append(line)
-            size += len(line.content)
-            if size >= block_bytes:
+            size += len(line[1])
+            if size >= BLOCK_BYTES:
                 yield block
                 block, size = [], 0
         if block:
@@ -290,34 +276,23 @@ def _encode_all(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _encode(
-    config: TokenizerConfig,
-    json_keys: Sequence[str],
-    append_eod: bool,
-    source: str,
-    lines: list[Line],
-) -> Encoded:
+def _encode(config: TokenizerConfig, args: PreprocessSettings, lines: list[Line]) -> Encoded:
     tokenizer = _tokenizer(config)
     documents = []
-    for line in lines:
-        where = f"{source}:{line.number}"
+    for number, content in lines:
+        where = f"{args.input}:{number}"
         document = []
-        for text in parse_line(line.content, json_keys, where):
-            try:
+        for text in parse_line(content, args.json_keys, where):
+            with input_faults(f"{where}: "):
                 ids = tokenizer.tokenize(text)
-            except InputError as error:
-                raise InputError(f"{where}: {error}") from None
-            if ids and append_eod:
+            if ids and args.append_eod:
                 ids.append(tokenizer.eod)
             document.append(np.array(ids, dtype=np.int64))
         documents.append(document)
-    return documents, sum(len(line.content) for line in lines)
+    return documents, sum(len(content) for _, content in lines)
 
 
-@functools.lru_cache(maxsize=1)
-def _tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Returns the tokenizer. Each worker loads it once."""
-    return build_tokenizer(config)
+_tokenizer = functools.lru_cache(maxsize=1)(build_tokenizer)  # each worker loads it once
 
 
 def _follow_parent() -> None:

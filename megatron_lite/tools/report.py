@@ -88,14 +88,18 @@ def _calibrate(run: RunRecord, machine: str, file: str) -> None:
             f"--calibration {file}: the run {run.name} has no predicted and measured step time: "
             "train it with --machine, and at least 3 steps"
         )
-    known = load_hardware(file if os.path.exists(file) else machine)
+    exists = os.path.exists(file)
+    known = load_hardware(file if exists else machine)
     # The run was predicted with the machine of its flags, which may be the file itself.
-    pace = (known.pace if os.path.exists(file) else 1.0) * measured / predicted
-    band = max(LEAST_BAND, abs(pace / known.pace - 1.0) if known.pace != 1.0 else LEAST_BAND)
-    sources = {**known.sources, "pace, band": f"the run {run.name}"}
+    pace = (known.pace if exists else 1.0) * measured / predicted
+    band = LEAST_BAND if known.pace == 1.0 else max(LEAST_BAND, abs(pace / known.pace - 1.0))
     several = band if run.summary.get("num_ranks", 1) > 1 else max(band, known.band_of_several)
     found = dataclasses.replace(
-        known, pace=pace, band=band, band_of_several=several, sources=sources
+        known,
+        pace=pace,
+        band=band,
+        band_of_several=several,
+        sources={**known.sources, "pace, band": f"the run {run.name}"},
     )
     save_hardware(found, file)
     print(f"{file}: a step takes {pace:.3f} of what {machine} predicts, +-{band:.0%}")

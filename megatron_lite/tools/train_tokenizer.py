@@ -54,8 +54,8 @@ def train(args: TokenizerSettings) -> None:
     # All texts are read first, because the library would swallow the error of a bad line.
     texts = [
         text
-        for line in lines_of(args.input, args.max_line_bytes)
-        for text in parse_line(line.content, args.json_keys, f"{args.input}:{line.number}")
+        for number, line in lines_of(args.input, args.max_line_bytes)
+        for text in parse_line(line, args.json_keys, f"{args.input}:{number}")
     ]
     if not any(texts):
         raise InputError(f"--input {args.input}: no text in it")

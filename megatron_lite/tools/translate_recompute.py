@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run_flags import Parser
@@ -100,11 +100,8 @@ def translate(args: argparse.Namespace) -> None:
     """
     path = args.file or args.named_file
     config = read_config_file(path)
-    try:
-        system = _system(config, args.system)
-        translation = translated(config, system, args.tp)
-    except ValueError as error:
-        raise InputError(f"{path}: {error}") from None
+    with input_faults(f"{path}: "):
+        translation = translated(config, _system(config, args.system), args.tp)
     for note in translation.notes:
         print(f"note: {note}", file=sys.stderr)
     print(shlex.join(translation.flags))

@@ -228,6 +228,4 @@ def named(place: str) -> str:
     return place if place.isprintable() and len(place) <= LONGEST_PLACE else shown(place)
 
 
-def shown(value: object) -> str:
-    """Returns the value as short text on one line, however large it is."""
-    return reprlib.repr(value)
+shown = reprlib.repr  # a value as short text on one line, however large it is

@@ -480,7 +480,7 @@ def systems_of(config: Any) -> tuple[str, ...]:
     found = tuple(
         system
         for system, row in SYSTEMS.items()
-        if any(re.match(row.marks, line) is not None for line in lines)
+        if any(re.match(row.marks, line) for line in lines)
     )
     undecided = not found and isinstance(config, Mapping) and SECTION in config
     return tuple(PARTITIONING) if undecided else found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,5 +215,5 @@ def record_step(path: str, config: RunConfig, model: GPTModel, run: Callable[[],
     timeline = record_timeline(model, noted, name=name)
     sizes = Sizes.of(config, device=losses[0].device.type, stage=model.stage)
     predicted = tuple(kept_course(config.model, plan, sizes))
-    write_timeline(replace(timeline, predicted=predicted), path)
+    write_timeline(timeline._replace(predicted=predicted), path)
     return losses[0]

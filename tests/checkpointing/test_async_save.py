@@ -78,7 +78,7 @@ def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path, layou
     def slow_train(rank, world_size, config):
         steps = Steps()
 
-        @replaces("write", saver.StepWriter)
+        @replaces("write", saver.Saver)
         def late(real, self, snapshot):
             steps.wait_until(min(snapshot.iteration + 1, 5))
             return real(self, snapshot)
@@ -120,7 +120,7 @@ def fail_on_rank_1(rank, world_size, config, held, ended):
     """
     steps = Steps()
 
-    @replaces("write", saver.StepWriter)
+    @replaces("write", saver.Saver)
     def ends_in_order(real, self, snapshot):
         try:
             return real(self, snapshot)
@@ -182,7 +182,7 @@ def test_a_failed_save_ends_a_run_only_if_it_is_the_last_one(tmp_path, train_ite
 def test_a_run_that_fails_still_finishes_the_save_under_way(tmp_path, monkeypatch):
     calls, failed = iter(range(100)), threading.Event()
 
-    @replaces("write", saver.StepWriter)
+    @replaces("write", saver.Saver)
     def held(real, self, snapshot):
         assert failed.wait(HANG_S)
         return real(self, snapshot)

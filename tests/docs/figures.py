@@ -14,9 +14,9 @@ from megatron_lite.api import run_config
 from megatron_lite.config import policy
 from megatron_lite.config.regions import REGIONS
 from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.plan.verdict_text import extra_flops
 from megatron_lite.recompute.schedule import plan_model
 from tests.docs import outputs, torch_versions
 from tests.docs.layer_drawing import layer_figure
@@ -124,7 +124,7 @@ def ladder(run=ladder_run, policies=LADDER, *, ranks=2):
         lines.append(
             f"| `{text}` | {activation_bytes(config.model, plan, sizes) / GIB:.2f} "
             f"| {host_bytes(config.model, plan, sizes) / GIB:.2f} "
-            f"| {peak.num_bytes / GIB:.2f} | +{extra_flops(config, 'cuda'):.1%} |"
+            f"| {peak.num_bytes / GIB:.2f} | +{PolicyFlops.of(config, 'cuda').added:.1%} |"
         )
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from megatron_lite.config.regions import POINTWISE, REGIONS
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
-from megatron_lite.memory.predict.kept_tensors import kept_calls, layer_terms
+from megatron_lite.memory.predict.kept_tensors import calls_of_ops, layer_terms
 
 COLORS = {  # of the regions: Paul Tol's "bright" scheme
     "layernorm": "#4477AA",
@@ -29,7 +29,7 @@ def kept_by(layer, policy, sizes):
         kept[layer.operations[0].name] = layer.input.num_bytes
         if policy != "full":
             names = policy.removeprefix("ops(").removesuffix(")").split(",")
-            for operation, call in kept_calls(layer, names, skip_tail=True):
+            for operation, call in calls_of_ops(layer, names, skip_tail=True, kept=True):
                 kept[operation.name] = sum(tensor.num_bytes for tensor in call.returns)
         return kept
     regions = {"none": (), "pointwise": POINTWISE}.get(policy, (policy,))

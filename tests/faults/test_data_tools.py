@@ -99,7 +99,7 @@ def _endless(folder, workers):
     from megatron_lite.tools import preprocess_data as tool
     def blocks(path, *rest):
         for number in itertools.count():
-            yield [tool.Line(1, b'{"text": "1 2 3"}')] * 5
+            yield [(1, b'{"text": "1 2 3"}')] * 5
             if number == 30:
                 print("in the middle", flush=True)
             time.sleep(0.005)

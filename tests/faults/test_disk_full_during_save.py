@@ -78,15 +78,15 @@ def files_are_limited(folder, rank):
 def folder_is_closed(folder, rank):
     """After the run has begun. The kernel says so in one of two ways, by who asks."""
 
-    real = saver.StepWriter.write
+    real = saver.Saver.write
 
     def writing(self, snapshot):
         if rank == 0:
-            saver.StepWriter.write = real
+            saver.Saver.write = real
             make_read_only(folder)
         return real(self, snapshot)
 
-    saver.StepWriter.write = writing
+    saver.Saver.write = writing
 
 
 FULL = ("No space left on device",)

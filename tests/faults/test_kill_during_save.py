@@ -48,7 +48,7 @@ def train_until_killed(rank, world_size, config, victim, number, takes_all):
 
         return call
 
-    real_write = saver.StepWriter.write
+    real_write = saver.Saver.write
 
     def writing(self, snapshot):
         if rank == victim:
@@ -56,7 +56,7 @@ def train_until_killed(rank, world_size, config, victim, number, takes_all):
                 setattr(os, name, counted(getattr(os, name)))
         return real_write(self, snapshot)
 
-    saver.StepWriter.write = writing
+    saver.Saver.write = writing
     run_to_end(config)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_lite.config.recompute import MODULES
-from megatron_lite.memory.measure.meter import kept_for_backward
+from megatron_lite.memory.measure.meter import SavedTensor, kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.stage_course import replays_of
 from megatron_lite.recompute import checkpoint, offload
@@ -117,7 +117,7 @@ def rebuilt_tensors(watch, meter, tables):
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        torch.autograd.graph.saved_tensors_hooks(pack, meter.unpack),
+        torch.autograd.graph.saved_tensors_hooks(pack, SavedTensor.tensor),
     ):
         for watched in (rebuilding, redrawing, gathering, calling_back):
             watched(patch)
@@ -137,7 +137,7 @@ def measured(config, plan, parallel, layout):
 
 def predicted(config, plan, layout):
     here = layout.sizes()
-    replays = (one.held_bytes for one in replays_of(config, plan, here))
+    replays = (one.num_bytes for one in replays_of(config, plan, here))
     return Fullest(activation_bytes(config, plan, here), max(replays, default=0))
 
 

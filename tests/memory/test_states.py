@@ -89,9 +89,9 @@ def held(run):
             masters=bytes_of(piece.master for piece in masters if not piece.on_host),
             gradients=bytes_of(grads),
             optimizer=bytes_of(states(False)),
-            host_masters=bytes_of(piece.master for piece in masters if piece.on_host),
-            host_optimizer=bytes_of(states(True)),
-            host_copies=bytes_of(link.buffers if link else ()),
+            on_host=bytes_of(piece.master for piece in masters if piece.on_host)
+            + bytes_of(states(True))
+            + bytes_of(link.buffers if link else ()),
         )
         if found.on_host:
             held_there = bytes_of(trainer.optimizer.host_tensors())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from megatron_lite.checkpointing.directory import Claim, SaveDirectory
 from megatron_lite.checkpointing.lock import DirectoryLock, Holder
 from megatron_lite.checkpointing.metadata import Manifest
-from megatron_lite.checkpointing.saver import StepWriter
+from megatron_lite.checkpointing.saver import Saver
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.state import take_snapshot
 from megatron_lite.checkpointing.step_files import METADATA
@@ -51,7 +51,7 @@ class Saved:
         if there.steps:
             step = newest_good_step(root, there, step_fault, fallback=True).step
             began = Manifest.read(step).iteration
-        writer = StepWriter(
+        writer = Saver(
             CheckpointConfig(save=str(root), **options),
             self._parallel,
             Claim(holder.token, directory),

@@ -13,6 +13,7 @@ from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.tools.fake_fit import FakeGauge, add_adapters_, fit_config, shard_
+from megatron_lite.tools.fit import FitSettings
 from tests.support.ranks import run_ranks
 
 LLAMA = dict(
@@ -28,6 +29,10 @@ T5 = dict(
 )  # fmt: skip
 
 
+def given(**settings):
+    return FitSettings(hf_config="", gpu="h100", **settings)
+
+
 @pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(("config", "rank"), [(LLAMA, 0), (LLAMA, 4), (MIXTRAL, 0), (T5, 0)])
 def test_fake_tensors_give_the_peak_of_the_real_step(config, rank):
@@ -41,17 +46,16 @@ def test_fake_tensors_give_the_peak_of_the_real_step(config, rank):
     def step():
         model(input_ids=ids, labels=ids).loss.backward()
 
-    settings = dict(
-        seq_length=128, micro_batch_size=2, dtype="fp32", lora_rank=rank,
-    )  # fmt: skip
+    trainable = f"lora:{rank}" if rank else "all"
+    settings = given(seq_length=128, micro_batch_size=2, dtype="fp32", trainable=trainable)
     whole = fit_memory_(model, None, step=step, optimizer=torch.optim.AdamW)
     whole.remove()
-    fake = fit_config(config, machine, None, **settings)
+    fake = fit_config(config, machine, None, settings)
     # the states of random generators, 5 KB a layer, are some per cent of so small a T5
     rel = 0.01 if config is T5 else 0.001
     assert fake.measured == pytest.approx(whole.measured, rel=rel)
     budget = int(0.95 * fake.measured)
-    fitted = fit_config(config, machine, budget, **settings)
+    fitted = fit_config(config, machine, budget, settings)
     assert fitted.measured <= budget
     assert fitted.plan.peak == pytest.approx(fitted.measured, rel=1e-4)
 
@@ -72,8 +76,8 @@ def sharded(rank, world_size):
 
 def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
     first, second = run_ranks(sharded, 2)
-    settings = dict(seq_length=64, micro_batch_size=2, dtype="fp32", gpus=2)
-    fake = fit_config(LLAMA, load_hardware("h100"), None, fsdp=True, **settings)
+    settings = given(seq_length=64, micro_batch_size=2, dtype="fp32", gpus=2, fsdp=True)
+    fake = fit_config(LLAMA, load_hardware("h100"), None, settings)
     assert first == second == fake.measured
     assert fake.plan.peak == pytest.approx(fake.measured, rel=0.01)
 
@@ -100,7 +104,7 @@ def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
     ids=["vision-language", "speech"],
 )  # fmt: skip
 def test_images_and_spectra_are_made_as_the_configuration_says(config):
-    fit = fit_config(config, load_hardware("h100"), None, seq_length=32)
+    fit = fit_config(config, load_hardware("h100"), None, given(seq_length=32))
     assert len(fit.policies) == 2
     assert fit.plan.peak == pytest.approx(fit.measured, rel=0.01)
 

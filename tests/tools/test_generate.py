@@ -112,8 +112,7 @@ def count_from(model, prompt, max_new_tokens=1):
             generate_tokens(
                 model,
                 prompt,
-                sampling=Sampling(greedy=True),
-                max_new_tokens=max_new_tokens,
+                sampling=Sampling(greedy=True, max_new_tokens=max_new_tokens),
                 eod=8,
                 window=100,
                 generator=torch.Generator(),

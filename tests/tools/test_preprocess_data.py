@@ -1,6 +1,6 @@
 import json
-from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -22,8 +22,8 @@ def write_jsonl(path, texts=DOCUMENTS):
 def preprocess(tmp_path, flags="", *, source=None, block_bytes=preprocess_data.BLOCK_BYTES):
     source = source or write_jsonl(tmp_path / "in.jsonl")
     fixed = f"--input {source} --output-prefix {tmp_path}/out --tokenizer-type NullTokenizer"
-    main = partial(preprocess_data.main, block_bytes=block_bytes)
-    return ended(main, f"{fixed} --vocab-size 50 {flags}")
+    with mock.patch.object(preprocess_data, "BLOCK_BYTES", block_bytes):
+        return ended(preprocess_data.main, f"{fixed} --vocab-size 50 {flags}")
 
 
 def fault(found, tmp_path):

@@ -164,12 +164,6 @@ def progress_of(common: Mapping[str, Any], args: Mapping[str, Any], where: str) 
     return progress
 
 
-def size_of(args: Mapping[str, Any], axis: str) -> int:
-    """Returns the parallel size of an axis: 1 if the arguments say none that a run has."""
-    size = args.get(f"{axis}_model_parallel_size")
-    return size if type(size) is int and 0 < size < 2**20 else 1
-
-
 # --- writing ---
 
 

@@ -83,7 +83,13 @@ def _opened(folder: Path) -> WeightSource:
     common = read_torch_file(Window(first))
     args = megatron_args.arguments_of(common, first)
     args.setdefault("tensor_model_parallel_size", args.get("model_parallel_size"))
-    sizes = [megatron_args.size_of(args, axis) for axis in ("tensor", "pipeline", "expert")]
+    # An axis has size 1 if the arguments say none that a run has.
+    sizes = [
+        size
+        if type(size := args.get(f"{axis}_model_parallel_size")) is int and 0 < size < 2**20
+        else 1
+        for axis in ("tensor", "pipeline", "expert")
+    ]
     tp_size, pp_size, _ = sizes
     of_experts = args.get("expert_tensor_parallel_size")
     if args.get("num_experts") and of_experts not in (None, tp_size):

@@ -206,16 +206,11 @@ class _Machine(pickle._Unpickler):
     def _build(self) -> None:
         state = self.stack.pop()
         found = self.stack[-1]
-        if found is None or (isinstance(found, Inert) and found.arguments is None):
+        if isinstance(found, Inert) and found.arguments is not None:
+            vars(found).update(state if isinstance(state, dict) else {"state": state})
+        elif found is None or isinstance(found, Inert):
             raise ValueError("attributes are set on a name")
         # The attributes of anything else, such as a tensor's or an ordered dict's, are not read.
-        if isinstance(found, Inert) and isinstance(state, dict):
-            vars(found).update(state)
-        elif isinstance(found, Inert):
-            found.state = state
-
-    def _setitem(self) -> None:
-        self._setitems([self.stack.pop(-2), self.stack.pop()])
 
     def _setitems(self, pair: Sequence[Any] = ()) -> None:
         items = pair or self.pop_mark()  # type: ignore[attr-defined]
@@ -229,7 +224,7 @@ class _Machine(pickle._Unpickler):
         pickle.REDUCE[0]: _reduce,
         pickle.NEWOBJ[0]: _reduce,  # of a class and its arguments
         pickle.BUILD[0]: _build,
-        pickle.SETITEM[0]: _setitem,
+        pickle.SETITEM[0]: lambda self: self._setitems([self.stack.pop(-2), self.stack.pop()]),
         pickle.SETITEMS[0]: _setitems,
     }
 

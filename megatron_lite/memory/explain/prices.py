@@ -46,8 +46,7 @@ class Priced(NamedTuple):
     memory: the bytes kept for backward on the rank. host_bytes: those in host memory, of one
         micro-batch.
     step: the peak of a step on the rank.
-    model_flops: forward and backward. replay_flops: what replays add.
-    chunk_flops: the logits that a loss in chunks computes a second time.
+    flops: those of one rank.
     """
 
     name: str
@@ -56,14 +55,7 @@ class Priced(NamedTuple):
     memory: RankMemory
     host_bytes: int
     step: StepPeak
-    model_flops: int
-    replay_flops: int
-    chunk_flops: int
-
-    @property
-    def added_flops(self) -> float:
-        """The FLOPs that run a second time, as a share of those of forward and backward."""
-        return (self.replay_flops + self.chunk_flops) / self.model_flops
+    flops: PolicyFlops
 
     @property
     def execution(self) -> tuple[RecomputePlan, int | None]:
@@ -71,12 +63,12 @@ class Priced(NamedTuple):
         return self.plan, self.config.loss_chunk_size
 
 
-def price(config: RunConfig, device: str, *, dp_cp_size: int = 1, name: str = "") -> Priced:
+def price(config: RunConfig, device: str, dp_cp_size: int, name: str = "") -> Priced:
     """Returns the cost of a run. The vocabulary size must be known.
 
     device: "cpu" or "cuda". dp_cp_size: the number of ranks that share the states.
     """
-    flops, ranks = PolicyFlops.of(config, device), Sizes.of(config, device=device).num_ranks
+    flops, ranks = PolicyFlops.of(config, device), Sizes.of(config, device).num_ranks
     step = fullest_step_peak(config, device=device, dp_cp_size=dp_cp_size)
     # Some micro-batches of a step may keep everything. The figure is the mean.
     number = step_microbatches(config)
@@ -89,20 +81,19 @@ def price(config: RunConfig, device: str, *, dp_cp_size: int = 1, name: str = ""
         plan=plan_model(config),
         memory=rank_memory(config, device, step.rank),
         host_bytes=sum(
-            host_bytes(config.model, own, Sizes.of(config, device=device, stage=stage))
+            host_bytes(config.model, own, Sizes.of(config, device, stage))
             for stage, own in rank_plans(config, step.rank)
         ),
         step=step,
-        model_flops=flops.model // ranks,
-        replay_flops=(flops.replays - spared // number) // ranks,
-        chunk_flops=flops.chunks // ranks,
+        flops=PolicyFlops(
+            flops.model // ranks, (flops.replays - spared // number) // ranks, flops.chunks // ranks
+        ),
     )
 
 
 def rank_plans(config: RunConfig, rank: int) -> list[tuple[Stage, RecomputePlan]]:
     """Returns the stages of a pipeline rank and their plans."""
-    own = config.stages_of_rank(rank)
-    return [(stage, stage_plan(config, stage)) for stage in own]
+    return [(stage, stage_plan(config, stage)) for stage in config.stages_of_rank(rank)]
 
 
 def with_flags(config: RunConfig, **flags: object) -> RunConfig:
@@ -114,14 +105,14 @@ def with_flags(config: RunConfig, **flags: object) -> RunConfig:
     return replace(config, recompute=config.recompute.instead(**flags))
 
 
-def alternatives(config: RunConfig, device: str, *, dp_cp_size: int = 1) -> tuple[Priced, ...]:
+def alternatives(config: RunConfig, device: str, dp_cp_size: int) -> tuple[Priced, ...]:
     """Returns the costs of the run's own flags and of usual settings, the highest peak first."""
     priced = {
         one.execution: one
         for name, run in (*_usual(config, device), ("", config))
-        for one in [price(run, device, dp_cp_size=dp_cp_size, name=name)]
+        for one in [price(run, device, dp_cp_size, name)]
     }
-    return tuple(sorted(priced.values(), key=lambda one: (-one.step.num_bytes, one.replay_flops)))
+    return tuple(sorted(priced.values(), key=lambda one: (-one.step.num_bytes, one.flops.replays)))
 
 
 def _usual(config: RunConfig, device: str) -> Iterator[tuple[str, RunConfig]]:
@@ -136,24 +127,25 @@ def _usual(config: RunConfig, device: str) -> Iterator[tuple[str, RunConfig]]:
     policies = ["every-2:full"]
     if device == "cuda":  # on a CPU @host frees nothing
         policies += ["*:full@host", "*:none@host"]
-    runs = [with_flags(config)]
+    yield "", with_flags(config)
     for names in modules:
-        runs.append(with_flags(config, recompute_granularity="selective", recompute_modules=names))
+        yield "", with_flags(config, recompute_granularity="selective", recompute_modules=names)
     longest = max(stage.num_layers for stage in config.stages())
     for split in (False, True):
         for method, count in (("uniform", 1), ("block", (longest + 1) // 2)):
             with contextlib.suppress(ValueError):  # not every layout can split the inputs of units
-                runs.append(
+                yield (
+                    "",
                     with_flags(
                         config,
                         recompute_granularity="full",
                         recompute_method=method,
                         recompute_num_layers=count,
                         distribute_saved_activations=split,
-                    )
+                    ),
                 )
-    runs += [with_flags(config, recompute_policy=policy) for policy in policies]
-    yield from (("", run) for run in runs)
+    for policy in policies:
+        yield "", with_flags(config, recompute_policy=policy)
     tokens = config.data.seq_length * config.training.micro_batch_size
     if config.loss_chunk_size is None and tokens > LOSS_CHUNK:
         chunked = replace(config.training, loss_chunk_size=LOSS_CHUNK)

@@ -11,6 +11,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
@@ -80,7 +81,7 @@ class Report(NamedTuple):
     """The report on a run. The kept bytes of its parts add up to `own.memory.kept_bytes`.
 
     sizes: the sizes of a micro-batch.
-    rank: the pipeline rank of the figures. ranks: the memory of all pipeline ranks.
+    ranks: the memory of all pipeline ranks.
     num_microbatches: the micro-batches of a step with the run's largest batch.
     own: the cost of the run's own flags, on the first of `dp_cp_size` data-parallel and
         context-parallel ranks, which holds most.
@@ -89,7 +90,6 @@ class Report(NamedTuple):
 
     config: RunConfig
     sizes: Sizes
-    rank: int
     ranks: tuple[RankMemory, ...]
     num_microbatches: int
     own: Priced
@@ -124,21 +124,19 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
     """
     run, config = config, of_one_replica(config, dp_size)
     dp_cp_size = dp_size * config.parallel.context_parallel_size
-    own = price(config, device, dp_cp_size=dp_cp_size)
-    policies = alternatives(config, device, dp_cp_size=dp_cp_size)
+    own = price(config, device, dp_cp_size)
     parts = tuple(_parts(config, own.step.rank, device))
-    sizes = Sizes.of(config, device=device)
+    sizes = Sizes.of(config, device)
     ranks = range(config.parallel.pipeline_model_parallel_size)
     return Report(
         config=run,
         sizes=sizes,
-        rank=own.step.rank,
         ranks=tuple(rank_memory(config, device, rank) for rank in ranks),
         num_microbatches=step_microbatches(config),
         own=own,
         dp_cp_size=dp_cp_size,
         parts=parts,
-        policies=policies,
+        policies=alternatives(config, device, dp_cp_size),
         notes=tuple(_notes(config, sizes, own, parts)),
     )
 
@@ -194,7 +192,7 @@ def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
     shared = defaultdict[str, list[Term]](list)
     alike = defaultdict[Part, dict[int, list[int]]](dict)  # layers by stage
     for stage, plan in rank_plans(config, rank):
-        sizes = Sizes.of(config, device=device, stage=stage)
+        sizes = Sizes.of(config, device, stage)
         terms = activation_terms(model, plan, sizes)
         first, last = embedding_operations(model, sizes), head_operations(model, sizes)
         for name, operations in ((EMBEDDING, first), (HEAD, last)):
@@ -230,7 +228,7 @@ def _segment_part(
 ) -> Part:
     """Returns a segment of a stage as a part without a name. terms, layers: those of the stage."""
     replayed: Counter[str] = Counter()
-    for _, call in replayed_calls(layers, segment, skip_tail=plan.skip_tail):
+    for _, call in replayed_calls(layers, segment, plan.skip_tail):
         for matmul in call.matmuls:
             replayed[matmul.name] += matmul.flops
     kept, moved = (
@@ -288,11 +286,11 @@ def layers_name(layers: Sequence[int]) -> str:
 
     Of many spans only the first two and the last are named: "layers 0, 2, .. 78".
     """
-    starts = [at for at in range(len(layers)) if not at or layers[at] != layers[at - 1] + 1]
     spans = []
-    for start, stop in zip(starts, [*starts[1:], len(layers)], strict=True):
-        first, last = layers[start], layers[stop - 1]
-        spans.append(f"{first}-{last}" if last > first else f"{first}")
+    # Within a span, a layer's number and its place grow alike.
+    for _, span in groupby(enumerate(layers), lambda one: one[1] - one[0]):
+        numbers = [str(layer) for _, layer in span]
+        spans.append("-".join([numbers[0], *numbers[1:][-1:]]))
     if len(spans) > MOST_SPANS:
         spans = [*spans[:2], f".. {spans[-1]}"]
     return f"layer{'s' * (len(layers) > 1)} {', '.join(spans)}"

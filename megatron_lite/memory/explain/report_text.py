@@ -28,10 +28,8 @@ def report_text(
     machine: that of the seconds, and their error, in words.
     """
     sections = [_head(report), _layer_by_layer(report), _kept(report), _step(report)]
-    if len(report.ranks) > 1:
-        sections.append(_pipeline(report))
-    sections.append(_policies(report, seconds, machine))
-    sections.append(_notes(report))
+    sections += [_pipeline(report)] * (len(report.ranks) > 1)
+    sections += [_policies(report, seconds, machine), _notes(report)]
     texts = ["\n".join(line for part in one for line in _lines(part, width)) for one in sections]
     return "\n\n".join(filter(None, texts))
 
@@ -64,8 +62,8 @@ def table(rows: list[Sequence[str]], width: int) -> list[str]:
 
 def _head(report: Report) -> Iterator[Block]:
     config, sizes, model = report.config, report.sizes, report.config.model
-    ranks = len(report.ranks)
-    where = f"pipeline rank {report.rank}, the fullest of {ranks}" if ranks > 1 else "one rank"
+    ranks, rank = len(report.ranks), report.own.step.rank
+    where = f"pipeline rank {rank}, the fullest of {ranks}" if ranks > 1 else "one rank"
     groups = f" (g {model.query_groups})" if model.group_query_attention else ""
     layout = [f"tensor-parallel {sizes.tp_size}"]
     layout += ["sequence-parallel"] * sizes.sequence_parallel
@@ -80,7 +78,7 @@ def _head(report: Report) -> Iterator[Block]:
     attention = "unfused" if model.builds_scores(sizes.device) else "flash"
     device = "CUDA" if sizes.device == "cuda" else "the CPU"
     unseen = sizes.device == "cpu" and config.parallel.distributed_backend == "auto"
-    on_rank = f"; {count(rank_parameter_count(config, report.rank))} on this rank"
+    on_rank = f"; {count(rank_parameter_count(config, rank))} on this rank"
     yield f"Activation recomputation, of one micro-batch on {where}", 0
     facts = {
         "model": (
@@ -115,7 +113,7 @@ def _layer_by_layer(report: Report) -> Iterator[Block]:
             facts.append(("on the host", _tensors(part.moved, each)))
         if part.replayed:
             again = sum(number for _, number in part.replayed)
-            share = percent(part.count * again / report.own.model_flops)
+            share = percent(part.count * again / report.own.flops.model)
             names = ", ".join(name for name, _ in part.replayed)
             facts.append(("runs again", f"{flops(again)}{each}: {names}; {share} in all"))
         for phase in ("forward", "backward", "replay"):
@@ -208,7 +206,7 @@ def _pipeline(report: Report) -> Iterator[Block]:
         )
         layers = textwrap.shorten(", ".join(spans), 24, placeholder=" ..")
         kept, held, peak = map(unit.number, (rank.kept_bytes, rank.held_bytes, rank.peak_bytes))
-        mark = ">" if number == report.rank else " "
+        mark = ">" if number == report.own.step.rank else " "
         rows.append((f"{mark} {number}", layers, kept, str(rank.in_flight), held, peak))
     yield rows
     number = report.num_microbatches
@@ -230,7 +228,7 @@ def _policies(report: Report, seconds: Sequence[float], machine: str) -> Iterato
         mark = ">" if one.execution == report.own.execution else " "
         host = f", {size(one.host_bytes)} to host" if one.host_bytes else ""
         row = [f"{mark} {one.name}{host}", unit.number(one.memory.kept_bytes)]
-        row += [unit.number(one.step.num_bytes), percent(one.added_flops)]
+        row += [unit.number(one.step.num_bytes), percent(one.flops.added)]
         row += [] if time is None else [f"{time:.4g}"]
         rows.append(row + [str(one.step.rank)] * several)
     yield [*rows]

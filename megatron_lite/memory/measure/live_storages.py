@@ -108,11 +108,11 @@ class LiveStorages(TorchDispatchMode):
         self.storages()
         return self._total
 
-    def find(self, tensor: Tensor) -> LiveStorage | None:
-        """Returns the storage of a tensor, or None if no operator in the block created it."""
-        storage = tensor.untyped_storage()
+    def find(self, storage: torch.UntypedStorage) -> LiveStorage | None:
+        """Returns what is known of a storage, or None if no operator in the block created it."""
         known = self._live.get(address_of(storage))
-        return known if known is not None and known() is storage else None
+        # Without the second comparison a new storage could pass for a dead one at its address.
+        return known if known and known() is storage else None
 
     def move(self, storage: LiveStorage, category: str) -> None:
         """Changes the category of a live storage."""
@@ -134,9 +134,7 @@ class LiveStorages(TorchDispatchMode):
         return beside
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        known = self._live.get(address_of(storage))
-        # Without the second comparison a new storage could pass for a dead one at its address.
-        if known is not None and known() is storage:
+        if known := self.find(storage):
             self._read(known)
             return
         new = LiveStorage(storage, self._died.append)

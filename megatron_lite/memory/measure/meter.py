@@ -27,7 +27,7 @@ from megatron_lite.recompute.saved import check_unwritten, version_of
 
 
 class KeptForBackward:
-    """The saved tensors that went through `pack` and are still alive.
+    """The saved tensors that went through `pack` and are still alive. `SavedTensor.tensor` unpacks.
 
     exclude: tensors whose storages do not count.
     label: called at each save; returns the label of the running module.
@@ -50,10 +50,6 @@ class KeptForBackward:
         saved = SavedTensor(tensor, self._label())
         self._saved[next(self._numbers)] = saved
         return saved
-
-    def unpack(self, saved: SavedTensor) -> Tensor:
-        """The unpack hook."""
-        return saved.tensor()
 
     def storages(self) -> dict[int, KeptStorage]:
         """Returns every kept storage, by its address."""
@@ -92,7 +88,7 @@ class SavedTensor:
         self._version = version_of(tensor)
 
     def tensor(self) -> Tensor:
-        """Returns the saved tensor. RuntimeError if it was written to after the save."""
+        """The unpack hook. RuntimeError if the tensor was written to after the save."""
         check_unwritten(self.detached, self._version, purpose=f"saved in {self.label!r}")
         return self.detached
 
@@ -109,5 +105,5 @@ def kept_for_backward(
     """
     with running_modules(model) as running:
         meter = KeptForBackward(exclude, lambda: running[-1] if running else "")
-        with torch.autograd.graph.saved_tensors_hooks(meter.pack, meter.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(meter.pack, SavedTensor.tensor):
             yield meter

@@ -73,11 +73,12 @@ class _Recorder(LiveStorages):
         self._running = running
         self._last_read = ""
         self._num_operators = 0
+        self._last: tuple[_Place, tuple[int, ...]] | None = None
 
     def unpack(self, saved: SavedTensor) -> Tensor:
         """The unpack hook. The label of the tensor shows which module backward is in."""
         self._last_read = saved.label.module
-        return self.kept.unpack(saved)
+        return saved.tensor()
 
     def after(self, func: Any) -> None:
         """Notes the state after every operator, except the detach with which we save a tensor."""
@@ -86,19 +87,6 @@ class _Recorder(LiveStorages):
 
     def note(self, operator: str) -> None:
         """Adds an event if the place or the live bytes differ from the last event."""
-        place, live_bytes = self._place(), self._live_bytes()
-        last = self.events[-1] if self.events else None
-        if last is None or (last.phase, last.module, last.live_bytes) != (*place, live_bytes):
-            self.events.append(Event(self._num_operators, *place, operator, live_bytes))
-        self._num_operators += 1
-
-    def _place(self) -> _Place:
-        module = self._running[-1] if self._running else self._last_read
-        if not self.in_backward:
-            return _Place(FORWARD, module)
-        return _Place(REPLAY if self._running or is_recomputing() else BACKWARD, module)
-
-    def _live_bytes(self) -> tuple[int, ...]:
         # Each live storage counts in one category: saved by the forward, saved by a replay, a
         # parameter's gradient, or temporary.
         kept = self.kept.storages()
@@ -114,4 +102,14 @@ class _Recorder(LiveStorages):
             else:
                 category = GRADIENT if address in gradients else TEMPORARY
             totals[category] += num_bytes
-        return tuple(totals.values())
+        now = self._place(), tuple(totals.values())
+        if now != self._last:
+            self.events.append(Event(self._num_operators, *now[0], operator, now[1]))
+            self._last = now
+        self._num_operators += 1
+
+    def _place(self) -> _Place:
+        module = self._running[-1] if self._running else self._last_read
+        if not self.in_backward:
+            return _Place(FORWARD, module)
+        return _Place(REPLAY if self._running or is_recomputing() else BACKWARD, module)

@@ -97,10 +97,9 @@ class StepMeter(LiveStorages):
         """The peak of the step so far."""
         phase, module, func = self._peak_place
         counted = (*HELD, *PHASES) if self._host_apart else (*HELD, *PHASES, HOST)
-        categories = {one: self._peak_categories[one] for one in counted}
         return StepPeakMeasured(
             self._peak_bytes,
-            categories,
+            {one: self._peak_categories[one] for one in counted},
             MeasuredMoment(phase, module, str(func).rpartition(".")[0]),
         )
 
@@ -115,8 +114,8 @@ class StepMeter(LiveStorages):
         After the peak it also corrects the peak's categories.
         """
         for tensor in tensors:
-            storage = self.find(tensor)
-            if storage is None or storage.category == category:
+            storage = self.find(tensor.untyped_storage())
+            if not storage or storage.category == category:
                 continue
             # Only a storage that existed at the peak is among the peak's bytes.
             if self._peak_bytes and storage.number < self._peak_number:
@@ -170,7 +169,8 @@ class StepMeter(LiveStorages):
             self._peak_bytes = self._total - self._apart()
             self._peak_number = self._num_created
             self._peak_categories = Counter(self.bytes_by_category)
-            self._peak_place = (self._phase(), self._module(), func)
+            module = next((running[-1] for running in self._running if running), "")
+            self._peak_place = (self._phase(), module, func)
 
     def _is_above(self) -> bool:
         return self.sum_is_above(self._peak_bytes + self._apart())
@@ -184,9 +184,6 @@ class StepMeter(LiveStorages):
         if is_recomputing():
             return REPLAY
         return FORWARD if current_node() is None else BACKWARD
-
-    def _module(self) -> str:
-        return next((running[-1] for running in self._running if running), "")
 
 
 def _engine_is_caller() -> bool:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
@@ -50,7 +49,6 @@ HEADER = {
     "phases": list(PHASES),
     "categories": list(CATEGORIES),
 }
-_KEPT = (CATEGORIES.index(ACTIVATION), CATEGORIES.index(REBUILT))
 
 
 class Event(NamedTuple):
@@ -72,9 +70,13 @@ class Event(NamedTuple):
         """The live bytes of all categories together."""
         return sum(self.live_bytes)
 
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes kept from the forward or rebuilt by a replay."""
+        return self.live_bytes[0] + self.live_bytes[1]
 
-@dataclass(frozen=True, kw_only=True)
-class Timeline:
+
+class Timeline(NamedTuple):
     """The events, in order, of a run with the recompute policy `name`.
 
     predicted: the predicted bytes, in the order of the step; () if unknown.
@@ -122,28 +124,24 @@ def read_timeline(path: str) -> Timeline:
     text = read_input(path, MAX_FILE_BYTES)
     # Bytes that are not UTF-8 raise UnicodeDecodeError, a ValueError.
     with input_faults(f"{path}: not a file of --memory-timeline, version {VERSION}: "):
-        return _timeline(parse_json(text, longest=None, strict=False))
-
-
-def _timeline(document: Any) -> Timeline:
-    found = as_object(document, "the file")
-    for key, value in HEADER.items():
-        if found.get(key) != value:
-            raise ValueError(f"expected {json.dumps(value)} under {key!r}")
-    (name,) = _texts([found.get("name")], "name")
-    modules, operators = (_texts(found.get(key), key) for key in ("modules", "operators"))
-    places = [range(len(names)) for names in (PHASES, modules, operators)]
-    ranges = [BYTES, *places, *[BYTES] * len(CATEGORIES)]
-    events = tuple(
-        Event(number, PHASES[phase], modules[module], operators[operator], tuple(live_bytes))
-        for number, phase, module, operator, *live_bytes in _rows(found, "events", ranges)
-    )
-    if not events or any(one.number >= after.number for one, after in pairwise(events)):
-        raise ValueError("the rows of 'events' are out of order, or there is none")
-    layers = range(-1, 2**31)  # a layer of -1 is the end of the forward
-    rows = _rows(found, "predicted", [places[0], layers, layers, BYTES])
-    points = tuple(KeptPoint(PHASES[row[0]], *row[1:]) for row in rows)
-    return Timeline(name=name, events=events, predicted=points)
+        found = as_object(parse_json(text, longest=None, strict=False), "the file")
+        for key, value in HEADER.items():
+            if found.get(key) != value:
+                raise ValueError(f"expected {json.dumps(value)} under {key!r}")
+        (name,) = _texts([found.get("name")], "name")
+        modules, operators = (_texts(found.get(key), key) for key in ("modules", "operators"))
+        places = [range(len(names)) for names in (PHASES, modules, operators)]
+        ranges = [BYTES, *places, *[BYTES] * len(CATEGORIES)]
+        events = tuple(
+            Event(number, PHASES[phase], modules[module], operators[operator], tuple(live_bytes))
+            for number, phase, module, operator, *live_bytes in _rows(found, "events", ranges)
+        )
+        if not events or any(one.number >= after.number for one, after in pairwise(events)):
+            raise ValueError("the rows of 'events' are out of order, or there is none")
+        layers = range(-1, 2**31)  # a layer of -1 is the end of the forward
+        rows = _rows(found, "predicted", [places[0], layers, layers, BYTES])
+        points = tuple(KeptPoint(PHASES[row[0]], *row[1:]) for row in rows)
+        return Timeline(name=name, events=events, predicted=points)
 
 
 def _texts(values: Any, key: str) -> list[str]:
@@ -164,59 +162,39 @@ def _rows(document: dict[str, Any], key: str, ranges: list[range]) -> list[list[
     return rows
 
 
-class Compared(NamedTuple):
-    """A predicted number of bytes and the measured one.
-
-    exact: whether both should be equal. Between two layers of the forward they are not: a tensor
-        that an operator saves is noted with the next operator.
-    number: of the event. measured_bytes: kept from the forward or rebuilt by a replay.
-    """
-
-    number: int
-    predicted_bytes: int
-    measured_bytes: int
-    exact: bool
-
-
-def compared(timeline: Timeline) -> tuple[Compared, ...]:
-    """Returns the predicted points of a timeline in the order of its events.
+def compared(timeline: Timeline) -> list[tuple[Event, KeptPoint]]:
+    """Returns the predicted points of a timeline, each behind its event, in the order of events.
 
     The moment after a layer is the first event of what follows it. A point whose layers the
-    timeline does not show is left out. Discarded outputs of a region that a replay rebuilds do not
-    count as measured: the recorder shows them as temporary.
+    timeline does not show is left out. The event keeps as many bytes as the point predicts, with
+    two exceptions: between two layers of the forward, a tensor that an operator saves is noted with
+    the next operator; and discarded outputs of a region that a replay rebuilds are temporary.
     """
-    found = []
+    events, found = timeline.events, []
     for point in timeline.predicted:
         forward = point.phase == FORWARD
         places = [
             place
-            for place, event in enumerate(timeline.events)
+            for place, event in enumerate(events)
             if (event.phase == FORWARD) is forward
             and (point.first_layer < 0 or _is_inside(event, point.first_layer, point.last_layer))
         ]
         if not places:
             continue
+        stop = places[-1] + 1
         if point.phase == REPLAY:
-            stretch = range(places[0], places[-1] + 1)
-            place = max(stretch, key=lambda one: _kept_bytes(timeline.events[one]))
-        elif point.first_layer < 0:
-            place = places[-1]
+            event = max(events[places[0] : stop], key=lambda one: one.kept_bytes)
         else:
-            rest = timeline.events[places[-1] + 1 :]
-            # A unit saves its input in the decoder, after its last layer.
-            between = len(list(takewhile(lambda event: event.module == "decoder", rest)))
-            place = min(places[-1] + max(between, 1), len(timeline.events) - 1)
-        exact = not forward or point.first_layer < 0
-        event = timeline.events[place]
-        found.append(Compared(event.number, point.num_bytes, _kept_bytes(event), exact))
-    return tuple(sorted(found, key=lambda one: one.number))
+            if point.first_layer >= 0:
+                # A unit saves its input in the decoder, after its last layer.
+                between = takewhile(lambda event: event.module == "decoder", events[stop:])
+                stop += max(len(list(between)), 1)
+            event = events[:stop][-1]
+        found.append((event, point))
+    return sorted(found, key=lambda pair: pair[0].number)
 
 
 def _is_inside(event: Event, first: int, last: int) -> bool:
     """Returns whether the first number in the module's name, its layer, is one of these."""
     found = re.search(r"(?:^|\.)(\d{1,6})(?:\.|$)", event.module)
-    return found is not None and first <= int(found[1]) <= last
-
-
-def _kept_bytes(event: Event) -> int:
-    return sum(event.live_bytes[place] for place in _KEPT)
+    return bool(found and first <= int(found[1]) <= last)

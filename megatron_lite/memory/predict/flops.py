@@ -93,7 +93,7 @@ def replay_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
     return sizes.num_ranks * sum(
         matmul.flops
         for segment in plan.segments
-        for _, call in replayed_calls(layers, segment, skip_tail=plan.skip_tail)
+        for _, call in replayed_calls(layers, segment, plan.skip_tail)
         for matmul in call.matmuls
     )
 
@@ -109,10 +109,15 @@ class PolicyFlops(NamedTuple):
     replays: int
     chunks: int
 
+    @property
+    def added(self) -> float:
+        """What runs a second time, as a share of forward and backward."""
+        return (self.replays + self.chunks) / self.model
+
     @classmethod
     def of(cls, config: RunConfig, device: str) -> PolicyFlops:
         """Returns them for a run whose vocabulary size is known. device: "cpu" or "cuda"."""
-        sizes = Sizes.of(config, device=device)
+        sizes = Sizes.of(config, device)
         shape = dict(
             batch=sizes.micro_batch_size,
             seq_length=sizes.seq_length,

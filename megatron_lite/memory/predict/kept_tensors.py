@@ -40,7 +40,7 @@ from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 
 def replayed_calls(
-    layers: Sequence[LayerDescription], segment: Segment, *, skip_tail: bool
+    layers: Sequence[LayerDescription], segment: Segment, skip_tail: bool
 ) -> Iterator[tuple[Operation, OperatorCall]]:
     """Yields the calls of the segment's layers that backward runs again, in the order of the
     forward.
@@ -50,7 +50,7 @@ def replayed_calls(
     for number in segment.numbers:
         layer, is_end = layers[number], skip_tail and number == segment.numbers[-1]
         if segment.ops:
-            yield from (one for one, kept in _chosen(layer, segment.ops, skip_tail) if not kept)
+            yield from calls_of_ops(layer, segment.ops, skip_tail, kept=False)
             continue
         skipped = layer.tail() if is_end and segment.unit else frozenset()
         # Only the output of a unit or region depends on its last matmul, and nothing reads the
@@ -70,7 +70,7 @@ def replayed_calls(
 
 
 def replayed_operations(
-    layers: Sequence[LayerDescription], segment: Segment, *, skip_tail: bool
+    layers: Sequence[LayerDescription], segment: Segment, skip_tail: bool
 ) -> list[Operation]:
     """Returns the operations whose kernels besides matmuls and collectives run in a replay.
 
@@ -83,25 +83,20 @@ def replayed_operations(
     return again[:-1] if skip_tail else again
 
 
-def kept_calls(
-    layer: LayerDescription, ops: Sequence[str], *, skip_tail: bool
-) -> list[tuple[Operation, OperatorCall]]:
-    """Returns the calls of a layer whose results an `ops(...)` policy keeps."""
-    return [one for one, kept in _chosen(layer, ops, skip_tail) if kept]
+def calls_of_ops(
+    layer: LayerDescription, ops: Sequence[str], skip_tail: bool, *, kept: bool
+) -> Iterator[tuple[Operation, OperatorCall]]:
+    """Yields the calls of a layer whose results an `ops(...)` policy keeps, or all others.
 
-
-def _chosen(
-    layer: LayerDescription, ops: Sequence[str], skip_tail: bool
-) -> Iterator[tuple[tuple[Operation, OperatorCall], bool]]:
-    """Yields each call with whether its result is kept. A tail that is skipped is neither kept nor
-    run again."""
+    A tail that is skipped is neither kept nor run again.
+    """
     choice, tail = Choice(ops), layer.tail() if skip_tail else frozenset()
     for operation in layer.operations:
         for position, call in enumerate(operation.calls):
             # `choice` counts the calls (matmul/2), so it is asked once for each, in order.
-            kept = choice.keeps(call.operator)
-            if (operation.name, position) not in tail and not call.once:
-                yield (operation, call), kept
+            is_asked = choice.keeps(call.operator) is kept
+            if is_asked and (operation.name, position) not in tail and not call.once:
+                yield operation, call
 
 
 class Traffic(NamedTuple):
@@ -123,12 +118,12 @@ def collectives(operations: Iterable[Operation]) -> Traffic:
 
 
 def segment_collectives(
-    of: Shape, segment: Segment, layers: Sequence[LayerDescription], *, skip_tail: bool
+    of: Shape, segment: Segment, layers: Sequence[LayerDescription], skip_tail: bool
 ) -> Traffic:
     """Returns the collectives of all layers of one segment. layers: those of the stage."""
     replay = tuple(
         collective
-        for _, call in replayed_calls(layers, segment, skip_tail=skip_tail)
+        for _, call in replayed_calls(layers, segment, skip_tail)
         for collective in call.collectives
     )
     if segment.split:
@@ -232,36 +227,33 @@ def segment_terms(
     layers: tuple[LayerDescription, ...], plan: RecomputePlan, segment: Segment, sizes: Sizes
 ) -> Iterator[Term]:
     """Yields the tensors that a segment keeps. layers: those of the whole plan."""
-    for term in _terms(layers, plan, segment, sizes):
-        moves = segment.moves(term.module, stays=term.tensor.stays)
-        yield term._replace(on_host=True) if moves else term
-
-
-def _terms(
-    layers: tuple[LayerDescription, ...], plan: RecomputePlan, segment: Segment, sizes: Sizes
-) -> Iterator[Term]:
-    first = segment.first_layer
+    first, terms = segment.first_layer, list[Term]()
     if not segment.unit and not segment.ops:
         for number in segment.numbers:
-            yield from layer_terms(layers[number].operations, number, segment.rebuilt, sizes)
-        return
-    # A unit keeps only its input (1/t of it if split) and the states of the random-number streams.
-    # A layer with an `ops(...)` policy keeps these and the results of the chosen operators.
-    kept = layers[first].input
-    if segment.split:
-        kept = kept._replace(
-            name=f"1/{sizes.tp_size} of the layer input", num_bytes=kept.num_bytes // sizes.tp_size
-        )
-    yield Term(first, UNIT, kept)
-    yield Term(first, UNIT, rng_state("RNG states", sizes.rng_state_bytes))
-    for number in segment.numbers:
-        yield from (Term(number, UNIT, choice) for choice in layers[number].choices)
-    if segment.ops:
-        for operation, call in kept_calls(layers[first], segment.ops, skip_tail=plan.skip_tail):
-            yield from (
+            terms += layer_terms(layers[number].operations, number, segment.rebuilt, sizes)
+    else:
+        # A unit keeps only its input (1/t of it if split) and the states of the random-number
+        # streams. A layer with an `ops(...)` policy keeps these and the results of the chosen
+        # operators.
+        kept, size = layers[first].input, sizes.tp_size
+        if segment.split:
+            name = f"1/{size} of the layer input"
+            kept = kept._replace(name=name, num_bytes=kept.num_bytes // size)
+        states = rng_state("RNG states", sizes.rng_state_bytes)
+        terms = [Term(first, UNIT, kept), Term(first, UNIT, states)]
+        for number in segment.numbers:
+            terms += (Term(number, UNIT, choice) for choice in layers[number].choices)
+        if segment.ops:
+            terms += (
                 Term(first, operation.name, tensor, module=operation.module)
+                for operation, call in calls_of_ops(
+                    layers[first], segment.ops, plan.skip_tail, kept=True
+                )
                 for tensor in call.returns
             )
+    for term in terms:
+        moves = segment.moves(term.module, stays=term.tensor.stays)
+        yield term._replace(on_host=True) if moves else term
 
 
 def _end_terms(name: str, operations: Iterable[Operation]) -> Iterator[Term]:

@@ -103,15 +103,11 @@ def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -
     def held_by(chunk: int, keeps_all: bool) -> tuple[int, int, int]:
         """Returns the bytes of tables, of all else that is kept, and of what is rebuilt."""
         stage = schedule.stages[chunk]
-        sizes, plan = (
-            Sizes.of(config, device=device, stage=stage),
-            stage_plan(config, stage, keeps_all),
-        )
-        own = [0, 0]
+        sizes = Sizes.of(config, device, stage)
+        plan, own = stage_plan(config, stage, keeps_all), [0, 0]
         for term in activation_terms(config.model, plan, sizes):
             own[not term.tensor.shared] += term.num_bytes * (not term.on_host)
-        replays = replays_of(config.model, plan, sizes)
-        most = max((one.held_bytes for one in replays), default=0)
+        most = max((one.num_bytes for one in replays_of(config.model, plan, sizes)), default=0)
         return own[0], own[1], max(0, most - sum(own))
 
     number = held = before = 0
@@ -139,7 +135,7 @@ def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
         activation_bytes(
             config.model,
             stage_plan(config, stage, schedule.keeps_all(Action("forward", 0, chunk))),
-            Sizes.of(config, device=device, stage=stage),
+            Sizes.of(config, device, stage),
         )
         for chunk, stage in enumerate(schedule.stages)
     )
@@ -194,24 +190,22 @@ def distinct_ranks(config: RunConfig) -> Iterator[int]:
 
     Such a rank has fewer forwards in flight, so its peak is not higher.
     """
-    seen = set()
+    model, exchange, seen = config.model, config.parallel.cp_comm_type, set()
+
+    def likeness(stage: Stage) -> tuple[object, ...]:
+        """Returns a key that alike stages share."""
+        kinds = [
+            layer_kind(model, layer, config.data.seq_length, exchange)
+            for layer in range(stage.first_layer, stage.first_layer + stage.num_layers)
+            if layers_differ(model, exchange)
+        ]
+        return stage.is_first, stage.is_last, stage_plan(config, stage), tuple(kinds)
+
     for rank in range(config.parallel.pipeline_model_parallel_size):
-        own = config.stages_of_rank(rank)
-        alike = tuple(_likeness(config, stage) for stage in own)
+        alike = tuple(map(likeness, config.stages_of_rank(rank)))
         if alike not in seen:
             seen.add(alike)
             yield rank
-
-
-def _likeness(config: RunConfig, stage: Stage) -> tuple[object, ...]:
-    """Returns a key that alike stages share."""
-    model, exchange = config.model, config.parallel.cp_comm_type
-    kinds = [
-        layer_kind(model, layer, config.data.seq_length, exchange)
-        for layer in range(stage.first_layer, stage.first_layer + stage.num_layers)
-        if layers_differ(model, exchange)
-    ]
-    return stage.is_first, stage.is_last, stage_plan(config, stage), tuple(kinds)
 
 
 def enough_microbatches(config: RunConfig, rank: int, *, most: int | None = None) -> int:

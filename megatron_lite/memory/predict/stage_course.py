@@ -52,15 +52,19 @@ SLOT_ALIGNMENT = 512  # bytes, as in recompute/stores.py
 CACHED = 1024
 
 
-class Replay(NamedTuple):
-    """The most activations that are held while some layers are rebuilt or come back from the host.
+class KeptPoint(NamedTuple):
+    """The bytes held for backward at one moment, for a memory timeline (measure/timeline.py).
 
-    The layers are those from `first_layer` to `last_layer`.
+    phase: "forward": the layer's forward has ended. "replay": the fullest moment of the backward of
+        some layers, which rebuild tensors or get them back from the host. "backward": it has ended.
+    first_layer, last_layer: the layers that have just run. Both are -1 when the whole forward has
+        ended, with the output layer and the loss.
     """
 
+    phase: str
     first_layer: int
     last_layer: int
-    held_bytes: int
+    num_bytes: int
 
 
 class StageCourse(NamedTuple):
@@ -80,7 +84,7 @@ class StageCourse(NamedTuple):
 
     forward: Passage
     backward: Passage
-    replays: tuple[Replay, ...]
+    replays: tuple[KeptPoint, ...]
     tables: int
     on_host: int
     arena: int
@@ -105,7 +109,7 @@ class _Course:
         self, model: ModelConfig, plan: RecomputePlan, sizes: Sizes, weights: GatheredWeights
     ) -> None:
         self.plan, self.sizes, self.weights = plan, sizes, weights
-        self.walk, self.replays = Walk(weights), list[Replay]()
+        self.walk, self.replays = Walk(weights), list[KeptPoint]()
         shape, self.waits = Shape(model, sizes), 0
         self.hidden = shape.residual
         # The gradient of a tied weight waits for that of the lookup.
@@ -135,13 +139,12 @@ class _Course:
                 if not one.tensor.shared
             ]
             if in_arena:
-                slots = [one for one in own if not one.tensor.stays]
-                own = [one for one in own if one not in slots]
-                self.arena += sum(
-                    -(-one.num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for one in slots
-                )
+                slots = (one.num_bytes for one in own if not one.tensor.stays)
+                self.arena += sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in slots)
+                own = [one for one in own if one.tensor.stays]
             self.kept.append(sum(sizes.allocated(one.num_bytes) for one in own))
             self.moved.append(sum(one.num_bytes for one in own if one.on_host))
+        self.splits = [segment.split for segment in plan.segments]
         self.returned: set[int] = set()  # numbers of segments that came back from the host
         self.gathered: set[int] = set()  # numbers of split units whose input is whole
         self.known: dict[tuple[object, ...], LayerBackward] = {}
@@ -226,8 +229,7 @@ class _Course:
         The read of a segment also starts the copies of the one before it. The replay of a split
         unit reads the part of the split unit before it.
         """
-        splits = [one.split for one in self.plan.segments]
-        back = set()
+        back, splits = set(), self.splits
         for one in (number, *(self._before(number, splits) if splits[number] else ())):
             if self.moved[one]:
                 back |= {one, *self._before(one, self.moved)}
@@ -244,13 +246,10 @@ class _Course:
         if whole:
             walk.kept, returned = walk.kept + returned, 0
         if segment.split:
-            splits = [one.split for one in self.plan.segments]
-            for one in (number, *self._before(number, splits)):
-                if one not in self.gathered:
-                    self.gathered.add(one)
-                    walk.kept += residual
-                    copy = self.sizes.gloo_copy(residual)
-                    walk.look(Moment("gather of an input", other=copy))
+            for one in {number, *self._before(number, self.splits)} - self.gathered:
+                self.gathered.add(one)
+                walk.kept += residual
+                walk.look(Moment("gather of an input", other=self.sizes.gloo_copy(residual)))
             kept += residual
         if segment.unit and self.weights is not NOT_SHARDED and self.plan.skip_tail:
             # The replay's output is a view, which parallel/fsdp.py copies.
@@ -272,7 +271,7 @@ class _Course:
             walk.kept -= kept
         walk.other -= copied
         if held:
-            self.replays.append(Replay(first, segment.numbers[-1], max(held)))
+            self.replays.append(KeptPoint("replay", first, segment.numbers[-1], max(held)))
 
     def _part(self, segment: Segment, place: int, returned: int) -> LayerBackward:
         """Returns the backward of a layer of a segment.
@@ -316,21 +315,6 @@ class _Course:
         return self.known[key]
 
 
-class KeptPoint(NamedTuple):
-    """The bytes held for backward at one moment, for a memory timeline (measure/timeline.py).
-
-    phase: "forward": the layer's forward has ended. "replay": the fullest moment of the backward of
-        some layers, which rebuild tensors. "backward": it has ended.
-    first_layer, last_layer: the layers that have just run. Both are -1 when the whole forward has
-        ended, with the output layer and the loss.
-    """
-
-    phase: str
-    first_layer: int
-    last_layer: int
-    num_bytes: int
-
-
 def kept_course(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[KeptPoint]:
     """Yields the points of one micro-batch on one stage, in the order of the step."""
     terms = [
@@ -349,10 +333,10 @@ def kept_course(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterat
     for segment in reversed(plan.segments):
         first = segment.first_layer
         if first in replays:
-            yield KeptPoint("replay", *replays[first])
+            yield replays[first]
         yield KeptPoint("backward", first, segment.numbers[-1], kept[first])
 
 
-def replays_of(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[Replay, ...]:
+def replays_of(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[KeptPoint, ...]:
     """Returns the replays of a plan. An input in an arena counts with its own bytes."""
     return stage_course(model, replace(plan, contiguous=False), sizes).replays

@@ -49,8 +49,8 @@ class RankStates(NamedTuple):
     masters: the weights that the optimizer updates, where they are not the weights.
     gradients: under FSDP2 they exist from the first backward of a step to its end.
     optimizer: the states of the update rule, such as the two moments of AdamW.
-    host_masters, host_optimizer: those in host memory.
-    host_copies: the places of gradients there, and the buffers through which weights pass.
+    on_host: the masters and states in host memory, the places of gradients there, and the buffers
+        through which weights pass.
     rounding: the bytes that CUDA's allocator adds to the tensors on the device.
     """
 
@@ -58,20 +58,13 @@ class RankStates(NamedTuple):
     masters: int
     gradients: int
     optimizer: int
-    host_masters: int = 0
-    host_optimizer: int = 0
-    host_copies: int = 0
+    on_host: int = 0
     rounding: int = 0
 
     @property
     def total(self) -> int:
         """The bytes on the device."""
         return sum(self[:4])
-
-    @property
-    def on_host(self) -> int:
-        """The bytes in host memory."""
-        return sum(self[4:7])
 
     @classmethod
     def of(cls, *tensors: list[int]) -> RankStates:
@@ -144,8 +137,8 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
         expert_shards=parallel.shards(copies) if zero1 else 1,
     )
     # ZeRO-1's weights are views of buckets (optim/layouts.py), so their padding counts too.
-    in_buckets = [(bucket.num_elements, bucket.shards) for bucket in buckets]
-    weights = in_buckets if zero1 else [(one.num_elements, 1) for _, one, _ in held]
+    in_buckets = [bucket.num_elements for bucket in buckets]
+    weights = in_buckets if zero1 else [one.num_elements for _, one, _ in held]
     rank = own_rank if zero1 else 0
     own_ranks = [rank * bucket.shards // shards for bucket in buckets]  # of copies of experts too
     is_matrix = {one.name: one.is_matrix for one in held}
@@ -168,13 +161,15 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
     if options.overlap_cpu_optimizer_d2h_h2d:  # each gradient has its place
         taken = sum(number for _, number in there)
     return RankStates.of(
-        [element * number for number, _ in weights],
+        [element * number for number in weights],
         [main * number for _, number in here if element < FLOAT32],
-        [grad * number for number, _ in in_buckets],
+        [grad * number for number in in_buckets],
         _optimizer_tensors(config, here),
-        [main * number for _, number in there],
-        _optimizer_tensors(config, there),
-        [taken * grad, 2 * part * element],
+        [
+            *(main * number for _, number in there),
+            *_optimizer_tensors(config, there),
+            *(taken * grad, 2 * part * element),
+        ],
     )
 
 
@@ -209,7 +204,7 @@ def _optimizer_tensors(config: RunConfig, pieces: list[tuple[bool, int]]) -> lis
 
 def _parameters(config: RunConfig, stage: Stage) -> Iterator[_Held]:
     """Yields the parameters of a stage on one TP rank, in the order of the model."""
-    sizes = Sizes.of(config, device="cpu", stage=stage)
+    sizes = Sizes.of(config, "cpu", stage)
     layers = describe_layers(config.model, sizes, stage.num_layers)
     first, last = (
         [(one.module, parameter) for one in operations for parameter in one.parameters]
@@ -218,13 +213,14 @@ def _parameters(config: RunConfig, stage: Stage) -> Iterator[_Held]:
             head_operations(config.model, sizes),
         )
     )
-    parts = [("", False, first)]
-    for number, layer in enumerate(layers, start=stage.first_layer):
-        parts.append((f"decoder.layers.{number}", True, [*layer.parameters()]))
-    for prefix, in_layer, own in (*parts, ("", False, last)):
+    parts = [
+        (f"decoder.layers.{number}", [*layer.parameters()])
+        for number, layer in enumerate(layers, start=stage.first_layer)
+    ]
+    for prefix, own in (("", first), *parts, ("", last)):
         for module, one in own:
             name = ".".join(filter(None, (prefix, module, one.name)))
-            yield _Held(name, one, in_layer and len(one.shape) == 2)
+            yield _Held(name, one, bool(prefix) and len(one.shape) == 2)
 
 
 @lru_cache(4096)
@@ -345,7 +341,7 @@ def _part(config: RunConfig, states: RankStates) -> int:
 
 def _muon(config: RunConfig, stage: Stage, shards: int) -> int:
     """Returns the most bytes of Muon's temporaries for a parameter."""
-    sizes, model = Sizes.of(config, device="cpu", stage=stage), config.model
+    sizes, model = Sizes.of(config, "cpu", stage), config.model
     layer = describe_layer(model, sizes, min(stage.first_layer, model.num_layers - 1))
     qkv: tuple[int, ...] = (1,)
     if config.optimizer.muon_split_qkv:

@@ -179,6 +179,7 @@ def step_peak(
     moment, verifies = held.moment, config.recompute.recompute_verify
     # forward's and backward's threads have one each, and a captured step has a stream of its own
     workspaces = 2 + (config.training.cuda_graph_impl != "none")
+    on_cpu, on_gpu = device == "cpu", device != "cpu"
     on_host = sum(waiting[chunk] * one.on_host for chunk, one in enumerate(each))
     arena = sum(waiting[chunk] * one.arena for chunk, one in enumerate(each))
     rows = (
@@ -186,9 +187,9 @@ def step_peak(
         ("main weights", states.masters, EXACT),
         ("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
         ("optimizer states", states.optimizer, EXACT),
-        ("optimizer in host memory", states.on_host if device == "cpu" else 0, EXACT),
-        (ROUNDING, 0 if device == "cpu" else states.rounding, ESTIMATE),
-        (CUBLAS, 0 if device == "cpu" else workspaces * WORKSPACE, ESTIMATE),
+        ("optimizer in host memory", on_cpu * states.on_host, EXACT),
+        (ROUNDING, on_gpu * states.rounding, ESTIMATE),
+        (CUBLAS, on_gpu * workspaces * WORKSPACE, ESTIMATE),
         ("rotary tables", sum(one.tables for one in each), EXACT),
         ("gathered weights", sum(one.staying for one in each), ESTIMATE),
         (KEPT, moment.kept, EXACT),
@@ -198,7 +199,7 @@ def step_peak(
         ("hidden states being sent", held.sent, ESTIMATE),
         ("arena of saved inputs", arena, EXACT),
         ("hashes of replays", 16 * hashed_at_a_time(device) * verifies, ESTIMATE),
-        ("copies in host memory", on_host if device == "cpu" else 0, BOUND),
+        ("copies in host memory", on_cpu * on_host, BOUND),
     )
     return StepPeak(pp_rank, where, tuple(PeakTerm(*row) for row in rows if row[1]), on_host)
 
@@ -207,13 +208,13 @@ def fullest_step_peak(
     config: RunConfig, *, device: str, dp_cp_size: int, num_microbatches: int | None = None
 ) -> StepPeak:
     """Returns the highest peak of all pipeline ranks; of several equal ones the first."""
-
-    def peak(rank: int) -> StepPeak:
-        return step_peak(
+    peaks = (
+        step_peak(
             config, rank, device=device, dp_cp_size=dp_cp_size, num_microbatches=num_microbatches
         )
-
-    return max(map(peak, distinct_ranks(config)), key=lambda one: one.num_bytes)
+        for rank in distinct_ranks(config)
+    )
+    return max(peaks, key=lambda one: one.num_bytes)
 
 
 def _fullest(
@@ -224,7 +225,7 @@ def _fullest(
 ) -> _Fullest:
     """Returns the fullest moment of a rank's actions."""
     stages, actions = schedule.stages, schedule.actions
-    hidden = Shape(config.model, Sizes.of(config, device=device)).residual
+    hidden = Shape(config.model, Sizes.of(config, device)).residual
 
     def crosses(action: Action) -> tuple[bool, bool]:
         """Returns whether the action receives from another stage, and whether it sends."""

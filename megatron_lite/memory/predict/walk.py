@@ -94,12 +94,13 @@ class GatheredWeights(NamedTuple):
         cls, config: RunConfig, sizes: Sizes, num_layers: int, *, dp_cp_size: int, several: bool
     ) -> GatheredWeights:
         """Returns the units of a stage of `num_layers` layers."""
+        model = config.model
         sent = FLOAT32 if config.training.precision == "fp32" else sizes.element_bytes
         reduced = sent if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
-        first = _parameters(embedding_operations(config.model, sizes))
-        last_ones = _parameters(head_operations(config.model, sizes))
-        number = min(sizes.first_layer, config.model.num_layers - 1)  # a stage may have no layers
-        layer = describe_layer(config.model, sizes, number)
+        first = _parameters(embedding_operations(model, sizes))
+        last_ones = _parameters(head_operations(model, sizes))
+        number = min(sizes.first_layer, model.num_layers - 1)  # a stage may have no layers
+        layer = describe_layer(model, sizes, number)
 
         def unit(parameters: Sequence[Parameter], last: int = 0) -> FsdpUnit:
             if not parameters:
@@ -117,14 +118,10 @@ class GatheredWeights(NamedTuple):
         # torch's loop variable holds the last gradient. parallel/fsdp.py does not free a
         # view, which that of torch's own linear layer is, nor a sum over chunks that autograd has
         # cast to 16 bits (seen in torch 2.13).
-        untied = config.model.untie_embeddings_and_output_weights
-        chunks = sizes.loss_chunk_size is not None
-        stays = sizes.is_rounded if chunks else sizes.tp_size == 1
-        head = (
-            sizes.padded_vocab_size * config.model.hidden_size * sent
-            if sizes.has_head and untied and stays
-            else 0
-        )
+        untied = model.untie_embeddings_and_output_weights
+        stays = sizes.tp_size == 1 if sizes.loss_chunk_size is None else sizes.is_rounded
+        stays = sizes.has_head and untied and stays
+        head = stays * sizes.padded_vocab_size * model.hidden_size * sent
         wraps = config.data_parallel.fsdp_memory_efficient_wrapping
         tied = wraps and not untied and sizes.has_embedding and sizes.has_head
         words = _largest(first) if tied or (wraps and untied) else []
