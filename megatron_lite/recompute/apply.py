@@ -29,7 +29,7 @@ from megatron_lite.parallel.tensor_hash import prepare
 from megatron_lite.parallel.torch_internals import disable_dynamo, is_transformed
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.caches import with_own_caches
-from megatron_lite.recompute.contents import tensors_of
+from megatron_lite.recompute.contents import sharded, tensors_of
 from megatron_lite.recompute.guard import Guard, Verify
 from megatron_lite.recompute.hooked import How, rebuild_saved
 from megatron_lite.recompute.layer_state import Written
@@ -154,7 +154,7 @@ class _Recomputed:
         # another library's wrapper; None for the method of the class, which a traced module lacks
         is_script = isinstance(layer, torch.jit.ScriptModule)
         self._before: Any = layer.forward if is_script else layer.__dict__.get("forward")
-        self._written: dict[Any, Written] = {}
+        self._written = Written()
         self._is_off = self._has_run = False
         self._references = 0
 
@@ -165,9 +165,7 @@ class _Recomputed:
 
     def _forward_of(self, layer: nn.Module) -> Callable[..., Any]:
         if self._before is None:
-            method: Callable[..., Any] = inspect.getattr_static(type(layer), "forward")
-            bound: Callable[..., Any] = method.__get__(layer, type(layer))
-            return bound
+            return inspect.getattr_static(type(layer), "forward").__get__(layer, type(layer))
         is_method = getattr(self._before, "__self__", None) is self._layer
         return self._before.__func__.__get__(layer) if is_method else self._before
 
@@ -189,7 +187,7 @@ class _Recomputed:
         """
         frame = sys._getframe(1)
         for _ in range(MAX_FRAMES):
-            if frame.f_back is None:
+            if not frame.f_back:
                 break
             frame = frame.f_back
             module = frame.f_locals.get("self") if frame.f_code.co_name in CALLERS else None
@@ -228,7 +226,8 @@ class _Recomputed:
         # The first call of a lazy layer makes its parameters, and that of something scripted or
         # traced its final operators. It keeps all that it saves.
         is_first, self._has_run = not self._has_run, True
-        is_lazy = any(isinstance(each, LazyModuleMixin) for each in layer.modules())
+        modules = [*layer.modules()]
+        is_lazy = [each for each in modules if isinstance(each, LazyModuleMixin)]
         if is_lazy or (is_first and _has_script(layer)):
             return forward(*args, **kwargs)
         if is_transformed():
@@ -243,7 +242,11 @@ class _Recomputed:
         with self._elsewhere(layer, given, valued):
             if not self._segment.unit and not self._segment.ops:
                 return forward(*args, **kwargs)
-            return self._recomputed(layer, forward, args, kwargs, given if valued else None)
+            given += [
+                each for one in modules for each in one._parameters.values() if each is not None
+            ]
+            rng = self._shared.rng or DefaultGenerators({each.device for each in given})
+            return self._recomputed(layer, forward, args, kwargs, rng if valued else None)
 
     def _recomputed(
         self,
@@ -251,16 +254,11 @@ class _Recomputed:
         forward: Callable[..., Any],
         args: Args,
         kwargs: Kwargs,
-        given: list[Tensor] | None,
+        rng: Generators | None,
     ) -> Any:
-        """Runs the layer. given: the tensors of its arguments, if they have values."""
+        """Runs the layer. rng: what it draws from; None if its arguments have no values."""
         forward, args, kwargs = with_own_caches(forward, args, kwargs, self._shared.notify)
-        # A layer writes to other buffers in eval mode than in training mode (BatchNorm). So the
-        # record of earlier writes is kept apart for each combination of modules and modes.
-        training = tuple(
-            (type(module), getattr(module, "training", None)) for module in layer.modules()
-        )
-        valued = given is not None
+        valued = rng is not None
         results = None
         if self._segment.ops:
             from megatron_lite.recompute.ops import KeptResults
@@ -268,14 +266,16 @@ class _Recomputed:
             results = KeptResults(self._segment.ops, skip_tail=True)
         how = How(
             name=self._name,
-            rng=None if given is None else self._shared.streams(layer, given),
+            rng=rng,
             layer=layer,
-            written=self._written.setdefault(training, Written()) if valued else Written(),
+            written=self._written if valued else Written(),
             results=results,
             guard=self._guards[valued],
             turns=self._shared.turns,
         )
         outputs = rebuild_saved(forward, args, kwargs, how)
+        if layer is not self._layer:  # a copy, which need not live on here
+            self._written.known = None
         self._shared.note_router(self._segment, bool(how.guard.has_router))
         return outputs
 
@@ -311,11 +311,12 @@ class _Shared:
     """The host memory, streams and warnings that the layers under one policy share.
 
     plan: of these layers, in the order of their calls.
-    rng: the named random-number streams that the layers draw from, if any.
+    rng: the named random-number streams that the layers draw from, if any. Without them, they draw
+        from torch's default generators of the devices of their arguments and parameters.
     """
 
     def __init__(self, plan: RecomputePlan, rng: Generators | None) -> None:
-        self._rng, self._without_router = rng, [each for each in plan.segments if each.router]
+        self.rng, self._without_router = rng, [each for each in plan.segments if each.router]
         self._host_layers = [each.first_layer for each in plan.segments if each.on_host]
         self._memory: tuple[Pool, CopyStreams] | None = None
         self._offload: Offload | None = None
@@ -339,16 +340,6 @@ class _Shared:
         elif segment in self._without_router[-1:]:
             self.notify("No layer whose policy says +router calls top-k: no choice is kept")
 
-    def streams(self, layer: nn.Module, given: list[Tensor]) -> Generators:
-        """Returns the generators that a layer draws from.
-
-        These are the named streams if there are any, otherwise torch's default generators of the
-        devices of its arguments and parameters.
-        """
-        if self._rng is not None:
-            return self._rng
-        return DefaultGenerators({tensor.device for tensor in (*given, *layer.parameters())})
-
     @contextmanager
     def offloaded(self, layer: int, device: torch.device, *, stay: list[Tensor]) -> Iterator[None]:
         """Offloads the tensors that a layer saves inside the block. stay: tensors not moved."""
@@ -356,12 +347,12 @@ class _Shared:
         from megatron_lite.recompute.offload import Offload, copy_streams_of
         from megatron_lite.recompute.pool import Pool
 
-        if self._memory is None:
+        if not self._memory:
             self._memory = Pool(pinned=device.type == "cuda"), copy_streams_of(device)
         pool, copy_streams = self._memory
         # One Offload serves one forward of the model, in which each layer frees the originals of
         # the layer before. So the first layer with @host starts it and the last one finishes it.
-        if self._offload is None or layer == self._host_layers[0]:
+        if not self._offload or layer == self._host_layers[0]:
             self._offload = Offload(copy_streams, kind=device.type)
         with self._offload.segment(pool, stay=stay):
             yield
@@ -390,14 +381,11 @@ def _unwrapped(layer: nn.Module) -> nn.Module:
 
     ValueError: the wrapper is around a part of the layer.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return layer
-    wrapper = fsdp.FullyShardedDataParallel
-    inside: nn.Module = layer.module if isinstance(layer, wrapper) else layer
-    if any(isinstance(module, wrapper) for module in inside.modules()):
+    kind = "FullyShardedDataParallel"
+    inside: Any = layer.module if layer in sharded(layer, kind) else layer
+    if sharded(inside, kind):
         raise ValueError(
-            "FullyShardedDataParallel is around a part of a layer, which a replay in backward "
+            f"{kind} is around a part of a layer, which a replay in backward "
             "cannot call: wrap whole layers, or use fully_shard (FSDP2)"
         )
     return inside
@@ -434,7 +422,7 @@ def _check(segment: Segment, layer: nn.Module, setting: str) -> None:
     if segment.split:
         from megatron_lite.recompute.split_inputs import NO_GROUP, tensor_parallel_group
 
-        if tensor_parallel_group(layer) is None:
+        if not tensor_parallel_group(layer):
             raise ValueError(f"{setting}, layer {segment.first_layer}: {NO_GROUP}")
     if segment.ops:
         from megatron_lite.recompute.ops import find_operators

@@ -41,11 +41,13 @@ class Arguments:
     kinds: the kinds of devices of all tensors among the arguments.
     generators: the generators among the arguments, with their states before the forward.
     holders: the modules and functions among the arguments, whose state is restored as the layer's.
+    given: all values among the arguments, until `settle`.
     """
 
     def __init__(self, name: str, args: Args, kwargs: Kwargs) -> None:
         self._name = name
         found, self._spec = tree_flatten_with_path((args, kwargs))
+        self.given = [value for _, value in found]
         self._leaves: list[Any] = []
         kinds = nn.Module, *FUNCTIONS
         self._others, self.holders = Contents(constant=kinds), dict[str, Any]()
@@ -72,6 +74,7 @@ class Arguments:
         self._kept: dict[str, Handle] = {}
         self._written: set[str] = set()
         self.generators = [state for _, state in self._others.generators]
+        self._others.mark()
 
     def settle(self, copies: dict[str, Tensor]) -> None:
         """Keeps the tensors with their values before the forward. Call it after the forward.
@@ -84,7 +87,7 @@ class Arguments:
         }
         # From here on only the hooks keep the tensors. A reference here would hold the device
         # memory of tensors that the hooks moved to the host or discarded.
-        self.tensors = {}
+        self.tensors, self.given = {}, []
 
     def check_unchanged(self, when: str) -> None:
         """Raises RuntimeError if an object among the arguments has changed, such as a cache."""

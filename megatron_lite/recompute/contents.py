@@ -16,10 +16,11 @@ import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import copy
 from enum import Enum
-from functools import partial
-from operator import is_
+from functools import cached_property, partial
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from megatron_lite.parallel.torch_internals import (
     disable_current_modes,
     tree_leaves,
     without_torch_function,
+    write_count_of,
 )
 from megatron_lite.recompute.randomness import ARRAYS, GeneratorState, is_generator
 from megatron_lite.recompute.saved import version_of
@@ -85,31 +87,16 @@ class Value(NamedTuple):
     version: int | None
 
 
-@dataclass
-class Part:
+class Part(NamedTuple):
     """A tensor or an array.
 
     name: its name within the layer or argument.
     owner: the name of the object of Python that holds it; "" if a module does.
-    version: a number that changes with each write.
-    bits: the hash of a tensor, if its version may miss a write (`Contents.hash_values`).
     """
 
     name: str
     owner: str
     value: Any
-    version: int | None = field(init=False)
-    bits: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.version = self.version_now()
-
-    def version_now(self) -> int | None:
-        """Returns the present version: that of a tensor, or a hash of an array."""
-        if isinstance(self.value, Tensor):
-            return version_of(self.value)
-        shape = getattr(self.value, "shape", None)
-        return hash((shape, bytes(self.value) if shape is None else self.value.tobytes()))
 
 
 class _Container(NamedTuple):
@@ -124,32 +111,82 @@ class _Container(NamedTuple):
 class Contents:
     """What a value holds at one moment. Each container, tensor and generator is found once.
 
-    enters: tells by its name whether an object of Python is looked into, a function, or a module
-        that is not inside the layer.
+    objects: the names of the objects of Python that are looked into, of functions, and of modules
+        that are not inside the layer. None: all.
     constant: further kinds that are never looked into.
     has_graphs: whether a tensor may have the graph of an earlier result.
+    found: all items of all containers, if modules hold nothing besides containers and tensors
+        without a graph. Functions of C then compare them. Else None.
     """
 
+    layer: nn.Module
+    modes: Any
+    _kinds: Any
+
     def __init__(
-        self, enters: Callable[[str], bool] = lambda name: True, constant: tuple[type, ...] = ()
+        self, objects: Collection[str] | None = None, constant: tuple[type, ...] = ()
     ) -> None:
-        self._enters, self._known, self._room = enters, set[int](), MAX_PARTS
+        self._objects, self._known, self._room = objects, set[int](), MAX_PARTS
         self._constant = CONSTANT + constant
         self._modules = set[nn.Module]()
-        self.has_graphs = False
+        self._is_odd = self.has_graphs = False
         self.containers: list[_Container] = []
         self._empty: list[tuple[str, Any]] = []  # most dictionaries of modules
         self.parts: dict[str, Part] = {}
         self.generators: list[tuple[str, GeneratorState]] = []  # each with its owner
+        self.found: Any = None
 
     @classmethod
-    def of_layer(
-        cls, layer: nn.Module, enters: Callable[[str], bool] = lambda name: True
-    ) -> Contents:
+    def of_layer(cls, layer: nn.Module, objects: Collection[str] | None = None) -> Contents:
         """Returns what the modules of a layer hold."""
-        contents = cls(enters)
+        contents = cls(objects)
+        contents.layer = layer
         contents._add_modules("", layer)
+        is_odd = contents._is_odd or contents.has_graphs or contents.generators
+        if not (is_odd or any(each.owner for each in contents.containers)):
+            contents.found = [*contents._now()]
+            contents._kinds = [*map(type, contents.found)]
         return contents
+
+    def _now(self) -> Iterator[Any]:
+        """Yields all items, and before them how many each container has."""
+        held = [[self.layer], *map(itemgetter(2), self.containers)]
+        values = [each.values() for each in held if isinstance(each, dict)]
+        return chain(map(len, held), chain.from_iterable(chain(held, values)))
+
+    def is_as_found(self) -> bool:
+        """Tells whether all containers have their items still, as far as `found` shows it."""
+        return (
+            self.found is not None
+            and all(map(is_, self._now(), self.found))
+            and not any(map(itemgetter(1), self._empty))
+        )
+
+    def again(self, layer: Any) -> Contents | None:
+        """Returns what the modules of a layer hold, if `found` shows that it is the same."""
+        is_so = (
+            self.layer is layer
+            and self.is_as_found()
+            and [*map(type, self.found)] == self._kinds
+            and all(getattr(part.value, "is_leaf", False) for part in self.parts.values())
+        )
+        return copy(self) if is_so else None
+
+    @cached_property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of the layer."""
+        return [*self.layer.parameters()]
+
+    @cached_property
+    def kinds(self) -> int:
+        """A hash of all that a replay may depend on: the modules and their modes, their hooks, and
+        the functions in place of their forwards."""
+        held = [*map(vars, self.layer.modules())]
+        hooks = [each for found in held for each in map(found.get, HOOKS) if each]
+        forwards = [kind_of(each["forward"]) for each in held if "forward" in each]
+        return hash(
+            (self.modes, *[kind_of(one) for each in hooks for one in each.values()], *forwards)
+        )
 
     def _add_modules(self, name: str, root: nn.Module, owner: str = "") -> None:
         """Adds what a module and those inside it hold.
@@ -157,7 +194,7 @@ class Contents:
         FSDP2 exchanges parameters by itself, so they are left out under it, and those of a module
         that only a container or a function holds (owner): nearly always other layers train them.
         """
-        exchanged = {"_parameters"} if owner or is_sharded(root) else set()
+        exchanged = {"_parameters"} if owner or sharded(root) else set()
         for path, module in [*root.named_modules(self._modules, name)]:
             found, prefix = vars(module), f"{path}." if path else ""
             self.note(path, found, owner)
@@ -171,6 +208,8 @@ class Contents:
                     self.note(path, value, owner)
                     for number, hook in enumerate([*value.values()] if name in HOOKS else ()):
                         self.add(f"{prefix}{name}.{number}", hook, owner)
+                else:
+                    self._is_odd |= type(value) not in PLAIN
             for name in {"_parameters", "_buffers"}.difference(exchanged):
                 for key, value in getattr(module, name).items():
                     self.add(f"{prefix}{key}", value, owner)
@@ -193,7 +232,7 @@ class Contents:
         elif isinstance(value, (*CONTAINERS, nn.Module)) or not _is_of_library(value):
             if not isinstance(value, CONTAINERS):
                 owner = owner or name
-                if self._room <= 0 or not self._enters(owner):
+                if self._room <= 0 or (self._objects is not None and owner not in self._objects):
                     return
             if isinstance(value, nn.Module):
                 self._add_modules(name, value, owner)
@@ -213,20 +252,24 @@ class Contents:
             self._room -= bool(owner)
             self.add(f"{name}.{key if type(key) is str else number}", each, owner)
 
+    def mark(self) -> None:
+        """Begins to count writes, without those that torch does not count."""
+        self._versions, self._bits = _versions(self.parts), dict[str, Tensor]()
+
     def hash_values(self, known: Hashes) -> None:
         """Hashes all tensors, so that a write which torch does not count is found as well.
 
         known: as in `hash_once`.
         """
+        self.mark()
         with unobserved():
-            for part in self.parts.values():
-                is_tensor = isinstance(part.value, Tensor)
-                part.bits = hash_once(part.value, known) if is_tensor else None
+            for name, part in self.parts.items():
+                if isinstance(part.value, Tensor):
+                    self._bits[name] = hash_once(part.value, known)
 
     def written(self, known: Hashes) -> list[Part]:
         """Returns the tensors and arrays that were written to since. known: as in `hash_once`."""
-        before = {part.name: part.bits for part in self.parts.values() if part.bits is not None}
-        others = set()
+        before, others, versions = self._bits, set(), _versions(self.parts)
         if before:
             with unobserved():
                 now = [hash_once(self.parts[name].value, known) for name in before]
@@ -235,13 +278,15 @@ class Contents:
             others = {name for name, one, other in pairs if one != other}
         return [
             part
-            for part in self.parts.values()
-            if part.name in others or part.version_now() != part.version
+            for name, part in self.parts.items()
+            if name in others or versions[name] != self._versions[name]
         ]
 
     def changed(self) -> Iterator[tuple[str, str]]:
         """Yields the name and the owner of everything else that is another now, except generators
         that modules hold: these may draw."""
+        if self.is_as_found():
+            return
         for name, owner, value, items in self.containers:
             if not _has(value, items):
                 before = _dictionary(items) if isinstance(value, dict) else {}
@@ -264,10 +309,13 @@ class Contents:
         self.containers = [each for each in self.containers if each.owner in owners]
         self.generators = [each for each in self.generators if each[0] in owners]
         self.parts = {name: each for name, each in self.parts.items() if each.owner in owners}
-        for each in self.containers if self.has_graphs else ():
-            each.items[:] = _without_old_graphs(each.items, _items(each.value))
-        for part in self.parts.values():
-            part.version, part.bits = part.version_now(), None
+        if self.has_graphs:
+            self.found = None
+            self.containers = [
+                each._replace(items=_without_old_graphs(each.items, _items(each.value)))
+                for each in self.containers
+            ]
+        self.mark()
 
     @contextmanager
     def restored(self, exchange: Callable[[Any], Any] | None = None) -> Iterator[None]:
@@ -275,8 +323,13 @@ class Contents:
 
         exchange: returns what takes the place of a value. None: each value keeps its place.
         """
+        is_same = exchange is None and self.is_as_found()
         pairs = [
-            (each.value, each.items, each.items if _has(*each[2:]) else _items(each.value))
+            (
+                each.value,
+                each.items,
+                each.items if is_same or _has(*each[2:]) else _items(each.value),
+            )
             for each in self.containers
             if type(each.value) in RESTORED or not isinstance(each.value, CONTAINERS)
         ]
@@ -284,16 +337,17 @@ class Contents:
         empty = [value for _, value in self._empty if not value]
         try:
             for value, items, now in pairs:
-                if exchange is not None:
+                if exchange:
                     items = [mapped(item, exchange) for item in items]
                 if items is not now:
                     _refill(value, items)
             yield
         finally:
-            for value, _, now in pairs:
-                _refill(value, now)
-            for value in empty:
-                value.clear()
+            if not (is_same and self.is_as_found()):
+                for value, _, now in pairs:
+                    _refill(value, now)
+                for value in empty:
+                    value.clear()
 
 
 def mapped(item: Any, function: Callable[[Any], Any]) -> Any:
@@ -304,12 +358,34 @@ def mapped(item: Any, function: Callable[[Any], Any]) -> Any:
     return item if all(map(is_, item, parts)) else parts
 
 
-def is_sharded(layer: nn.Module) -> bool:
-    """Tells whether FSDP2 exchanges the parameters of a module in the layer."""
+def kind_of(function: Any) -> Any:
+    """Returns what stays the same when a function is made again, as in each step: its code."""
+    function = getattr(function, "func", getattr(function, "__func__", function))  # a partial's
+    return getattr(function, "__code__", type(function))
+
+
+def _versions(parts: dict[str, Part]) -> dict[str, Any]:
+    """Returns numbers that change with each write: versions of tensors, hashes of arrays."""
+    values = [part.value for part in parts.values()]
+    try:
+        found = [*map(write_count_of, values)]
+    except (AttributeError, RuntimeError):  # of an array, of an inference tensor
+        found = [*map(_version, values)]
+    return dict(zip(parts, found, strict=True))
+
+
+def _version(value: Any) -> int | None:
+    if isinstance(value, Tensor):
+        return version_of(value)
+    shape = getattr(value, "shape", None)
+    return hash((shape, bytes(value) if shape is None else value.tobytes()))
+
+
+def sharded(layer: nn.Module, kind: str = "FSDPModule") -> list[nn.Module]:
+    """Returns the modules in the layer whose parameters FSDP exchanges. kind: its class for them,
+    by default that of FSDP2."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(
-        isinstance(module, fsdp.FSDPModule) for module in layer.modules()
-    )
+    return [each for each in layer.modules() if fsdp and isinstance(each, getattr(fsdp, kind))]
 
 
 def _items(value: Any) -> list[Any]:

@@ -8,15 +8,14 @@ counts only after a replay has been compared, so a forward without backward does
 
 from __future__ import annotations
 
+from itertools import product
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_lite.parallel.torch_internals import tree_leaves
-from megatron_lite.recompute.contents import HOOKS
+from megatron_lite.recompute.contents import Contents, kind_of
 from megatron_lite.recompute.layer_state import PARAMETER_HOOKS
-from megatron_lite.recompute.saved import Args, Kwargs
-from megatron_lite.recompute.surroundings import kind_of
 
 MAX_SHAPES = 4  # so many sets of shapes are verified, because lengths may vary for ever
 
@@ -30,27 +29,24 @@ class Signature(NamedTuple):
     shapes: tuple[Any, ...]
 
     @classmethod
-    def of(
-        cls, layer: nn.Module, args: Args, kwargs: Kwargs, settings: tuple[Any, ...]
-    ) -> Signature:
-        """Returns the signature of a call of the layer. settings: those of torch."""
-        given = tree_leaves((args, kwargs))
+    def of(cls, contents: Contents, given: list[Any], settings: tuple[Any, ...]) -> Signature:
+        """Returns the signature of a call.
+
+        contents: what the layer holds.
+        given: the values among its arguments. settings: those of torch.
+        """
         tensors = [each for each in given if isinstance(each, Tensor)]
-        modules = list(layer.modules())
-        parameters = list(layer.parameters())
-        held = [hooks for module in modules for hooks in map(vars(module).get, HOOKS) if hooks]
-        held += [getattr(each, name) or {} for each in parameters for name in PARAMETER_HOOKS]
+        places = product(contents.parameters, PARAMETER_HOOKS)
+        held = [hooks for place in places if (hooks := getattr(*place))]
         kinds = (
-            *(getattr(module, "training", None) for module in modules),  # a frozen script has none
-            *(type(each) for each in given),
-            *((each.dtype, each.requires_grad, each.layout) for each in tensors),
-            *kwargs,
-            *(kind_of(hook) for hooks in held for hook in hooks.values()),
-            *(kind_of(vars(module)["forward"]) for module in modules if "forward" in vars(module)),
-            *(parameter.requires_grad for parameter in parameters),
+            contents.kinds,
+            *map(type, given),
+            *map(attrgetter("dtype", "requires_grad", "layout"), tensors),
+            *[kind_of(hook) for hooks in held for hook in hooks.values()],
+            *[parameter.requires_grad for parameter in contents.parameters],
             *settings,
         )
-        return cls(hash(kinds), tuple(tuple(each.shape) for each in tensors))
+        return cls(hash(kinds), tuple([tuple(each.shape) for each in tensors]))
 
 
 class Guard:
@@ -79,7 +75,7 @@ class Guard:
     def wants(self, signature: Signature | None) -> bool:
         """Tells whether this call is verified. Call it once for each call of the layer."""
         self.calls += 1
-        if signature is None:
+        if not signature:
             return bool(self.verify)
         return (
             self.calls & (self.calls - 1) == 0

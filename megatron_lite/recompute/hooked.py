@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,8 +82,8 @@ class How:
     name: the name of the function in messages.
     layer: the module whose state a replay restores. With a layer, a replay also restores the global
         generators of Python and NumPy.
-    written: the buffers and arguments that earlier calls wrote to, which this call copies. With
-        None nothing is copied, and a write to an argument is an error.
+    written: the buffers and arguments that earlier calls of the layer wrote to, which this call
+        copies. Without a layer nothing is copied, and a write to an argument is an error.
     results: the operators whose results are kept instead of rebuilt. It belongs to one call only.
     replay: runs in backward in place of the function. It must save the same tensors.
     guard: decides whether this call of the layer is verified (guard.py, witness.py).
@@ -92,7 +93,7 @@ class How:
     rng: Generators | None
     name: str = "the function"
     layer: nn.Module | None = None
-    written: Written | None = None
+    written: Written = field(default_factory=Written)
     results: KeptResults | None = None
     replay: Callable[..., Any] | None = None
     guard: Guard = field(default_factory=lambda: Guard(False, stops_early=True))
@@ -123,6 +124,7 @@ MOST_OF_ONE_OPERATOR = 3
 
 Saved = tuple[Tensor, int | None]  # a tensor that is saved for backward, and its version
 Form = tuple[tuple[int, ...], torch.dtype, torch.device]  # what a replay must repeat of it
+form_of = attrgetter("shape", "dtype", "device")
 
 
 class _LayerCall:
@@ -136,9 +138,7 @@ class _LayerCall:
         self.how, self._function = how, function
         # From here on the state before the forward is read, so this object is made right before it.
         self._arguments = Arguments(how.name, args, kwargs)
-        self._state = LayerState(
-            how.name, how.layer, how.written or Written(set()), self._arguments
-        )
+        self._state = LayerState(how.name, how.layer, how.written, self._arguments)
         self._conditions = Conditions(how.rng, self._arguments.kinds)
         self._surroundings = Surroundings.now(self._conditions.kinds)
         # Others hold what a library collects during a forward, such as results of inner modules.
@@ -150,8 +150,8 @@ class _LayerCall:
         if how.layer is not None:
             signature = None
             if how.guard.verify == "first":
-                settings = *self._surroundings.kinds(), str(self._conditions.autocast)
-                signature = Signature.of(how.layer, args, kwargs, settings)
+                settings = *self._surroundings.kinds(), str(self._conditions.autocast), *kwargs
+                signature = Signature.of(self._state.contents, self._arguments.given, settings)
             if how.guard.wants(signature):
                 from megatron_lite.recompute.witness import Witness
 
@@ -177,15 +177,15 @@ class _LayerCall:
     def forward(self, args: Args, kwargs: Kwargs) -> Any:
         """Runs the function with slots in place of its saved tensors, and returns its outputs."""
         witness, results, choices = self._witness, self.how.results, self._choices
-        if witness is not None:
+        if witness:
             witness.begin(args, kwargs)
         with ExitStack() as around:
             around.enter_context(saved_tensors_hooks(self._pack, unpacked))
             for kept in (results, choices):
-                if kept is not None:
+                if kept:
                     around.enter_context(kept.keeping())
             outputs = self._function(*args, **kwargs)
-        if witness is not None:
+        if witness:
             witness.end(outputs)
             witness.settle()
         # Each `settle` compares with the state before the forward. It keeps what a replay must
@@ -195,9 +195,9 @@ class _LayerCall:
         self._arguments.settle(copies)
         if is_restorable:
             self._held = []
-        if results is not None:
+        if results:
             results.save()
-        if choices is not None:
+        if choices:
             has_router = choices.save()
             self.how.guard.has_router = has_router or bool(self.how.guard.has_router)
         self._is_complete = True
@@ -210,7 +210,8 @@ class _LayerCall:
         while backward goes on. A second read of the same slot runs another replay.
         """
         tensor, version = self._held[number] if self._held else self._rebuilt_value(number)
-        check_unwritten(tensor, version, purpose=f"saved for backward in {self.how.name}")
+        if version_of(tensor) != version:
+            check_unwritten(tensor, version, purpose=f"saved for backward in {self.how.name}")
         return tensor
 
     def _rebuilt_value(self, number: int) -> Saved:
@@ -232,23 +233,21 @@ class _LayerCall:
                     "the replay saved fewer tensors than the forward, and backward needs number "
                     f"{number} of {len(self.slots)}",
                 )
-            is_read_again = self._is_read_again(task, number)
+            node = current_node() if task != NO_TASK else None
+            is_read_again = isinstance(node, PythonNode) and self._is_read_again(node, task, number)
             tensor, version = values[number] if is_read_again else values.pop(number)
             if task == NO_TASK:
                 del self._values[task]
-        if self._witness is not None and number in self._witness.rewritten:
+        if self._witness and number in self._witness.rewritten:
             version = None  # the forward wrote to it, after the place where this replay stopped
         return tensor, version
 
-    def _is_read_again(self, task: int, number: int) -> bool:
-        """Tells whether a saved tensor stays, because the node that reads it may do so again.
+    def _is_read_again(self, node: Any, task: int, number: int) -> bool:
+        """Tells whether a saved tensor stays, because the Function that reads it may do so again.
 
         A Function in Python may read `ctx.saved_tensors` any number of times. Only a layer in which
         one did keeps the tensors, until the node ends.
         """
-        node = current_node() if task != NO_TASK else None
-        if not isinstance(node, PythonNode):
-            return False
         guard = self.how.guard
         guard.reads_again |= (task, number) in self._was_read
         self._was_read.add((task, number))
@@ -263,14 +262,14 @@ class _LayerCall:
         return True
 
     def _pack(self, tensor: Tensor) -> Handle:
-        if _is_parameter(tensor):
+        if tensor.is_leaf and isinstance(tensor, nn.Parameter):
             return saved_parameter(tensor)
         slot = partial(self.value, len(self.slots))
         self.slots.append(weakref.ref(slot))
-        self.forms.append(_form(tensor))
+        self.forms.append(form_of(tensor))
         if self._state.is_first and not self._is_complete:
             self._held.append((tensor.detach(), version_of(tensor)))
-        if self._witness is not None and not self._is_complete:
+        if self._witness and not self._is_complete:
             self._witness.save(tensor)
         return slot
 
@@ -293,46 +292,42 @@ class _LayerCall:
             around.enter_context(outside_vmap())
             args, kwargs = self._arguments.again(self._state.copies)
             states = [state() for state in self._generators]
-            if witness is not None:
+            if witness:
                 witness.look()
             around.enter_context(self._state.restored())
             around.enter_context(drawn_again(self._arguments.generators))
             around.enter_context(self._conditions.repeated(states))
             around.enter_context(self._surroundings.restored())
-            if witness is not None:
+            if witness:
                 witness.begin(args, kwargs)
             # The hooks of the replay come last, so they see only what the function itself saves.
-            unpack = (lambda kept: kept) if witness is None else witness.chosen
+            unpack = witness.chosen if witness else lambda kept: kept
             try:
-                with saved_tensors_hooks(rebuilt.pack, unpack), self._kept_again(witness):
+                with ExitStack() as run:
+                    run.enter_context(saved_tensors_hooks(rebuilt.pack, unpack))
+                    if witness:
+                        run.enter_context(witness.watching())
+                    if self.how.results:
+                        run.enter_context(self.how.results.reusing(again=witness is not None))
+                    if self._choices:
+                        run.enter_context(self._choices.reusing())
                     outputs = copy_context().run(self._replay, args, kwargs)
             except BaseException as error:
                 # A scripted function turns _Enough into an error of its own. Or it ends the replay
                 # of a call around this one.
                 if not rebuilt.has_stopped or (
-                    isinstance(error, _Enough) and error.call is not self
+                    isinstance(error, _Enough) and error.args[0] is not self
                 ):
                     raise
                 return rebuilt.values
-            if witness is not None:
+            if witness:
                 witness.end(outputs)
         if self._is_complete:
             rebuilt.check()
-        if witness is not None:
+        if witness:
             witness.compare(rebuilt.tensors)
             self._witness = None if witness.is_done else witness
         return rebuilt.values
-
-    @contextmanager
-    def _kept_again(self, witness: Witness | None) -> Iterator[None]:
-        with ExitStack() as around:
-            if witness is not None:
-                around.enter_context(witness.watching())
-            if self.how.results is not None:
-                around.enter_context(self.how.results.reusing(again=witness is not None))
-            if self._choices is not None:
-                around.enter_context(self._choices.reusing())
-            yield
 
 
 class _Rebuilt:
@@ -347,10 +342,10 @@ class _Rebuilt:
     def __init__(self, call: _LayerCall, witness: Witness | None) -> None:
         self._call, self._witness, self._expected = call, witness, len(call.slots)
         results = call.how.results
-        may_stop = call.how.guard.stops_early if results is None or results.skip_tail else False
+        may_stop = call.how.guard.stops_early if not results or results.skip_tail else False
         # A replay that runs to the end shows whether later ones may stop where the last tensor is
         # saved: RReLU fills a tensor after it saved it.
-        self._stops = witness is None and may_stop is True
+        self._stops = not witness and may_stop is True
         self._tries = not self._stops and may_stop is not False and call._is_complete
         self.has_stopped = False
         self._count = 0
@@ -365,13 +360,13 @@ class _Rebuilt:
 
         RecomputeMismatch: it has another form than in the forward.
         """
-        if _is_parameter(tensor):
-            return tensor if self._witness is None else (-1, tensor)
+        if tensor.is_leaf and isinstance(tensor, nn.Parameter):
+            return (-1, tensor) if self._witness else tensor
         number, self._count = self._count, self._count + 1
         self._are_computed.append(tensor.requires_grad)
         detached = tensor.detach()  # an output with its graph would hold that graph: a cycle
         if number < self._expected:
-            before, now = self._call.forms[number], _form(tensor)
+            before, now = self._call.forms[number], form_of(tensor)
             if before != now:
                 raise _unlike(
                     self._call.how.name,
@@ -380,7 +375,7 @@ class _Rebuilt:
                 )
             if self._call.slots[number]() is not None:
                 self.values[number] = detached, version_of(detached)
-            if self._witness is not None:
+            if self._witness:
                 self._witness.save(tensor)
             if not self._stops:
                 self.tensors.append(detached)
@@ -392,7 +387,7 @@ class _Rebuilt:
                     raise _Enough(self._call)
                 if self._tries:
                     self._last = untraced(hash_last)(self._filled, {})
-        return detached if self._witness is None else (number, detached)
+        return (number, detached) if self._witness else detached
 
     def check(self) -> None:
         """Ends a replay that ran to its end.
@@ -410,7 +405,7 @@ class _Rebuilt:
             # An operator may fill a tensor after it saved it, as RReLU does with its noise. Memory
             # that held the forward's noise has the right bits before that. So the tensors that the
             # last operator may have saved must also have gradients: these are computed.
-            known = {} if self._witness is None else self._witness.known
+            known = self._witness.known if self._witness else {}
             last = read([*self._last, *hash_last(self._filled, known)])
             is_repeated = last[: len(self._last)] == last[len(self._last) :] and all(
                 self._are_computed[max(0, self._expected - MOST_OF_ONE_OPERATOR) : self._expected]
@@ -421,11 +416,8 @@ class _Rebuilt:
 class _Enough(BaseException):
     """Ends a replay early, when all tensors that the forward saved are rebuilt.
 
-    It derives from BaseException, because the function might catch an Exception.
+    It derives from BaseException, because the function might catch an Exception. It has the call.
     """
-
-    def __init__(self, call: _LayerCall) -> None:
-        self.call = call
 
 
 def _unlike(name: str, what: str) -> RecomputeMismatch:
@@ -436,20 +428,11 @@ def _unlike(name: str, what: str) -> RecomputeMismatch:
     )
 
 
-def _form(tensor: Tensor) -> Form:
-    """Returns what a replay must repeat of a saved tensor."""
-    return tuple(tensor.shape), tensor.dtype, tensor.device
-
-
 def _text(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
     return f"{list(shape)} of {str(dtype).removeprefix('torch.')} on {device}"
 
 
-def _is_parameter(tensor: Tensor) -> bool:
-    return tensor.is_leaf and isinstance(tensor, nn.Parameter)
-
-
 def _forget(reference: weakref.ref[_LayerCall], task: int) -> None:
     call = reference()
-    if call is not None:
+    if call:
         call._values.pop(task, None)

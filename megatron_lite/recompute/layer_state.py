@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,10 +40,30 @@ class Written:
     The first forward copies buffers, attributes and arguments, and hashes parameters and what
     objects hold, and compares. Later forwards copy only what is in this record.
 
-    names: of tensors, arrays, objects and arguments; None before the first forward.
+    names: of tensors, arrays, objects and arguments. A layer writes to other buffers in eval mode
+        than in training mode (BatchNorm), so each combination of modules and modes has its own.
+    known: what the layer held before a forward that changed nothing.
     """
 
-    names: set[str] | None = None
+    names: dict[Any, set[str]] = field(default_factory=dict)
+    known: Contents | None = None
+
+    def __reduce__(self) -> Any:
+        """Leaves out what belongs to the modules: a copy of the model has others."""
+        return Written, (self.names,)
+
+    def contents(self, layer: nn.Module | None, others: dict[str, Any]) -> Contents:
+        """Returns what the layer and others hold."""
+        if not others and self.known and (same := self.known.again(layer)):
+            return same
+        modules = () if layer is None else layer.modules()
+        modes = tuple((type(each), getattr(each, "training", None)) for each in modules)
+        contents = Contents() if layer is None else Contents.of_layer(layer, self.names.get(modes))
+        contents.modes = modes
+        for place, holder in others.items():
+            contents.found = None
+            contents.add(place, holder)
+        return contents
 
 
 class LayerState:
@@ -61,18 +81,13 @@ class LayerState:
         self, name: str, layer: nn.Module | None, written: Written, arguments: Arguments
     ) -> None:
         self._name, self._layer, self._written = name, layer, written
-        self.is_first, found = written.names is None, written.names or set()
-
-        def enters(name: str) -> bool:
-            return self.is_first or name in found
-
-        self._contents = Contents() if layer is None else Contents.of_layer(layer, enters)
-        for place, holder in arguments.holders.items():
-            self._contents.add(place, holder)
+        self.contents = written.contents(layer, arguments.holders)
+        found = written.names.get(self.contents.modes)
+        self.is_first = layer is not None and found is None
         # A tensor with a graph is a result of an earlier forward.
-        self._parts = self._contents.parts = {
-            part.name: part
-            for part in self._contents.parts.values()
+        self._parts = self.contents.parts = {
+            name: part
+            for name, part in self.contents.parts.items()
             if not isinstance(part.value, Tensor) or part.value.is_leaf
         } | {name: Part(name, "", tensor) for name, tensor in arguments.tensors.items()}
         self._arguments = {*arguments.tensors}  # names alone: their graphs must not live on here
@@ -87,12 +102,14 @@ class LayerState:
             self.copies = {
                 name: copied(part.value)
                 for name, part in self._parts.items()
-                if _has_values(part) and (name in found or (self.is_first and _is_small(part)))
+                if (name in (found or ()) or (self.is_first and _is_small(part)))
+                and _has_values(part)
             }
         # BatchNorm's kernels do not count their writes to the running statistics, nor does
         # `weight.data.copy_`. So the first forward compares the values.
+        self.contents.mark()
         if self.is_first:
-            self._contents.hash_values({})
+            self.contents.hash_values({})
 
     def settle(self) -> tuple[bool, dict[str, Tensor]]:
         """Drops the copies of what the forward did not change. Call it after the forward.
@@ -105,13 +122,14 @@ class LayerState:
         # The states are large, and few layers draw from the global generators.
         if self._global is global_states():
             self._global = []
-        written = {part.name: part for part in self._contents.written({})}
+        written = {part.name: part for part in self.contents.written({})}
+        changed = [*self.contents.changed()]
         # A batch of zeros leaves BatchNorm's mean as it was. It counts its batches all the same.
         names = {name.replace(COUNT, each) for name in written for each in STATISTICS}
         written |= {name: self._parts[name] for name in names & self.copies.keys()}
-        owners = {part.owner for part in written.values()}
-        owners |= {owner for _, owner in self._contents.changed()}
-        self._written.names = (self._written.names or set()) | written.keys() | owners
+        owners = {part.owner for part in written.values()} | {owner for _, owner in changed}
+        found = self._written.names.setdefault(self.contents.modes, set())
+        found |= written.keys() | owners
         lost = written.keys() - self.copies.keys()
         for name in lost if not self.is_first else ():
             raise RuntimeError(
@@ -121,11 +139,13 @@ class LayerState:
             )
         if self.is_first:  # later forwards take what changed once to change every time
             self.copies = {name: self.copies[name] for name in written.keys() - lost}
-        self._contents.settle(self._written.names | {""}, written=bool(written))
-        self._parts = self._contents.parts
-        self._is_settled = True
         for name in self._arguments:
             del self._parts[name]
+        self.contents.settle(found | {""}, written=bool(written))
+        self._parts = self.contents.parts
+        self._is_settled = True
+        is_known = self.contents.found and not (self.is_first or written or changed)
+        self._written.known = self.contents if is_known else None
         return not lost, {
             name: self.copies.pop(name) for name in self._arguments if name in self.copies
         }
@@ -153,23 +173,21 @@ class LayerState:
 
         with ExitStack() as around:
             around.enter_context(_trainable_as(self._trainable))
-            exchanges = again or self._contents.has_graphs
-            around.enter_context(self._contents.restored(exchanged if exchanges else None))
-            for module in () if self._layer is None else self._layer.modules():
+            exchanges = again or self.contents.has_graphs
+            around.enter_context(self.contents.restored(exchanged if exchanges else None))
+            for module in self._layer.modules() if again and self._layer is not None else ():
                 if isinstance(module, torch.jit.ScriptModule):  # its registries are of another kind
                     for name, buffer in module._buffers.items():
                         if id(buffer) in again:
                             around.callback(setattr, module, name, buffer)
                             setattr(module, name, again[id(buffer)])
-            own = [state for _, state in self._contents.generators]
+            own = [state for _, state in self.contents.generators]
             around.enter_context(drawn_again([*own, *self._global]))
             yield
 
     def _check_unwritten(self) -> None:
-        for name, part in self._parts.items() if self._is_settled else ():
-            if part.version_now() == part.version:
-                continue
-            if isinstance(part.value, nn.Parameter) or name not in self.copies:
+        for name, _, value in self.contents.written({}) if self._is_settled else ():
+            if isinstance(value, nn.Parameter) or name not in self.copies:
                 raise RuntimeError(
                     f"{self._name}: its {self._told(name)} was written to after the forward and "
                     "before backward, so that a replay would compute something else. Run backward "

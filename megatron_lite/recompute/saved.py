@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ Kwargs = dict[str, Any]
 
 
 Handle = Callable[[], Tensor]  # what the graph holds in place of a saved tensor, which it returns
+unpacked = methodcaller("__call__")  # the hook that goes with a `pack` that returns handles
 # A copy of a storage, which lives as long as the graph needs any view of it. It returns the bytes
 # on the device of the original, ready for the current stream.
 MovedStorage = Callable[[], Tensor]
@@ -127,9 +129,9 @@ def moving(
         # A write after the copy raises the version, so the storage is copied again.
         place = address_of(storage), write_count_of(tensor), _unknown_part(tensor, storage)
         known = moved.get(place)
-        if known is None or known[0]() is not storage:  # another storage at the same address
+        if not known or known[0]() is not storage:  # another storage at the same address
             known = moved[place] = weakref.ref(storage), move(tensor) if wanted() else None
-        return None if known[1] is None else view_in(known[1], tensor)
+        return view_in(known[1], tensor) if known[1] else None
 
     with exchanging(exchange):
         try:
@@ -158,9 +160,9 @@ def saved_value(tensor: Tensor, hooks: Any = IN_FORCE) -> Handle:
     packed, version = pack(tensor), version_of(tensor)
 
     def value() -> Tensor:
-        if unpack is None:
+        if not unpack:
             check_unwritten(packed, version)
-        found: Tensor = packed if unpack is None else unpack(packed)
+        found = unpack(packed) if unpack else packed
         return found.detach()
 
     return value
@@ -196,11 +198,6 @@ def _unknown_part(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, .
     if is_view(tensor) or tensor.numel() * tensor.element_size() == storage.nbytes():
         return ()
     return int(tensor.storage_offset()), *tensor.shape
-
-
-def unpacked(kept: Handle) -> Tensor:
-    """Returns the saved tensor: the hook that goes with a `pack` that returns handles."""
-    return kept()
 
 
 def _can_move(tensor: Tensor, kind: str) -> bool:

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from megatron_lite.parallel.torch_internals import address_of, fills_its_memory
 from megatron_lite.parallel.weights import local_part
+from megatron_lite.recompute.contents import sharded
 from megatron_lite.recompute.saved import Handle, exchanging
 
 NO_GROUP = (
@@ -34,16 +35,16 @@ def tensor_parallel_group(layer: nn.Module) -> ProcessGroup | None:
     Call it in the layer's forward. Before, FSDP2 has the weights divided over its own ranks.
     """
     tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is None:
+    if not tensors:
         return None
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    units = [] if fsdp is None else [m for m in layer.modules() if isinstance(m, fsdp.FSDPModule)]
-    inside = {id(each) for unit in units if unit is not layer for each in unit.parameters()}
+    inside = {
+        id(each) for unit in sharded(layer) if unit is not layer for each in unit.parameters()
+    }
     for weight in layer.parameters():
         if isinstance(weight, tensors.DTensor) and id(weight) not in inside:
             for dim, placement in enumerate(weight.placements):
                 if placement.is_shard():
-                    group: ProcessGroup = weight.device_mesh.get_group(dim)
+                    group = weight.device_mesh.get_group(dim)
                     return group if group.size() > 1 else None
     return None
 
@@ -55,7 +56,7 @@ def dividing(layer: nn.Module, hidden_states: Tensor) -> Iterator[None]:
     Raises RuntimeError if no weight of the layer is divided.
     """
     group = tensor_parallel_group(layer)
-    if group is None:
+    if not group:
         raise RuntimeError(NO_GROUP)
     place = _place(hidden_states)
     with exchanging(lambda tensor: _part(tensor, group) if _place(tensor) == place else None):

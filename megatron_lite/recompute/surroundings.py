@@ -25,7 +25,7 @@ from megatron_lite.parallel.torch_internals import (
     push_function_mode,
     set_attention_order,
 )
-from megatron_lite.recompute.contents import unobserved
+from megatron_lite.recompute.contents import kind_of, unobserved
 from megatron_lite.recompute.saved import hooks_in_force
 
 GPUS = ("cuda", "xpu")
@@ -33,13 +33,7 @@ GPUS = ("cuda", "xpu")
 FLAGS: tuple[Any, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),  # sums of some kernels depend on it
-    (
-        lambda: (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        lambda now: torch.use_deterministic_algorithms(now[0], warn_only=now[1]),
-    ),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (lambda: tuple(attention_order()), lambda order: set_attention_order([*order])),
     *flags_of_kernels,
 )
@@ -111,9 +105,3 @@ class Surroundings(NamedTuple):
             pop_function_mode()
         for mode in self.modes:
             push_function_mode(mode)
-
-
-def kind_of(function: Any) -> Any:
-    """Returns what stays the same when a function is made again, as in each step: its code."""
-    function = getattr(function, "func", getattr(function, "__func__", function))  # a partial's
-    return getattr(function, "__code__", type(function))

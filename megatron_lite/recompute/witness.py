@@ -34,7 +34,7 @@ from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.tensor_hash import Hashes, differing, hash_once, quick_hash
 from megatron_lite.parallel.torch_internals import address_of, tree_flatten_with_path
 from megatron_lite.recompute.call_arguments import argument_name
-from megatron_lite.recompute.contents import Contents, is_sharded, tensors_of, unobserved
+from megatron_lite.recompute.contents import Contents, sharded, tensors_of, unobserved
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.saved import Args, Kwargs, parameter_of, version_of
@@ -74,7 +74,7 @@ class Witness:
         self._forward = self._replay = _LayerRun({}, {})
         self._saved: list[tuple[Tensor, int | None, Tensor | None, Tensor | None]] = []
         self._producers: list[str] = []
-        self._is_sharded = is_sharded(layer)
+        self._is_sharded = sharded(layer)
         self._doubtful: dict[int, Tensor] = {}
         self._chosen: dict[int, Tensor] = {}
 
@@ -193,7 +193,7 @@ class Witness:
         del self._before
         self._judge(places, rebuilt)
         self._replay, self._doubtful = _LayerRun({}, {}), {}
-        if self._signature is not None:
+        if self._signature:
             self.guard.saw(self._signature)
 
     def _judge(self, places: list[str], rebuilt: list[Tensor]) -> None:
@@ -214,9 +214,9 @@ class Witness:
             return
         if others:
             chose = next((place for place in saved.values() if " of torch." in place), None)
-            if chose is None and self._rounds(others, saved):
+            if not chose and self._rounds(others, saved):
                 return
-            self._refuse(described(places), chose is not None)
+            self._refuse(described(places), bool(chose))
         for number in sorted(saved.keys() - self.guard.harmless):
             if number not in self._doubtful:
                 self.guard.doubts.add(number)
@@ -287,7 +287,7 @@ class Witness:
 
     def _attributes(self, *, of_objects: bool = False) -> dict[str, Tensor]:
         """Returns the tensors that the layer's modules hold, without parameters."""
-        parts = Contents.of_layer(self._layer, lambda name: of_objects).parts
+        parts = Contents.of_layer(self._layer, None if of_objects else ()).parts
         return {
             f"tensor {name}": part.value
             for name, part in parts.items()
@@ -341,7 +341,7 @@ def _may_round(tensors: list[Tensor]) -> bool:
 
 def _operator(node: Any) -> str:
     """Returns the name of the operator that made a tensor. node: the tensor's grad_fn, or None."""
-    name: str = "an operator without a gradient" if node is None else node.name()
+    name = node.name() if node else "an operator without a gradient"
     return name.partition("Backward")[0]
 
 

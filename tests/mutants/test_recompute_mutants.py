@@ -10,8 +10,8 @@ from megatron_lite.parallel import collectives
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
 from megatron_lite.recompute import call_arguments as arguments
 from megatron_lite.recompute import checkpoint as engine
+from megatron_lite.recompute import contents, layer_state, ops, router, tiles, witness
 from megatron_lite.recompute import layer_runner as runner
-from megatron_lite.recompute import layer_state, ops, router, tiles, witness
 from megatron_lite.recompute.offload import Offload, _OnHost
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.pool import Pool
@@ -23,6 +23,7 @@ from tests.recompute import (
     test_checkpoint,
     test_discard,
     test_hooked_refusals,
+    test_known_layers,
     test_offload,
     test_ops,
     test_router,
@@ -192,6 +193,11 @@ def a_replay_changes_buffers_once_more(_, self):
     return nullcontext()
 
 
+@replaces("is_as_found", contents.Contents)
+def a_layer_that_was_known_is_not_looked_at(_, self):
+    return self.found is not None
+
+
 @replaces("reusing", router.KeptChoices)
 def a_router_chooses_anew_in_the_replay(_, self):
     return nullcontext()
@@ -229,6 +235,12 @@ MUTANTS += [
         test_router.test_a_router_with_noise_trains_as_in_the_plain_model,
         dict(name="Mixtral", policy="*:full"),
         error="a replay is not what its forward was|the forward saved|as number",
+    ),
+    Mutant(
+        a_layer_that_was_known_is_not_looked_at,
+        test_known_layers.test_a_change_between_forward_and_backward_is_seen,
+        dict(name="module"),
+        error="a replay is not what its forward was",
     ),
     Mutant(random_numbers_go_on_in_the_replay, EVERY_KIND, case("dropout alone")),
     Mutant(
