@@ -69,7 +69,7 @@ def _repeats(layers: list[nn.Module]) -> bool:
     kinds = Counter(
         kind_of(layer)
         for layer in layers
-        if any(True for _ in layer.parameters())
+        if list(layer.parameters())
         and (any(True for _ in layer.children()) or "torch." not in f"{type(layer).__module__}.")
     )
     return max(kinds.values(), default=0) > 1

@@ -86,7 +86,7 @@ class Measurement:
             [*weights, *states, *(each.grad for each in model.parameters())]
         )
         self._missing = self._update = 0
-        if optimizer is not None:
+        if optimizer:
             from megatron_lite.fit.update import update_bytes
 
             self._missing, self._update = update_bytes(model, optimizer, device)
@@ -196,7 +196,7 @@ class Measurement:
                     ):
                         tried[number] = numbers[0], actions.pop(0)
             found |= self._compared(tried, spans)
-        options: dict[int, list[Option]] = {}
+        options = {}
         for numbers in kinds.values():
             agreed = self._agreed([found[numbers[0], action] for action in candidates])
             kept = {FULL: 0} | {one.action: one.kept for one in agreed}

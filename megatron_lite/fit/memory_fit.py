@@ -62,8 +62,8 @@ class Fit:
         remove_policy_(self.model)
 
     def __str__(self) -> str:
-        fits = "no budget" if self.budget is None else f"fits {size(self.budget)}"
-        batch = "" if self.batch is None else f" with a micro-batch of {self.batch}"
+        fits = f"fits {size(self.budget)}" if self.budget else "no budget"
+        batch = f" with a micro-batch of {self.batch}" if self.batch else ""
         off = self.plan.peak / self.measured - 1
         lines = [
             f"{fits}{batch}: a step takes {size(self.measured)} "
@@ -72,7 +72,7 @@ class Fit:
             f"price: {self.price(self.plan)}, estimated from single layers",
         ]
         for word, plan in (("faster", self.faster), ("smaller", self.smaller)):
-            if plan is not None:
+            if plan:
                 lines.append(f"next {word} plan: {size(plan.peak)}, {self.price(plan)}")
         return "\n".join([*lines, *self.notes])
 
@@ -114,7 +114,7 @@ def fit_memory_(
     if budget is not None and not (isinstance(budget, str) and budget.strip()[-1:].isalpha()):
         raise ValueError(f"budget {budget!r}: give bytes with a unit, such as '20GiB'")
     limit = None if budget is None else parse_bytes("budget", budget, least=1)
-    if maximize not in (None, "batch") or (maximize and limit is None):
+    if maximize not in (None, "batch") or (maximize and not limit):
         raise ValueError(f"maximize {maximize!r}: give 'batch' and a budget, or leave it out")
     device = check_model(model)
     lists = layer_lists(model, layers_fqn)
@@ -125,7 +125,7 @@ def fit_memory_(
         def measured(run: Callable[[], Any]) -> Measurement:
             return Measurement(model, lists, run, optimizer, device, gauge, ranks=ranks)
 
-        if maximize is None or limit is None:
+        if not maximize or not limit:
             return fitted(model, measured(step), limit)
         return _largest_batch(model, lambda batch: measured(lambda: step(batch)), limit)
 
@@ -140,7 +140,7 @@ def check_model(model: nn.Module) -> torch.device:
         names = ", ".join(map(str, devices)) or "none"
         raise ValueError(f"the model must lie on one device (got {names}): move it there")
     for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or compiled_call_of(module) is not None:
+        if hasattr(module, "_orig_mod") or compiled_call_of(module):
             raise ValueError(
                 f"torch.compile is around {name or 'the model'}: compiled code has other memory, "
                 "and layers with a policy run uncompiled. Fit the model before it is compiled"
@@ -160,33 +160,33 @@ def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:
     """
     problem = measured.problem
     plain = problem.plan([options[0] for options in problem.options])
-    limit = ENDLESS if budget is None else budget
-    best: Plan | None = None
+    limit = budget or ENDLESS
+    best = None
     for tries_left in reversed(range(TRIES)):
-        found = plain if budget is None else fastest(problem, limit)
-        is_last = found is None or (tries_left == 0 and best is None)
-        other = smallest(problem) if found is None or is_last else found
-        if best is not None and other.nanoseconds >= best.nanoseconds:
+        found = fastest(problem, limit) if budget else plain
+        is_last = not found or (tries_left == 0 and not best)
+        other = found if found and not is_last else smallest(problem)
+        if best and other.nanoseconds >= best.nanoseconds:
             break
         plan = other
         try:
             policies, peak = _confirmed(model, measured, plan)
         except torch.OutOfMemoryError:
-            if best is None:
+            if not best:
                 raise
             break
-        if budget is None or peak <= budget:
+        if not budget or peak <= budget:
             best = plan
             if plan.peak <= (1 + TOLERANCE) * peak:
                 break
-        elif best is not None or is_last:
+        elif best or is_last:
             break
         else:
             measured.notes.append(
                 f"note: a plan of {size(plan.peak)} took {size(peak)}, so a smaller one was tried"
             )
         limit = plan.peak - (peak - (budget or limit))
-    if best is None:
+    if not best:
         remove_policy_(model)
         raise _unreachable(measured, budget or 0, plan, peak)
     if plan is not best:
@@ -240,7 +240,7 @@ def _largest_batch(model: nn.Module, measured: Callable[[int], Measurement], bud
             plan = fastest(measured(batch).problem, budget)
         except torch.OutOfMemoryError:
             plan = None
-        if plan is None:
+        if not plan:
             above = batch
         else:
             fits = batch

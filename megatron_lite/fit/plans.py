@@ -232,7 +232,7 @@ def fastest(problem: Problem, budget: int) -> Plan | None:
     if not states:
         return None
     choice, state = [], min(states, key=lambda one: one.nanoseconds)
-    while state.before is not None:
+    while state.before:
         choice.append(state.option)
         state = state.before
     return problem.plan(choice[::-1])
@@ -249,7 +249,7 @@ def neighbours(problem: Problem, plan: Plan) -> tuple[Plan | None, Plan | None]:
     fastest plan with a smaller peak."""
     best = fastest(problem, ENDLESS)
     faster = None
-    if best is not None and best.nanoseconds < plan.nanoseconds:
+    if best and best.nanoseconds < plan.nanoseconds:
         faster = _smallest(problem, best, lambda other: other.nanoseconds < plan.nanoseconds)
     return faster, fastest(problem, plan.peak - 1)
 
@@ -258,7 +258,7 @@ def policy_text(actions: Sequence[str]) -> str:
     """Returns the policy that gives the layers of a list their actions."""
     if len(set(actions)) == 1:
         return f"*:{actions[0]}"
-    starts = [n for n, action in enumerate(actions) if n == 0 or action != actions[n - 1]]
+    starts = [n for n, action in enumerate(actions) if not n or action != actions[n - 1]]
     layers: dict[str, list[str]] = {}
     for start, end in zip(starts, [*starts[1:], len(actions)], strict=True):
         named = f"{start}-{end - 1}" if end - start > 1 else f"{start}"
@@ -273,7 +273,7 @@ def _smallest(problem: Problem, best: Plan, is_right: Callable[[Plan], bool]) ->
     while best.peak - low > max(1, best.peak // 1000):
         middle = (low + best.peak) // 2
         found = fastest(problem, middle)
-        if found is not None and is_right(found):
+        if found and is_right(found):
             best = found
         else:
             low = middle
@@ -286,7 +286,7 @@ def _unbeaten(states: list[_State]) -> list[_State]:
     Of equal ones the first stays: in it, the layers that keep less come first.
     """
     states.sort(key=lambda state: state[:3])
-    unbeaten: list[_State] = []
+    unbeaten = []
     held: list[int] = []  # rising; with it the time of the fastest state so far falls
     times: list[int] = []
     for state in states:

@@ -17,9 +17,9 @@ class Ranks(NamedTuple):
 
     def told(self, one: Any) -> list[Any]:
         """Returns what each rank has given to its call."""
-        if self.group is None:
+        if not self.group:
             return [one]
-        every: list[Any] = [None] * dist.get_world_size(self.group)
+        every = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(every, one, self.group)
         return every
 

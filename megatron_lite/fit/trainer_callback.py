@@ -69,14 +69,14 @@ class MemoryBudgetCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Takes the policy off."""
-        if self.fit is not None:
+        if self.fit:
             self.fit.remove()
 
 
 def _trainer() -> Any:
     """Returns the Trainer that calls the callback, which only its frame has."""
     frame = sys._getframe(1)
-    while frame.f_back is not None:
+    while frame.f_back:
         frame = frame.f_back
         if isinstance(frame.f_locals.get("self"), Trainer):
             return frame.f_locals["self"]

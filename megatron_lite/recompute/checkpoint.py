@@ -71,7 +71,7 @@ def rebuilt_outputs(node: Any) -> Any:
     they saved (discard.py). The first call runs the replay. Further calls and the checkpoint's own
     backward use the same replay.
     """
-    if node.replayed is None:
+    if not node.replayed:
         node.replayed = _replay(node)
     return node.replayed[0]
 
@@ -105,7 +105,7 @@ class _Checkpoint(torch.autograd.Function):
         ctx.conditions = Conditions(call.rng, {each.device.type for each in tensors.values()})
         with casts_not_cached():
             outputs = call.function(*values)
-        if call.split_group is not None:
+        if call.split_group:
             ctx.shape = values[0].shape
             tensors[0] = split_for_rank(values[0], call.split_group)
         ctx.save_for_backward(*tensors.values(), *ctx.conditions.take_states())
@@ -163,7 +163,7 @@ def _replay(ctx: Any) -> tuple[Any, dict[int, Tensor]]:
     # requires_grad_ must not change the caller's tensors.
     for place, tensor in zip(ctx.places, saved[:count], strict=True):
         values[place] = tensor.detach()
-    if ctx.call.split_group is not None:
+    if ctx.call.split_group:
         values[0] = _whole_input(ctx, values[0])
     with ctx.conditions.repeated(saved[count:]):
         inputs, received = replay_inputs({place: values[place] for place in ctx.needing})
@@ -180,7 +180,7 @@ def _whole_input(ctx: Any, shard: Tensor) -> Tensor:
     started = ctx.gather or start_all_gather_first_dim(shard, ctx.call.split_group)
     ctx.gather = None  # its result is used up: a second backward (retain_graph) needs a new one
     previous = ctx.call.previous
-    if previous is not None:
+    if previous:
         # Inputs are saved first, so saved_tensors[0] is this rank's part of the split input.
         previous.gather = start_all_gather_first_dim(
             previous.saved_tensors[0], previous.call.split_group

@@ -44,7 +44,7 @@ def run_layers(
     stores: the model's memory for kept tensors, which every forward uses again.
     """
     assert plan.num_layers == len(layers), (plan, len(layers))
-    tp_size = 1 if tp_group is None else tp_group.size()
+    tp_size = tp_group.size() if tp_group else 1
     split_before = None
     around: AbstractContextManager[Opened | None] = nullcontext()
     if plan.uses_stores and torch.is_grad_enabled():
@@ -59,7 +59,7 @@ def run_layers(
                 is_replayed=segment.unit or bool(segment.ops) or MOE in segment.regions
             )
             part = layers[segment.first_layer : segment.first_layer + segment.num_layers]
-            with nullcontext() if opened is None else opened(segment, (part, extras)):
+            with opened(segment, (part, extras)) if opened else nullcontext():
                 hidden_states = _run(
                     plan,
                     segment,
@@ -103,13 +103,13 @@ def _run(
     # A verified replay must be the forward itself, with nothing left out. A plan with `verify` has
     # no `skip_tail`, so `replay` is None below and the engine runs `forward` again.
     forward = _chain(plan, segment, layers, rng, choices, record=record, results=results)
-    forward = forward if record is None else record.recorded(forward)
+    forward = record.recorded(forward) if record else forward
     replay = (
         _chain(plan, segment, layers, rng, choices, skip_layer_tail=True, results=results)
         if plan.skip_tail
         else None
     )
-    if results is None:
+    if not results:
         from megatron_lite.recompute.checkpoint import checkpoint
 
         return checkpoint(

@@ -18,6 +18,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +117,7 @@ class Offload:
         group, leaving = _SegmentCopies(self._before), []
         # the tensors that are saved and not yet copied, each with its version, its copy to be, and
         # the number of the graph's next node when it was saved
-        waiting: list[tuple[Tensor, int, _OnHost, int]] = []
+        waiting = []
 
         def move(tensor: Tensor) -> MovedStorage:
             copy_out(next_node_number())
@@ -159,7 +160,7 @@ class Offload:
             self._copy_streams.wait(self._leaving[-1].mark)
         for original in self._leaving:
             copy = original.copy()
-            if copy is not None and write_count_of(original.tensor) != original.version:
+            if copy and write_count_of(original.tensor) != original.version:
                 copy.torn = True
         self._leaving.clear()  # not a new list: the graph holds the hooks, which hold this one
 
@@ -200,26 +201,24 @@ class _SegmentCopies:
         self._called = True
         for reference in reversed(self.copies):
             copy = reference()
-            if copy is not None:
+            if copy:
                 copy.call_back()
 
 
+@dataclass(eq=False)
 class _OnHost:
     """The host copy of one storage, which lives as long as the graph needs it.
 
     torn: whether the original was written to while it was being copied.
     """
 
-    def __init__(
-        self, copy_streams: CopyStreams, slot: Slot, group: _SegmentCopies, device: torch.device
-    ) -> None:
-        self._copy_streams = copy_streams
-        self.slot = slot
-        self._group = group
-        self._device = device
-        self._returned: Tensor | None = None
-        self._is_awaited = True
-        self.torn = False
+    _copy_streams: CopyStreams
+    slot: Slot
+    _group: _SegmentCopies
+    _device: torch.device
+    _returned: Tensor | None = None
+    _is_awaited: bool = True
+    torn: bool = False
 
     def copy_out(self, original: Tensor) -> Mark:
         """Starts the copy of the original to the host, and returns the mark of its end."""
@@ -257,7 +256,7 @@ class _OnHost:
         self._group.copy_out()  # in a backward inside the forward
         self.call_back()
         self._group.call_back()
-        if self._group.before is not None:
+        if self._group.before:
             self._group.before.call_back()
         assert self._returned is not None
         if not self._is_awaited:

@@ -131,9 +131,7 @@ class KeptResults:
         result = operator(*args, **kwargs)
         if self.keeps(operator, args, kwargs):
             self._kept[place] = kept = tree_map(_Result, result)
-            self._storages |= {
-                each.storage: each for each in tree_leaves(kept) if each.storage is not None
-            }
+            self._storages |= {each.storage: each for each in tree_leaves(kept) if each.storage}
         return result
 
     def see_write(self, operator: Any, args: Args, kwargs: Kwargs) -> None:
@@ -144,10 +142,10 @@ class KeptResults:
         """
         given = _named(operator, args, kwargs)
         for argument in schema_of(operator).arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.alias_info and argument.alias_info.is_write:
                 for tensor in tensors_of(given.get(argument.name)):
                     result = self._storages.get(address_of(tensor.untyped_storage()))
-                    if result is None:
+                    if not result:
                         continue
                     if torch.Tag.inplace_view in operator.tags:  # matmul's squeeze_: no bit changes
                         result.version = (result.version or 0) + 1
@@ -235,7 +233,7 @@ def find_operators(ops: Sequence[str], *, setting: str = "--recompute-policy") -
     for entry in map(parse_entry, ops):
         for name in entry.operators:
             operator = _operator(name)
-            if operator is not None:
+            if operator:
                 _check(operator, name, setting)
                 found[operator] = name
             elif entry.name not in GROUPS:

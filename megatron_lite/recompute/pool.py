@@ -25,8 +25,6 @@ class Slot:
         (offload.py), or None.
     """
 
-    __slots__ = ("_origin", "_whole", "last_use", "memory")
-
     def __init__(self, origin: Memory, size: int, num_bytes: int) -> None:
         self._origin = origin
         self._whole, self.last_use = origin.idle[size].pop()

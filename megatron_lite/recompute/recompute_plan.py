@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
 from megatron_lite.config.regions import MLP_REGION, is_on_host, modules_of, without_nested
@@ -145,28 +145,14 @@ def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segmen
 
 
 def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
-    action, store = rule.action, rule.store
+    action = rule.action
+    treated = partial(Segment, router=action.router, tiles=action.tiles, store=rule.store)
     if action.unit:
         return (
-            Segment(
-                first_layer=first,
-                num_layers=min(action.unit, layers[-1] + 1 - first),
-                unit=True,
-                router=action.router,
-                tiles=action.tiles,
-                store=store,
+            treated(
+                first_layer=first, num_layers=min(action.unit, layers[-1] + 1 - first), unit=True
             )
             for first in layers[:: action.unit]
         )
     regions = without_nested(action.regions)
-    return (
-        Segment(
-            first_layer=layer,
-            regions=regions,
-            ops=action.ops,
-            router=action.router,
-            tiles=action.tiles,
-            store=store,
-        )
-        for layer in layers
-    )
+    return (treated(first_layer=layer, regions=regions, ops=action.ops) for layer in layers)

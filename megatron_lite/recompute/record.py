@@ -42,7 +42,7 @@ class Record:
             outputs, run.graph = run_with_graph(function, args)
             self.see(f"{self.what}, output", outputs)
             self._now = Execution()
-            if self._forward is None:
+            if not self._forward:
                 self._forward = run
                 return outputs
             places, other = self._forward.differences(run, whole=True)

@@ -96,7 +96,7 @@ class Redraw:
 
     def made(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`. With a record, the first call stores its hash; later calls compare."""
-        return tensor if self.record is None else self.record.recorded(lambda: tensor)()
+        return self.record.recorded(lambda: tensor)() if self.record else tensor
 
     def again(self, state: Tensor) -> Tensor:
         """Returns the tensor drawn from `state`. The stream's own state is the same afterwards."""
@@ -212,7 +212,7 @@ class Regions:
         output = checkpoint(self._verified(name, function, None), *args, rng=None)
         # The recipe finds the replay through the output's grad_fn. Under no_grad there is none.
         for each in _tensors(output)[:outputs]:
-            if each.grad_fn is not None:
+            if each.grad_fn:
                 self._discard[0](each)
         return output
 
@@ -233,13 +233,13 @@ class Regions:
 
         Only the layer's output needs the operations from here on, so a replay may leave them out.
         """
-        if self.results is not None:
+        if self.results:
             self.results.enter_tail()
 
     def noted(self, name: str, output: Any) -> Any:
         """Returns `output`. A unit that is being verified compares it with the output of the
         forward."""
-        if self.record is not None:
+        if self.record:
             self.record.see(f"layer {self.layer}, {name}", output)
         return output
 
@@ -270,7 +270,7 @@ class Regions:
         self, name: str, function: Callable[..., Any], rng: RngStreams | None
     ) -> Callable[..., Any]:
         record = self._record(name, rng)
-        return function if record is None else record.recorded(function)
+        return record.recorded(function) if record else function
 
     def _record(self, name: str, rng: RngStreams | None) -> Record | None:
         if not self.verify:

@@ -41,7 +41,7 @@ class Conditions:
 
     def take_states(self) -> list[Tensor]:
         """Returns copies of the generators' states, which the caller keeps from here on."""
-        if self._randomness is None:
+        if not self._randomness:
             return []
         states = self._randomness.states
         self._randomness = self._randomness.with_states(None for _ in states)
@@ -57,7 +57,7 @@ class Conditions:
         with, as it would without recomputation.
         """
         with ExitStack() as around:
-            if self._randomness is not None:
+            if self._randomness:
                 around.enter_context(self._randomness.with_states(states).replayed())
             for state in self.autocast:
                 # A disabled autocast must be entered only if backward runs under an enabled one.

@@ -70,12 +70,14 @@ class KeptChoices:
             yield
 
 
-class _Calls(TorchFunctionMode):
-    """Passes the top-k operator to `run`, under the autograd of torch."""
-
+class _Mode:
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._run = run
+
+
+class _Calls(_Mode, TorchFunctionMode):
+    """Passes the top-k operator to `run`, under the autograd of torch."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Kwargs | None = None
@@ -86,11 +88,7 @@ class _Calls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-class _Operator(TorchDispatchMode):
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self._run = run
-
+class _Operator(_Mode, TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Kwargs | None = None
     ) -> Any:

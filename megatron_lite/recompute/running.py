@@ -16,7 +16,7 @@ def running_modules(model: nn.Module | None) -> Iterator[list[str]]:
 
     The outermost comes first. Without a model the list stays empty.
     """
-    running: list[str] = []
+    running = []
 
     def enter(name: str, *_: Any) -> None:
         running.append(name)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from megatron_lite.config.policy import Policy
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
+from megatron_lite.recompute.recompute_plan import RecomputePlan, segments
 
 
 @lru_cache(1024)  # a search asks for the same stages again and again
@@ -43,7 +43,7 @@ def plan_model(config: RunConfig) -> RecomputePlan:
 
     It covers what all ranks of a pipeline recompute together.
     """
-    whole: list[Segment] = []
+    whole = []
     for stage in config.stages():
         plan = plan_stage(config.recompute, stage.num_layers, stage.number)
         whole += [

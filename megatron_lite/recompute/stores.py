@@ -144,7 +144,7 @@ class Stores:
                 return _parts(offload, self.pool, segment.host_modules, shared)
             if segment.on_host:
                 return offload.segment(arena or self.pool, stay=_tensors(shared))
-            if arena is None:
+            if not arena:
                 return nullcontext()
             return keeping_in(arena, kind=self.device.type, stay=_tensors(shared))
 
@@ -190,7 +190,7 @@ class Stores:
         input, 1/t of it for a split input.
         """
         arena = self._arenas.get(on_host)
-        if arena is None or (arena.micro_batches < self.micro_batches and not arena.bytes_in_use):
+        if not arena or (arena.micro_batches < self.micro_batches and not arena.bytes_in_use):
             # frees the memory of the smaller arena before the larger one is allocated
             self._arenas.pop(on_host, None)
             del arena

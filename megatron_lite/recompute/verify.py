@@ -60,12 +60,12 @@ class Graph(NamedTuple):
     @classmethod
     def of(cls, results: Iterable[Tensor], inputs: dict[Any, str]) -> Graph:
         """Returns the graph of the results, back to the inputs, whose own history is not read."""
-        numbers: dict[Any, int] = {}
+        numbers = {}
         found: list[Any] = []
-        ends: set[str] = set()
+        ends = set()
 
         def text(node: Any, output: int, leaf: Any = None) -> str:
-            while node is not None and node.name() == PASSED:
+            while node and node.name() == PASSED:
                 node, output = node.next_functions[output]
             leaf = getattr(node, "variable", leaf)
             name = inputs.get((node, output) if leaf is None else id(leaf))
@@ -76,7 +76,7 @@ class Graph(NamedTuple):
             if name is not None:
                 ends.add(name)
                 return name
-            if node is None:
+            if not node:
                 return "nothing"
             if node not in numbers:
                 numbers[node] = len(found)
