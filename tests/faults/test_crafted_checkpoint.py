@@ -60,7 +60,8 @@ def load(good):
                 notices = loaded_into(trainer, parallel, config_of(load=str(folder)))
             except InputError as error:
                 return str(error), {}
-            return "\n".join(notices), state_of(trainer, parallel)
+            state = state_of(trainer.model, trainer.optimizer, **parallel.rng.snapshot().states)
+            return "\n".join(notices), state
 
         yield outcome
 

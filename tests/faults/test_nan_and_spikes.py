@@ -21,10 +21,10 @@ from tests.support.rank_faults import (
     during_iteration,
     in_shape,
     run_until_it_ends,
-    tensors_of,
 )
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, step_bytes, tiny_run, with_checkpoint
+from tests.support.saves import state_of
 
 FINAL_NORM, TIED = "decoder.final_layernorm.weight", "embedding.word_embeddings.weight"
 # layout, where the fault is on rank 1, its value, which ranks are named
@@ -59,16 +59,16 @@ def _poisoned(rank, world_size, config, where, value, iterations):
 
     @contextmanager
     def fault():
-        before = tensors_of(trainers[0])
+        before = state_of(trainers[0].model, trainers[0].optimizer)
         with Poison(where, value) if rank == world_size - 1 else contextmanager(lambda: (yield))():
             yield
-        changed.extend(differing(before, tensors_of(trainers[0])))
+        changed.extend(differing(before, state_of(trainers[0].model, trainers[0].optimizer)))
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         during_iteration(monkeypatch, iterations, fault)
         trainer, error = run_until_it_ends(config, trainers.append)
     return (
-        tensors_of(trainer),
+        state_of(trainer.model, trainer.optimizer),
         changed,
         trainer.progress,
         None if error is None else str(error),
@@ -96,7 +96,7 @@ def _left_out(rank, world_size, config, iterations):
         during_iteration(monkeypatch, iterations, no_update)
         trainer, error = run_until_it_ends(config)
     assert error is None
-    return tensors_of(trainer)
+    return state_of(trainer.model, trainer.optimizer)
 
 
 def written(folder):

@@ -18,6 +18,7 @@ from tests.support.equality import difference, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
+from tests.support.saves import state_of
 from tests.support.torch_features import NEEDS_MUON
 
 RATES = [0.02, 0.01, 0.0, 0.03, 0.02]
@@ -56,18 +57,6 @@ def step(model, optimizer, number, rate):
     optimizer.zero_grad()
     model.loss(number).backward()
     optimizer.step(rate)
-
-
-def state_of(model, optimizer):
-    states = {
-        f"{name}/{key}": value
-        for name, state in optimizer.states.items()
-        for key, value in state.items()
-    }
-    return {
-        key: value.detach().clone()
-        for key, value in {**dict(model.named_parameters()), **states}.items()
-    }
 
 
 @NEEDS_MUON

@@ -16,9 +16,10 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.optim.stored import new_state, noise, whole, write_, write_whole_
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.rng import RngStreams
-from tests.optim.test_muon import Prescribed, state_of, step
+from tests.optim.test_muon import Prescribed, step
 from tests.optim.test_optimizer import CONFIG, Plain, float32_sum_of_gradients, torchs
 from tests.support.models import tp_state
+from tests.support.saves import state_of
 
 RATES = (0.01, 0.02, 0.0, 0.015, 0.01)
 BF16 = dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")

@@ -167,27 +167,6 @@ class Poison:
         )
 
 
-def tensors_of(trainer):
-    """Returns copies of this rank's weights and optimizer states."""
-    optimizer = trainer.optimizer
-    optimizer.finish()
-    local = {
-        name: value.to_local() if hasattr(value, "to_local") else value
-        for name, value in trainer.model.named_parameters()
-    }
-    return {
-        name: value.detach().clone()
-        for name, value in (
-            *local.items(),
-            *(
-                (f"{name}/{key}", value)
-                for name, state in optimizer.states.items()
-                for key, value in state.items()
-            ),
-        )
-    }
-
-
 def differing(one, other):
     """Returns the names of tensors that are not equal to the bit."""
     return sorted(

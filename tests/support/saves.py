@@ -41,15 +41,19 @@ def loaded_into(trainer, parallel, run):
     return load_checkpoint(start, run, parallel, *parts, data=data)
 
 
-def state_of(trainer, parallel):
-    """Returns copies of weights, optimizer states and random streams."""
+def state_of(model, optimizer, **others):
+    """Returns copies of this rank's weights and optimizer states."""
+    optimizer.finish()
     states = {
         f"{name}/{key}": value
-        for name, of in trainer.optimizer.states.items()
-        for key, value in of.items()
+        for name, state in optimizer.states.items()
+        for key, value in state.items()
     }
-    found = {**dict(trainer.model.named_parameters()), **states, **parallel.rng.snapshot().states}
-    return {name: value.detach().clone() for name, value in found.items()}
+    found = {**dict(model.named_parameters()), **states}
+    return others | {
+        name: (value.to_local() if hasattr(value, "to_local") else value).detach().clone()
+        for name, value in found.items()
+    }
 
 
 def loaded_state(run):
@@ -57,7 +61,7 @@ def loaded_state(run):
     with parallel_state(run.parallel, seed=1) as parallel:
         trainer = build_trainer(run, parallel)
         loaded_into(trainer, parallel, run)
-        return state_of(trainer, parallel)
+        return state_of(trainer.model, trainer.optimizer, **parallel.rng.snapshot().states)
 
 
 def same(found, wanted):
