@@ -6,6 +6,7 @@ in place of the MLP, and norms of queries and keys. All contestants of a
 model have the weights of ours, so their losses are equal up to rounding.
 """
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -15,14 +16,23 @@ from benchmarks import peers as others
 from benchmarks.engines import LEARNING_RATE, one_rank, our_model, our_optimizer
 from benchmarks.peers import Contestant
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import ModelStages
 from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.training.deterministic import use_deterministic_algorithms
 from megatron_lite.training.graphs import LEAST_WARMUP, Recorder
 from megatron_lite.training.step import StageRunner, train_step
 
-OURS, PLAIN, COMPILED = "ours, none", "plain torch", ", compiled"
+OURS, PLAIN = "ours, none", "plain torch"
+COMPILED, GRAPH, DETERMINISTIC = ", compiled", ", CUDA graph", ", deterministic"
+ROUNDED = ", 16-bit states"  # as the peers have: all that is summed or kept of gradients
+IN_16_BITS = dict(
+    use_precision_aware_optimizer=True,
+    main_grads_dtype="bf16",
+    main_params_dtype="fp16",
+    exp_avg_dtype="bf16",
+    exp_avg_sq_dtype="bf16",
+)
 OUR_POLICIES = ("none", "full", "pointwise")
 PEERS = {
     "plain": (("gpt2",), others.plain),
@@ -35,20 +45,26 @@ def build_contestants(setting, *, peers=tuple(PEERS), compiled=False):
     first; the others follow by how much they tell.
 
     peers: the libraries to compare with, if they have the model (PEERS).
-    compiled: whether contestants of torch.compile are built too.
+    compiled: whether contestants of torch.compile are built too. On a GPU ours are there as a CUDA
+        graph, with deterministic algorithms, and with states in 16 bits besides.
     """
     model = our_model(setting, one_rank(setting))
-    weights = {name: one.detach() for name, one in model.named_parameters()}
-    first, *others = _ours(model, setting, [f"ours, {name}" for name in OUR_POLICIES])
+    weights = dict(model.named_parameters())
+    optimizer = our_optimizer(model, setting)
+    first, *others = _ours(model, optimizer, setting, [f"ours, {name}" for name in OUR_POLICIES])
     found, late, skipped = [first], list[Contestant](), dict[str, str]()
     if compiled:
+        own = replace(setting, compiled=True)
+        build = partial(_ours, our_model(own, one_rank(own), weights=weights), optimizer, own)
         try:
-            own = replace(setting, compiled=True)
-            model = our_model(own, one_rank(own))
-            modes = {COMPILED: False, ", CUDA graph": True}
-            for mode, captured in list(modes.items())[: 1 + (setting.device.type == "cuda")]:
-                ones = _ours(model, own, [OURS, "ours, full"], captured=captured)
-                found += [one._replace(name=one.name + mode) for one in ones]
+            found += build([OURS, "ours, full"], mode=COMPILED)
+            if setting.device.type == "cuda":
+                found += build([OURS, "ours, full"], mode=GRAPH)
+                found += build([OURS], mode=DETERMINISTIC)
+                model = our_model(own, one_rank(own))
+                model.load_state_dict(weights)
+                rounded = our_optimizer(model, own, **IN_16_BITS)
+                found += _ours(model, rounded, own, [OURS], mode=ROUNDED)
         except (InputError, torch.OutOfMemoryError) as reason:
             skipped["ours, compiled"] = str(reason).splitlines()[0]
     for library in peers:
@@ -66,38 +82,45 @@ def build_contestants(setting, *, peers=tuple(PEERS), compiled=False):
     return found, skipped
 
 
-def _ours(model, setting, names, *, captured=False):
-    """Yields our contestants. They share one model and its optimizer.
-
-    captured: whether a CUDA graph runs them, as under --cuda-graph-impl.
-    """
+def _ours(model, optimizer, setting, names, *, mode=""):
+    """Yields our contestants, of one model and its optimizer. mode: how they run, see above."""
     stages, parallel = ModelStages([model]), one_rank(setting)
-    optimizer = our_optimizer(stages, parallel, DataParallelConfig())
     runner = StageRunner(stages, parallel, loss_in_one_pass=setting.loss_in_one_pass)
     batch, num_layers = setting.batch(), setting.shape.num_layers
     model.loss_chunk_size = setting.loss_chunk_size
+    around = deterministic if mode == DETERMINISTIC else nullcontext
 
     def run(plan, batches, **_):
         model.decoder.plan = plan
-        return runner.train(batches, loss_factor=1.0, before_last=optimizer.sync_next_backward)
+        optimizer.zero_grad()
+        with around():
+            return runner.train(batches, loss_factor=1.0, before_last=optimizer.sync_next_backward)
 
     def step(plan, batches, learning_rate, **_):
         model.decoder.plan = plan
-        return train_step(runner, optimizer, batches, learning_rate=learning_rate).loss
+        with around():
+            return train_step(runner, optimizer, batches, learning_rate=learning_rate).loss
 
     def called(way):
-        call = partial(way, (batch,), learning_rate=LEARNING_RATE)
-        if not captured:
-            return call
+        if mode != GRAPH:
+            return partial(way, (batch,), learning_rate=LEARNING_RATE)
         recorder = Recorder(way, parallel.rng)
-        call = partial(recorder.run, (batch,), learning_rate=LEARNING_RATE)
         for _ in range(LEAST_WARMUP + 1):
-            call()
-        optimizer.zero_grad()
-        return call
+            recorder.run((batch,), learning_rate=0.0)  # the others begin with the same weights
+        return partial(recorder.run, (batch,), learning_rate=LEARNING_RATE)
 
     for name in names:
         policy = RecomputeConfig(recompute_policy=f"*:{name.split(', ')[1]}")
         plan = plan_stage(policy, num_layers)
         ways = (called(partial(way, plan)) for way in (run, step))
-        yield Contestant(name, optimizer.zero_grad, *ways, plan)
+        yield Contestant(name + mode, optimizer.zero_grad, *ways, plan)
+
+
+@contextmanager
+def deterministic():
+    """As under --deterministic-mode."""
+    use_deterministic_algorithms()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -8,12 +8,12 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.run import default_chunk_size
 from megatron_lite.config.training import TrainingConfig
-from megatron_lite.model.gpt import GPTModel
+from megatron_lite.model.gpt import GPTModel, ModelStages
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch
@@ -99,8 +99,9 @@ class Setting:
         return MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())
 
 
-def our_model(setting, parallel, *, plan=None):
-    """Returns a freshly initialised model."""
+def our_model(setting, parallel, *, plan=None, weights=None):
+    """Returns a model with these parameters, by name, as its own. None: new ones, drawn on the
+    device, which is faster than a run's draws on the host."""
     context = RankContext.of(
         parallel,
         sequence_parallel=False,
@@ -115,7 +116,14 @@ def our_model(setting, parallel, *, plan=None):
         padded_vocab_size=vocab_size,
         plan=plan,
     )
-    initialize_parameters_(model, parallel, seed=SEED)
+    if weights is not None:
+        model.load_state_dict(weights, assign=True)
+        return model
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spec = spec_of(parameter)
+            parameter.normal_(spec.init_value, spec.init_std or 0.0)
     return model
 
 
@@ -124,10 +132,11 @@ def one_rank(setting):
     return ParallelState(device=setting.device, rng=RngStreams(setting.device, seed=SEED))
 
 
-def our_optimizer(model, parallel, data_parallel):
+def our_optimizer(model, setting, **settings):
     """Returns the optimizer of a training run, whose weight gradients go the way of a run."""
-    optimizer = Optimizer(model, OptimizerConfig(), parallel, data_parallel)
-    fuse_weight_gradients_(TrainingConfig(micro_batch_size=1), parallel, model, optimizer)
+    stages, parallel = ModelStages([model]), one_rank(setting)
+    optimizer = Optimizer(stages, OptimizerConfig(**settings), parallel)
+    fuse_weight_gradients_(TrainingConfig(micro_batch_size=1), parallel, stages, optimizer)
     return optimizer
 
 

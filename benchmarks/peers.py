@@ -22,7 +22,7 @@ class Contestant(NamedTuple):
     """One way to train the model.
 
     clear: drops the gradients of the step before.
-    run: one forward and backward; returns the loss, 0-d.
+    run: clear, one forward and backward; returns the loss, 0-d.
     step: a training step: clear, run, clip the gradients at 1.0, and update with AdamW.
     plan: what ours recomputes.
     """
@@ -58,12 +58,12 @@ def sharing(losses, parameters, *, compiled):
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
 
     def run(loss):
+        optimizer.zero_grad()
         value = loss()
         value.backward()
         return value.detach()
 
     def step(loss):
-        optimizer.zero_grad()
         value = run(loss)
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -84,7 +84,8 @@ def of_logits(model, setting):
 
 def plain(setting, weights, *, compiled):
     """Returns GPT-2 in plain torch, and the same model compiled if `compiled`."""
-    model = PlainGPT(setting).to(setting.device, DTYPES[setting.dtype]).train()
+    with setting.device:
+        model = PlainGPT(setting).to(DTYPES[setting.dtype]).train()
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
@@ -153,8 +154,9 @@ def transformers_model(setting):
     if setting.family == "gpt2":
         config["activation_function"] = "gelu_pytorch_tanh"
     made = AutoConfig.for_model(**config, bos_token_id=0, eos_token_id=0)
-    model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
-    return Logits(model).to(setting.device, DTYPES[setting.dtype]).train()
+    with setting.device:
+        model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
+    return Logits(model).to(DTYPES[setting.dtype]).train()
 
 
 EXPERT_NAMES = {

@@ -63,9 +63,7 @@ def footprint(engine, streams, start):
         streams.restore(start)
         with FlopCounterMode(display=False, custom_mapping=CPU_FLASH) as counter:
             engine.step()
-        grads = [
-            parameter.grad.zero_() for parameter in engine.parameters if parameter.grad is not None
-        ]
+        grads = [one.grad.zero_() for one in engine.model.parameters() if one.grad is not None]
         streams.restore(start)
         gc.collect()
         with LiveStorages() as live:
@@ -141,6 +139,7 @@ def parse(argv):
         default="auto",
         help="of megatron_lite; default: auto, which is unfused on a CPU with dropout, else flash",
     )
+    parser.add_argument("--compile", action="store_true", help="ours has its compiled kernels")
     parser.add_argument(
         "--engines",
         nargs="+",
@@ -168,6 +167,7 @@ def main(argv=None):
             dtype=dtype,
             dropout=dropout,
             attention_backend=args.attention_backend,
+            compiled=args.compile,
         )
         try:
             rows, skipped = measure(setting, parallel, args)

@@ -33,7 +33,7 @@ class Engine:
 
     name: str
     forward: Callable[[], Tensor]
-    parameters: tuple[nn.Parameter, ...]
+    model: nn.Module
     rival: str | None = None
 
     def step(self):
@@ -41,8 +41,7 @@ class Engine:
 
         It leaves out the optimizer, which is the same for all engines.
         """
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.model.zero_grad()
         self.forward().backward()
 
 
@@ -117,17 +116,16 @@ def _ours(setting, parallel, engines, name, config, *, rival=None, prepare=lambd
 
     prepare: changes the model, for example to put a checkpoint around each layer.
     """
-    model = our_model(setting, parallel, plan=plan_stage(config, setting.shape.num_layers))
-    for first in engines[:1]:
-        names = (parameter_name for parameter_name, _ in model.named_parameters())
-        model.load_state_dict(dict(zip(names, first.parameters, strict=True)), assign=True)
+    plan = plan_stage(config, setting.shape.num_layers)
+    weights = dict(engines[0].model.named_parameters()) if engines else None
+    model = our_model(setting, parallel, plan=plan, weights=weights)
     prepare(model)
     batch = setting.batch()
     return Engine(
         name=name,
         forward=lambda: model.loss(batch.tokens, batch.labels).mean(),
         rival=rival,
-        parameters=tuple(model.parameters()),
+        model=model,
     )
 
 
@@ -157,6 +155,6 @@ def _transformers(setting):
         yield Engine(
             name=f"transformers, {mode}",
             forward=of_logits(model, setting),
-            parameters=tuple(model.parameters()),
+            model=model,
             rival=NONE if use_reentrant is None else "uniform 1",
         )

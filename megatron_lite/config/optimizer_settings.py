@@ -72,8 +72,7 @@ class OptimizerConfig:
         needs=("optimizer=adam", "use_distributed_optimizer"),
     )
     main_grads_dtype: str = setting(
-        "in what gradients are summed over micro-batches and ranks; bf16 sets "
-        "--no-gradient-accumulation-fusion",
+        "in what gradients are summed over micro-batches and ranks",
         "fp32",
         choices=("fp32", "bf16"),
         needs=("use_precision_aware_optimizer", "bf16"),

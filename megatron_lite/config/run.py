@@ -90,7 +90,6 @@ class RunConfig:
                 f"{parallel.sequence_parts}: each rank holds an equal part of the sequence"
             )
         self.training.batch_steps(seq_length)
-        self._check_formats()
         self._check_experts()
         self._check_context_parallel()
         self._check_recompute_policy()
@@ -98,12 +97,6 @@ class RunConfig:
         self._check_compiler()
         self._check_graphs()
         self._check_folders()
-
-    def _check_formats(self) -> None:
-        """Leaves sums in bfloat16 to autograd."""
-        if self.optimizer.main_grads_dtype != "fp32":
-            training = replace(self.training, gradient_accumulation_fusion=False)
-            object.__setattr__(self, "training", training)
 
     def _check_experts(self) -> None:
         """Raises ValueError for ranks that cannot share experts as asked. Without experts the

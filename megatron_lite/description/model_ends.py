@@ -213,7 +213,7 @@ def _chunked_temporary(of: Shape, columns: int) -> int:
 def _embedding_temporary(of: Shape, num_words: int) -> int:
     """Returns the number of the embedding. num_words: the elements of the table of the tokens.
 
-    A lookup on a CPU adds the rows of the tokens to the sum of gradients, cast to float32. Any
+    A lookup on a CPU adds the rows of the tokens to a float32 sum of gradients, cast to it. Any
     other one makes a gradient of the table's size.
     """
     sizes = of.sizes
@@ -221,10 +221,10 @@ def _embedding_temporary(of: Shape, num_words: int) -> int:
     scaled = of.model.embedding_multiplier != 1.0
     own = of.tp_size > 1 or of.model.hidden_dropout or of.widened or scaled
     rows = of.whole if own else 0
-    if sizes.adds_by_itself and sizes.device == "cpu":
+    if sizes.adds_by_itself and sizes.device == "cpu" and not sizes.narrow_sums:
         return rows + of.wide(of.whole) * sizes.is_rounded
     # Autograd casts the gradient. It adds that of the head to it, in place if it can.
-    casts = sizes.sums_gradients and sizes.is_rounded and not sizes.adds_by_itself
+    casts = sizes.sums_gradients and sizes.casts_gradients and not sizes.adds_by_itself
     is_view = of.tp_size == 1 and sizes.loss_chunk_size is None and not casts
     copied = waits_for_lookup(of) and is_view
     return rows + num_words * ((1 + copied) * of.element + sizes.accumulate_bytes * casts)

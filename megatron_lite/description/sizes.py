@@ -51,6 +51,7 @@ class Sizes:
     adds_by_itself: whether the backward of a linear layer adds its weight's gradient to that sum by
         itself, so that autograd gets none.
     accumulates: whether a step has several micro-batches, whose gradients are added.
+    narrow_sums: whether the sum of 16-bit gradients has 16 bits too (--main-grads-dtype bf16).
     is_float16: whether an element of 2 bytes is float16, not bfloat16.
     has_padding: whether some of a rank's logits are those of padded ids.
     masks_loss: whether a micro-batch has a loss mask (--eod-mask-loss).
@@ -86,6 +87,7 @@ class Sizes:
     sums_gradients: bool = False
     adds_by_itself: bool = False
     accumulates: bool = False
+    narrow_sums: bool = False
     is_float16: bool = False
     has_padding: bool = False
     masks_loss: bool = False
@@ -144,6 +146,7 @@ class Sizes:
             sums_gradients=True,
             adds_by_itself=training.gradient_accumulation_fusion and not config.compiles_layers,
             accumulates=accumulates,
+            narrow_sums=config.optimizer.main_grads_dtype != "fp32",
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
 
@@ -166,8 +169,13 @@ class Sizes:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether gradients have 16 bits, and their sums 32."""
+        """Whether activations and gradients have 16 bits."""
         return self.element_bytes != self.accumulate_bytes
+
+    @property
+    def casts_gradients(self) -> bool:
+        """Whether gradients have 16 bits, and their sums 32."""
+        return self.is_rounded and not self.narrow_sums
 
     @property
     def tokens(self) -> int:
@@ -302,12 +310,12 @@ class Shape:
     def weight_gradient(self, weight: Parameter) -> int:
         """Returns the bytes of the gradient of a linear layer's weight while it is computed.
 
-        A float32 product goes straight into the sum of gradients, as a 16-bit one does on CUDA.
+        A product of the sum's format goes straight into it, as any 16-bit one does on CUDA.
         Elsewhere that is computed some rows at a time and then added, for which a CPU casts it. A
         gradient that autograd gets exists whole, and is cast to float32.
         """
         sizes, (rows, columns) = self.sizes, weight.shape
-        wide = sizes.accumulate_bytes if sizes.is_rounded else 0
+        wide = sizes.accumulate_bytes if sizes.casts_gradients else 0
         if not sizes.sums_gradients:
             return rows * columns * self.element
         if not sizes.adds_by_itself:
@@ -317,7 +325,7 @@ class Shape:
     def weight_rows(self, rows: int, columns: int, accumulates: bool) -> int:
         """Returns the bytes of the rows of a weight's gradient that are computed at a time."""
         sizes = self.sizes
-        if not sizes.is_rounded or not has_gradient_tensor(sizes.device):
+        if not sizes.casts_gradients or not has_gradient_tensor(sizes.device):
             return 0
         cast = sizes.accumulate_bytes if sizes.device == "cpu" and accumulates else 0
         return min(rows, product_rows(columns)) * columns * (self.element + cast)

@@ -50,10 +50,10 @@ ANY_ID = -1  # no id stands for padding
 def accumulate_with_(
     kernel: AccumulatingKernel | None, totals: Iterable[tuple[nn.Parameter, Tensor]]
 ) -> None:
-    """Makes backward add the gradient of each of these linear weights to its float32 total.
+    """Makes backward add the gradient of each of these linear weights to its total.
 
     kernel: None for torch's addmm. On a CPU it rounds the gradients of 16-bit weights to 16 bits
-        first.
+        first. A total of 16 bits, which weights of 16 bits may have, is rounded at each addition.
 
     The kernel writes into the total, which becomes the parameter's `.grad`. If `.grad` is None, the
     total holds an earlier step's gradient, which does not count. Hooks that wait for a gradient run
@@ -63,10 +63,11 @@ def accumulate_with_(
     """
     for parameter, total in totals:
         assert total.is_contiguous()
-        assert (kernel is None and total.dtype == parameter.dtype) or (
+        assert total.dtype == parameter.dtype or (
             total.dtype == torch.float32 and can_be_summed(parameter.dtype)
         ), parameter.dtype
-        setattr(parameter, ATTRIBUTE, partial(_add, kernel, total))
+        is_wide = total.dtype == torch.float32
+        setattr(parameter, ATTRIBUTE, partial(_add, kernel if is_wide else None, total))
 
 
 def accumulate_lookups_(totals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

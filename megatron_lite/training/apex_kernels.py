@@ -65,6 +65,8 @@ def fuse_weight_gradients_(
         for parameter in (chunk.decoder.layers.parameters() if compiled_layers else ())
     }
     gradients = optimizer.layout.gradients
+    buckets = gradients.buckets if isinstance(gradients, GradBuffer) else ()
+    narrow = any(bucket.flat.dtype.itemsize == 2 for bucket in buckets)
     for_all = ""
     if not training.gradient_accumulation_fusion:
         for_all = "of --no-gradient-accumulation-fusion"
@@ -79,16 +81,16 @@ def fuse_weight_gradients_(
             reason = (
                 f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
             )
-        if not for_all and weight in tables and lookup_adds(weight):
+        if not for_all and weight in tables and lookup_adds(weight) and not narrow:
             accumulate_lookups_([(weight, gradients.grads[name])])
         if weight in matmuls:
             if not reason:
                 accumulate_with_(kernel, [(weight, gradients.grads[name])])
-            sums[_who_sums(weight, reason, kernel, why_not)] += 1
+            direct = narrow and not reason
+            who = "torch's addmm" if direct else _who_sums(weight, reason, kernel, why_not)
+            sums[who] += 1
     groups = [f"{plural(number, 'weight')} by {who}" for who, number in sums.items()]
-    buckets = gradients.buckets if isinstance(gradients, GradBuffer) else ()
-    rounded = any(bucket.flat.dtype.itemsize == 2 for bucket in buckets)
-    summed = "bfloat16" if rounded else "float32"
+    summed = "bfloat16" if narrow else "float32"
     line = f"weight gradients are summed in {summed}: {'; '.join(groups)}"
     return line + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
 

@@ -35,7 +35,8 @@ def test_a_scaled_step_never_waits_for_the_gpu_whether_or_not_it_overflows(cuda)
         after = one_step(model, optimizer, parallel, batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [step.update.skipped.item() for step in (fine, overflowed, after)] == [0.0, 1.0, 0.0]
+    updates = (fine.update, overflowed, after.update)
+    assert [update.skipped.item() for update in updates] == [0.0, 1.0, 0.0]
     assert (fine.loss_scale.item(), after.loss_scale.item()) == (1024.0, 512.0)
 
 

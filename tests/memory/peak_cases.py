@@ -34,6 +34,8 @@ OWN_UNITS = "--fsdp-memory-efficient-wrapping"
 WINDOWS = "--window-size 32,0 --window-attn-skip-freq 2"
 # The fullest moment is in a layer.
 SMALL = "--vocab-size 255"
+NARROW = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
+NARROW_SUMS = f"{NARROW} --main-grads-dtype bf16"
 # The fullest moment is the update, or near it.
 FEW_TOKENS = (
     "--num-layers 2 --hidden-size 512 --seq-length 16 --micro-batch-size 1 --vocab-size 255"
@@ -96,6 +98,13 @@ ONE_RANK = (
     ),
     Case("few tokens, AdamW", FEW_TOKENS),
     Case("loss chunks of 512 tokens by default", "--micro-batch-size 5"),
+    Case("sums in bf16, untied, chunks", f"{NARROW_SUMS} {UNTIED} {CHUNKS}"),
+    Case("sums in bf16, tied", f"{NARROW_SUMS} --vocab-size 20000"),
+    Case("few tokens, sums in bf16", f"{FEW_TOKENS} {NARROW_SUMS} --exp-avg-sq-dtype fp16"),
+    Case(
+        "few tokens, rounded to either neighbour",
+        f"{FEW_TOKENS} {NARROW} --main-params-dtype fp16 --stochastic-rounding",
+    ),
 )
 TP, SEQUENCE = "--tensor-model-parallel-size 2", "--sequence-parallel"
 PP, VIRTUAL = "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 2"

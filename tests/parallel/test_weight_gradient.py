@@ -55,14 +55,23 @@ def matmul_weights(model):
 
 
 def summed(
-    name, place, *, fused, dtype, function="apex", policy="*:none", micro_batches=3, layout=None
+    name,
+    place,
+    *,
+    fused,
+    dtype,
+    function="apex",
+    policy="*:none",
+    micro_batches=3,
+    layout=None,
+    sums_in="fp32",
 ):
     """This rank's gradients after some micro-batches, of a model with dropout."""
     config = variant_config(name, hidden_dropout=0.1)
     with place.state() as parallel:
         parallel = with_new_streams(parallel)
         model = place.model(config, parallel, dtype=dtype, plan=policy)
-        buffer = GradBuffer(dict(model.named_parameters()), parallel, layout)
+        buffer = GradBuffer(dict(model.named_parameters()), parallel, layout, sums_in)
         if fused:
             accumulate_with_(
                 kernel() if function == "apex" else None,
@@ -174,6 +183,28 @@ def test_a_kernel_gives_the_gradients_of_autograd(name, function, place, dtype):
                     assert difference(grad, fused[key]) < EPSILON[dtype], key
 
     run_ranks(work, place.ranks)
+
+
+@NEEDS_GRAD_DTYPE
+@pytest.mark.usefixtures("calls")
+def test_a_sum_of_16_bits_is_rounded_at_each_addition():
+    """By the product itself, which needs no tensor of the gradient, and no kernel of apex."""
+    for micro_batches in (1, 3):
+        settings = dict(dtype=torch.bfloat16, micro_batches=micro_batches)
+        wide = summed("llama", Layout(), fused=False, **settings)
+        narrow = summed("llama", Layout(), fused=True, sums_in="bf16", **settings)
+        for key, grad in wide.items():
+            assert narrow[key].dtype == torch.bfloat16
+            if micro_batches == 1:
+                assert torch.equal(narrow[key].float(), grad), key
+            assert difference(narrow[key].float(), grad) < micro_batches * EPSILON[torch.bfloat16]
+    line = said(
+        bf16=True,
+        use_distributed_optimizer=True,
+        use_precision_aware_optimizer=True,
+        main_grads_dtype="bf16",
+    )
+    assert line == "weight gradients are summed in bfloat16: 9 weights by torch's addmm"
 
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"

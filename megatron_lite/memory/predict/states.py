@@ -52,6 +52,7 @@ class RankStates(NamedTuple):
     on_host: the masters and states in host memory, the places of gradients there, and the buffers
         through which weights pass.
     rounding: the bytes that CUDA's allocator adds to the tensors on the device.
+    largest: the elements of the largest piece of a parameter that is updated on the device.
     """
 
     weights: int
@@ -60,6 +61,7 @@ class RankStates(NamedTuple):
     optimizer: int
     on_host: int = 0
     rounding: int = 0
+    largest: int = 0
 
     @property
     def total(self) -> int:
@@ -170,7 +172,7 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
             *_optimizer_tensors(config, there),
             *(taken * grad, 2 * part * element),
         ],
-    )
+    )._replace(largest=max((number for _, number in here), default=0))
 
 
 def _fully_sharded(config: RunConfig, held: list[_Held], shards: int, rank: int) -> RankStates:
@@ -329,14 +331,15 @@ def update_memory(
 
 
 def _part(config: RunConfig, states: RankStates) -> int:
-    """Returns the most bytes of the float32 copies of a part of a parameter (optim/stored.py), and
-    of what a scale divides."""
+    """Returns the most bytes of the float32 copies of a part of a parameter (optim/stored.py): in
+    its update, as a scale divides it, or as the weights are chosen from the new and the old."""
     options = config.optimizer
-    moments = options.exp_avg_dtype, options.exp_avg_sq_dtype
-    kinds = (*moments, options.main_params_dtype, options.main_grads_dtype)
-    copies = sum(kind != "fp32" for kind in kinds) + ("fp16" in kinds)
-    copies += 4 * options.stochastic_rounding  # two numbers of 64 bits
-    return FLOAT32 * copies * min(PART, states.gradients // FORMATS[options.main_grads_dtype])
+    kinds = options.exp_avg_dtype, options.exp_avg_sq_dtype, options.main_params_dtype
+    copies = sum(kind != "fp32" for kind in kinds)
+    divided = ("fp16" in kinds) + 7 * options.stochastic_rounding  # numbers of 64 bits
+    chosen = 2 + (options.main_params_dtype != "fp32")
+    most = max(copies + (options.main_grads_dtype != "fp32"), copies + divided, chosen)
+    return FLOAT32 * most * min(PART, states.largest)
 
 
 def _muon(config: RunConfig, stage: Stage, shards: int) -> int:
