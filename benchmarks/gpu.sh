@@ -34,9 +34,10 @@ mkdir -p "$(dirname "$output")" || exit 2
 
 cat <<FIRST
 If you have this GPU for a few minutes only, know this:
-  - The first part, of at most 120 s, answers the main question: how near a bf16 step of an 8B model's layers is to the card's
-    own matmul rate, and whether a peer is faster ("/ ours" below 1). Peers: transformers and Liger, where installed.
-  - Then come a layer of Qwen3-30B-A3B (40 s), three smaller shapes (55 s each), recomputation (70 s) and the tests (150 s).
+  - The first part, of at most 130 s, answers the main question: how near a bf16 step of an 8B model's layers is to the card's
+    own matmul rate, and whether a peer is faster ("/ ours" below 1). Peers: transformers, Liger, litgpt and megatron-core,
+    where they are installed.
+  - Then come a layer of Qwen3-30B-A3B (40 s), three smaller shapes (50 to 85 s), recomputation (60 s) and the tests (120 s).
   - Every part ends at its limit and writes what it has measured. If you stop the script, the tables remain.
   - Nothing else should run on the card. No clock or power setting is changed. Method: benchmarks/README.md.
 FIRST
@@ -55,19 +56,21 @@ part() {
 }
 step=(benchmarks/step_time.py --dtype bf16 --dropout 0 --repeats 5)
 rounds=(--repeats 3) big=(--preset 8b) llama=(--preset 1024) deep=(--preset 0.6b) experts=(--preset a3b) gpt2=(--preset gpt2) few=(--steps-per-round 3)
+compile=()
 if [[ $DEVICE == cpu ]]; then
     big=(--preset tiny) llama=(--preset tiny) deep=(--preset tiny) experts=(--preset tiny) gpt2=(--preset tiny) few=() rounds=(--repeats 1) step+=(--repeats 1)
 else
-    step+=(--compile)
+    compile=(--compile)
 fi
-part "stack-8b" 120 "${step[@]}" --seconds 100 --family llama "${big[@]}" --steps-per-round 1
+step+=("${compile[@]}")
+part "stack-8b" 130 "${step[@]}" --seconds 112 --family llama "${big[@]}" --steps-per-round 1
 part "experts-a3b" 40 "${step[@]}" --seconds 28 --family experts "${experts[@]}" --steps-per-round 1
-part "llama-28x1024" 55 "${step[@]}" --seconds 42 --family llama "${deep[@]}" --steps-per-round 1
-part "llama-16x1024" 55 "${step[@]}" --seconds 42 --family llama "${llama[@]}" "${few[@]}"
+part "llama-28x1024" 50 "${step[@]}" --seconds 38 --family llama "${deep[@]}" --steps-per-round 1
+part "llama-16x1024" 85 "${step[@]}" --seconds 72 --family llama "${llama[@]}" "${few[@]}"
 part "gpt2" 55 "${step[@]}" --seconds 42 "${gpt2[@]}" "${few[@]}"
-part "recompute" 70 benchmarks/recompute.py "${gpt2[@]}" --dtype bf16 --dropout 0.1 "${rounds[@]}" --steps-per-round 1 \
+part "recompute" 60 benchmarks/recompute.py "${gpt2[@]}" "${compile[@]}" --dtype bf16 --dropout 0.1 "${rounds[@]}" --steps-per-round 1 \
     --engines none "uniform 1" "uniform 2" core_attn mlp "*:pointwise" "*:full@host" "*:pointwise@host" \
     "torch layers, reentrant" "torch layers, non-reentrant" "transformers, none" "transformers, reentrant"
 export CUBLAS_WORKSPACE_CONFIG=:4096:8
-part "tests" 150 tests/gpu/run.py
+part "tests" 120 tests/gpu/run.py
 "$PYTHON" benchmarks/gpu_report.py "$parts" "$output"

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not 
 
 from benchmarks.harness import about, table
 
-PACKAGES = ("transformers", "liger-kernel")
+PACKAGES = ("transformers", "liger-kernel", "litgpt", "megatron-core")
 OUT_OF_TIME = (124, 137)  # of `timeout`
 
 

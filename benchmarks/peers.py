@@ -1,4 +1,5 @@
-"""The peers of benchmarks/contestants.py: plain torch, transformers, and Liger's kernels.
+"""The peers of benchmarks/contestants.py: plain torch, transformers, Liger's kernels, litgpt and
+megatron-core.
 
 Each function builds one model with the weights of ours and returns its ways to compute the loss. It
 raises ImportError if the library is not installed.
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.engines import DTYPES, LEARNING_RATE
+from benchmarks.engines import DTYPES, LEARNING_RATE, SEED
 from megatron_lite.config.hf_config import to_hf
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
@@ -127,6 +128,94 @@ def transformers(setting, weights, *, compiled):
     return sharing(losses, list(first.parameters()), compiled=compiled)
 
 
+def litgpt(setting, weights, *, compiled):
+    """Returns litgpt's Llama, and the same model compiled if `compiled`."""
+    from litgpt.model import GPT, Config
+
+    shape, ours = setting.shape, setting.model_config()
+    config = Config(
+        block_size=shape.seq_length,
+        padded_vocab_size=shape.vocab_size,
+        n_layer=shape.num_layers,
+        n_embd=shape.hidden_size,
+        n_head=shape.num_attention_heads,
+        intermediate_size=ours.ffn_size,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+        norm_eps=ours.norm_epsilon,
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=False,
+    )
+    with setting.device:
+        model = GPT(config).to(DTYPES[setting.dtype]).train()
+    theirs = as_transformers(weights, setting)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for own, of_transformers in LITGPT_NAMES.items():
+                name = name.replace(own, of_transformers)
+            parts = "qkv" if ".qkv." in name else " "
+            parameter.copy_(
+                torch.cat([theirs[name.replace("qkv", f"{one}_proj")] for one in parts])
+            )
+    return sharing(
+        {"litgpt": of_logits(model, setting)}, list(model.parameters()), compiled=compiled
+    )
+
+
+def megatron(setting, weights, *, compiled):
+    """Returns megatron-core's model, whose weights have the names of ours, for a GPU. It computes
+    by torch's operators, and is not compiled: its own kernels need Transformer Engine or apex."""
+    if setting.device.type != "cuda":
+        raise ImportError("it needs a GPU")
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    shape, ours, batch = setting.shape, setting.model_config(), setting.batch()
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+    config = TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        ffn_hidden_size=ours.ffn_size,
+        normalization=ours.normalization,
+        layernorm_epsilon=ours.norm_epsilon,
+        add_bias_linear=ours.add_bias_linear,
+        gated_linear_unit=ours.swiglu,
+        activation_func=F.silu if ours.swiglu else F.gelu,
+        hidden_dropout=setting.dropout,
+        attention_dropout=setting.dropout,
+        bf16=setting.dtype == "bf16",
+        params_dtype=DTYPES[setting.dtype],
+        bias_activation_fusion=True,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    model = GPTModel(
+        config,
+        gpt_layer_specs.get_gpt_layer_local_spec(normalization=ours.normalization),
+        shape.vocab_size,
+        shape.seq_length,
+        position_embedding_type=ours.position_embedding_type,
+        share_embeddings_and_output_weights=not ours.untie_embeddings_and_output_weights,
+    ).to(setting.device, DTYPES[setting.dtype])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    positions = torch.arange(shape.seq_length, device=setting.device).expand_as(batch.tokens)
+
+    def loss():
+        return model(batch.tokens, positions, None, labels=batch.labels).float().mean()
+
+    return sharing({"megatron-core": loss}, list(model.parameters()), compiled=False)
+
+
 def as_transformers(weights, setting):
     """Returns the weights of ours by the names, and in the layouts, of transformers."""
     from megatron_lite.convert.hf import row_of  # needs safetensors
@@ -163,6 +252,19 @@ EXPERT_NAMES = {
     "decoder.": "model.",
     "linear_fc1.weight": "gate_up_proj",
     "linear_fc2.weight": "down_proj",
+}
+# Parts of litgpt's names, and those of transformers' Llama.
+LITGPT_NAMES = {
+    "transformer.wte": "model.embed_tokens",
+    "transformer.h.": "model.layers.",
+    "transformer.ln_f": "model.norm",
+    "norm_1": "input_layernorm",
+    "norm_2": "post_attention_layernorm",
+    "attn.qkv": "self_attn.qkv",
+    "attn.proj": "self_attn.o_proj",
+    "mlp.fc_1": "mlp.gate_proj",
+    "mlp.fc_2": "mlp.up_proj",
+    "mlp.proj": "mlp.down_proj",
 }
 # Parts of our names, and those of PlainGPT.
 PLAIN_NAMES = {

@@ -1,11 +1,12 @@
 """Runs the tests of this folder that take a device: `run.py --json FILE`.
 
 `--device cpu` rehearses the whole on a machine without a GPU, where tests that need one are left
-out. With pytest-xdist four tests run at a time.
+out. With pytest-xdist as many tests run at a time as two processor cores each allow, at most 8.
 """
 
 import argparse
 import json
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,7 +45,8 @@ def main():
 
     recorder = Recorder(Path(args.json))
     words = ["-m", "gpu" if args.device == "cuda" else "not gpu", "--rootdir", str(ROOT)]
-    words += ["-n", "4"] * (find_spec("xdist") is not None)
+    at_a_time = max(1, min(8, (os.cpu_count() or 2) // 2))
+    words += ["-n", str(at_a_time)] * (find_spec("xdist") is not None)
     words += map(str, sorted(FOLDER.glob("test_gpu*.py")))
     status = pytest.main(words, plugins=[recorder])
     outcomes = [test["outcome"] for test in recorder.results.values()]
