@@ -55,7 +55,10 @@ class OutOfTime(Exception):
 
 
 def end_with_what_there_is():
-    """Makes the first SIGTERM raise OutOfTime in the main thread; later ones have no effect."""
+    """Makes the first SIGTERM raise OutOfTime in the main thread; later ones have no effect.
+
+    Python drops what is raised in a finalizer, so each later line of progress raises it again.
+    """
 
     def stop(*_):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -65,12 +68,14 @@ def end_with_what_there_is():
 
 
 class Progress:
-    """Prints lines on stderr, at most one in ten seconds."""
+    """Prints lines on stderr, at most one in ten seconds. Raises OutOfTime after a SIGTERM."""
 
     def __init__(self):
         self._last = time.monotonic()
 
     def __call__(self, text):
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+            raise OutOfTime
         if time.monotonic() - self._last > 10.0:
             self._last = time.monotonic()
             print(text, file=sys.stderr, flush=True)
@@ -230,6 +235,8 @@ COLUMNS = {
     "engine": ("engine", ""),
     "dtype": ("dtype", ""),
     "dropout": ("dropout", ""),
+    "launches": ("launches", ","),
+    "kernel_ms": ("kernels, ms", ",.1f"),
     "ms": ("ms", ",.1f"),
     "ratio": ("time / ours", ""),
     "step_ms": ("whole step, ms", ",.1f"),

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
@@ -93,11 +95,24 @@ def warm(one, device):
     return loss, peak
 
 
+def kernels(one, device):
+    """Returns the launches of a forward and backward on a GPU, and the ms of its kernels."""
+    if device.type != "cuda":
+        return None, None
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        one.run()
+        torch.cuda.synchronize(device)
+    one.clear()
+    times = [event.device_time for event in found.events() if event.device_type == DeviceType.CUDA]
+    return len(times), sum(times) / 1000.0
+
+
 def measure(setting, args, skipped):
     """Returns a row of each contestant that the memory is enough for.
 
     ms, step_ms: of forward and backward, and of the whole step.
     ratio, step_ratio: its time over that of ours without recomputation, over the rounds.
+    launches, kernel_ms: on a GPU. If `ms` is far above them, the host does not keep up.
     of_matmuls: the model's FLOPs at the rate of its linear layers alone, over `ms`.
     peak_bytes: on a GPU, above what was there before.
     """
@@ -121,14 +136,16 @@ def measure(setting, args, skipped):
     run, linear_flops = linear_layers(setting)
     with garbage_kept():
         linear = in_rounds({LINEAR: partial(clock.ms, run)}, args.repeats)
-        samples, steps = (
-            in_rounds(
-                {name: partial(one.ms, clock, getattr(one, kind)) for name, one in running.items()},
-                args.repeats,
-                began + share * seconds,
-            )
-            for kind, share in (("run", FOR_WARMING + 0.2), ("step", 1.0))
-        )
+        samples, steps = {}, {}
+        try:
+            for found, kind, share in ((samples, "run", FOR_WARMING + 0.2), (steps, "step", 1.0)):
+                timed = {
+                    name: partial(one.ms, clock, getattr(one, kind))
+                    for name, one in running.items()
+                }
+                found |= in_rounds(timed, args.repeats, began + share * seconds)
+        except torch.OutOfMemoryError as reason:
+            skipped["the rest"] = str(reason).splitlines()[0][:150]
     sizes = dict(
         batch=shape.batch_size, seq_length=shape.seq_length, padded_vocab_size=shape.vocab_size
     )
@@ -136,6 +153,7 @@ def measure(setting, args, skipped):
     rows = []
     for name, times in samples.items() if OURS in samples else ():
         ms, (loss, peak), step = statistics.median(times), first[name], steps.get(name)
+        launches, kernel_ms = kernels(running[name], setting.device)
         alone = statistics.median(linear[LINEAR]) if linear else math.nan
         rows.append(
             dict(
@@ -144,6 +162,8 @@ def measure(setting, args, skipped):
                 dropout=setting.dropout,
                 loss=loss,
                 peak_bytes=peak,
+                launches=launches,
+                kernel_ms=kernel_ms,
                 ms=ms,
                 ratio=spread(times, samples[OURS]),
                 step_ms=statistics.median(step) if step else None,

@@ -92,7 +92,8 @@ def test_host_memory_is_a_candidate_that_saves_memory_of_the_gpu(cuda):
     options = {option.action: option for option in measured.problem.options[1]}
     assert {*CANDIDATES, *ON_HOST, FULL} == {*options}
     assert options["none@host"].held < options["none"].held
-    assert options["full@host"].held < 0
+    # It keeps nothing here, but a copy of another layer may be on its way back.
+    assert options["full@host"].held < 8 * 512 * 512 * 2
 
 
 def least(model, step):

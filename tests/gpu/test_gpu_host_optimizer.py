@@ -18,13 +18,13 @@ ROUNDED = dict(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg
 
 
 class SlowLink(HostLink):
-    """Every copy begins some milliseconds late: what does not wait for it reads or writes too
+    """Every copy begins half a millisecond late: what does not wait for it reads or writes too
     early."""
 
     def _copy(self, side, target, source):
         if self._device.type == "cuda":
             with torch.cuda.stream(side):
-                torch.cuda._sleep(10_000_000)  # clock cycles
+                torch.cuda._sleep(1_000_000)  # clock cycles
         return super()._copy(side, target, source)
 
 

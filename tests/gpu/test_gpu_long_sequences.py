@@ -40,12 +40,13 @@ def by_formula(whole, reach):
 
 
 def test_documents_are_attended_alone(device):
-    """float32: a few times 1e-7. bf16 rounds at 4e-3 what goes in and the output, which the sums
-    of a query's gradient show most. A key of another document would change all by some tenths."""
+    """float32: a few times 1e-7, on a GPU 2e-5. bf16 rounds at 4e-3 what goes in and the output,
+    which the sums of a query's gradient show most. A key of another document would change all by
+    some tenths."""
     documents = CuSeqlens.of(BOUNDS, batch=B, seq_length=S, device=device)
     for groups, reach in ((HEADS, None), (2, None), (2, REACH)):
         expected = by_formula(inputs(groups), reach)
-        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
             *whole, grad = (tensor.to(device, dtype) for tensor in inputs(groups))
             whole = [tensor.requires_grad_() for tensor in whole]
             output = masked_attention(*whole, Readable(reach, documents), scale=SCALE)
