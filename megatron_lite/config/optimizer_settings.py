@@ -198,10 +198,14 @@ class OptimizerConfig:
         )
 
     @property
+    def formats(self) -> tuple[str, str, str]:
+        """The formats of both moments and of main weights."""
+        return self.exp_avg_dtype, self.exp_avg_sq_dtype, self.main_params_dtype
+
+    @property
     def is_rounded(self) -> bool:
         """Whether a gradient, a main weight or a moment has another format than float32."""
-        moments = self.exp_avg_dtype, self.exp_avg_sq_dtype
-        return {self.main_grads_dtype, self.main_params_dtype, *moments} != {"fp32"}
+        return {self.main_grads_dtype, *self.formats} != {"fp32"}
 
     def on_host(self, pieces: Iterable[tuple[bool, int]]) -> list[bool]:
         """Returns which pieces of a rank have their main weight and states on the host.

@@ -64,8 +64,8 @@ class AdamW:
     names: those of the states, as in checkpoints.
     states[parameter][state]: in the order of the pieces, with the shape of the master, and stored
         where it is. A parameter of which this rank has no piece has no entry.
-    count: how many updates the states have seen, 0-d. steps[parameter]: the same for a piece that
-        is apart.
+    count: how many updates the states have seen, 0-d. steps[parameter]: the same on the host, for
+        a piece there.
     link: the way to the host; None if no piece is there.
     keys[parameter]: the seed of the rounding of its main weight, by `--stochastic-rounding`.
     """
@@ -89,7 +89,7 @@ class AdamW:
         self.steps = {
             piece.name: torch.zeros((), dtype=torch.float32, device=piece.master.device)
             for piece in pieces
-            if piece.apart
+            if piece.on_host
         }
         self.link: HostLink | None = None
         if hosted := [piece for piece in pieces if piece.on_host]:
@@ -140,11 +140,11 @@ class AdamW:
                 found_inf=skipped,
                 **settings,
             )
-        self.count -= skipped
         if apart:
             from megatron_lite.optim.stored import update_apart
 
             update_apart(self, apart, skipped)
+        self.count -= skipped
 
     def update(
         self,

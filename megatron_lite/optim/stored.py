@@ -16,7 +16,7 @@ cut into parts of at most PART elements, so that no float32 copy of a large one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_lite.config import optimizer_settings
 from megatron_lite.optim.layouts import Piece
-from megatron_lite.parallel.torch_internals import is_fake
+from megatron_lite.parallel.torch_internals import foreach_copy_, is_fake
 
 if TYPE_CHECKING:
     from megatron_lite.optim.adam_update import AdamW
@@ -142,40 +142,92 @@ def update_apart(
         if pieces[0].on_host:
             on_host += parts
             continue
-        for part in parts:
-            values = _update_part(rule, part, part.grad, found_inf=skipped)
-            if part.piece.weight is not part.piece.master:
+        for several in _together(rule, parts):
+            values = _update_parts(rule, several, [one.grad for one in several], skipped)
+            weights = [one.weight for one in several]
+            if pieces[0].master.dtype.itemsize == 2:
                 # what is stored has been rounded, and a skipped step changes nothing
-                part.weight.copy_(torch.where(skipped > 0.0, part.weight, values))
-        for piece in pieces:
-            rule.steps[piece.name] += 1.0 - skipped
+                values = [torch.where(skipped > 0.0, weights[0], values[0])]
+            if pieces[0].weight is not pieces[0].master:
+                foreach_copy_(weights, values)
     # It waits for the device, and for all but the last copies.
     if on_host and (is_fake(skipped) or not skipped.item()):
         assert rule.link is not None
         for part, grad in zip(on_host, rule.link.arriving(on_host), strict=True):
-            rule.link.send(part, _update_part(rule, part, grad, found_inf=None))
+            rule.link.send(part, *_update_parts(rule, [part], [grad], None))
         for name in {part.piece.name for part in on_host}:
             rule.steps[name] += 1.0
 
 
-def _update_part(rule: AdamW, part: Part, grad: Tensor, found_inf: Tensor | None) -> Tensor:
-    """Updates the states of a part, where they are. Returns its main weights before they are
+def _together(rule: AdamW, parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Yields the parts that few launches update together: with as many elements as one part may
+    have. Where parts have scales or a rounding of their own, each is alone."""
+    first = parts[0].piece
+    states = [first.master, *rule.states[first.name].values()]
+    alone = bool(rule.keys) or any(hasattr(state, SCALES) for state in states)
+    found, size = list[Part](), 0
+    for part in parts:
+        number = part.weight.numel()
+        if found and (alone or size + number > optimizer_settings.PART):
+            yield found
+            found, size = [], 0
+        found.append(part)
+        size += number
+    yield found
+
+
+def _update_parts(
+    rule: AdamW, parts: Sequence[Part], grads: Sequence[Tensor], found_inf: Tensor | None
+) -> list[Tensor]:
+    """Updates the states of parts, where they are. Returns their main weights before they are
     stored."""
-    piece, place, settings = part
-    states = [piece.master, *(rule.states[piece.name][key] for key in rule.names)]
-    master, *others = values = [read(state, place) for state in states]
+    named = [
+        [part.piece.master, *(rule.states[part.piece.name][key] for key in rule.names)]
+        for part in parts
+    ]
+    kinds = [list(states) for states in zip(*named, strict=True)]
+    places = [part.place for part in parts]
+    values = [_read_all(states, places) for states in kinds]
+    counts = [rule.steps.get(part.piece.name) for part in parts]
     rule.update(
-        [master],
-        [grad.to(master.dtype)],
-        [[one] for one in others],
-        [rule.steps[piece.name] + 1.0],
+        values[0],
+        _wide(list(grads), values[0][0].dtype),
+        values[1:],
+        [rule.count if one is None else one + 1.0 for one in counts],
         found_inf=found_inf,
-        **settings,
+        **parts[0].settings,
     )
-    for state, value in zip(states, values, strict=True):
-        if value.dtype != state.dtype:
-            key = rule.keys.get(piece.name) if state is piece.master else None
-            first = piece.start + place.start
-            chances = None if key is None else noise(key, rule.steps[piece.name], first, value)
-            write_(state, place, value, chances)
-    return master
+    for states, found in zip(kinds, values, strict=True):
+        if found[0].dtype == states[0].dtype:
+            continue
+        if len(parts) > 1:
+            foreach_copy_(_places(states, places), found)
+            continue
+        (part,), chances = parts, None
+        if states is kinds[0] and part.piece.name in rule.keys:
+            before = rule.count - 1.0 if counts[0] is None else counts[0]
+            first = part.piece.start + part.place.start
+            chances = noise(rule.keys[part.piece.name], before, first, found[0])
+        write_(states[0], part.place, found[0], chances)
+    return values[0]
+
+
+def _read_all(states: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
+    """Returns parts of states of one kind, see `read`. Several have no scales."""
+    if len(states) == 1:
+        return [read(states[0], places[0])]
+    own = _places(states, places)
+    return own if own[0].dtype.itemsize > 2 else _wide(own, torch.float32)
+
+
+def _places(states: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
+    return [state.detach().view(-1)[place] for state, place in zip(states, places, strict=True)]
+
+
+def _wide(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Returns the tensors in a dtype: themselves, or copies."""
+    if tensors[0].dtype == dtype:
+        return tensors
+    copies = [torch.empty_like(one, dtype=dtype) for one in tensors]
+    foreach_copy_(copies, tensors)
+    return copies

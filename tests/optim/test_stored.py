@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from megatron_lite.config import optimizer_settings
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim import adam_update
@@ -51,10 +52,19 @@ def optimizer_of(model, parallel, **settings):
 
 
 @pytest.mark.parametrize("place", [{}, HOST])
-@pytest.mark.parametrize("formats", [BF16, FP16, MIXED])
-def test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once(formats, place):
+@pytest.mark.parametrize(
+    ("formats", "part"),
+    [(BF16, 2**24), (FP16, 2**24), (MIXED, 2**24), (dict(BF16, main_grads_dtype="bf16"), 20)],
+)
+def test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once(
+    formats, part, place, monkeypatch
+):
     """The oracle is torch.optim.AdamW in float32, whose state this test rounds between two steps.
-    The model computes with the main weights before they are rounded to float16."""
+    The model computes with the main weights before they are rounded to float16.
+
+    part: the most elements that are updated together; a small one cuts weights, and joins others.
+    """
+    monkeypatch.setattr(optimizer_settings, "PART", part)
     model, masters = Plain(torch.bfloat16), Plain(torch.bfloat16).float()
     reference = torchs(masters, fused=True)
     main = ROUND[formats.get("main_params_dtype", "fp32")]

@@ -29,7 +29,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS, MUON, PART
+from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS, MUON, PART, OptimizerConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.description.gradient_buckets import Gradient, bucket_layouts
@@ -52,7 +52,7 @@ class RankStates(NamedTuple):
     on_host: the masters and states in host memory, the places of gradients there, and the buffers
         through which weights pass.
     rounding: the bytes that CUDA's allocator adds to the tensors on the device.
-    largest: the elements of the largest piece of a parameter that is updated on the device.
+    updated: the most elements that the device updates together (optim/stored.py).
     """
 
     weights: int
@@ -61,7 +61,7 @@ class RankStates(NamedTuple):
     optimizer: int
     on_host: int = 0
     rounding: int = 0
-    largest: int = 0
+    updated: int = 0
 
     @property
     def total(self) -> int:
@@ -172,7 +172,7 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
             *_optimizer_tensors(config, there),
             *(taken * grad, 2 * part * element),
         ],
-    )._replace(largest=max((number for _, number in here), default=0))
+    )._replace(updated=_updated(options, [number for _, number in here]))
 
 
 def _fully_sharded(config: RunConfig, held: list[_Held], shards: int, rank: int) -> RankStates:
@@ -334,12 +334,17 @@ def _part(config: RunConfig, states: RankStates) -> int:
     """Returns the most bytes of the float32 copies of a part of a parameter (optim/stored.py): in
     its update, as a scale divides it, or as the weights are chosen from the new and the old."""
     options = config.optimizer
-    kinds = options.exp_avg_dtype, options.exp_avg_sq_dtype, options.main_params_dtype
-    copies = sum(kind != "fp32" for kind in kinds)
-    divided = ("fp16" in kinds) + 7 * options.stochastic_rounding  # numbers of 64 bits
-    chosen = 2 + (options.main_params_dtype != "fp32")
+    copies = sum(kind != "fp32" for kind in options.formats)
+    divided = ("fp16" in options.formats) + 7 * options.stochastic_rounding  # numbers of 64 bits
+    chosen = 3 * (options.main_params_dtype != "fp32")
     most = max(copies + (options.main_grads_dtype != "fp32"), copies + divided, chosen)
-    return FLOAT32 * most * min(PART, states.largest)
+    return FLOAT32 * most * states.updated
+
+
+def _updated(options: OptimizerConfig, pieces: list[int]) -> int:
+    """Returns the most elements that are updated together, of pieces with so many elements."""
+    alone = "fp16" in options.formats
+    return min(PART, max(pieces, default=0) if alone else sum(pieces))
 
 
 def _muon(config: RunConfig, stage: Stage, shards: int) -> int:
