@@ -28,9 +28,9 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 304_800,
+    "tokens of the library": 304_600,
     "files of the library": 275,
-    "tokens of tests": 289_150,
+    "tokens of tests": 289_900,
     "tokens of benchmarks": 22_600,
     "own files in one plain step": 32,
     "own functions in one plain step": 130,
