@@ -59,6 +59,7 @@ def page(report):
     """Yields the lines of the page."""
     yield f"# {report['device']}, torch {report['torch']}, {report['date'][:10]}"
     yield f"\nMade by `bash benchmarks/gpu.sh` at commit {report['git_commit']}."
+    yield report.get("note", "")  # written by hand
     yield "Packages: " + ", ".join(f"{name} {has}" for name, has in report["packages"].items())
     for name, part in report["parts"].items():
         yield f"\n## {name}\n"
