@@ -66,6 +66,11 @@ def a_moment_is_rounded_twice(real, state, part, values, chances=None):
     real(state, part, values.bfloat16().float(), chances)
 
 
+@replaces("foreach_copy_", stored)
+def moments_together_are_rounded_twice(real, targets, values):
+    real(targets, [one.half().to(one.dtype) for one in values])
+
+
 @replaces("_either_neighbour", stored)
 def a_main_weight_is_rounded_twice(real, values, chances):
     nearest = real(values.half().float(), chances)
@@ -275,7 +280,12 @@ MUTANTS = [
     Mutant(
         a_moment_is_rounded_twice,
         test_stored.test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once,
-        dict(formats=test_stored.FP16, place={}),
+        dict(formats=test_stored.FP16, part=2**24, place={}),
+    ),
+    Mutant(
+        moments_together_are_rounded_twice,
+        test_stored.test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once,
+        dict(formats=test_stored.BF16, part=2**24, place={}),
     ),
     *(
         Mutant(fault, test_stored.test_small_updates_add_up_if_rounding_is_random)
