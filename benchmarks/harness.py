@@ -57,25 +57,29 @@ class OutOfTime(Exception):
 def end_with_what_there_is():
     """Makes the first SIGTERM raise OutOfTime in the main thread; later ones have no effect.
 
-    Python drops what is raised in a finalizer, so each later line of progress raises it again.
+    Python drops what is raised in a finalizer. It is then raised again a little later.
     """
 
     def stop(*_):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise OutOfTime
 
+    def dropped(found):
+        if found.exc_type is OutOfTime:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+
     signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGALRM, stop)
+    sys.unraisablehook = dropped
 
 
 class Progress:
-    """Prints lines on stderr, at most one in ten seconds. Raises OutOfTime after a SIGTERM."""
+    """Prints lines on stderr, at most one in ten seconds."""
 
     def __init__(self):
         self._last = time.monotonic()
 
     def __call__(self, text):
-        if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
-            raise OutOfTime
         if time.monotonic() - self._last > 10.0:
             self._last = time.monotonic()
             print(text, file=sys.stderr, flush=True)

@@ -77,8 +77,17 @@ def linear_layers(setting):
     return run, flops + of_experts
 
 
+def kernels(one, device):
+    """Returns the launches of a forward and backward on a GPU, and the ms of its kernels."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        one.run()
+        torch.cuda.synchronize(device)
+    times = [event.device_time for event in found.events() if event.device_type == DeviceType.CUDA]
+    return len(times), sum(times) / 1000.0
+
+
 def warm(one, device):
-    """Runs the contestant twice. Returns its loss, and on a GPU its peak."""
+    """Runs the contestant twice. Returns its loss, and on a GPU its peak, launches and kernels."""
     is_cuda = device.type == "cuda"
     before = 0
     for _ in range(2):  # the first run builds kernels and workspaces
@@ -91,20 +100,9 @@ def warm(one, device):
     peak = None
     if is_cuda and GRAPH not in one.name:  # a graph's memory was there before
         peak = torch.cuda.max_memory_allocated(device) - before
+    launches, kernel_ms = kernels(one, device) if is_cuda else (None, None)
     one.clear()
-    return loss, peak
-
-
-def kernels(one, device):
-    """Returns the launches of a forward and backward on a GPU, and the ms of its kernels."""
-    if device.type != "cuda":
-        return None, None
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        one.run()
-        torch.cuda.synchronize(device)
-    one.clear()
-    times = [event.device_time for event in found.events() if event.device_type == DeviceType.CUDA]
-    return len(times), sum(times) / 1000.0
+    return loss, peak, launches, kernel_ms
 
 
 def measure(setting, args, skipped):
@@ -152,8 +150,8 @@ def measure(setting, args, skipped):
     flops = step_flops(config, **sizes)
     rows = []
     for name, times in samples.items() if OURS in samples else ():
-        ms, (loss, peak), step = statistics.median(times), first[name], steps.get(name)
-        launches, kernel_ms = kernels(running[name], setting.device)
+        loss, peak, launches, kernel_ms = first[name]
+        ms, step = statistics.median(times), steps.get(name)
         alone = statistics.median(linear[LINEAR]) if linear else math.nan
         rows.append(
             dict(

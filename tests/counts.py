@@ -30,7 +30,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 304_500,
     "files of the library": 275,
-    "tokens of tests": 289_700,
+    "tokens of tests": 289_800,
     "tokens of benchmarks": 22_600,
     "own files in one plain step": 32,
     "own functions in one plain step": 130,

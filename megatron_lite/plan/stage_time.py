@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.model_ends import embedding_operations, head_operations
@@ -50,7 +51,6 @@ HOST_COPIES = "copies to and from the host"
 FSDP = "gathers and reductions of FSDP2"
 GRADIENT_SUMS = "sums of gradients"
 HOST_PACE = "waits for the host's launches"
-FLOAT32 = 4
 REGION_START = 0.35  # of the host's time to start the replay of a unit
 CACHED = 4096
 
@@ -214,7 +214,7 @@ def _replay(
 
 
 def _summed_bytes(run: TimedRun) -> int:
-    """Returns the bytes that are moved to add the gradient of a parameter to its float32 sum.
+    """Returns the bytes that are moved to add the gradient of a parameter to its sum.
 
     The sum is read and written, and the gradient is read. A matmul that adds by itself writes the
     sum where it would have written the gradient. FSDP2 casts gradients to float32 to send them.
@@ -222,11 +222,12 @@ def _summed_bytes(run: TimedRun) -> int:
     element, config = run.clock.element_bytes, run.config
     if config.data_parallel.use_torch_fsdp2:
         return element + FLOAT32
-    # torch's addmm adds a float32 product on every device
-    fused = run.clock.hardware.fused_accumulation or element == FLOAT32
+    total = FORMATS[config.optimizer.main_grads_dtype]
+    # torch's addmm adds a product of the sum's own format on every device
+    fused = run.clock.hardware.fused_accumulation or element == total
     if fused and config.training.gradient_accumulation_fusion and not config.compiles_layers:
-        return 2 * FLOAT32 - element
-    return 2 * FLOAT32 + element
+        return 2 * total - element
+    return 2 * total + element
 
 
 def _fsdp(run: TimedRun, parameters: int, units: int) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from megatron_lite.config.optimizer_settings import FORMATS, MUON, OptimizerConfig
+from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS, MUON, OptimizerConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight
 from megatron_lite.description.operations import (
@@ -30,7 +30,7 @@ from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.memory.predict.states import stage_parameters
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
-from megatron_lite.plan.stage_time import FLOAT32, HOST_PACE, StageTime, TimedRun, stage_time
+from megatron_lite.plan.stage_time import HOST_PACE, StageTime, TimedRun, stage_time
 from megatron_lite.plan.work import Clock, sum_of
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage

@@ -77,7 +77,7 @@ def fuse_weight_gradients_(
         reason = for_all
         if not reason and weight in compiled:
             reason = "the graph of a compiled layer cannot call the kernel"
-        elif not reason and not can_be_summed(weight.dtype):
+        elif not reason and not narrow and not can_be_summed(weight.dtype):
             reason = (
                 f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
             )

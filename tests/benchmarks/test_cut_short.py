@@ -2,9 +2,14 @@
 
 import json
 import signal
+import sys
+import time
+
+import pytest
 
 from benchmarks.gpu_report import joined, page
-from benchmarks.harness import end_with_what_there_is, in_rounds
+from benchmarks.harness import OutOfTime, end_with_what_there_is, in_rounds
+from tests.support.limits import HANG_S
 
 
 def test_sigterm_ends_the_rounds_and_whole_rounds_count():
@@ -25,6 +30,23 @@ def test_sigterm_ends_the_rounds_and_whole_rounds_count():
         signal.signal(signal.SIGTERM, before)
     assert {name: len(samples) for name, samples in found.items()} == dict.fromkeys("abc", 1)
     assert len(calls) == 9
+
+
+def test_a_sigterm_in_a_finalizer_is_not_lost():
+    class Dies:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM), sys.unraisablehook
+    try:
+        end_with_what_there_is()
+        with pytest.raises(OutOfTime):
+            Dies()
+            time.sleep(HANG_S)
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGALRM, before[1])
+        sys.unraisablehook = before[2]
 
 
 def test_the_page_is_right_where_parts_are_missing(tmp_path):
