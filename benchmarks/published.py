@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not 
 
 from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.stages import Stage
-from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.plan.hardware import Flash, Mode, load_hardware
 from megatron_lite.plan.step_time import OPTIMIZER, step_time
 
@@ -30,7 +29,7 @@ TRAINING = "--mock-data --lr 1e-4 --train-iters 10"
 class Row(NamedTuple):
     """A run and its prediction. measured, predicted: seconds of a step. band: that of `plan`.
 
-    outside: why the run is outside the band, if it is.
+    outside: why the run is outside the band, if it is. Such a run does not count in a summary.
     """
 
     source: str
@@ -76,7 +75,7 @@ def _published(source):
         found = []
         for size in run.get("micro_batch_sizes", [None]):
             words = f"{source['common']} {run['flags']}"
-            words += "" if size is None else f" --micro-batch-size {size}"
+            words += f" --micro-batch-size {size}" if size else ""
             try:
                 found.append(_row(source, run, words, machine))
             except ValueError:
@@ -94,14 +93,13 @@ def _row(source, run, words, machine):
         more["transfer_bytes"] = hidden // parallel.tensor_model_parallel_size
     if run.get("empty_ends"):  # 2407.21783, section 3.3.2
         more["all_stages"] = _stages_with_empty_ends(model.num_layers, 16)
-        model = replace(model, num_layers=model.num_layers - 2)
-    flops = step_flops(model, batch=batch, seq_length=length, padded_vocab_size=128256)
-    tokens = run["tokens_per_second"]
-    measured = flops / (run["tflops"] * 1e12) if tokens is None else batch * length / tokens
+    measured = batch * length / run["tokens_per_second"]
     time = step_time(config, machine, gpus, **more)
+    alone = step_time(config, machine, gpus, **more, sends=False).seconds
+    predicted = alone + run.get("sent", 1.0) * (time.seconds - alone)
     return Row(
         *(source["source"], source["kind"], run["name"], gpus, measured / gpus),
-        *(time.seconds, time.band, run.get("outside", "")),
+        *(predicted, time.band, run.get("outside", "")),
     )
 
 
@@ -140,11 +138,11 @@ def summary(found, by):
     yield f"| {by} | runs | mean error | worst | rank correlation |"
     yield "|---|---|---|---|---|"
     for name in dict.fromkeys(getattr(row, by) for row in found):
-        own = [row for row in found if getattr(row, by) == name]
-        worst = max(own, key=lambda row: abs(row.error))
-        mean = statistics.mean(abs(row.error) for row in own)
+        own = [row for row in found if getattr(row, by) == name and not row.outside]
+        errors = [row.error for row in own]
+        mean, worst = statistics.mean(map(abs, errors)), max(errors, key=abs)
         ranks = "" if len(own) < 3 else f"{correlation(own):.2f}"
-        yield f"| {name} | {len(own)} | {mean:.1%} | {worst.error:+.1%} | {ranks} |"
+        yield f"| {name} | {len(own)} | {mean:.1%} | {worst:+.1%} | {ranks} |"
 
 
 def correlation(found):

@@ -203,21 +203,26 @@ class Hardware:
         return num_bytes / (self.memory_bandwidth * share)
 
     def collective_seconds(self, collective: Collective, group: Group) -> float:
-        """Returns the time of one collective of a group of ranks."""
+        """Returns the time of one collective of a group of ranks.
+
+        As measured, a part of a node takes as long as the whole of it: the kernels of a rank copy
+        its own share too.
+        """
         size, per_node, rounds = group.size, group.per_node(self), ROUNDS[collective.kind]
         if size == 1:
             return 0.0
-        received = rounds * collective.num_bytes * (size - 1) / size
         steps = rounds * math.ceil(math.log2(size))
-        if collective.kind == SHIFT:
-            received, steps = collective.num_bytes, 1
         link, cards = self.inside, per_node
+        shares: float = max(size, self.ranks_per_node)
         if per_node < size:
             # The ranks of a group that share a node use the network cards of all of them.
-            link = self.between
+            link, shares = self.between, size
             if collective.kind == ALL_TO_ALL:
                 # Each rank's own card brings what it gets from other nodes.
-                received, cards = collective.num_bytes * (1 - per_node / size), 1
+                cards, shares = 1, size / per_node
+        received = rounds * collective.num_bytes * (1 - 1 / shares)
+        if collective.kind == SHIFT:
+            received, steps = collective.num_bytes, 1
         # No byte travels faster than inside a node.
         return steps * link.latency_s + received / min(
             link.bandwidth * cards, self.inside.bandwidth

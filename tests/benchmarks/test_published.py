@@ -5,14 +5,15 @@ import statistics
 from benchmarks.published import correlation, rows
 
 # By source: the largest mean and the largest error, in relation to the predicted time. The errors
-# of three sources are larger than they should be, and docs/planning.md says so.
+# of some sources are larger than they should be, and docs/planning.md says so.
 BOUNDS = {
-    "mosaicml llm-foundry": (0.15, 0.53),
-    "torchtitan": (0.10, 0.20),
-    "nanotron": (0.29, 0.55),
-    "arXiv 2104.04473, Table 1": (0.10, 0.20),
+    "mosaicml llm-foundry": (0.08, 0.13),
+    "torchtitan": (0.07, 0.10),
+    "nanotron": (0.15, 0.22),
+    "nanotron, waiting for its host": (0.47, 0.53),
+    "arXiv 2104.04473, Table 1": (0.05, 0.11),
     "arXiv 2407.21783, Table 4": (0.19, 0.19),
-    "NeMo AutoModel": (0.20, 0.30),
+    "NeMo AutoModel": (0.14, 0.22),
 }
 
 
@@ -27,7 +28,7 @@ def test_each_measured_run_of_this_engine_is_predicted_within_a_twelfth():
 def test_published_runs_are_within_the_bounds_of_their_source_and_in_its_order():
     found = rows("published")
     for source, (mean, worst) in BOUNDS.items():
-        own = [row for row in found if row.source == source]
+        own = [row for row in found if row.source == source and not row.outside]
         errors = [abs(row.error) for row in own]
         assert statistics.mean(errors) <= mean and max(errors) <= worst, source
         assert len(own) == 1 or correlation(own) >= 0.9, source
@@ -36,5 +37,6 @@ def test_published_runs_are_within_the_bounds_of_their_source_and_in_its_order()
 
 def test_every_run_is_within_the_band_that_plan_prints_or_has_a_reason():
     found = rows("measured") + rows("published")
-    outside = {row.name for row in found if abs(row.error) > row.band}
-    assert outside == {row.name for row in found if row.outside} == {"MPT 30b, s 8192, b 1, full"}
+    outside = {(row.name, row.gpus) for row in found if abs(row.error) > row.band}
+    assert outside == {(row.name, row.gpus) for row in found if row.outside}
+    assert outside == {("MPT 30b, s 8192, b 1, full", 8), ("DeepSeek-V3, PP 4, EP 64", 1024)}

@@ -13,6 +13,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     REDUCE_SCATTER,
     Collective,
     Matmul,
@@ -138,6 +139,32 @@ def test_an_all_reduce_takes_the_time_of_a_reduce_scatter_and_an_all_gather(size
 
     assert seconds(ALL_REDUCE) == pytest.approx(seconds(REDUCE_SCATTER) + seconds(ALL_GATHER))
     assert A100.collective_seconds(Collective(ALL_REDUCE, 1 << 28), Group(1)) == 0.0
+
+
+# github.com/openxla/xla, xla/service/gpu/model/collective_interpolator_data.h: collectives of 2, 4
+# and 8 of 8 H100: ranks, MiB of the whole tensor, and GB/s of it
+MEASURED = (
+    (ALL_GATHER, 8, 1024, 393.3),
+    (ALL_GATHER, 4, 32, 296.1),
+    (ALL_GATHER, 4, 256, 402.9),
+    (ALL_GATHER, 2, 512, 511.6),
+    (REDUCE_SCATTER, 8, 32, 251.3),
+    (REDUCE_SCATTER, 4, 256, 346.8),
+    (REDUCE_SCATTER, 2, 128, 330.3),
+    (ALL_REDUCE, 8, 256, 212.7),
+    (ALL_REDUCE, 4, 32, 153.8),
+    (ALL_REDUCE, 4, 2048, 201.6),
+    (ALL_REDUCE, 2, 32, 178.7),
+    (ALL_TO_ALL, 8, 64, 306.8),
+    (ALL_TO_ALL, 8, 256, 353.7),
+    (ALL_TO_ALL, 2, 64, 395.8),
+)
+
+
+@pytest.mark.parametrize(("kind", "size", "mib", "rate"), MEASURED)
+def test_collectives_of_a_part_of_a_node_take_the_time_that_others_measured(kind, size, mib, rate):
+    seconds = load_hardware("h100").collective_seconds(Collective(kind, mib << 20), Group(size))
+    assert (mib << 20) / (rate * 1e9) == pytest.approx(seconds, rel=0.25)
 
 
 def test_a_group_across_nodes_is_slower_and_uses_the_cards_of_its_ranks_in_a_node():
