@@ -1,11 +1,19 @@
 """Chooses who sums the weight gradients: NVIDIA apex's kernel, torch's addmm or autograd.
 
-The log states the choice with the reasons.
+The log states the choice with the reasons. apex is not a dependency. The package apex on PyPI is an
+unrelated toolkit for Pyramid. This module recognises that package by its files and never imports
+it. The import of NVIDIA's apex may raise any error (another torch, another CUDA). Such an error
+becomes the reason and does not end the run. docs/performance.md describes what the kernel does and
+how to install apex.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -31,11 +39,9 @@ DEVICE_TYPE = "cuda"  # the only device type that apex has kernels for
 
 def kernel_of_apex(device_type: str) -> tuple[Any, str]:
     """Returns apex's kernel for a device, or None, and the reason why it cannot be used."""
-    if device_type != DEVICE_TYPE:
-        return None, f"NVIDIA apex has kernels for {DEVICE_TYPE} and this run is on {device_type}"
-    from megatron_lite.parallel.apex import weight_gradient_kernel  # late: for GPUs only
-
-    return weight_gradient_kernel()
+    if device_type == DEVICE_TYPE:
+        return weight_gradient_kernel()
+    return None, f"NVIDIA apex has kernels for {DEVICE_TYPE} and this run is on {device_type}"
 
 
 def fuse_weight_gradients_(
@@ -120,3 +126,63 @@ def _matmul_weights(model: ModelStages) -> set[nn.Parameter]:
         if chunk.stage.is_last and chunk.output_layer is None and chunk.embedding is not None:
             weights.add(chunk.embedding.word_embeddings.weight)
     return weights
+
+
+EXTENSION, SYMBOL = "fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"
+
+
+def weight_gradient_kernel() -> tuple[Any, str]:
+    """Finds `wgrad_gemm_accum_fp32(input, grad_output, main_grad)`, or the reason against it.
+
+    The kernel adds grad_output^T input to main_grad [out, in], float32.
+    """
+    found = _kernel(EXTENSION)
+    # Releases of apex have put their extensions at the top level or inside the package.
+    if found[0] is None and installed_package()[0] == "nvidia":
+        inside = _kernel(f"apex._extensions.{EXTENSION}")
+        found = found if inside[0] is None else inside
+    return found
+
+
+def installed_package() -> tuple[str, str]:
+    """Returns whose package has the name apex here, and its folder or file. Imports nothing.
+
+    The owner is "nvidia", "other" or, without a package, "absent". A folder without `__init__.py`
+    counts as absent. An example is a clone of apex's repository beside the program.
+    """
+    if (loaded := sys.modules.get("apex")) is not None:
+        folders = [str(folder) for folder in getattr(loaded, "__path__", ())]
+        place = getattr(loaded, "__file__", None)
+    else:
+        try:
+            spec = importlib.util.find_spec("apex")
+        except Exception:  # finders that other packages have installed
+            spec = None
+        if spec is None or spec.origin is None:
+            return "absent", ""
+        folders, place = list(spec.submodule_search_locations or ()), spec.origin
+    is_nvidia = "apex.optimizers" in sys.modules or any(
+        (Path(folder) / "optimizers").is_dir() for folder in folders
+    )
+    return "nvidia" if is_nvidia else "other", folders[0] if folders else str(place)
+
+
+def _kernel(module_name: str) -> tuple[Any, str]:
+    """Finds the kernel in a module."""
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # an extension built for another torch may raise any
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
+            owner, place = installed_package()
+            return None, {
+                "nvidia": f"apex is installed without {module_name}, as it is without its CUDA "
+                "extensions",
+                "other": f"the package apex in {place} is not NVIDIA's",
+                "absent": "NVIDIA apex is not installed",
+            }[owner]
+        text = " ".join(str(error).split()) or "no message"
+        why = f"{type(error).__name__}: {text[:200]}"
+        return None, f"importing {module_name} fails ({why})"
+    place = getattr(module, "__file__", None) or "this environment"
+    missing = f"{module_name} in {place} has no {SYMBOL}: it is of another release of apex"
+    return getattr(module, SYMBOL, None), missing

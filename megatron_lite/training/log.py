@@ -55,8 +55,7 @@ from megatron_lite.training.summary import (
 from megatron_lite.training.terminal import Terminal, log_file_path, skipped_batches_path
 
 if TYPE_CHECKING:
-    from megatron_lite.training.log_files import AppendedFile
-    from megatron_lite.training.scalars import TensorBoard, Wandb
+    from megatron_lite.training.log_files import AppendedFile, TensorBoard, Wandb
     from megatron_lite.training.skipped import SkippedUpdate
     from megatron_lite.training.timers import Times
 
@@ -121,11 +120,11 @@ class RunLog:
 
             self._files["metrics"] = self._opened(lambda: metrics_file(metrics, start.iteration))
         if (folder := config.tensorboard_dir) is not None:
-            from megatron_lite.training.scalars import TensorBoard
+            from megatron_lite.training.log_files import TensorBoard
 
             self._scalars += filter(None, [self._opened(lambda: TensorBoard(folder, start))])
         if config.wandb_project:
-            from megatron_lite.training.scalars import Wandb
+            from megatron_lite.training.log_files import Wandb
 
             self._scalars += filter(None, [self._opened(lambda: Wandb(self._run))])
 
@@ -230,7 +229,7 @@ class RunLog:
         if "metrics" in self._files:
             self._write_row("metrics", record)
         if self._scalars and record.iteration % config.tensorboard_log_interval == 0:
-            from megatron_lite.training.scalars import BY_SAMPLES, scalars_of
+            from megatron_lite.training.log_files import BY_SAMPLES, scalars_of
 
             scalars = scalars_of(Interval([record], facts), facts, config)
             self._write_scalars(record.iteration, scalars, BY_SAMPLES)

@@ -1,7 +1,9 @@
-"""The files of a log: text, and JSON lines. A log file cannot end a run.
+"""What a log writes to: text, JSON lines, TensorBoard and Weights & Biases. None can end a run.
 
-A write that fails raises OSError, and RunLog makes one warning of it (log.py). The file then holds
-whole records only.
+A write that fails raises, and RunLog makes one warning of it (log.py). A file then holds whole
+records only. Scalars have Megatron's names. The packages for them are optional and loaded here,
+when a run needs them. W&B writes an offline run, which `wandb sync` can upload later; the
+environment variable WANDB_MODE changes that.
 """
 
 from __future__ import annotations
@@ -11,19 +13,26 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megatron_lite.checkpointing.directory import check_no_checkpoint
+from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.invocation import module_of_extra
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.plain import parse_json
+from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import written_beside
+from megatron_lite.training.iteration_line import Interval, IterationRecord, RunFacts, peak_gib
 
 if TYPE_CHECKING:
-    from megatron_lite.training.iteration_line import IterationRecord
     from megatron_lite.training.skipped import SkippedUpdate
 
 # A row has these fields only if they are known.
@@ -39,10 +48,11 @@ def _opening(path: Path, name: str) -> Iterator[None]:
     check_no_checkpoint(path, name)
     try:
         yield
-    except OSError as error:
-        raise InputError(
-            f"{name}: cannot be written ({error.strerror}): choose another file"
-        ) from error
+    except InputError:
+        raise
+    except Exception as error:  # a package may raise any
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{name}: cannot be written ({reason}): choose another place") from error
 
 
 class AppendedFile:
@@ -148,3 +158,128 @@ def write_json(path: str, values: object) -> None:
     with written_beside(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         json.dump(values, file, indent=2)
         file.write("\n")
+
+
+# The scalars that TensorBoard also gets over the consumed samples, as in Megatron.
+BY_SAMPLES = (
+    *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size"),
+    *("grad-norm", "num-zeros", "params-norm"),
+)
+
+
+class TensorBoard:
+    """Writes scalars to the folder of --tensorboard-dir, and some to its folder by_samples.
+
+    start: the progress at the start. Points that an earlier run wrote past it are void.
+    Raises InputError if the package is not installed, or if it cannot write in its folder.
+    """
+
+    name = "--tensorboard-dir"
+
+    def __init__(self, folder: str, start: Progress) -> None:
+        flag = f"{self.name} {folder}"
+        module_of_extra("tensorboard", "tensorboard", needed_by=flag)
+        with _opening(Path(folder), flag):
+            writer = import_module("torch.utils.tensorboard").SummaryWriter
+            self._by_iteration = writer(folder, purge_step=start.iteration + 1)
+            # A folder of its own: there the steps count samples, not iterations.
+            self._by_samples = writer(
+                os.path.join(folder, "by_samples"), purge_step=start.consumed_samples + 1
+            )
+
+    def write(
+        self,
+        iteration: int,
+        consumed: int,
+        scalars: Mapping[str, float],
+        by_samples: Collection[str] = (),
+    ) -> None:
+        """Writes the points of an iteration, some of them also over the samples so far."""
+        for name, value in scalars.items():
+            self._by_iteration.add_scalar(name, value, iteration)
+            if name in by_samples:
+                self._by_samples.add_scalar(f"{name} vs samples", value, consumed)
+        # A run that is killed loses no point, and a fault shows here.
+        self._by_iteration.flush()
+        self._by_samples.flush()
+
+    def close(self) -> None:
+        """Closes the files."""
+        for writer in (self._by_iteration, self._by_samples):
+            with suppress(Exception):  # whatever the package raises is no reason to fail
+                writer.close()
+
+
+class Wandb:
+    """Writes scalars to a run of Weights & Biases.
+
+    Raises InputError if the package is not installed, or if it cannot begin a run.
+    """
+
+    name = "--wandb-project"
+
+    def __init__(self, config: RunConfig) -> None:
+        logging = config.logging
+        flag = f"{self.name} {logging.wandb_project}"
+        wandb = module_of_extra("wandb", "wandb", needed_by=flag)
+        folder = logging.wandb_save_dir or str(Path(config.checkpoint.save or ".") / "wandb")
+        with _opening(Path(folder), flag):
+            os.makedirs(folder, exist_ok=True)
+            self._run: Any = wandb.init(
+                project=logging.wandb_project,
+                name=logging.wandb_exp_name,
+                entity=logging.wandb_entity,
+                dir=folder,
+                config=asdict(config),
+                mode=os.environ.get("WANDB_MODE", "offline"),
+            )
+
+    def write(
+        self, iteration: int, consumed: int, scalars: Mapping[str, float], _: Collection[str] = ()
+    ) -> None:
+        """Writes the points of an iteration, and the samples so far."""
+        self._run.log({**scalars, "samples vs steps": consumed}, step=iteration)
+
+    def close(self) -> None:
+        """Ends the run."""
+        with suppress(Exception):  # as in TensorBoard.close
+            self._run.finish(quiet=True)
+
+
+def scalars_of(one: Interval, facts: RunFacts, config: LoggingConfig) -> dict[str, float | None]:
+    """Returns the scalars of one iteration by Megatron's names; None if one is not asked for.
+
+    The throughput and the peak of the memory need no flag, unlike in Megatron.
+    """
+    record = one.last
+    scalars = {
+        "learning-rate": record.learning_rate,
+        "decoupled-learning-rate": record.decoupled_learning_rate,
+        "batch-size": record.global_batch_size,
+        "lm loss": record.lm_loss,
+        "loss-scale": record.loss_scale if config.log_loss_scale_to_tensorboard else None,
+        "world-size": facts.world_size if config.log_world_size_to_tensorboard else None,
+        "grad-norm": record.grad_norm,
+        "num-zeros": record.num_zeros,
+        "params-norm": record.params_norm,
+        "load_balancing_loss": record.load_balancing_loss,
+        "z_loss": record.z_loss,
+        "expert-imbalance": record.expert_imbalance,
+        "expert-rank-imbalance": record.expert_rank_imbalance,
+        "throughput": one.teraflops,
+        "tokens-per-second": record.tokens_per_second,
+        "iteration-time": record.iteration_ms / 1000.0
+        if config.log_timers_to_tensorboard
+        else None,
+        "mem-peak-gib": peak_gib(facts.device),
+        **one.utilization,
+    }
+    if config.log_memory_to_tensorboard and facts.device.type == "cuda":
+        stats = torch.cuda.memory_stats(facts.device)
+        scalars |= {
+            "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+            "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+            "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+            "mem-allocated-count": stats["allocation.all.current"],
+        }
+    return scalars

@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.parallel.apex import installed_package, weight_gradient_kernel
 from megatron_lite.parallel.weight_gradient import accumulate_with_
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron_lite.training.apex_kernels import kernel_of_apex
+from megatron_lite.training.apex_kernels import (
+    installed_package,
+    kernel_of_apex,
+    weight_gradient_kernel,
+)
 from tests.support import apex, cuda_addmm
 from tests.support.equality import difference, variant_config
 from tests.support.layouts import LAYOUTS
@@ -38,8 +41,7 @@ def calls(monkeypatch):
 
 
 def kernel():
-    found = weight_gradient_kernel().value
-    return found
+    return weight_gradient_kernel()[0]
 
 
 def matmul_weights(model):
@@ -247,9 +249,9 @@ def test_no_kernel_is_used_on_another_device(monkeypatch):
 )
 def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(packages, init):
     packages({"apex.lib.libapex": "groupfinder = 1", "apex.views": "", "apex.__init__": init})
-    assert installed_package().kind == "other"
-    kernel = weight_gradient_kernel()
-    assert kernel.value is None and "is not NVIDIA's" in kernel.reason
+    assert installed_package()[0] == "other"
+    kernel, reason = weight_gradient_kernel()
+    assert kernel is None and "is not NVIDIA's" in reason
     line = said(bf16=True)
     assert "the package apex in" in line and "is not NVIDIA's" in line
     assert "apex" not in sys.modules
@@ -258,7 +260,7 @@ def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(packages, 
 def test_an_apex_without_its_cuda_extensions_says_so(packages):
     packages({"apex.optimizers.fused_adam": "class FusedAdam: pass"})
     reason = f"apex is installed without {EXTENSION}, as it is without its CUDA extensions"
-    assert weight_gradient_kernel().reason == reason
+    assert weight_gradient_kernel()[1] == reason
 
 
 @NEEDS_GRAD_DTYPE
@@ -283,6 +285,6 @@ def test_an_extension_that_cannot_be_used_is_a_reason_in_the_log_and_no_crash(
     packages, text, reason
 ):
     packages({EXTENSION: text})
-    assert reason in weight_gradient_kernel().reason
+    assert reason in weight_gradient_kernel()[1]
     line = said(bf16=True)
     assert ": 9 weights by the layer's backward" in line and reason in line

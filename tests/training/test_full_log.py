@@ -9,8 +9,7 @@ import pytest
 
 from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.training import log_files
-from megatron_lite.training.log_files import metrics_file
-from megatron_lite.training.scalars import TensorBoard
+from megatron_lite.training.log_files import TensorBoard, metrics_file
 from tests.support.forks import dies_before, status_of_fork
 from tests.support.runs import rows, run_to_end, tiny_run
 from tests.support.syscalls import recorded

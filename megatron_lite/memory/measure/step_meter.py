@@ -36,8 +36,7 @@ from megatron_lite.parallel.torch_internals import (
     num_users_of_storage,
     num_users_of_tensor,
 )
-from megatron_lite.recompute.phase import is_allocating_on_host, is_recomputing
-from megatron_lite.recompute.running import running_modules
+from megatron_lite.recompute.phase import is_allocating_on_host, is_recomputing, running_modules
 
 WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER = "weights", "masters", "gradients", "optimizer"
 OTHER, HOST = "other", "host"
