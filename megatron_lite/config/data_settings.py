@@ -49,7 +49,7 @@ class DataConfig:
     Prefixes are given for all splits together (data_path, or a file with its words), or for each
     split by itself (train_data_path and the like, or a JSON file).
     data_sharding: with dataloader_type cyclic, each data-parallel rank shuffles a range of its own.
-    fim_*: how data/fim.py rearranges documents with fim_data.
+    fim_*: how data/token_datasets.py rearranges documents with fim_data.
     """
 
     seq_length: int = required("tokens of a sample", least=1, upto="max_position_embeddings")

@@ -10,7 +10,7 @@ from megatron_lite.config.checks import quoted
 from megatron_lite.config.hf_rules import FULL, MOST_SIZE, REQUIRED, SLIDING, Config, Values
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.plain import as_whole, shown
-from megatron_lite.config.rotary import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS
+from megatron_lite.config.variants import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS
 
 LENGTH = "original_max_position_embeddings"
 LLAMA3 = {"low_freq_factor": SLOW_TURNS, "high_freq_factor": FAST_TURNS, LENGTH: ORIGINAL_LENGTH}

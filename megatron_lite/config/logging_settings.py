@@ -31,7 +31,7 @@ class LoggingConfig:
     wandb_project: the project of an offline run of Weights & Biases. None: there is none.
     wandb_save_dir: its folder. None: DIR/wandb of --save DIR.
     timing_log_level: 1 times the parts of a step, and 2 the parts of each micro-batch, too
-        (training/timers.py).
+        (training/profiler.py).
     timing_log_option: whether the log shows the smallest and largest time of a rank ("minmax"), the
         largest ("max") or the times of all ranks ("all").
     straggler_minmax_count: the largest number of ranks that one log interval names.

@@ -29,9 +29,15 @@ from megatron_lite.config.layer_pattern import (
     spelled,
 )
 from megatron_lite.config.plain import MOST_LAYERS
-from megatron_lite.config.rotary import RotaryScaling, RotarySettings, yarn_magnitude
 from megatron_lite.config.setting import check_settings, required, setting, switch
-from megatron_lite.config.variants import NORMS_ALL_HEADS, LatentSettings, Variants
+from megatron_lite.config.variants import (
+    NORMS_ALL_HEADS,
+    LatentSettings,
+    RotaryScaling,
+    RotarySettings,
+    Variants,
+    yarn_magnitude,
+)
 
 
 class Positions(NamedTuple):
@@ -94,7 +100,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
     window_attn_skip_freq: which layers have the window. None: all layers.
     no_rope_freq: which layers have no rotary embedding. None: no layer.
     use_rope_scaling, rope_scaling_factor, rotary_seq_len_interpolation_factor: how a rotary
-        embedding reaches longer sequences than it was trained on (config/rotary.py).
+        embedding reaches longer sequences than it was trained on (config/variants.py).
 
     config/layer_pattern.py defines window_attn_skip_freq and no_rope_freq.
     kv_channels: under multi-latent attention those of queries and keys, both parts.

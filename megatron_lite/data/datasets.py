@@ -63,19 +63,7 @@ def build_datasets(
     # Imported late: mock data need no reader of files.
     from megatron_lite.data.token_datasets import token_datasets
 
-    datasets = token_datasets(data, vocab_size, seed, num_samples, shared)
-    if not data.fim_data or tokenizer is None:
-        return datasets
-    from megatron_lite.data.fim import FimDataset
-    from megatron_lite.data.tokenizers import build_tokenizer
-
-    backend = build_tokenizer(tokenizer).backend
-    splits = (
-        split and FimDataset(split, data, backend, seed, place)
-        for place, split in enumerate((datasets.train, datasets.valid, datasets.test))
-    )
-    fields: Any = (*splits, datasets.identity)
-    return Datasets(*fields)
+    return token_datasets(data, vocab_size, seed, num_samples, shared, tokenizer)
 
 
 NUM_IDS, STEP, JUMP_PROBABILITY = 64, 7, 0.1

@@ -6,6 +6,20 @@ The identity is taken from the content of the files. Two runs have equal identit
 same documents and split, weight and cut them alike. It covers every byte of the .idx, the size of
 the .bin, and a sample of its bytes: a .bin can hold terabytes. Files that were moved or copied keep
 their identity. The seed and the length of a run are not part of it.
+
+`FimDataset` rearranges documents for filling in the middle (2207.14255), as Megatron-LM's
+--fim-data. The text of a document is cut at two characters, and its parts stand in one of two
+orders, with a token before each:
+
+    PSM    <prefix> prefix <suffix> suffix <middle> middle
+    SPM    <prefix> <suffix> suffix <middle> prefix middle
+
+A sample keeps its length: what is too long is cut, and what is too short is filled up. The random
+numbers are drawn in Megatron's order. Megatron draws for one sample after another, in the order in
+which a process reads them. Here each sample has a generator of its own, with the seed (--seed,
+split, number of the sample). Therefore a sample is the same on every rank and in a resumed run. As
+in Megatron, an empty document or part is left out with the token behind it, unless it is the last
+one of the sample.
 """
 
 from __future__ import annotations
@@ -19,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_settings import DataConfig
+from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.data.blend import BlendedDataset, Dataset, kept_blend_index
 from megatron_lite.data.data_paths import (
     SPLITS,
@@ -43,6 +57,7 @@ def token_datasets(
     seed: int,
     num_samples: Sequence[int],
     shared: Callable[..., Any],
+    tokenizer: TokenizerConfig | None,
 ) -> Datasets:
     """Returns the datasets of `build_datasets`."""
     paths = read_data_paths(data)
@@ -57,6 +72,14 @@ def token_datasets(
         path and _build_split(path, [opened[name] for name in path.prefixes], data, place, count)
         for place, (path, count) in enumerate(zip(paths, num_samples, strict=True))
     ]
+    if data.fim_data and tokenizer is not None:
+        from megatron_lite.data.tokenizers import build_tokenizer
+
+        backend = build_tokenizer(tokenizer).backend
+        built = [
+            split and FimDataset(split, data, backend, seed, place)
+            for place, split in enumerate(built)
+        ]
     if built[0] is None:
         raise InputError(
             "the data of the training split holds no documents: give another prefix"
@@ -168,3 +191,75 @@ def _content(dataset: IndexedDataset) -> str:
     ).tolist():
         digest.update(content[start : start + SAMPLE_BYTES].tobytes())
     return digest.hexdigest()[:16]
+
+
+class FimDataset:
+    """The samples of a dataset with rearranged documents.
+
+    backend: the tokenizer of the library `tokenizers`.
+    seed: the first numbers of the seed of each sample.
+    Raises InputError if a token is not in the vocabulary.
+    """
+
+    def __init__(self, dataset: Dataset, data: DataConfig, backend: Any, *seed: int) -> None:
+        self.dataset, self.data, self.backend, self.seed = dataset, data, backend, seed
+        self.documents = dataset.documents
+        self.untouched = () if data.fim_no_prefix is None else (data.fim_no_prefix,)
+        tokens = {
+            "--fim-prefix-token": data.fim_prefix_token,
+            "--fim-middle-token": data.fim_middle_token,
+            "--fim-suffix-token": data.fim_suffix_token,
+            "--fim-pad-token": data.fim_pad_token,
+            "--fim-eod-token": data.fim_eod_token,
+            "--fim-split-sample": data.fim_split_sample,
+        }
+        ids: list[Any] = []
+        for flag, name in tokens.items():
+            ids.append(None if name is None else backend.token_to_id(name))
+            if name is not None and ids[-1] is None:
+                raise InputError(f"{flag} {name} is no token of the tokenizer: name one")
+        self.prefix, self.middle, self.suffix, self.pad, self.eod, self.split = ids
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Returns the token ids of a sample, [seq_length + 1] int64."""
+        sample = self.dataset[index]
+        random = np.random.RandomState([*self.seed, index])
+        found = [*_joined(sample, self.eod, self._document, random), *[self.pad] * len(sample)]
+        return np.array(found[: len(sample)])
+
+    def _document(self, ids: np.ndarray, random: Any) -> np.ndarray:
+        data = self.data
+        if self.split not in ids:
+            return self._rearranged(ids, random, data.fim_rate)
+        if not random.binomial(1, data.fim_rate):
+            return ids
+        return _joined(ids, self.split, self._rearranged, random, data.fim_fragment_rate)
+
+    def _rearranged(self, ids: np.ndarray, random: Any, rate: float) -> np.ndarray:
+        if not random.binomial(1, rate):
+            return ids
+        text = self.backend.decode(ids)  # without special tokens
+        if text.startswith(self.untouched):
+            return ids
+        start, stop = sorted(random.randint(0, len(text) + 1, size=2))
+        prefix, middle, suffix = (
+            self.backend.encode(part, add_special_tokens=False).ids
+            for part in (text[:start], text[start:stop], text[stop:])
+        )
+        if random.binomial(1, self.data.fim_spm_rate):
+            before = [self.prefix, self.suffix, *suffix, self.middle, *prefix]
+        else:
+            before = [self.prefix, *prefix, self.suffix, *suffix, self.middle]
+        return np.array([*before, *middle])
+
+
+def _joined(
+    ids: np.ndarray, token: int, rearrange: Callable[..., np.ndarray], *others: Any
+) -> np.ndarray:
+    """Returns the parts between the tokens, each of them rearranged, and the tokens."""
+    *parts, last = np.split(ids, np.flatnonzero(ids == token) + 1)
+    found = [np.append(rearrange(part[:-1], *others), token) for part in parts if len(part) > 1]
+    return np.concatenate([*found, rearrange(last, *others)])

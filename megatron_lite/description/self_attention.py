@@ -22,6 +22,7 @@ from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.description.norms import query_key_norms
 from megatron_lite.description.operations import (
     ALL_GATHER,
+    ALL_TO_ALL,
     REDUCE_SCATTER,
     SHIFT,
     Collective,
@@ -100,8 +101,6 @@ def core_attention(of: Shape, inputs: Tensors, layer: int) -> Operation:
         windowed = model.layer_reach(layer, sizes.seq_length) is not None
         core = _flash(whole_of, inputs, windowed=windowed)
     if exchanges_heads:
-        from megatron_lite.description.long_sequences import with_heads_exchanged  # late, as above
-
         core = with_heads_exchanged(of, core, own_inputs)
     return core
 
@@ -307,3 +306,22 @@ def _exchange(of: Shape) -> tuple[tuple[Collective, ...], tuple[Collective, ...]
     if of.sizes.cp_comm_type == "p2p":
         return (shift,) * (ranks - 1), (shift,) * (2 * ranks - 1)
     return (gather,), (gather, scatter)
+
+
+def with_heads_exchanged(of: Shape, core: Operation, inputs: tuple[KeptTensor, ...]) -> Operation:
+    """Returns attention of some heads with the exchanges around it (model/dispatch.py).
+
+    core: the attention. inputs: those of all heads, of this rank's tokens.
+    """
+    sizes = dict(query=of.query, key=of.kv, value=of.value, output=of.attended)
+    sent = tuple(Collective(ALL_TO_ALL, num_bytes) for num_bytes in sizes.values())
+    *before, after = (
+        one.call(f"received {name}", output_only=name == "output")
+        for name, one in zip(sizes, sent, strict=True)
+    )
+    return core._replace(
+        enters=(RegionEntry(CORE_ATTENTION, inputs),),
+        calls=(*before, *core.calls, after),
+        backward=sent,
+        temporary=core.temporary + 2 * of.query,
+    )

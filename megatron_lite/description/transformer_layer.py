@@ -122,8 +122,6 @@ def describe_layer(
     if after:
         mlp = chain(mlp, (norm_after(tile, "post_mlp_layernorm", LINEAR_FC2, (region,)),))
     if tiles > 1:
-        from megatron_lite.description.long_sequences import in_tiles  # late: few runs have tiles
-
         mlp = in_tiles(of, tuple(mlp), tiles)
     if model.multi_latent_attention:
         # late: few models have it
@@ -222,3 +220,24 @@ def _peculiarity(model: ModelConfig, sizes: Sizes, layer: int) -> str:
     if model.positions.rotated and not model.layer_rotates(layer):
         words.append("no rotary embedding")
     return ", ".join(words)
+
+
+def in_tiles(of: Shape, tile: Sequence[Operation], tiles: int) -> Iterator[Operation]:
+    """Yields the operations of an MLP that runs in tiles. tile: those of one.
+
+    Beside a tile there are the gradient of the whole input, and the sums of gradients that autograd
+    gets, with those of the operations that the tile's backward has left.
+    """
+    by_hand = of.sizes.sums_gradients and of.sizes.adds_by_itself
+    gradients = [
+        0 if by_hand else of.element * sum(each.num_elements for each in one.parameters)
+        for one in tile
+    ]
+    for number, one in enumerate(tile):
+        left = sum(gradients[number + 1 :]) * of.sizes.sums_gradients
+        yield one._replace(
+            calls=one.calls * tiles,
+            backward=one.backward * tiles,
+            moved=Moved(*(tiles * moved for moved in one.moved)),
+            temporary=one.temporary + of.hidden + sum(gradients) + left,
+        )

@@ -206,7 +206,7 @@ def core_attention(config: ModelConfig, context: RankContext, layer: int) -> nn.
     if not exchanges_heads or cp.group is None:
         return attention
     # late: few runs have it
-    from megatron_lite.model.head_exchange import HeadExchange
+    from megatron_lite.model.dispatch import HeadExchange
 
     return HeadExchange(attention, cp.group)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.model import NORM_VECTORS
-from megatron_lite.config.rotary import (
+from megatron_lite.config.variants import (
     FAST_TURNS,
     NO_SCALING,
     ORIGINAL_LENGTH,

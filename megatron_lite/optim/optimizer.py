@@ -72,7 +72,7 @@ class Optimizer:
         has no entry.
     loss_scale: the factor by which backward multiplied the gradients; `step` divides them by it.
     spikes: decides whether a loss is a spike; None: no loss is one.
-    timed: times the parts of `step`, by the names of training/timers.py.
+    timed: times the parts of `step`, by the names of training/profiler.py.
 
     These methods are those of its parts:
         zero_grad, sync_next_backward, measure_own_grad_norm    GradBuffer

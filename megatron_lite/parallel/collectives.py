@@ -45,7 +45,7 @@ LOOK_AGAIN_S = 0.0002
 # The kernel may leave a thread waiting for a processor that long on a busy machine.
 GIVE_UP_AFTER_S = 60.0
 
-# Returns a context manager that times the block under a name of training/timers.py.
+# Returns a context manager that times the block under a name of training/profiler.py.
 Timed = Callable[[str], AbstractContextManager[object]]
 not_timed = nullcontext  # a context that does nothing
 

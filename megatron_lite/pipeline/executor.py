@@ -166,7 +166,7 @@ def run_actions(
 
     stages: this rank's stages, by model chunk.
     overlap: whether a rank receives the input of an action while the action before it computes.
-    timed: times each backward, by the names of training/timers.py. The time in which a backward
+    timed: times each backward, by the names of training/profiler.py. The time in which a backward
         waits for its gradient counts.
     before_backward: called with each backward action before it runs.
     after: called with each action when it is done.

@@ -11,14 +11,18 @@ import argparse
 import inspect
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.parallel.signals import postponed
 from megatron_lite.tools.command import exit_status
+
+if TYPE_CHECKING:
+    from megatron_lite.convert.weights import WeightSource
 
 PROGRAM = "python -m megatron_lite.tools.convert"
 
@@ -31,6 +35,34 @@ FORMAT_HELP = {
 }
 
 
+class Format(NamedTuple):
+    """A format of weights.
+
+    source: opens weights of this format. It raises InputError if they are of another format.
+    write: writes weights in this format to a path that does not exist yet.
+        It can be told over how many ranks the files split the model (`tp_size`, `pp_size`), or the
+        `family` of Hugging Face, if it has such a parameter.
+    """
+
+    source: Callable[[Path], WeightSource]
+    write: Callable[..., None]
+
+
+def formats() -> dict[str, Format]:
+    """Returns the formats by their names in FORMAT_HELP. Loads torch."""
+    from megatron_lite.convert.hf import hf_source, write_hf
+    from megatron_lite.convert.megatron.dist import dist_source, write_dist
+    from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
+    from megatron_lite.convert.native import native_source, write_native
+
+    return {
+        "hf": Format(hf_source, write_hf),
+        "megatron-lite": Format(native_source, write_native),
+        "megatron": Format(legacy_source, write_legacy),
+        "megatron-dist": Format(dist_source, write_dist),
+    }
+
+
 def convert(args: argparse.Namespace) -> None:
     """Converts, and prints what to run next.
 
@@ -38,11 +70,11 @@ def convert(args: argparse.Namespace) -> None:
     after the tensor that is being converted.
     """
     # Imported late: the modules import torch, which --help does not need.
-    from megatron_lite.convert.formats import FORMATS
     from megatron_lite.convert.native import next_lines
     from megatron_lite.convert.target import check_absent
 
-    target = FORMATS[args.target]
+    known = formats()
+    target = known[args.target]
     options = {}
     for flag, name, value, default in (
         ("--tensor-model-parallel-size", "tp_size", args.tensor_model_parallel_size, 1),
@@ -58,7 +90,7 @@ def convert(args: argparse.Namespace) -> None:
     load, save = Path(args.load), Path(args.save)
     check_absent(save)
     with postponed() as check, crafted(f"--load {load}"):
-        source = FORMATS[args.source].source(load)
+        source = known[args.source].source(load)
         check()
         for note in source.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.compiled import CompiledKernels, compiler_fault
 from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
-from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.recompute.recompute_plan import plan_stage
 from megatron_lite.supervision.exits import Pulse
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -328,7 +328,7 @@ def _add_what_flags_ask_for(trainer: Trainer) -> None:
             warmup_steps=config.training.cuda_graph_warmup_steps,
         )
     if config.logging.timing_log_level:
-        from megatron_lite.training.timers import Timers
+        from megatron_lite.training.profiler import Timers
 
         trainer.timers = Timers(config.logging, parallel)
         trainer.optimizer.timed = trainer.runner.timed = trainer.timers
@@ -341,7 +341,7 @@ def _add_what_flags_ask_for(trainer: Trainer) -> None:
 
         trainer.slow_ranks = SlowRanks(config.logging, parallel)
     if config.training.check_weight_hash_across_dp_replicas_interval is not None:
-        from megatron_lite.supervision.drift import ReplicaCheck
+        from megatron_lite.supervision.slow_rank import ReplicaCheck
 
         trainer.replicas = ReplicaCheck(trainer.model, trainer.optimizer, parallel)
 

@@ -56,8 +56,8 @@ from megatron_lite.training.terminal import Terminal, log_file_path, skipped_bat
 
 if TYPE_CHECKING:
     from megatron_lite.training.log_files import AppendedFile, TensorBoard, Wandb
+    from megatron_lite.training.profiler import Times
     from megatron_lite.training.skipped import SkippedUpdate
-    from megatron_lite.training.timers import Times
 
 LAST = 10  # iterations over which the last loss is a mean
 HEADING_EVERY = 25

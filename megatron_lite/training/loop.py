@@ -42,12 +42,10 @@ from megatron_lite.training.summary import described, moved_from, summary_of
 if TYPE_CHECKING:
     from megatron_lite.checkpointing.saver import Saver
     from megatron_lite.checkpointing.start import Start
-    from megatron_lite.supervision.drift import ReplicaCheck
-    from megatron_lite.supervision.slow_rank import SlowRanks
+    from megatron_lite.supervision.slow_rank import ReplicaCheck, SlowRanks
     from megatron_lite.training.graphs import Recorder
-    from megatron_lite.training.profiler import PeakMemory, PeakMeter, Profiler
+    from megatron_lite.training.profiler import PeakMemory, PeakMeter, Profiler, Timers
     from megatron_lite.training.skipped import SkippedUpdates
-    from megatron_lite.training.timers import Timers
 
 
 NEVER = 2**63  # iterations

@@ -218,7 +218,7 @@ class StageRunner:
         its slots at once; a step with more enlarges it. None: there is no arena.
     loss_in_one_pass: whether the forward of a loss in chunks also computes the gradients of the
         head (RunConfig.loss_in_one_pass).
-    timed: times the parts of a step, by the names of training/timers.py; not those of evaluations.
+    timed: times the parts of a step, by the names of training/profiler.py; none of evaluations.
     """
 
     def __init__(

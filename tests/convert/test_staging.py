@@ -8,8 +8,8 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert import hf
-from megatron_lite.convert.formats import FORMATS
 from megatron_lite.convert.target import LOCK, MARK, SUFFIX, complete_folder
+from megatron_lite.tools.convert import formats
 from tests.support.conversions import converted, same_weights, saved_peer, weights_in
 from tests.support.forks import status_of_fork
 from tests.support.pairs import in_one_test
@@ -70,8 +70,8 @@ def test_a_killed_conversion_is_simply_run_again(tmp_path):
 
     def convert():
         left = iter(range(2))
-        source = FORMATS["hf"].source(tmp_path / "theirs")
-        FORMATS["megatron-lite"].write(
+        source = formats()["hf"].source(tmp_path / "theirs")
+        formats()["megatron-lite"].write(
             source,
             tmp_path / "ours",
             lambda _: None if next(left, None) is not None else os.kill(os.getpid(), SIGKILL),

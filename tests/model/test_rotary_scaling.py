@@ -8,7 +8,7 @@ import torch
 
 from megatron_lite.config.hf_config import from_hf
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.rotary import RotaryScaling
+from megatron_lite.config.variants import RotaryScaling
 from megatron_lite.model.rotary import rotary_tables
 
 LENGTH, CHANNELS, BASE = 300, 64, 500000

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_lite.model import attention as core_attention
-from megatron_lite.model import head_exchange
+from megatron_lite.model import dispatch
 from megatron_lite.training import batches
 from megatron_lite.training.batches import MaskedMean
 from tests.support.models import Layout
@@ -26,7 +26,7 @@ def a_document_sees_its_neighbour(bounds_of, samples, eod):
     return [first, *others]
 
 
-@replaces("all_to_all", head_exchange)
+@replaces("all_to_all", dispatch)
 def spans_of_ranks_follow_each_other(exchange, tensor, received, sent, group):
     found = exchange(tensor, received, sent, group)
     return found.flip(1) if found.shape[1] == 2 else found

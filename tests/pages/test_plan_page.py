@@ -1,6 +1,6 @@
 """The planning page shows the planner's figures and escapes every text."""
 
-from megatron_lite.pages.plan_page import plan_page
+from megatron_lite.tools.plan import plan_page
 from tests.support.parsed_page import ParsedPage
 
 GIB = 2**30

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_lite.training import timers
-from megatron_lite.training.timers import LEVELS, Timers, Times
+from megatron_lite.training import profiler
+from megatron_lite.training.profiler import LEVELS, Timers, Times
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
@@ -39,7 +39,7 @@ def _run(rank, world_size, folder, level, option, pp_size):
     read = []
     with pytest.MonkeyPatch.context() as patch:
         clock = lambda: read.append(time.perf_counter()) or read[-1]  # noqa: E731
-        patch.setattr(timers, "Timers", partial(Timers, clock=clock))
+        patch.setattr(profiler, "Timers", partial(Timers, clock=clock))
         run_to_end(config)
     return {"reads a clock": bool(read)}
 

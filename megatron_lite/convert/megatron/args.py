@@ -18,8 +18,7 @@ from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import from_plain, parse_json
-from megatron_lite.config.rotary import RotarySettings
-from megatron_lite.config.variants import LATENT, LatentSettings, Variants
+from megatron_lite.config.variants import LATENT, LatentSettings, RotarySettings, Variants
 from megatron_lite.convert.megatron.torch_file import Inert
 from megatron_lite.convert.target import complete_folder
 from megatron_lite.convert.weights import OUTPUT, WORDS, WeightSource

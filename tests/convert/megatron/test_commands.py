@@ -9,10 +9,10 @@ import torch
 
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.config.checks import InputError
-from megatron_lite.convert.formats import FORMATS
 from megatron_lite.convert.megatron.args import EXPERT_FIELDS, MODEL_FIELDS, NOT_TAKEN, ONLY_HERE
 from megatron_lite.convert.weights import WeightSource
 from megatron_lite.tools import convert
+from megatron_lite.tools.convert import formats
 from tests.convert.megatron.test_legacy_layouts import LAYOUTS, save
 from tests.support.equality import LATENT
 from tests.support.models import tiny_config
@@ -38,7 +38,7 @@ def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(format_name
     theirs, ours = tmp_path / "a folder of theirs", tmp_path / "ours"
     checkpoint = dict(save=str(ours), save_interval=2)
     run_to_end(tiny_run(train_iters=2, **checkpoint))
-    FORMATS[format_name].write(FORMATS["megatron-lite"].source(ours), theirs, lambda _: None)
+    formats()[format_name].write(formats()["megatron-lite"].source(ours), theirs, lambda _: None)
     with pytest.raises(InputError, match="is a checkpoint of Megatron-LM"):
         run_to_end(tiny_run(load=str(theirs / "iter_0000002")))
     with pytest.raises(InputError, match="is a checkpoint of Megatron-LM") as error:
@@ -57,14 +57,14 @@ def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(format_name
 def test_each_format_names_the_other_one(tmp_path):
     save(tmp_path / "legacy", tiny_config(num_layers=5), LAYOUTS["one file"])
     with pytest.raises(InputError, match="one of --from megatron$"):
-        FORMATS["megatron-dist"].source(tmp_path / "legacy")
+        formats()["megatron-dist"].source(tmp_path / "legacy")
     (tmp_path / "dist").mkdir()
     (tmp_path / "dist" / ".metadata").touch()
     with pytest.raises(InputError, match="one of --from megatron-dist"):
-        FORMATS["megatron"].source(tmp_path / "dist")
+        formats()["megatron"].source(tmp_path / "dist")
     (tmp_path / "legacy" / "latest_checkpointed_iteration.txt").unlink()
     with pytest.raises(InputError, match="lacks latest_checkpointed.*--load .*/iter_0000040"):
-        FORMATS["megatron"].source(tmp_path / "legacy")
+        formats()["megatron"].source(tmp_path / "legacy")
 
 
 @in_one_test(
@@ -90,7 +90,7 @@ def test_what_megatron_lacks_is_refused_by_name(change, message, tmp_path):
     )
     for name in ("megatron", "megatron-dist"):
         with pytest.raises(InputError, match=message):
-            FORMATS[name].write(source, tmp_path / "out", lambda _: None)
+            formats()[name].write(source, tmp_path / "out", lambda _: None)
 
 
 def test_every_field_of_the_model_is_an_argument_of_megatron_or_is_listed():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megatron_lite.convert.formats import FORMATS
+from megatron_lite.tools.convert import formats
 from tests.support.equality import LATENT, LLAMA, difference
 from tests.support.models import build_tiny_model, load_whole_, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
@@ -116,7 +116,7 @@ def test_a_converted_checkpoint_has_megatron_cores_logits_loss_and_states(
     saved, format_name, name, tp_size, dtype
 ):
     root, ranks = saved(name, tp_size, dtype)
-    source = FORMATS[format_name].source(root / SOURCES[format_name])
+    source = formats()[format_name].source(root / SOURCES[format_name])
     assert source.true_vocab_size == 61 and source.dtype == dtype
     expected, states = ranks[0]
     if dtype == F32:
@@ -149,13 +149,13 @@ def test_a_converted_checkpoint_has_megatron_cores_logits_loss_and_states(
 def test_a_round_trip_is_bitwise(saved, tmp_path, target_name, name, dtype):
     """From torch_dist to this project's format, to Megatron's formats, and back."""
     root, _ = saved(name, 1, dtype)
-    first = FORMATS["megatron-dist"].source(root / "dist")
+    first = formats()["megatron-dist"].source(root / "dist")
     ours = tmp_path / "ours"
-    FORMATS["megatron-lite"].write(first, ours, lambda _: None, tp_size=2)
-    native = FORMATS["megatron-lite"].source(ours)
+    formats()["megatron-lite"].write(first, ours, lambda _: None, tp_size=2)
+    native = formats()["megatron-lite"].source(ours)
     split = dict(tp_size=2, pp_size=3) if target_name == "megatron" else {}
-    FORMATS[target_name].write(native, tmp_path / "theirs", lambda _: None, **split)
-    last = FORMATS[target_name].source(tmp_path / "theirs")
+    formats()[target_name].write(native, tmp_path / "theirs", lambda _: None, **split)
+    last = formats()[target_name].source(tmp_path / "theirs")
     assert last.model == first.model
     assert last.state_keys == first.state_keys
     assert last.num_updates == first.num_updates == 2
@@ -198,9 +198,9 @@ def test_megatron_core_loads_an_exported_checkpoint_strictly(
     saved, tmp_path, format_name, name, tp_size
 ):
     root, before = saved(name, tp_size)
-    source = FORMATS["megatron"].source(root / "legacy")
+    source = formats()["megatron"].source(root / "legacy")
     options = dict(tp_size=tp_size) if format_name == "megatron" else {}
-    FORMATS[format_name].write(source, tmp_path / "out", lambda _: None, **options)
+    formats()[format_name].write(source, tmp_path / "out", lambda _: None, **options)
     ranks = run_ranks(load, tp_size, tmp_path / "out", name, format_name)
     for (results, states, steps), (expected, own) in zip(ranks, before, strict=True):
         assert torch.equal(results["logits"], expected["logits"])
