@@ -18,7 +18,7 @@ from benchmarks.peers import Contestant
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import ModelStages
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.deterministic import use_deterministic_algorithms
 from megatron_lite.training.graphs import LEAST_WARMUP, Recorder
 from megatron_lite.training.step import StageRunner, train_step

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from benchmarks.engines import SEED, our_model
 from benchmarks.peers import of_logits, transformers_model
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 
 NONE = "none"
 

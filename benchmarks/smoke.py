@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not 
 from benchmarks.contestants import OURS, PLAIN, build_contestants
 from benchmarks.engines import PRESETS, Setting
 from benchmarks.harness import Clock, garbage_kept, in_rounds, spread
-from megatron_lite.memory.measure.allocator_peak import allocator_peak
+from megatron_lite.memory.measure.live_storages import allocator_peak
 
 # The figure of the first over that of the second must not be above the limit. The peaks were 0.74,
 # 0.29 and 0.71 when the limits were chosen.

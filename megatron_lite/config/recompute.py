@@ -1,6 +1,6 @@
 """The configuration of activation recomputation, with the names of Megatron's flags.
 
-recompute/recompute_plan.py derives from it what each layer rebuilds.
+recompute/schedule.py derives from it what each layer rebuilds.
 """
 
 from __future__ import annotations

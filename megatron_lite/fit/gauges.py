@@ -64,7 +64,7 @@ class CpuGauge(AbstractContextManager["CpuGauge"]):
     """Reads torch's allocator of a CPU. held: the bytes of the model from before the block."""
 
     def __init__(self, device: torch.device, held: int) -> None:
-        from megatron_lite.memory.measure.allocator_peak import allocator_peak
+        from megatron_lite.memory.measure.live_storages import allocator_peak
 
         self._block, self._held = allocator_peak(), held
         self.readings: list[Reading] = []

@@ -32,7 +32,8 @@ from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
 from megatron_lite.plan.stage_time import HOST_PACE, StageTime, TimedRun, stage_time
 from megatron_lite.plan.work import Clock, sum_of
-from megatron_lite.recompute.recompute_plan import keep_everything, plan_stage
+from megatron_lite.recompute.recompute_plan import keep_everything
+from megatron_lite.recompute.schedule import plan_stage
 
 PIPELINE_WAITS = "waits of the pipeline"
 REDUCTION = "reduction of gradients"

@@ -2,22 +2,17 @@
 
 A plan is plain data. The code that runs it, the code that predicts its memory and the code that
 explains it read the same object. Equal plans compare equal. Standard library only.
-
-Policies count layers within a stage. Stages are numbered in the order of the model, and each
-virtual stage is a stage of its own, as in Megatron.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import MLP_REGION, is_on_host, modules_of, without_nested
-from megatron_lite.config.run import RunConfig
 
 Store = str  # of config/policy.py
 KEEP = Rule(layers=(Layers(),), action=LayerAction())
@@ -161,41 +156,3 @@ def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
         )
     regions = without_nested(action.regions)
     return (treated(first_layer=layer, regions=regions, ops=action.ops) for layer in layers)
-
-
-@lru_cache(1024)  # a search asks for the same stages again and again
-def plan_stage(
-    config: RecomputeConfig, num_layers: int, stage: int = 0, *, policy: Policy | None = None
-) -> RecomputePlan:
-    """Returns the plan of a stage of `num_layers` layers.
-
-    policy: `config.policy`, if the caller has parsed it already.
-
-    uniform: all layers are in units of --recompute-num-layers layers. The last unit is shorter if
-        that number does not divide the layers of the stage.
-    block: each of the first --recompute-num-layers layers of the stage is a unit of one layer. The
-        other layers keep everything.
-    selective: backward runs the named regions of every layer again. A named region inside another
-        named region is dropped from the plan, because it runs again with the outer one.
-    """
-    return RecomputePlan(
-        tuple(segments(policy or config.policy, num_layers, stage)),
-        verify=config.recompute_verify,
-        skip_tail=config.recompute_tail_skip and not config.recompute_verify,
-        contiguous=config.contiguous_saved_activations,
-    )
-
-
-def plan_model(config: RunConfig) -> RecomputePlan:
-    """Returns the plans of all stages joined into one, with layers counted over the whole model.
-
-    It covers what all ranks of a pipeline recompute together.
-    """
-    whole = []
-    for stage in config.stages():
-        plan = plan_stage(config.recompute, stage.num_layers, stage.number)
-        whole += [
-            replace(segment, first_layer=stage.first_layer + segment.first_layer)
-            for segment in plan.segments
-        ]
-    return replace(plan, segments=tuple(whole))

@@ -25,7 +25,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.compiled import CompiledKernels, compiler_fault
 from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.supervision.exits import Pulse
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext

@@ -27,7 +27,8 @@ from megatron_lite.description.sizes import Sizes, layers_differ
 from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, STATES, StepPeakMeasured
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.states import rank_states, update_memory
-from megatron_lite.recompute.recompute_plan import Segment, plan_stage
+from megatron_lite.recompute.recompute_plan import Segment
+from megatron_lite.recompute.schedule import plan_stage
 
 REPEATS, IN_FLIGHT = 3, 2
 

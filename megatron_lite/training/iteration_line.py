@@ -31,7 +31,7 @@ from megatron_lite.config.units import plural
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute.recompute_plan import plan_model
+from megatron_lite.recompute.schedule import plan_model
 
 # What `peak_gib` measures, by the kind of device.
 PEAK_OF = {"cuda": "allocated on the GPU by rank 0", "cpu": "resident, of the process of rank 0"}

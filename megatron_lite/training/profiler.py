@@ -169,7 +169,7 @@ class PeakMeter:
             for chunk in self._model
             if chunk.decoder.plan.uses_stores
         )
-        from megatron_lite.memory.measure.allocator_peak import allocator_peak
+        from megatron_lite.memory.measure.live_storages import allocator_peak
 
         with gloo_has_freed(), allocator_peak() as found:
             yield

@@ -23,7 +23,8 @@ from megatron_lite.config.policy import (
 )
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import MODULES
-from megatron_lite.recompute.recompute_plan import RecomputePlan, plan_stage, segments
+from megatron_lite.recompute.recompute_plan import RecomputePlan, segments
+from megatron_lite.recompute.schedule import plan_stage
 from tests.support.runs import tiny_run
 
 LAYERS = st.one_of(

@@ -17,7 +17,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.recompute.recompute_plan import plan_model
+from megatron_lite.recompute.schedule import plan_model
 from tests.docs import outputs, torch_versions
 from tests.docs.layer_drawing import layer_figure
 from tests.docs.marks import ROOT

@@ -14,7 +14,7 @@ import pytest
 from arguments import parse_args
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tools.translators import PARTITIONING, translated
 from tests.support.pairs import in_one_test
 

@@ -20,7 +20,7 @@ from megatron_lite.fit.gauges import CpuGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import fitted
-from megatron_lite.memory.measure.allocator_peak import allocator_peak
+from megatron_lite.memory.measure.live_storages import allocator_peak
 from tests.support.foreign_families import FAMILIES, newer
 from tests.support.ranks import run_ranks
 

@@ -16,7 +16,7 @@ from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_byt
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.offload import CudaCopyStreams
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tiny_sizes
 
 NUM_LAYERS = 5

@@ -10,7 +10,7 @@ and the copies that gloo's collectives make. Memory outside of torch's allocator
 import numpy as np
 import torch
 
-from megatron_lite.memory.measure.allocator_peak import allocator_peak
+from megatron_lite.memory.measure.live_storages import allocator_peak
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import gloo_has_freed
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_

@@ -15,7 +15,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from tests.memory import test_peak
 from tests.recompute.test_equality import DIFFERING_MODELS as MODELS
 from tests.support.equality import VARIANTS, variant_config

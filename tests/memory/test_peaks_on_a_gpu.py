@@ -18,7 +18,7 @@ from megatron_lite.description.model_ends import loss_blocks
 from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.step_peak import step_peak
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 
 MEASURED = json.loads(Path(__file__).with_name("h100_peaks.json").read_text())
 ROWS = [*MEASURED["rows"], *MEASURED["early"]]

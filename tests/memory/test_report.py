@@ -13,7 +13,7 @@ from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.flops import replay_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from tests.support.traffic import plan_collectives, summed
 
 NEEDED = "--micro-batch-size 3 --vocab-size 98 "

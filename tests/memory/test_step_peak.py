@@ -11,7 +11,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.stage_course import stage_course
 from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.memory.predict.step_peak import fullest_step_peak, step_peak
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from tests.memory.peak_cases import (
     CASES,
     CHUNKS,

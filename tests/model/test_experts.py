@@ -10,8 +10,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.experts import MixtureOfExperts
 from megatron_lite.model.router import Router
-from megatron_lite.recompute.recompute_plan import plan_stage
 from megatron_lite.recompute.region_runner import Regions
+from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.grouped_linear import grouped_linear
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext

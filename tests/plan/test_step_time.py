@@ -31,7 +31,7 @@ from megatron_lite.plan.work import (
     TENSOR_PARALLEL,
     Clock,
 )
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from tests.plan.machines import flash, ideal, talking
 from tests.support.traffic import plan_collectives
 

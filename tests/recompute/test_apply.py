@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lite.memory.measure.allocator_peak import allocator_peak
-from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.live_storages import LiveStorages, allocator_peak
 from megatron_lite.recompute import witness
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign_families import FAMILIES, tokens

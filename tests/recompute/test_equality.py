@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.recompute.recompute_plan import plan_stage
 from megatron_lite.recompute.replay import RecomputeMismatch
+from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import GATHERED, LLAMA, SENT, variant_config
 from tests.support.models import Layout, loss_and_grads, tiny_config, with_new_streams
 from tests.support.pairs import FULL_GRIDS, sampled

@@ -8,7 +8,7 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import shard_model_
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from tests.recompute.test_equality import MODELS, NUM_LAYERS, OPS, policies
 from tests.support.layouts import LAYOUTS, backward
 from tests.support.models import Layout, with_new_streams

@@ -8,7 +8,7 @@ from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.offload import CopyStreams
 from megatron_lite.recompute.pool import Pool
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.stores import Stores
 from tests.support.models import sample_tokens
 from tests.support.offload import (

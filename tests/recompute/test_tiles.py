@@ -9,7 +9,7 @@ from arguments import parse_args
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from tests.memory.peak_cases import CHUNKS, SIZES, Case, policy, rows
 from tests.memory.test_collectives import by_kind_and_bytes
 from tests.support.collectives import recorded_collectives

@@ -18,7 +18,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.pipeline.executor import Links
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.step import StageRunner
 from tests.support.models import (

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 

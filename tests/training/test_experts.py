@@ -10,7 +10,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.step_peak import step_peak
-from megatron_lite.recompute.recompute_plan import plan_stage
+from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import GATHERED, SENT
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run

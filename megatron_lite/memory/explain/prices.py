@@ -31,7 +31,8 @@ from megatron_lite.memory.predict.pipeline_memory import (
     step_microbatches,
 )
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak
-from megatron_lite.recompute.recompute_plan import RecomputePlan, plan_model
+from megatron_lite.recompute.recompute_plan import RecomputePlan
+from megatron_lite.recompute.schedule import plan_model
 
 LONGEST_NAME = 45
 LOSS_CHUNK = 1024  # tokens; the value of --loss-chunk-size that the report compares

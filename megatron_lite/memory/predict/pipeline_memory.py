@@ -20,7 +20,8 @@ from megatron_lite.memory.predict.flops import replay_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, activation_terms
 from megatron_lite.memory.predict.stage_course import replays_of
 from megatron_lite.pipeline.order import Action, keeping_all, order
-from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything, plan_stage
+from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
+from megatron_lite.recompute.schedule import plan_stage
 
 
 class RankSchedule(NamedTuple):
