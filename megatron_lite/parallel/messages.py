@@ -98,9 +98,7 @@ def by_rank(texts: Sequence[str]) -> str:
 
 
 @contextmanager
-def told_if_slow(
-    what: str, say: Callable[[str], object], *, first_after_s: float = FIRST_AFTER_S
-) -> Iterator[None]:
+def told_if_slow(what: str, say: Callable[[str], object]) -> Iterator[None]:
     """Calls `say` with a line while the block runs, if it runs long, and once when it has ended.
 
     A thread of its own calls `say`; it has ended when the block has.
@@ -110,7 +108,7 @@ def told_if_slow(
     ended, began, told = threading.Event(), time.monotonic(), threading.Event()
 
     def watch() -> None:
-        due = first_after_s
+        due = FIRST_AFTER_S
         while not ended.wait(max(0.0, began + due - time.monotonic())):
             try:
                 say(f"{what}: {time.monotonic() - began:.0f} s so far")

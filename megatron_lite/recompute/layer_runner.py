@@ -16,9 +16,9 @@ from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.region_runner import Choices, Regions
 
 if TYPE_CHECKING:
+    from megatron_lite.recompute.checkpoint import Record
     from megatron_lite.recompute.ops import KeptResults
     from megatron_lite.recompute.stores import Opened, Stores
-    from megatron_lite.recompute.verify import Record
 
 Layer = Callable[..., Tensor]
 
@@ -92,7 +92,7 @@ def _run(
     # What few policies need is imported late.
     record, results = None, None
     if plan.verify:
-        from megatron_lite.recompute.verify import Record
+        from megatron_lite.recompute.checkpoint import Record
 
         record = Record(_name(segment), rng)
     if segment.ops:

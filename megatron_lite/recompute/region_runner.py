@@ -38,8 +38,8 @@ from megatron_lite.recompute.saved import (
 )
 
 if TYPE_CHECKING:
+    from megatron_lite.recompute.checkpoint import Record
     from megatron_lite.recompute.ops import KeptResults
-    from megatron_lite.recompute.verify import Record
 
 DISCARDING = frozenset(name for name, facts in REGIONS.items() if facts.method == "discard")
 
@@ -275,7 +275,7 @@ class Regions:
     def _record(self, name: str, rng: RngStreams | None) -> Record | None:
         if not self.verify:
             return None
-        from megatron_lite.recompute.verify import Record  # imported late: few runs verify
+        from megatron_lite.recompute.checkpoint import Record
 
         return Record(f"layer {self.layer}, {name}", rng)
 

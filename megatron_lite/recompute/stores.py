@@ -219,7 +219,7 @@ def _parts(
 
     The hooks that tell which module runs are registered for the block alone.
     """
-    from megatron_lite.recompute.phase import running_modules
+    from megatron_lite.recompute.running import running_modules
 
     layers, *_ = shared
     # Only the innermost running module counts: the parts name modules, and not their children.

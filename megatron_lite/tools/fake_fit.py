@@ -28,8 +28,7 @@ from megatron_lite.fit.layers import LayerList, layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import Fit, fitted
 from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.memory.measure.step_meter import StepMeter
-from megatron_lite.parallel.simulated import SimulatedTensors
+from megatron_lite.memory.measure.step_meter import SimulatedTensors, StepMeter
 from megatron_lite.parallel.torch_internals import NeedsValues, fake_store, grouped_operator
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.recompute.contents import tensors_of

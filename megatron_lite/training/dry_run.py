@@ -2,7 +2,7 @@
 
 The real model, recompute engine, schedule and optimizer run one step. Under torch's FakeTensorMode
 every tensor has a shape and a storage of some size, but no memory, and no operator computes. The
-rank's collectives are simulated (parallel/simulated.py). The step meter counts the storages.
+rank's collectives are simulated (memory/measure/step_meter.py). The step meter counts the storages.
 
 The closed form (memory/predict/) adds up what the description of the operations says. This way
 shares nothing with it but the configuration, so each is a check of the other.
@@ -36,7 +36,9 @@ from megatron_lite.memory.measure.step_meter import (
     PHASES,
     STATES,
     WEIGHTS,
+    SimulatedTensors,
     StepMeter,
+    simulated_rank,
 )
 from megatron_lite.memory.predict.pipeline_memory import enough_microbatches, step_microbatches
 from megatron_lite.memory.predict.states import RankStates, rank_states
@@ -44,7 +46,6 @@ from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
 from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_

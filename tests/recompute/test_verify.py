@@ -10,11 +10,10 @@ from torch import nn
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute import checkpoint as engine
-from megatron_lite.recompute.checkpoint import checkpoint
+from megatron_lite.recompute.checkpoint import Record, checkpoint
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.recompute.verify import Record
 from tests.support.models import build_tiny_model, tiny_config, tp_state
 from tests.support.planned import NUM_LAYERS, loss_of, planned
 from tests.support.ranks import run_ranks

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_lite.memory.measure.step_meter import SimulatedTensors, simulated_rank
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import state
-from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.recompute import offload
 from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.recompute.phase import is_allocating_on_host

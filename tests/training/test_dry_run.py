@@ -282,7 +282,7 @@ def test_a_rank_of_a_model_of_70_billion_parameters_never_holds_a_whole_weight()
         import resource
         import torch
         from megatron_lite.api import run_config
-        from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
+        from megatron_lite.memory.measure.step_meter import SimulatedTensors, simulated_rank
         from megatron_lite.training.build_trainer import build_stages
 
         config = run_config(
