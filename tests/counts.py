@@ -97,7 +97,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 cpu = torch.device("cpu")
 context = RankContext(rng=RngStreams(cpu, seed=0), device=cpu, params_dtype=torch.float32)
 layer = ColumnParallelLinear(8, 8, bias=True, init_std=1.0, context=context)
-accumulate_with_(None, [(layer.weight, torch.zeros(8, 8))])
+accumulate_with_(None, layer.weight, torch.zeros(8, 8))
 states, calls = torch.zeros(4, 2, 8, requires_grad=True), []
 sys.setprofile(
     lambda frame, event, _: calls.append(1)

@@ -23,7 +23,7 @@ class CheckpointConfig:
     fields do nothing without their directory, as in Megatron.
     """
 
-    save: str | None = setting("directory to write checkpoints into", is_path=True)
+    save: str | None = setting("directory to write checkpoints into")
     save_interval: int | None = setting(
         "iterations between checkpoints",
         alias="--persistent-save-interval",
@@ -46,10 +46,9 @@ class CheckpointConfig:
     async_save: bool = switch(
         "train on while a checkpoint is written, once its tensors are copied", without="save"
     )
-    load: str | None = setting("directory to read the newest checkpoint from", is_path=True)
+    load: str | None = setting("directory to read the newest checkpoint from")
     pretrained_checkpoint: str | None = setting(
-        "directory to take the weights only from, at iteration 0, where --load has no checkpoint",
-        is_path=True,
+        "directory to take the weights only from, at iteration 0, where --load has no checkpoint"
     )
     allow_fresh_start: bool = switch(
         "start from scratch where --load finds no checkpoint", needs=("load",), why=READS_NONE

@@ -83,7 +83,6 @@ class DataConfig:
     )
     data_args_path: str | None = setting(
         "file with the words of --data-path, for lists that are too long",
-        is_path=True,
         excludes=SOURCES[:2],
         why=ONE_SOURCE,
     )
@@ -98,7 +97,6 @@ class DataConfig:
     )
     per_split_data_args_path: str | None = setting(
         'JSON file {"train": [..], "valid": [..], "test": [..]} with the words of these three',
-        is_path=True,
         excludes=SOURCES[:4],
         why=ONE_SOURCE,
     )

@@ -46,20 +46,18 @@ class LoggingConfig:
     )
     log_file: str | None = setting(
         "file to which the whole log is appended; derived: train.log in the folder of --save, or "
-        "else of --tensorboard-dir",
-        is_path=True,
+        "else of --tensorboard-dir"
     )
     peak_tflops_per_gpu: float | None = setting(
         "dense peak in TFLOP/s, for MFU and HFU; derived from the GPU's name and dtype", above=0
     )
     metrics_jsonl: str | None = setting(
-        "file for one JSON object per iteration, with full precision", is_path=True
+        "file for one JSON object per iteration, with full precision"
     )
-    tensorboard_dir: str | None = setting("directory for TensorBoard", is_path=True)
+    tensorboard_dir: str | None = setting("directory for TensorBoard")
     memory_timeline: str | None = setting(
         "file for the memory of one micro-batch, operator by operator, as JSON; "
         "python -m megatron_lite.tools.plot_memory draws it",
-        is_path=True,
         excludes=("pipeline_model_parallel_size>1",),
         why="a pipeline mixes one micro-batch with others",
     )
@@ -69,8 +67,7 @@ class LoggingConfig:
     )
     machine: str | None = setting(
         "predict the time of a step for this machine: a name of tools/plan.py, or a JSON file of "
-        "tools/calibrate.py; derived from the GPU's name",
-        is_path=True,
+        "tools/calibrate.py; derived from the GPU's name"
     )
     log_params_norm: bool = switch("norm of all weights")
     log_num_zeros_in_grad: bool = switch("number of gradient elements that are zero")
@@ -120,8 +117,6 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.wandb_project and self.wandb_exp_name == "":
-            raise ValueError("--wandb-exp-name is empty: give the name of the experiment")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +144,9 @@ class ProfilingConfig:
     )
     use_pytorch_profiler: bool = switch(
         "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save",
+        needs=("tensorboard_dir|save",),
         without="profile",
+        why="it writes there",
     )
     pytorch_profiler_collect_shapes: bool = switch(
         "shapes of tensors in the trace", without="use_pytorch_profiler"
@@ -163,7 +160,7 @@ class ProfilingConfig:
         "write CUDA's allocations to --memory-snapshot-path at each --log-interval"
     )
     memory_snapshot_path: str = setting(
-        "file for them; _RANK is put before its last suffix", "snapshot.pickle", is_path=True
+        "file for them; _RANK is put before its last suffix", "snapshot.pickle"
     )
 
     def __post_init__(self) -> None:

@@ -96,7 +96,6 @@ class RunConfig:
         self._check_pipeline()
         self._check_compiler()
         self._check_graphs()
-        self._check_folders()
 
     def _check_experts(self) -> None:
         """Raises ValueError for ranks that cannot share experts as asked. Without experts the
@@ -119,14 +118,6 @@ class RunConfig:
                 f"--tensor-model-parallel-size {tp_size} need --sequence-parallel: otherwise all "
                 "tensor-parallel ranks would send the same tokens",
                 *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-            )
-
-    def _check_folders(self) -> None:
-        """Raises ValueError if a log has no folder to go to."""
-        traces = self.profiling.profile and self.profiling.use_pytorch_profiler
-        if traces and self.logging.tensorboard_dir is None and self.checkpoint.save is None:
-            raise ValueError(
-                "--use-pytorch-profiler writes under --tensorboard-dir or --save: give one of them"
             )
 
     def check_complete_for_training(self) -> None:

@@ -36,7 +36,6 @@ class Setting(NamedTuple):
         a multiple of each.
     why: the reason for the bounds, and for the exclusions or else the needs; if there are no needs,
         also for `without`.
-    is_path: whether an empty text is a fault, as an unset shell variable makes it.
     needs, excludes: conditions that must hold, or must not, unless the field has its default.
     without: the condition without which the flag has no effect, as a notice says.
 
@@ -59,7 +58,6 @@ class Setting(NamedTuple):
     upto: str = ""
     multiple_of: Sequence[str] = ()
     why: str = ""
-    is_path: bool = False
     needs: Sequence[str] = ()
     excludes: Sequence[str] = ()
     without: str = ""
@@ -75,8 +73,8 @@ class Setting(NamedTuple):
             return f"{flag} {value} {self.refused[value]}"
         if self.choices and value not in self.choices:
             return f"{flag} must be one of {', '.join(map(str, self.choices))} (got {value!r})"
-        if self.is_path and value == "":
-            return f"{flag} is empty: give a path, or leave the flag out"
+        if value == "":  # as an unset shell variable makes it
+            return f"{flag} is empty: give a value, or leave the flag out"
         if self.most is self.below is None and type(value) is int and value > MOST_SIZE:
             return f"{flag} must be at most {MOST_SIZE} (got {value})"
         rules = {

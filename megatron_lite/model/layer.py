@@ -18,15 +18,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.regions import (
-    ACTIVATION,
-    LAYERNORM,
-    MLP_REGION,
-    MOE,
-    MOE_ACTIVATION,
-    SHARED_EXPERTS,
-    UP_PROJECTION,
-)
+from megatron_lite.config.regions import ACTIVATION, LAYERNORM, MLP_REGION, MOE
 from megatron_lite.config.stages import Stage
 from megatron_lite.model.activations import activation_function, adds_bias
 from megatron_lite.model.attention import SelfAttention, branch_skips_bias
@@ -146,15 +138,9 @@ class TransformerLayer(nn.Module):
             from megatron_lite.model.experts import MixtureOfExperts
 
             self.mlp = MixtureOfExperts(config, context)
-            self.absent_regions = frozenset({MLP_REGION, ACTIVATION})
-            if self.mlp.shared_experts is None:
-                self.absent_regions |= {SHARED_EXPERTS}
         else:
             # by the backward of the norm after the MLP
             self.mlp = MLP(config, context, output_is_read=config.norms_after)
-            self.absent_regions = frozenset({MOE, MOE_ACTIVATION, SHARED_EXPERTS})
-        if not config.multi_latent_attention:
-            self.absent_regions |= {UP_PROJECTION}
         self.post_mlp_layernorm = norm(after=True)
 
     def forward(

@@ -96,7 +96,7 @@ class CompiledKernels:
             if is_fake(tensors[0]):
                 with disable_current_modes(), fake_mode_of(tensors[0]):
                     results = graph(*tensors)
-                return tree_map(_copy, results)
+                return tree_map(copied, results)
             if self._num_shapes[function] < MOST_SHAPES:
                 graph = self._made(graph, function, tensors)
             self._graphs[key] = graph
@@ -104,7 +104,7 @@ class CompiledKernels:
         if num_dispatch_modes() == 0:
             return results
         # A meter of storages sees the results of operators only, so it gets a copy.
-        return tree_map(_copy, results)
+        return tree_map(copied, results)
 
     def _made(
         self, graph: Callable[..., Any], function: Function, tensors: tuple[Tensor, ...]
@@ -118,7 +118,7 @@ class CompiledKernels:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
             raise InputError(
                 f"torch's compiler failed on {getattr(function, '__name__', function)} of {shapes}"
-                f" ({_first_line(error)}): --no-torch-compile leaves it out"
+                f" ({first_line(error)}): --no-torch-compile leaves it out"
             ) from error
         self._num_shapes[function] += 1
         self.seconds += time.perf_counter() - began
@@ -128,7 +128,7 @@ class CompiledKernels:
         return self
 
 
-def _copy(result: Any) -> Any:
+def copied(result: Any) -> Any:
     return result.clone() if isinstance(result, Tensor) else result
 
 
@@ -144,11 +144,12 @@ def compiler_fault(device: torch.device) -> str:
         with torch.no_grad():
             _compiled(torch.sin, (torch.zeros(8, device=device),))(torch.zeros(8, device=device))
     except Exception as error:  # whatever the compiler or the machine lacks
-        return f"failed on a kernel of a few numbers ({_first_line(error)})"
+        return f"failed on a kernel of a few numbers ({first_line(error)})"
     return ""
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, or its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 

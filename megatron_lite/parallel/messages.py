@@ -103,7 +103,6 @@ def told_if_slow(what: str, say: Callable[[str], object]) -> Iterator[None]:
 
     A thread of its own calls `say`; it has ended when the block has.
     what: names the work, such as "building the model".
-    first_after_s: seconds until the first line.
     """
     ended, began, told = threading.Event(), time.monotonic(), threading.Event()
 

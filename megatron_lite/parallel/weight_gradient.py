@@ -28,7 +28,7 @@ sends the sum to other ranks (--overlap-grad-reduce) therefore sends the kernel'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -48,9 +48,9 @@ ANY_ID = -1  # no id stands for padding
 
 
 def accumulate_with_(
-    kernel: AccumulatingKernel | None, totals: Iterable[tuple[nn.Parameter, Tensor]]
+    kernel: AccumulatingKernel | None, parameter: nn.Parameter, total: Tensor
 ) -> None:
-    """Makes backward add the gradient of each of these linear weights to its total.
+    """Makes backward add the gradient of a linear weight to its total.
 
     kernel: None for torch's addmm. On a CPU it rounds the gradients of 16-bit weights to 16 bits
         first. A total of 16 bits, which weights of 16 bits may have, is rounded at each addition.
@@ -61,21 +61,14 @@ def accumulate_with_(
     gradient. If autograd has another part of the gradient (the lookup of a tied embedding), it adds
     that part to the same total.
     """
-    for parameter, total in totals:
-        assert total.is_contiguous()
-        assert total.dtype == parameter.dtype or (
-            total.dtype == torch.float32 and can_be_summed(parameter.dtype)
-        ), parameter.dtype
-        is_wide = total.dtype == torch.float32
-        setattr(parameter, ATTRIBUTE, partial(_add, kernel if is_wide else None, total))
+    is_wide = total.dtype == torch.float32
+    setattr(parameter, ATTRIBUTE, partial(_add, kernel if is_wide else None, total))
 
 
-def accumulate_lookups_(totals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Makes the backward of a lookup add the gradient of each of these tables to its float32 total,
-    which becomes the table's `.grad`. On CUDA the tables must have 16 bits."""
-    for parameter, total in totals:
-        assert total.dtype == torch.float32 and can_be_summed(parameter.dtype), parameter.dtype
-        setattr(parameter, LOOKUP_ATTRIBUTE, partial(_add_lookup, total))
+def accumulate_lookup_(parameter: nn.Parameter, total: Tensor) -> None:
+    """Makes the backward of a lookup add the gradient of a table to its float32 total, which
+    becomes the table's `.grad`. On CUDA the table must have 16 bits."""
+    setattr(parameter, LOOKUP_ATTRIBUTE, partial(_add_lookup, total))
 
 
 def lookup_adds(weight: Tensor) -> bool:

@@ -34,8 +34,7 @@ def run_layers(
 ) -> Tensor:
     """Returns hidden_states after all layers. Input and output are [s/t or s, b, h].
 
-    Each layer is called as `layer(hidden_states, *extras, regions)`. Its `absent_regions`, if any,
-    are the regions that it does not have.
+    Each layer is called as `layer(hidden_states, *extras, regions)`.
 
     A unit keeps only its input. If the plan splits that input, this TP rank keeps 1/t of it, and
     backward all-gathers it. Backward of one split unit also starts the all-gather for the split
@@ -156,7 +155,6 @@ def _chain(
                 record=record,
                 results=results,
                 choices=choices,
-                absent=getattr(layer, "absent_regions", frozenset()),
             )
             with regions.opened():
                 hidden_states = regions.noted("output", layer(hidden_states, *extras, regions))

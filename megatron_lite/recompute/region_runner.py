@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megatron_lite.config.regions import MLP_REGION, REGIONS
+from megatron_lite.config.regions import MLP_REGION, MOE, REGIONS
 from megatron_lite.parallel.collectives import results_may_be_kept
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.torch_internals import address_of, disable_current_modes
@@ -113,7 +113,7 @@ class Choices:
     is_replayed: whether a replay calls the routers; else nothing is kept here.
     """
 
-    def __init__(self, *, is_replayed: bool = True) -> None:
+    def __init__(self, *, is_replayed: bool) -> None:
         self._is_replayed = is_replayed
         self._hooks = hooks_in_force()
         self._kept: dict[int, tuple[Handle, ...]] = {}
@@ -142,7 +142,6 @@ class Regions:
     record: where a unit that is being verified notes what its regions return.
     results: the results of operators that an `ops(...)` policy keeps.
     choices: what the routers chose. The runs of a unit share them.
-    absent: the regions that the layer does not have.
     tiles: into how many tiles of the sequence a rebuilt MLP is cut.
     """
 
@@ -151,14 +150,13 @@ class Regions:
     layer: int
     skip_region_tails: bool
     verify: bool
+    choices: Choices
     skip_layer_tail: bool = False
     record: Record | None = None
     results: KeptResults | None = None
-    choices: Choices = field(default_factory=Choices)
-    absent: frozenset[str] = frozenset()
     tiles: int = 1
-    _called: set[str] = field(default_factory=set, init=False)
-    _discard: list[Callable[[Tensor], None]] = field(default_factory=list, init=False)
+    _called: set[str] = field(default_factory=set)
+    _discard: list[Callable[[Tensor], None]] = field(default_factory=list)
 
     def run(
         self,
@@ -255,11 +253,13 @@ class Regions:
                 yield
         else:
             yield
-        for name in sorted(self.rebuilt - self._called - self.absent):
-            # Without dropout, as in an evaluation, there is no mask to draw again, and without a
-            # norm before attention no output to discard.
+        for name in sorted(self.rebuilt - self._called):
+            # Without dropout, as in an evaluation, there is no mask to draw again, and so on. A
+            # layer with experts has no other MLP.
             facts = REGIONS[name]
-            if not (facts.needs_hidden_dropout or facts.needs_norms_before):
+            has_experts = MOE in self._called and MLP_REGION in (name, facts.parent)
+            needs = facts.needs_experts, facts.needs_latents, facts.needs_hidden_dropout
+            if not (has_experts or any(needs) or facts.needs_norms_before):
                 raise ValueError(
                     f"region {name} saves nothing: no layer calls it. Add regions.run(..), "
                     "regions.run_discarding(..) or regions.redraw(..) in megatron_lite/model/, or "

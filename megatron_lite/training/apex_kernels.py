@@ -25,7 +25,7 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weight_gradient import (
-    accumulate_lookups_,
+    accumulate_lookup_,
     accumulate_with_,
     adds_unrounded,
     can_be_summed,
@@ -88,10 +88,10 @@ def fuse_weight_gradients_(
                 f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
             )
         if not for_all and weight in tables and lookup_adds(weight) and not narrow:
-            accumulate_lookups_([(weight, gradients.grads[name])])
+            accumulate_lookup_(weight, gradients.grads[name])
         if weight in matmuls:
             if not reason:
-                accumulate_with_(kernel, [(weight, gradients.grads[name])])
+                accumulate_with_(kernel, weight, gradients.grads[name])
             direct = narrow and not reason
             who = "torch's addmm" if direct else _who_sums(weight, reason, kernel, why_not)
             sums[who] += 1

@@ -21,6 +21,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.attention import CoreAttention
 from megatron_lite.model.gpt import ModelStages
+from megatron_lite.parallel.compiled import first_line
 from megatron_lite.parallel.state import ParallelState
 
 
@@ -81,10 +82,9 @@ def use_asked_attention_(
         try:
             run()
         except RuntimeError as error:
-            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise InputError(
                 f"--attention-backend {backend} has no kernel for this torch, GPU, shape and "
-                f"{config.training.precision} ({first}): {AUTO}"
+                f"{config.training.precision} ({first_line(error)}): {AUTO}"
             ) from error
 
     is_plain = config.model.attention_dropout == 0.0 and config.training.precision != "fp32"

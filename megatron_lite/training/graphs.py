@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.parallel.compiled import copied, first_line
 from megatron_lite.parallel.generators import RngSnapshot
 from megatron_lite.parallel.rng import Access, RngStreams
 from megatron_lite.parallel.torch_internals import tree_leaves, tree_map
@@ -146,7 +147,7 @@ class Graph:
         self, step: Step, inputs: Inputs, rehearsal: Rehearsal, rng: RngStreams, capture: Capture
     ) -> None:
         self._rng, self._rehearsal, self._capture = rng, rehearsal, capture
-        self._inputs = tree_map(_copied, inputs)
+        self._inputs = tree_map(copied, inputs)
         begins, numbers = _shared_states(rehearsal.stretches)
         self._states = [(capture.register(), seed, offset) for seed, offset in begins]
         with _named_where_it_fails():
@@ -183,7 +184,7 @@ class Graph:
         seeds = {name: _place(state)[0] for name, state in before.states.items()}
         states = {name: _state(seed, after[seed]) for name, seed in seeds.items()}
         self._rng.restore(RngSnapshot(before.current, states))
-        result: StepResult = tree_map(_copied, self._result)
+        result: StepResult = tree_map(copied, self._result)
         return result
 
 
@@ -276,15 +277,11 @@ def _named_where_it_fails() -> Iterator[None]:
             raise
         frames = traceback.extract_tb(first.__traceback__)
         own = [frame for frame in frames if "megatron_lite" in frame.filename] or frames
-        said = next(iter(str(first).strip().splitlines()), type(first).__name__)
+        said = first_line(first)
         raise InputError(
             f"--cuda-graph-impl: a CUDA graph cannot hold `{own[-1].line}` in {own[-1].name} "
             f"({said}): leave the flag out (--cuda-graph-impl none)"
         ) from error
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _place(state: Tensor) -> Place:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import resource
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -267,8 +266,7 @@ def peak_gib(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # of kilobytes
 
 
 def clock(seconds: float) -> str:

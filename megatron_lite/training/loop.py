@@ -117,13 +117,13 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     log: RunLog = field(init=False)
     exits: Exits = field(init=False)
-    activation_bytes: ActivationBytes | None = field(default=None, init=False)
-    peak: PeakMemory | None = field(default=None, init=False)
-    _num_steps: int = field(default=0, init=False)  # of this start
-    _started: list[StartedStep] = field(default_factory=list, init=False)
-    _seconds: list[float] = field(default_factory=list, init=False)  # of the finished steps
-    _saved_at: int = field(default=-1, init=False)
-    _kept: dict[str, Any] = field(default_factory=dict, init=False)  # for all records
+    activation_bytes: ActivationBytes | None = None
+    peak: PeakMemory | None = None
+    _num_steps: int = 0  # of this start
+    _started: list[StartedStep] = field(default_factory=list)
+    _seconds: list[float] = field(default_factory=list)  # of the finished steps
+    _saved_at: int = -1
+    _kept: dict[str, Any] = field(default_factory=dict)  # for all records
 
     @cached_property
     def skipped(self) -> SkippedUpdates:

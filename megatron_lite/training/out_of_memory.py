@@ -27,6 +27,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import plural, size
 from megatron_lite.memory.predict.states import RankStates, rank_parameter_count, rank_states
 from megatron_lite.memory.predict.step_peak import PeakTerm, StepPeak
+from megatron_lite.parallel.compiled import first_line
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.observe import own_step_peak
 
@@ -230,8 +231,8 @@ def told_where_memory_runs_out(
         if not is_out_of_memory(error):
             raise
         peak = own_step_peak(config, parallel, num_microbatches)
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InputError(advice(config, peak, parallel, when=f"{when()} ({first})")) from error
+        when_and_why = f"{when()} ({first_line(error)})"
+        raise InputError(advice(config, peak, parallel, when=when_and_why)) from error
 
 
 def advice(config: RunConfig, peak: StepPeak, parallel: ParallelState, *, when: str) -> str:

@@ -214,8 +214,6 @@ class StageRunner:
     overlap: receive the input of an action while the action before it computes.
     everywhere: whether stages in the middle of a pipeline read the micro-batches too, for the
         places of their documents.
-    most_microbatches: the most micro-batches of any step, for which an arena of saved inputs gets
-        its slots at once; a step with more enlarges it. None: there is no arena.
     loss_in_one_pass: whether the forward of a loss in chunks also computes the gradients of the
         head (RunConfig.loss_in_one_pass).
     timed: times the parts of a step, by the names of training/profiler.py; none of evaluations.
@@ -230,7 +228,6 @@ class StageRunner:
         num_kept: int = 0,
         overlap: bool = True,
         everywhere: bool = False,
-        most_microbatches: int | None = None,
         loss_in_one_pass: bool = False,
     ) -> None:
         self.model, self.parallel = model, parallel
@@ -252,8 +249,6 @@ class StageRunner:
 
             stages = [chunk.stage for chunk in self._chunks]
             self._run = partial(run_actions, stages=stages, links=links, overlap=overlap)
-        if most_microbatches is not None:
-            self._reserve(most_microbatches)
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelStages, parallel: ParallelState) -> StageRunner:
@@ -275,16 +270,12 @@ class StageRunner:
                 dtype=residual_dtype(config.model, context),
                 shape=(seq_length, config.training.micro_batch_size, config.model.hidden_size),
             )
-        most = None
-        if links is not None and config.recompute.contiguous_saved_activations:
-            most = config.training.most_microbatches(parallel.dp_size)
         return cls(
             model,
             parallel,
             links=links,
             overlap=config.parallel.overlap_p2p_comm,
             everywhere=config.data.reset_attention_mask,
-            most_microbatches=most,
             num_kept=config.recompute.num_microbatches_with_partial_activation_checkpoints or 0,
             loss_in_one_pass=config.loss_in_one_pass,
         )

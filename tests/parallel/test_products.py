@@ -103,7 +103,7 @@ def table(dtype):
 def test_gradients_of_lookups_are_added_to_the_sum_of_a_step(dtype):
     weight = table(dtype)
     total = torch.full((ROWS, WIDTH), torch.nan)  # what an earlier step left
-    weight_gradient.accumulate_lookups_([(weight, total)])
+    weight_gradient.accumulate_lookup_(weight, total)
     grads = [torch.randn(*tokens.shape, WIDTH).to(dtype) for tokens in BATCHES]
     expected = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
     for tokens, grad in zip(BATCHES, grads, strict=True):

@@ -75,10 +75,9 @@ def summed(
         model = place.model(config, parallel, dtype=dtype, plan=policy)
         buffer = GradBuffer(dict(model.named_parameters()), parallel, layout, sums_in)
         if fused:
-            accumulate_with_(
-                kernel() if function == "apex" else None,
-                [(weight, buffer.grads[key]) for key, weight in matmul_weights(model).items()],
-            )
+            for key, weight in matmul_weights(model).items():
+                found = kernel() if function == "apex" else None
+                accumulate_with_(found, weight, buffer.grads[key])
         for _ in range(2):  # what the first step leaves must not count in the second
             buffer.forget()
             for number in range(micro_batches):
