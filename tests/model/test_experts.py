@@ -10,7 +10,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.experts import MixtureOfExperts
 from megatron_lite.model.router import Router
-from megatron_lite.recompute.region_runner import Regions
+from megatron_lite.recompute.region_runner import Choices, Regions
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.grouped_linear import grouped_linear
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
@@ -60,7 +60,14 @@ def layer_of(config, dtype=torch.float64):
 
 
 def regions_of(rng):
-    return Regions(rebuilt=frozenset(), rng=rng, layer=0, skip_region_tails=False, verify=False)
+    return Regions(
+        rebuilt=frozenset(),
+        rng=rng,
+        layer=0,
+        skip_region_tails=False,
+        verify=False,
+        choices=Choices(is_replayed=True),
+    )
 
 
 def test_the_balance_of_a_step_is_judged_over_its_micro_batches():
