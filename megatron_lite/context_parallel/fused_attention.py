@@ -8,12 +8,13 @@ add up (2205.14135, 2310.01889).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_lite.context_parallel.attention_kernels import (
     PLAIN,
@@ -21,6 +22,7 @@ from megatron_lite.context_parallel.attention_kernels import (
     heads_first,
     heads_last,
 )
+from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 
 if TYPE_CHECKING:
@@ -254,35 +256,51 @@ def cut(output: Tensor, value: Tensor) -> Tensor:
     return output[..., :channels].contiguous() if output.shape[-1] > channels else output
 
 
-class MaskedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, readable: Readable, scale: float
-    ) -> Tensor:
-        # Calls of torch's kernel alone: an ops(attention) policy can keep their results.
-        tensors = map(heads_first, (query, key, padded(value, query)))
-        attended = attend(*tensors, causal=True, scale=scale, readable=readable)
-        ctx.readable, ctx.scale = readable, scale
-        output = cut(heads_last(attended.output), value)
-        ctx.save_for_backward(query, key, value, output, attended.lse)
-        return output
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    forward: Callable[..., Iterable[Tensor]],
+    backward: Callable[..., Iterable[Tensor]],
+) -> Tensor:
+    """Returns the output of `forward`, and keeps it, its lse and the three inputs.
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
-        channels = value.shape[-1]
-        smaller = (padded(one, query) for one in (grad_output.contiguous(), value, output))
-        grad, value, output, query, key = map(heads_first, (*smaller, query, key))
-        grads = attend_backward(
-            grad,
-            query,
-            key,
-            value,
-            Attended(output, lse),
-            causal=True,
-            scale=ctx.scale,
-            readable=ctx.readable,
-        )
-        grad_query, grad_key, grad_value = map(heads_last, grads)
-        return grad_query, grad_key, grad_value[..., :channels], None, None
+    Both functions get a padded value. forward: returns the output and lse. backward: returns the
+    gradients of the inputs, from the gradient, query, key, value, output and lse.
+    """
+
+    def cut_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        output, lse = forward(query, key, padded(value, query))
+        output = cut(output, value)
+        return output, output, lse
+
+    def cut_backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        others = (padded(one, query) for one in (value, output))
+        grads = backward(padded(grad.contiguous(), query), query, key, *others, lse)
+        grad_query, grad_key, grad_value = grads
+        return grad_query, grad_key, grad_value[..., : value.shape[-1]]
+
+    pair = Pair(cut_forward, once_differentiable(cut_backward), slice(3))
+    attended: Tensor = applied(pair, None, query, key, value)
+    return attended
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, readable: Readable, scale: float) -> Tensor:
+    """Returns attention to the readable keys, see `masked_attention` of model/attention.py."""
+    of_all = partial(attend, causal=True, scale=scale, readable=readable)
+    of_gradient: Callable[..., Iterable[Tensor]] = partial(
+        attend_backward, causal=True, scale=scale, readable=readable
+    )
+
+    def forward(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        # Calls of torch's kernel alone: an ops(attention) policy can keep their results.
+        output, lse = of_all(*map(heads_first, tensors))
+        return heads_last(output), lse
+
+    def backward(*tensors: Tensor) -> Iterable[Tensor]:
+        *inputs, output = map(heads_first, tensors[:-1])
+        return map(heads_last, of_gradient(*inputs, Attended(output, tensors[-1])))
+
+    return attention(query, key, value, forward, backward)

@@ -29,8 +29,9 @@ A part is the keys and values of one rank, [2, n, b, g, d] with n = s/c.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +42,7 @@ from megatron_lite.context_parallel.fused_attention import (
     Attended,
     attend,
     attend_backward,
-    cut,
-    padded,
+    attention,
 )
 from megatron_lite.parallel.collectives import (
     Started,
@@ -69,61 +69,51 @@ def context_parallel_attention(
     """
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = in_autocast_dtype(query, key, value)
-    # the place is that of a layer
-    return _ContextParallelAttention.apply(query, key, value, cp.group, cp.comm_type, scale)
+    group, comm_type = cp.group, str(cp.comm_type)  # the place is that of a layer
+    assert group is not None
 
-
-class _ContextParallelAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        group: ProcessGroup,
-        comm_type: str,
-        scale: float,
-    ) -> Tensor:
-        tensors = query, key, padded(value, query)
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> Iterable[Tensor]:
         if results_may_be_kept():
             # As one operator: the mode keeps the result of all parts, and the replay sends nothing.
-            output, lse = torch.ops.megatron_lite.context_parallel_attention(
-                *tensors, group.group_name, comm_type, scale
-            )
-        else:
-            output, lse = _attend(*tensors, group, comm_type, scale)
-        output = cut(output, value)
-        ctx.group, ctx.comm_type, ctx.scale = group, comm_type, scale
-        ctx.save_for_backward(query, key, value, output, lse)
-        return output
+            operator = torch.ops.megatron_lite.context_parallel_attention
+            kept: Iterable[Tensor] = operator(query, key, value, group.group_name, comm_type, scale)
+            return kept
+        return _attend(query, key, value, group, comm_type, scale)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
-        channels = value.shape[-1]
-        smaller = (padded(one, query) for one in (grad_output.contiguous(), value, output))
-        grad_output, value, output = smaller
-        exchange, own = EXCHANGES[ctx.comm_type], torch.stack((key, value))
-        grad_keys_values = exchange.sum(own, ctx.group)
-        grad_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
-        # The parts arrive again, as in forward. Each kernel gets the output and lse of all keys, so
-        # the sum of the parts' gradients is the whole gradient.
-        for source, keys_values in exchange.parts(own, ctx.group):
-            queries, keys, causal = _reading(ctx.group.rank(), source, query.shape[0])
-            attended = Attended(heads_first(output[queries]), lse[:, :, queries])
-            grad, own_query, part_key, part_value = map(
-                heads_first, (grad_output[queries], query[queries], *keys_values[:, keys])
-            )
-            grads = attend_backward(
-                grad, own_query, part_key, part_value, attended, causal=causal, scale=ctx.scale
-            )
-            of_query, of_key, of_value = map(heads_last, grads)
-            grad_query[queries] += of_query
-            grad_keys_values.add(source, keys, of_key, of_value)
-        grad_key, grad_value = grad_keys_values.result().unbind()
-        grads_of_inputs = grad_query.to(query.dtype), grad_key, grad_value[..., :channels]
-        return *grads_of_inputs, None, None, None
+    backward = partial(_attend_backward, group=group, exchange=EXCHANGES[comm_type], scale=scale)
+    return attention(query, key, value, forward, backward)
+
+
+def _attend_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    group: ProcessGroup,
+    exchange: Exchange,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    own = torch.stack((key, value))
+    grad_keys_values = exchange.sum(own, group)
+    grad_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+    # The parts arrive again, as in forward. Each kernel gets the output and lse of all keys, so
+    # the sum of the parts' gradients is the whole gradient.
+    for source, keys_values in exchange.parts(own, group):
+        queries, keys, causal = _reading(group.rank(), source, query.shape[0])
+        attended = Attended(heads_first(output[queries]), lse[:, :, queries])
+        grad, own_query, part_key, part_value = map(
+            heads_first, (grad_output[queries], query[queries], *keys_values[:, keys])
+        )
+        grads = attend_backward(
+            grad, own_query, part_key, part_value, attended, causal=causal, scale=scale
+        )
+        of_query, of_key, of_value = map(heads_last, grads)
+        grad_query[queries] += of_query
+        grad_keys_values.add(source, keys, of_key, of_value)
+    return grad_query.to(query.dtype), *grad_keys_values.result().unbind()
 
 
 class Reading(NamedTuple):

@@ -20,7 +20,7 @@ layer with windows or documents therefore keeps the same tensors as a layer with
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -123,14 +123,14 @@ class SelfAttention(nn.Module):
         documents: CuSeqlens | None = None,
     ) -> Tensor:
         if rotary is not None:
-            from megatron_lite.model.rotary import ROTATED_HEADS, TurnedHeads, apply_rotary
+            from megatron_lite.model.rotary import apply_rotary, rotated_heads
 
             rotary = rotary[2:] if self.is_local else rotary[:2]
         qkv, rotates, tables = self.linear_qkv(hidden_states), self.rotates, tuple[Tensor, ...]()
         if self.kernels is not None and rotates and self.q_layernorm is None:
             assert rotary is not None
-            sizes = dict(queries=self.queries_per_group, d=self.head_dim)
-            query, key, value = TurnedHeads.apply(ROTATED_HEADS, self.kernels, sizes, qkv, *rotary)
+            pair = rotated_heads(self.queries_per_group, self.head_dim)
+            query, key, value = applied(pair, self.kernels, qkv, *rotary)
             rotates = False
         else:
             query, key, value = self._split_heads(qkv)
@@ -156,12 +156,13 @@ class SelfAttention(nn.Module):
 
         Compiled kernels regroup the query as they norm it, which is then a view
         [s, b, g/t, a/g, d]. They save views of qkv, so the value stays one. Without norms they do
-        all at once (`ROTATED_HEADS` in rotary.py).
+        all at once (`rotated_heads` in rotary.py).
         """
         config = self.config
         normed = config.qk_layernorm and not config.norms_all_heads
         regroups = self.kernels is not None and normed
-        query, key, value = _SplitHeads.apply(qkv, self.queries_per_group, self.head_dim, regroups)
+        sizes = dict(queries=self.queries_per_group, d=self.head_dim, is_view=regroups)
+        query, key, value = applied(SPLIT_HEADS, None, qkv, **sizes)
         if regroups:
             return query, key, value
         copied = self.rotates and not config.qk_layernorm
@@ -170,30 +171,28 @@ class SelfAttention(nn.Module):
         return query, key, value.contiguous() if copied else value
 
 
-class _SplitHeads(torch.autograd.Function):
-    """[s, b, g/t (q + 2) d] -> query [s, b, g/t q, d], key and value [s, b, g/t, d]. Keeps nothing.
+def split_heads(qkv: Tensor, *, queries: int, d: int, is_view: bool) -> tuple[Tensor, ...]:
+    """Returns query [s, b, g/t q, d], key and value [s, b, g/t, d] of qkv [s, b, g/t (q + 2) d].
 
     The results are views, except for a query that has to be regrouped. If something else regroups
-    it, the query is a view [s, b, g/t, q, d]. Backward joins the three gradients in one pass.
+    it, the query is a view [s, b, g/t, q, d].
+    """
+    grouped = qkv.unflatten(-1, (-1, queries + 2, d))  # [s, b, g/t, q + 2, d]
+    query, (key, value) = grouped[..., :-2, :], grouped[..., -2:, :].unbind(-2)
+    return query if is_view else query.flatten(2, 3), key, value
+
+
+def join_heads(grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> Tensor:
+    """Returns the gradient of qkv, from the three gradients in one pass.
+
     Autograd would write each of them into zeros as large as the input, and add these tensors up.
     """
+    # of 4 dimensions, which CUDA joins in one launch: [s, b, g/t, q d]
+    queries = grad_query.reshape(*grad_key.shape[:3], -1)
+    return torch.cat((queries, grad_key, grad_value), -1).flatten(2)
 
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, queries_per_group: int, d: int, is_view: bool
-    ) -> tuple[Tensor, ...]:
-        grouped = qkv.unflatten(-1, (-1, queries_per_group + 2, d))  # [s, b, g/t, q + 2, d]
-        query, (key, value) = grouped[..., :-2, :], grouped[..., -2:, :].unbind(-2)
-        ctx.groups = query.shape[2:]
-        return query if is_view else query.flatten(2, 3), key, value
 
-    @staticmethod
-    def backward(
-        ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        # of 4 dimensions, which CUDA joins in one launch: [s, b, g/t, q d]
-        queries = grad_query.reshape(*grad_query.shape[:2], ctx.groups[0], -1)
-        return torch.cat((queries, grad_key, grad_value), -1).flatten(2), None, None, None
+SPLIT_HEADS = Pair(split_heads, join_heads, slice(0), outputs=3)
 
 
 def core_attention(config: ModelConfig, context: RankContext, layer: int) -> nn.Module:
@@ -421,8 +420,8 @@ def masked_attention(
 
     It issues no collective and draws no random number.
     """
-    from megatron_lite.context_parallel.fused_attention import MaskedAttention  # few runs need it
+    from megatron_lite.context_parallel.fused_attention import masked  # few runs need it
 
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = in_autocast_dtype(query, key, value)
-    return MaskedAttention.apply(query, key, value, readable, scale)
+    return masked(query, key, value, readable, scale)

@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.experts import RowOrder, numbers, placed
 from megatron_lite.parallel.collectives import all_reduce_, all_to_all
+from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region, mapped
 
@@ -113,40 +114,31 @@ class Journey(NamedTuple):
 
     def there(self, rows: Tensor) -> Tensor:
         """Returns the rows of this rank's experts. Backward takes their gradients back."""
-        return _Moved.apply(rows, self.places, self, False, False)
+        return self._moved(rows, is_back=False)
 
     def back(self, rows: Tensor, skip_tail: bool) -> Tensor:
         """Returns the results of the rows that this rank has sent.
 
         skip_tail: builds only the graph, for a replay whose output is never read.
         """
-        return _Moved.apply(rows, self.places, self, True, skip_tail)
+        return self._moved(rows, is_back=True, skip=skip_tail)
 
+    def _moved(self, rows: Tensor, *, is_back: bool, skip: bool = False) -> Tensor:
+        # The places are among the saved tensors, so that hooks see them.
+        group, sent, received, _ = self
 
-class _Moved(torch.autograd.Function):
-    """Rows to the ranks of their experts, or back. Issues an all-to-all. Keeps the places."""
+        def move(rows: Tensor, places: Tensor, is_back: bool) -> Tensor:
+            if is_back:
+                return all_to_all(placed(rows, places, places.shape[0]), sent, received, group)
+            return all_to_all(rows, received, sent, group)[places]
 
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, places: Tensor, journey: Journey, is_back: bool, skip: bool
-    ) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.journey, ctx.is_back = journey._replace(places=places[:0]), is_back
-        if skip:
-            return rows.new_empty(()).expand(sum(journey.sent), *rows.shape[1:])
-        return _move(rows, places, journey, is_back)
+        def forward(rows: Tensor, places: Tensor) -> Tensor:
+            if skip:
+                return rows.new_empty(()).expand(sum(sent), *rows.shape[1:])
+            return move(rows, places, is_back)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        return _move(grad, places, ctx.journey, not ctx.is_back), None, None, None, None
-
-
-def _move(rows: Tensor, places: Tensor, journey: Journey, is_back: bool) -> Tensor:
-    group, sent, received, _ = journey
-    if is_back:
-        return all_to_all(placed(rows, places, places.shape[0]), sent, received, group)
-    return all_to_all(rows, received, sent, group)[places]
+        pair = Pair(forward, lambda grad, places: move(grad, places, not is_back), slice(1, 2))
+        return applied(pair, None, rows, self.places)
 
 
 class HeadExchange(nn.Module):

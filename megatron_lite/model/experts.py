@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -184,7 +184,7 @@ class Experts(nn.Module):
         self, tokens: Tensor, weights: Tensor, order: RowOrder, regions: Regions, skip_tail: bool
     ) -> Tensor:
         """Returns the sum of the k rows of each token. weights: [T, k]."""
-        rows, row_weights = _Rows.apply(tokens, weights, order.order, order.is_padded)
+        rows, row_weights = _sent(tokens, weights, order.order, order.is_padded)
         num_sent = rows.shape[0]
         if order.journey is not None:
             rows, row_weights = order.journey.there(rows), order.journey.there(row_weights)
@@ -197,7 +197,7 @@ class Experts(nn.Module):
         output = self.linear_fc2(activated, order.ends, skip_tail, row_weights)
         if order.journey is not None:
             output = order.journey.back(output, skip_tail)
-        return _Summed.apply(output, order.order, weights.shape, order.is_padded, skip_tail)
+        return _summed(output, order.order, weights.shape, order.is_padded, skip_tail)
 
 
 class RowOrder(NamedTuple):
@@ -252,47 +252,38 @@ def placed(rows: Tensor, order: Tensor, num_places: int, is_padded: bool = False
     return make((num_places, *rows.shape[1:])).index_copy_(0, order, rows)
 
 
-class _Rows(torch.autograd.Function):
+def _sent(tokens: Tensor, weights: Tensor, order: Tensor, is_padded: bool) -> tuple[Tensor, Tensor]:
     """tokens [T, h], weights [T, k] -> rows [n, h], row weights [n]. Keeps the order."""
+    shape = weights.shape
 
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, weights: Tensor, order: Tensor, is_padded: bool
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(order)
-        ctx.shape, ctx.is_padded = weights.shape, is_padded
+    def forward(tokens: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         row_weights = weights.flatten()[order]
         if is_padded:
             row_weights.masked_fill_(order < 0, 0.0)
-        return tokens[order // weights.shape[1]], row_weights
+        return tokens[order // shape[1]], row_weights
 
-    @staticmethod
-    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        shape = ctx.shape
+    def backward(grad_rows: Tensor, grad_weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         grad_tokens, grad_weights = (
-            placed(grad, order, shape.numel(), ctx.is_padded) for grad in (grad_rows, grad_weights)
+            placed(grad, order, shape.numel(), is_padded) for grad in (grad_rows, grad_weights)
         )
-        return grad_tokens.unflatten(0, shape).sum(1), grad_weights.view(shape), None, None
+        return grad_tokens.unflatten(0, shape).sum(1), grad_weights.view(shape)
+
+    pair = Pair(forward, backward, slice(2, 3), outputs=2)
+    return applied(pair, None, tokens, weights, order)
 
 
-class _Summed(torch.autograd.Function):
+def _summed(
+    rows: Tensor, order: Tensor, shape: torch.Size, is_padded: bool, skip_tail: bool
+) -> Tensor:
     """rows [n, h] -> [T, h], the sum of the rows of each token. shape: [T, k]. Keeps the order."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, order: Tensor, shape: torch.Size, is_padded: bool, skip_tail: bool
-    ) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.topk = shape[1]
+    def forward(rows: Tensor, order: Tensor) -> Tensor:
         if skip_tail:
             return rows.new_empty(()).expand(shape[0], rows.shape[1])
         return placed(rows, order, shape.numel(), is_padded).unflatten(0, shape).sum(1)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return grad[order // ctx.topk], None, None, None, None
+    pair = Pair(forward, lambda grad, order: grad[order // shape[1]], slice(1, 2))
+    return applied(pair, None, rows, order)
 
 
 def _weighted(pair: Pair) -> Pair:

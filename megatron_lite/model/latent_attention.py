@@ -13,7 +13,7 @@ Megatron and in DeepSeek's own: they are put in halves before they are rotated.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +23,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION, UP_PROJECTION
 from megatron_lite.model.attention import branch_skips_bias, core_attention
 from megatron_lite.model.norm import Norm
-from megatron_lite.model.rotary import RotaryTables, TurnedHeads, rotate, rotate_back
-from megatron_lite.parallel.compiled import Pair
+from megatron_lite.model.rotary import RotaryTables, rotate, rotate_back, turning
+from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -118,10 +118,11 @@ class LatentAttention(nn.Module):
         of_rank = self.config.q_lora_rank is not None
         query = (self.linear_q_up_proj if of_rank else self.linear_q_proj)(of_query)
         key_value = self.linear_kv_up_proj(latent)
-        sizes = dict(fixed=self.config.qk_head_dim)
-        return TurnedHeads.apply(
-            LATENT_HEADS, self.context.kernels, sizes, query, key_value, rotated, *rotary
+        pair = latent_heads(self.config.qk_head_dim)
+        heads: tuple[Tensor, ...] = applied(
+            pair, self.context.kernels, query, key_value, rotated, *rotary
         )
+        return heads
 
 
 def _normed(norm: Norm | None, latent: Tensor) -> Tensor:
@@ -166,7 +167,10 @@ def split_back(
     )
 
 
-LATENT_HEADS = Pair(joined_heads, split_back, slice(-2, None))
+@cache
+def latent_heads(fixed: int) -> Pair:
+    """Returns the pair of `joined_heads`."""
+    return turning(joined_heads, split_back, fixed=fixed)
 
 
 def _halves(pairs: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ with pairs of neighbours (--rotary-interleaved). A model without it does not loa
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from megatron_lite.config.variants import (
     RotaryScaling,
 )
 from megatron_lite.model.norm import NORMS
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied, run
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
 
 
 class RotaryTables(NamedTuple):
@@ -139,30 +140,6 @@ def _joined(rotated: Tensor, passed: Tensor) -> Tensor:
 ROTATION = Pair(rotate, rotate_back, slice(1, 3))
 
 
-class TurnedHeads(torch.autograd.Function):
-    """Query, key and value by a pair whose last two inputs are the tables of a rotation, which
-    alone are kept: one compiled kernel each way. All results are contiguous."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        pair: Pair,
-        kernels: CompiledKernels | None,
-        constants: dict[str, int],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*tensors[-2:])
-        ctx.function, ctx.kernels, ctx.constants = pair.backward, kernels, constants
-        return tuple(run(kernels, pair.forward, *tensors, num_rounded=3, **constants))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = *grads, *ctx.saved_tensors
-        parts = run(ctx.kernels, ctx.function, *tensors, num_rounded=3, **ctx.constants)
-        parts = (parts,) if isinstance(parts, Tensor) else parts
-        return None, None, None, *parts, None, None
-
-
 def split_rotated(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, queries: int, d: int
 ) -> tuple[Tensor, ...]:
@@ -188,8 +165,21 @@ def joined_back(
     return torch.cat((grouped, grad_key, grad_value), -1).flatten(2)
 
 
-# [s, b, g/t (q + 2) d] -> the rotated query [s, b, a/t, d] and key [s, b, g/t, d], and the value
-ROTATED_HEADS = Pair(split_rotated, joined_back, slice(-2, None))
+def turning(forward: Callable[..., Any], backward: Callable[..., Any], **sizes: int) -> Pair:
+    """Returns a pair of query, key and value whose last two inputs are the tables of a rotation.
+
+    They alone are kept. With compiled kernels all results are contiguous.
+    sizes: what both functions are given by name.
+    """
+    both = partial(forward, **sizes), partial(backward, **sizes)
+    return Pair(*both, slice(-2, None), outputs=3)
+
+
+@cache  # the functions are a part of the key of a compiled graph
+def rotated_heads(queries: int, d: int) -> Pair:
+    """Returns the pair [s, b, g/t (q + 2) d] -> the rotated query [s, b, a/t, d] and key
+    [s, b, g/t, d], and the value."""
+    return turning(split_rotated, joined_back, queries=queries, d=d)
 
 
 @cache

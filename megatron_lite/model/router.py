@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
@@ -122,14 +123,14 @@ class Router(nn.Module):
             dtype = torch.get_autocast_dtype(kind)
         dtype = DTYPES.get(config.moe_router_dtype or "", dtype)
         noise = self._noise(hidden_states.flatten(0, 1), regions.rng)
-        logits = _Logits.apply(hidden_states.flatten(0, 1), self.weight, self.bias, noise, dtype)
+        logits = _logits(hidden_states.flatten(0, 1), self.weight, self.bias, noise, dtype)
         columns = hidden_states.shape[1]
         experts, *counts = regions.choose(lambda: self._choice(logits.detach(), columns))
         received = None if self.exchange is None else counts.pop()
         own = self.context
         num_ranks = (own.size if own.sequence_parallel else 1) * own.cp.size
         losses = _Losses(config, tuple(counts), num_ranks, self.gradient_scale)
-        weights = _Weights.apply(
+        weights = _chosen_weights(
             logits, experts, config, losses if self.training else None, *counts
         )
         if self.training and not is_recomputing():
@@ -263,69 +264,58 @@ class _Losses(NamedTuple):
         return [*found, _Term(1, self.small, z_coefficient)] if z_coefficient else found
 
 
-class _Logits(torch.autograd.Function):
+def _logits(
+    tokens: Tensor, weight: Tensor, bias: Tensor | None, noise: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """x [T, h], W [E, h], b [E] or None -> (x noise) W^T + b [T, E], computed in `dtype`.
 
     noise: [T, h], or None for 1. Keeps x, the noise and W as they are.
     """
+    has_bias = bias is not None
 
-    @staticmethod
     def forward(
-        ctx: Any,
-        tokens: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        noise: Tensor | None,
-        dtype: torch.dtype,
+        tokens: Tensor, weight: Tensor, noise: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(tokens, weight, noise)
         read = tokens if noise is None else tokens * noise
         with torch.autocast(tokens.device.type, enabled=False):
             if bias is None:
                 return read.to(dtype) @ weight.to(dtype).t()
             return torch.addmm(bias.to(dtype), read.to(dtype), weight.to(dtype).t())
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, weight, noise = ctx.saved_tensors
+    def backward(
+        grad: Tensor, tokens: Tensor, weight: Tensor, noise: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         grad_tokens = (grad @ weight.to(grad.dtype)).to(tokens.dtype)
         if noise is not None:
             grad_tokens, tokens = grad_tokens * noise, tokens * noise
         grad_weight = (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype)
-        grad_bias = grad.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return grad_tokens, grad_weight, grad_bias, None, None
+        grad_bias = grad.sum(0).to(weight.dtype) if has_bias else None
+        return grad_tokens, grad_weight, None, grad_bias
+
+    return applied(Pair(forward, backward, slice(3)), None, tokens, weight, noise, bias)
 
 
-class _Weights(torch.autograd.Function):
+def _chosen_weights(
+    logits: Tensor, experts: Tensor, config: ModelConfig, losses: _Losses | None, *counts: Tensor
+) -> Tensor:
     """logits [T, E], experts [T, k] -> weights [T, k]. Backward adds the losses' gradients."""
+    # The counts are among the saved tensors, so that hooks see them.
+    losses = losses and losses._replace(counts=())
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        experts: Tensor,
-        config: ModelConfig,
-        losses: _Losses | None,
-        *counts: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(logits, experts, *counts)
-        # The counts are among the saved tensors, so that hooks see them.
-        ctx.config, ctx.losses = config, losses and losses._replace(counts=())
-        return _weights(logits, experts, config)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved, experts, *counts = ctx.saved_tensors
+    def backward(grad: Tensor, saved: Tensor, experts: Tensor, *counts: Tensor) -> Tensor:
         with torch.enable_grad():
             logits = saved.detach().requires_grad_()
-            outputs, grads = [_weights(logits, experts, ctx.config)], [grad]
-            if ctx.losses is not None:
-                losses = ctx.losses._replace(counts=tuple(counts))
-                for one in losses.terms():
+            outputs, grads = [_weights(logits, experts, config)], [grad]
+            if losses is not None:
+                for one in losses._replace(counts=counts).terms():
                     outputs.append(one.of(logits))
                     grads.append((losses.scale * one.coefficient).to(outputs[-1].dtype))
-            (grad_logits,) = torch.autograd.grad(outputs, logits, grads)
-        return grad_logits, None, None, None, *[None] * len(counts)
+            return torch.autograd.grad(outputs, logits, grads)[0]
+
+    pair = Pair(
+        lambda logits, experts, *_: _weights(logits, experts, config), backward, slice(None)
+    )
+    return applied(pair, None, logits, experts, *counts)
 
 
 def _scores(logits: Tensor, config: ModelConfig) -> Tensor:

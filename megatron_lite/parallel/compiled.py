@@ -197,14 +197,15 @@ def _compiled(function: Function, tensors: tuple[Tensor, ...]) -> Callable[..., 
 class Pair(NamedTuple):
     """A differentiable function as two pure functions.
 
-    forward: (inputs) -> the output, or a tuple of the output and statistics for backward.
-    backward: (gradient of the output, kept inputs, statistics) -> the gradient of the first input,
-        or a tuple of the gradients of the first inputs.
+    forward: (inputs) -> the output, or a tuple of the outputs and statistics for backward.
+    backward: (gradients of the outputs, kept inputs, statistics) -> the gradient of the first
+        input, or a tuple of the gradients of the first inputs.
     kept: which inputs are kept for backward. All statistics are.
     fused: the formula of the backward for compiled kernels, where the operators that are fast one
         by one are slower or less exact as one kernel.
     passes_on: whether the Function also returns its first input, for what else reads that. Backward
         gets the gradient of it besides, after the gradient of the output, and adds it.
+    outputs: the number of outputs. A compiled kernel rounds so many results, each way.
     """
 
     forward: Function
@@ -212,6 +213,7 @@ class Pair(NamedTuple):
     kept: slice
     fused: Function | None = None
     passes_on: bool = False
+    outputs: int = 1
 
 
 def passing_on(pair: Pair) -> Pair:
@@ -225,8 +227,8 @@ def passing_on(pair: Pair) -> Pair:
     return Pair(pair.forward, backward, pair.kept, passes_on=True)
 
 
-def applied(pair: Pair, kernels: CompiledKernels | None, *inputs: Tensor, **constants: Any) -> Any:
-    """Returns the output of the pair's forward; autograd will call its backward.
+def applied(pair: Pair, kernels: CompiledKernels | None, *inputs: Any, **constants: Any) -> Any:
+    """Returns the outputs of the pair's forward; autograd will call its backward.
 
     kernels: the compiled kernels. None: torch's operators.
     constants: further arguments of the forward, which are no tensors.
@@ -241,18 +243,18 @@ class _Applied(torch.autograd.Function):
     def forward(
         ctx: Any, pair: Pair, kernels: CompiledKernels | None, constants: Any, *inputs: Tensor
     ) -> Any:
-        results = run(kernels, pair.forward, *inputs, **constants)
-        output, *statistics = (results,) if isinstance(results, Tensor) else results
-        ctx.save_for_backward(*inputs[pair.kept], *statistics)
-        ctx.backward_function = pair.backward
-        if kernels is not None and pair.fused is not None:
-            ctx.backward_function = pair.fused
-        ctx.kernels, ctx.num_inputs = kernels, len(inputs)
-        return (output, inputs[0]) if pair.passes_on else output
+        results = run(kernels, pair.forward, *inputs, num_rounded=pair.outputs, **constants)
+        results = (results,) if isinstance(results, Tensor) else tuple(results)
+        ctx.save_for_backward(*inputs[pair.kept], *results[pair.outputs :])
+        backward = pair.backward if kernels is None else pair.fused or pair.backward
+        ctx.backward_function = partial(run, kernels, backward, num_rounded=pair.outputs)
+        ctx.num_inputs = len(inputs)
+        outputs = *results[: pair.outputs], *inputs[: pair.passes_on]
+        return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grads = run(ctx.kernels, ctx.backward_function, *grad_outputs, *ctx.saved_tensors)
+        grads = ctx.backward_function(*grad_outputs, *ctx.saved_tensors)
         grads = (grads,) if isinstance(grads, Tensor) else grads  # a graph's are a list
         return None, None, None, *grads, *[None] * (ctx.num_inputs - len(grads))
 

@@ -3,8 +3,8 @@
 pipeline/order.py makes the list. The hidden states enter a stage's graph at one end and leave it
 at the other:
 
-    stage k    _Received -> layers -> _Departure    backward: _Departure's gradient comes from
-                                                    stage k+1, _Received's goes to stage k-1
+    stage k    arrived -> layers -> nothing    backward: the gradient of nothing comes from
+                                               stage k+1, that of what arrived goes to stage k-1
 
 Neither end keeps the hidden states. A received input lives as long as a layer keeps it, and an
 output lives until it has been sent.
@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.stages import Stage
 from megatron_lite.parallel.collectives import WAITING, Started, Timed, not_timed
+from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.pipeline.order import Action
 
 # Sends and receives between the stages of a pipeline.
@@ -227,7 +228,7 @@ class _StepState:
             # Autograd runs a Function's backward only if an input requires gradients. The empty
             # anchor does; `received` does not, so no gradient accumulates on it.
             anchor = torch.empty(0, requires_grad=True)
-            received = _Received.apply(anchor, received, self._links)
+            received = applied(Pair(_arrived, self._send_back, slice(0)), None, anchor, received)
         output = forward(action, received)
         del received
         if not stage.is_last:
@@ -237,7 +238,8 @@ class _StepState:
             if not stage.is_last:
                 # The gradient is received later; the lambda fetches it once backward runs.
                 needed = action._replace(kind="backward")
-                end = _Departure.apply(output, lambda: self._arriving.pop(needed).wait())
+                fetch = Pair(_nothing, lambda _: self._arriving.pop(needed).wait(), slice(0))
+                end = applied(fetch, None, output)
             self._ends[action.microbatch, action.chunk] = end
         return output.detach() if stage.is_last else None
 
@@ -246,32 +248,15 @@ class _StepState:
         end = self._ends.pop((action.microbatch, action.chunk))
         end.backward(torch.ones_like(end))
 
-
-class _Received(torch.autograd.Function):
-    """The input of a stage's graph [s/t or s, b, h]. Backward sends its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, received: Tensor, links: Links) -> Tensor:
-        ctx.links = links
-        return received.view_as(received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.links.send(grad, "backward")
-        return None, None, None
+    def _send_back(self, grad: Tensor) -> tuple[None]:
+        self._links.send(grad, "backward")
+        return (None,)
 
 
-class _Departure(torch.autograd.Function):
-    """An empty tensor [0] that stands for a stage's output [s/t or s, b, h] in backward.
+def _arrived(_: Tensor, received: Tensor) -> Tensor:
+    return received.view_as(received)
 
-    Its backward calls `fetch_grad` and uses the result as the gradient of the output.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, fetch_grad: Callable[[], Tensor]) -> Tensor:
-        ctx.fetch_grad = fetch_grad
-        return output.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.fetch_grad(), None
+def _nothing(output: Tensor) -> Tensor:
+    """Returns an empty tensor [0] that stands for a stage's output in backward."""
+    return output.new_empty(0)

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
-from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
 from megatron_lite.parallel.torch_internals import backward_keeps_graph
 
 
@@ -74,7 +74,30 @@ def vocab_parallel_cross_entropy(
     Keeps the logits (in their own dtype), the labels, one byte per label, and for each row this
     rank's share of the softmax, or with compiled graphs the log of the sum of exponentials.
     """
-    return _CrossEntropy.apply(logits, labels, columns, overwrite_logits)
+
+    def forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        local = local_labels(labels, columns)
+        if columns.cap is not None:
+            logits = columns.capped_(logits if overwrite_logits else logits.clone())
+        statistics = row_statistics(logits.flatten(0, 1), local, columns)
+        losses, share = combined(statistics, local, columns)
+        return losses.view(labels.shape), logits, *local, share
+
+    def backward(
+        grad_output: Tensor, logits: Tensor, column: Tensor, here: Tensor, share: Tensor
+    ) -> Tensor:
+        # A graph that is kept may be used by another backward, which needs the logits.
+        keeps_graph = backward_keeps_graph()
+        if overwrite_logits and logits.is_contiguous() and not keeps_graph:
+            grad = logits
+        else:
+            grad = logits.clone(memory_format=torch.contiguous_format)
+        own = LocalLabels(column, here)
+        write_gradient_(grad.flatten(0, 1), grad_output.flatten(), share, own, columns)
+        return grad
+
+    losses: Tensor = applied(Pair(forward, backward, slice(0)), None, logits, labels)
+    return losses
 
 
 class LocalLabels(NamedTuple):
@@ -103,36 +126,6 @@ class RowStatistics(NamedTuple):
     maximum: Tensor
     total: Tensor
     at_label: Tensor
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """The loss of logits: [s, b, V/t] -> [s, b]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, columns: Columns, overwrite_logits: bool
-    ) -> Tensor:
-        local = local_labels(labels, columns)
-        if columns.cap is not None:
-            logits = columns.capped_(logits if overwrite_logits else logits.clone())
-        statistics = row_statistics(logits.flatten(0, 1), local, columns)
-        losses, share = combined(statistics, local, columns)
-        ctx.save_for_backward(logits, *local, share)
-        ctx.columns, ctx.overwrite_logits = columns, overwrite_logits
-        return losses.view(labels.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        logits, column, here, share = ctx.saved_tensors
-        # A graph that is kept may be used by another backward, which needs the logits.
-        keeps_graph = backward_keeps_graph()
-        if ctx.overwrite_logits and logits.is_contiguous() and not keeps_graph:
-            grad = logits
-        else:
-            grad = logits.clone(memory_format=torch.contiguous_format)
-        labels = LocalLabels(column, here)
-        write_gradient_(grad.flatten(0, 1), grad_output.flatten(), share, labels, ctx.columns)
-        return grad, None, None, None
 
 
 def local_labels(labels: Tensor, columns: Columns) -> LocalLabels:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.torch_internals import disable_current_modes, grouped_product, is_fake
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
@@ -94,7 +95,7 @@ class GroupedLinear(nn.Module):
         if self.bias is None:
             return output
         adds = self._adds_bias and not skip_tail
-        return _Biased.apply(output, self.bias, factors, ends, self._adds_bias, adds)
+        return _biased(output, self.bias, factors, ends, self._adds_bias, adds)
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -117,42 +118,35 @@ class _GroupedMatmul(torch.autograd.Function):
         return grad_rows, grad_weight, None, None
 
 
-class _Biased(torch.autograd.Function):
+def _biased(
+    output: Tensor, bias: Tensor, factors: Tensor | None, ends: Tensor, is_own: bool, adds: bool
+) -> Tensor:
     """y [n, out], b [E, out], w [n] or None -> y + b w of each row's expert. Keeps w.
 
     is_own: whether this rank adds the bias; elsewhere the sum over ranks does. Each rank computes
         its whole gradient. adds: whether the values of the result are read.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        output: Tensor,
-        bias: Tensor,
-        factors: Tensor | None,
-        ends: Tensor,
-        is_own: bool,
-        adds: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(bias, factors, ends)
-        ctx.is_own = is_own
+    def forward(output: Tensor, bias: Tensor, factors: Tensor | None, ends: Tensor) -> Tensor:
         if not adds:
             return output.view_as(output)
         # A new tensor: a policy may keep the product.
         return _of_rows(bias, ends, factors, output).add_(output)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        bias, factors, ends = ctx.saved_tensors
+    def backward(
+        grad: Tensor, bias: Tensor, factors: Tensor | None, ends: Tensor
+    ) -> tuple[Tensor | None, ...]:
         ones = grad.new_ones(grad.shape[0]) if factors is None else factors.to(grad.dtype)
         # as many equal columns as the grouped product takes
         columns = ones[:, None].expand(-1, ROW_BYTES // grad.element_size()).contiguous()
         grad_bias = outer_products(grad.contiguous(), columns, ends)[..., 0].to(bias.dtype)
         grad_factors = None
-        if factors is not None and ctx.is_own:
+        if factors is not None and is_own:
             of_rows = _of_rows(bias, ends, None, grad)
             grad_factors = (grad * of_rows).sum(-1, dtype=factors.dtype)
-        return grad, grad_bias, grad_factors, None, None, None
+        return grad, grad_bias, grad_factors
+
+    return applied(Pair(forward, backward, slice(1, None)), None, output, bias, factors, ends)
 
 
 def _of_rows(bias: Tensor, ends: Tensor, factors: Tensor | None, like: Tensor) -> Tensor:

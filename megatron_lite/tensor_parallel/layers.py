@@ -48,6 +48,7 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
+from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.weight_gradient import (
     LOOKUP_ATTRIBUTE,
@@ -389,23 +390,11 @@ def token_rows(tokens: Tensor, weight: Tensor) -> Tensor:
     a small batch this takes a few percent of a step on a CPU.
     """
     add = own_sum(weight, LOOKUP_ATTRIBUTE)
-    return F.embedding(tokens, weight) if add is None else _TokenRows.apply(tokens, weight, add)
-
-
-class _TokenRows(torch.autograd.Function):
-    """ids [..], weight [rows, h] -> [.., h]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, weight: Tensor, add: Callable[[Tensor, Tensor], None]
-    ) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.add = add
+    if add is None:
         return F.embedding(tokens, weight)
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
-        (tokens,) = ctx.saved_tensors
-        if ctx.needs_input_grad[1]:
-            ctx.add(tokens, grad_output)
-        return None, None, None
+    def backward(grad: Tensor, tokens: Tensor) -> tuple[None]:
+        add(tokens, grad)
+        return (None,)
+
+    return applied(Pair(F.embedding, backward, slice(1)), None, tokens, weight)

@@ -22,9 +22,7 @@ layers (layers.py) have f and g themselves, since they overlap them with matmuls
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -33,6 +31,7 @@ from megatron_lite.parallel.collectives import (
     all_reduce,
     reduce_scatter_first_dim,
 )
+from megatron_lite.parallel.compiled import Pair, applied
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
@@ -104,19 +103,7 @@ def mapped(
     tensor: Tensor, group: ProcessGroup | None, forward: Collective, backward: Collective
 ) -> Tensor:
     """Returns `forward` of the tensor. Its gradient is `backward` of the result's."""
-    return tensor if group is None else _Mapping.apply(tensor, group, forward, backward)
-
-
-class _Mapping(torch.autograd.Function):
-    """`forward` of a tensor, and `backward` of the gradient, over one group."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, group: ProcessGroup, forward: Collective, backward: Collective
-    ) -> Tensor:
-        ctx.group, ctx.conjugate = group, backward
-        return forward(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.conjugate(grad_output, ctx.group), None, None, None
+    if group is None:
+        return tensor
+    pair = Pair(lambda one: forward(one, group), lambda grad: backward(grad, group), slice(0))
+    return applied(pair, None, tensor)
