@@ -30,7 +30,7 @@ T5 = dict(
 
 
 def given(**settings):
-    return FitSettings(hf_config="", gpu="h100", **settings)
+    return FitSettings(hf_config="model", gpu="h100", **settings)
 
 
 @pytest.mark.runs(ci=3)
