@@ -28,8 +28,8 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 304_500,
-    "files of the library": 275,
+    "tokens of the library": 303_000,
+    "files of the library": 262,
     "tokens of tests": 289_800,
     "tokens of benchmarks": 22_600,
     "own files in one plain step": 32,

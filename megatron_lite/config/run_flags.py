@@ -225,10 +225,11 @@ def add_flag(
     return group.add_argument(*names, **options)
 
 
-def add_settings(parser: argparse.ArgumentParser, kind: type) -> None:
+def add_settings(parser: argparse.ArgumentParser, *kinds: type) -> None:
     """Adds the flags of a tool's settings. Those without a default must be given."""
-    for field in fields_of(kind):
-        add_flag(parser, field).required = field.is_required
+    for kind in kinds:
+        for field in fields_of(kind):
+            add_flag(parser, field).required = field.is_required
 
 
 def taken(kind: Callable[..., Settings], args: argparse.Namespace) -> Settings:

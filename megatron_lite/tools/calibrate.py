@@ -36,7 +36,7 @@ from megatron_lite.plan.hardware import (
     machine_of_gpu,
     save_hardware,
 )
-from megatron_lite.tools.command import check_ending, exit_status
+from megatron_lite.tools.command import check_ending, tool
 
 # The smallest dimension varies most, because the fit is a function of it.
 SHAPES = ((1024, 1024, 1024), (512, 512, 512), (1024, 1024, 128), (128, 1024, 1024), (64, 512, 512))
@@ -45,12 +45,7 @@ LARGER = 8  # on a GPU every dimension and the elements are so many times as man
 BAND = 0.3  # relative error that a plan is expected to have before a run says more
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and writes the file. Returns the exit status."""
-    parser = Parser(
-        prog="python -m megatron_lite.tools.calibrate",
-        description="Measures this machine for the prediction of step times.",
-    )
+def _add_flags(parser: Parser) -> None:
     parser.add_argument("--output", required=True, metavar="FILE", help="a file that ends in .json")
     parser.add_argument(
         "--device",
@@ -70,7 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=1.0,
         help="time of each of about 12 measurements (default: 1)",
     )
-    return exit_status(lambda: run(**vars(parser.parse_args(argv))), parser.prog)
+
+
+main = tool(
+    "python -m megatron_lite.tools.calibrate",
+    "Measures this machine for the prediction of step times.",
+    _add_flags,
+    lambda args: run(**vars(args)),
+)
 
 
 def run(output: str, *, device: str, links_of: str | None, seconds: float) -> None:

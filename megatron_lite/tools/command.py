@@ -8,10 +8,13 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.plain import shown
+from megatron_lite.config.run_flags import Parser
 from megatron_lite.parallel.launch import read_launch
 from megatron_lite.parallel.messages import await_turn, print_fault, silent_unless
 from megatron_lite.parallel.signals import Stopped, die_of, dies_without_reader, stoppable
@@ -50,6 +53,28 @@ def exit_status(command: Callable[[], object], program: str = "") -> int:
     # Death by a signal skips these functions, and a pool's semaphores would stay, with a warning.
     atexit._run_exitfuncs()
     die_of(number)
+
+
+def tool(
+    program: str,
+    description: str,
+    add_flags: Callable[[Parser], object],
+    run: Callable[[Namespace], object],
+    **options: Any,
+) -> Callable[..., int]:
+    """Returns the `main` of a tool: it runs the command line and returns the exit status.
+
+    program: the tool's name, unless `main` gets another one.
+    options: further ones of the parser.
+    """
+
+    def main(argv: Sequence[str] | None = None, name: str = program) -> int:
+        parser = Parser(prog=name, description=description, **options)
+        add_flags(parser)
+        args = parser.parse_args(argv)
+        return exit_status(lambda: run(args), name)
+
+    return main
 
 
 def check_ending(flag: str, path: str, *endings: str) -> None:

@@ -11,7 +11,7 @@ import argparse
 import inspect
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,12 +19,10 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.parallel.signals import postponed
-from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.command import tool
 
 if TYPE_CHECKING:
     from megatron_lite.convert.weights import WeightSource
-
-PROGRAM = "python -m megatron_lite.tools.convert"
 
 SECONDS_A_LINE = 5.0  # of progress
 FORMAT_HELP = {
@@ -112,16 +110,8 @@ def convert(args: argparse.Namespace) -> None:
         print(*next_lines(save), sep="\n", flush=True)
 
 
-def parser(program: str = PROGRAM) -> Parser:
-    """Returns the parser of the command line."""
-    formats = "\n".join(f"  {name:16} {text}" for name, text in FORMAT_HELP.items())
-    found = Parser(
-        prog=program,
-        description="Converts weights between formats, one tensor at a time.",
-        epilog=f"formats:\n{formats}\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = found.add_argument
+def _add_flags(parser: Parser) -> None:
+    add = parser.add_argument
     add("--from", dest="source", required=True, choices=FORMAT_HELP, help="the format of --load")
     add("--to", dest="target", required=True, choices=FORMAT_HELP, help="the format to write")
     add("--load", required=True, metavar="SRC", help="what to read; it is not changed")
@@ -140,13 +130,16 @@ def parser(program: str = PROGRAM) -> Parser:
         help="with --to hf: the model_type to write, instead of the first one that expresses the "
         "model exactly",
     )
-    return found
 
 
-def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """Runs the command line. Returns the exit status."""
-    args = parser(program).parse_args(argv)
-    return exit_status(lambda: convert(args), program)
+main = tool(
+    "python -m megatron_lite.tools.convert",
+    "Converts weights between formats, one tensor at a time.",
+    _add_flags,
+    convert,
+    epilog="formats:\n" + "".join(f"  {name:16} {text}\n" for name, text in FORMAT_HELP.items()),
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,18 @@ fits, and 2 if it does not or if the input has a fault.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.plain import shown
-from megatron_lite.config.run_flags import Parser, add_settings, taken
+from megatron_lite.config.run_flags import add_settings, taken
 from megatron_lite.config.setting import check_settings, required, setting, switch
 from megatron_lite.config.units import parse_bytes
 from megatron_lite.plan.auto_policy import default_reserve
 from megatron_lite.plan.hardware import load_hardware
-from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.command import tool
 
 MOST_GPUS = 16384
 
@@ -49,16 +48,13 @@ class FitSettings:
             raise ValueError(f"--trainable {shown(repr(self.trainable))}: give all, or lora:16")
 
 
-def main(argv: Sequence[str] | None = None, program: str = "megatron-lite fit") -> int:
-    """Runs the command line. Returns the exit status."""
-    parser = Parser(
-        prog=program,
-        description="Finds the fastest recompute policy with which a step of a transformers model "
-        "fits a GPU, without the weights and without the GPU.",
-    )
-    add_settings(parser, FitSettings)
-    args = parser.parse_args(argv)
-    return exit_status(lambda: print(_text(taken(FitSettings, args))), parser.prog)
+main = tool(
+    "megatron-lite fit",
+    "Finds the fastest recompute policy with which a step of a transformers model fits a GPU, "
+    "without the weights and without the GPU.",
+    lambda parser: add_settings(parser, FitSettings),
+    lambda args: print(_text(taken(FitSettings, args))),
+)
 
 
 def _text(given: FitSettings) -> str:

@@ -32,9 +32,7 @@ from megatron_lite.memory.measure.timeline import (
     read_timeline,
 )
 from megatron_lite.pages.document import STYLE, printable, svg_text
-from megatron_lite.tools.command import check_ending, exit_status
-
-PROGRAM = "python -m megatron_lite.tools.plot_memory"
+from megatron_lite.tools.command import check_ending, tool
 
 PANELS_IN_A_ROW, LONGEST_LINE = 4, 44
 MAX_EVENTS = 500  # in one panel: more would not be visible, and would make an SVG large
@@ -49,14 +47,7 @@ LINE_LABEL = "activations, predicted before the run"
 REPLAY_COLOR = "#AA3377"
 
 
-def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    parser = Parser(
-        prog=program,
-        description=(
-            "Draws the memory timelines of one or more recompute policies side by side, on "
-            "one scale."
-        ),
-    )
+def _add_flags(parser: Parser) -> None:
     parser.add_argument(
         "timelines",
         nargs="+",
@@ -64,8 +55,14 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         help="a timeline, as a run with --memory-timeline writes it",
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="the picture: .svg or .png")
-    args = parser.parse_args(argv)
-    return exit_status(lambda: plot_memory(args.timelines, args.output), program)
+
+
+main = tool(
+    "python -m megatron_lite.tools.plot_memory",
+    "Draws the memory timelines of one or more recompute policies side by side, on one scale.",
+    _add_flags,
+    lambda args: plot_memory(args.timelines, args.output),
+)
 
 
 def plot_memory(paths: Sequence[str], output: str) -> None:

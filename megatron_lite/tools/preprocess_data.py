@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.input_file import open_input
 from megatron_lite.config.plain import parse_json
-from megatron_lite.config.run_flags import Parser, add_settings, taken
+from megatron_lite.config.run_flags import add_settings, taken
 from megatron_lite.config.setting import check_settings, required, setting, switch
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lite.data.tokenizers import build_tokenizer, check_encodes
 from megatron_lite.parallel.signals import STOPPING
-from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.command import tool
 
 # Reads documents for the data tools: one JSON object per line, {"text": "..."}.
 
@@ -124,7 +124,6 @@ def parse_line(line: bytes, keys: Iterable[str], where: str) -> list[str]:
     return texts
 
 
-PROGRAM = "python -m megatron_lite.tools.preprocess_data"
 BLOCK_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 
@@ -153,16 +152,6 @@ class PreprocessSettings(InputSettings):
 # documents[line][key]: token ids. The number is the size in bytes of the lines.
 Encoded = tuple[list[list[np.ndarray]], int]
 Encode = Callable[[list[Line]], Encoded]
-
-
-def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    parser = Parser(
-        prog=program, description="Writes .bin and .idx token files from a file of JSON lines."
-    )
-    for kind in (PreprocessSettings, TokenizerConfig):
-        add_settings(parser, kind)
-    args = parser.parse_args(argv)
-    return exit_status(lambda: preprocess(args), program)
 
 
 def preprocess(flags: argparse.Namespace) -> None:
@@ -309,6 +298,14 @@ def _follow_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent.pid:  # the parent ended before this call
             os._exit(1)
+
+
+main = tool(
+    "python -m megatron_lite.tools.preprocess_data",
+    "Writes .bin and .idx token files from a file of JSON lines.",
+    lambda parser: add_settings(parser, PreprocessSettings, TokenizerConfig),
+    preprocess,
+)
 
 
 if __name__ == "__main__":

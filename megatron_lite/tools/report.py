@@ -18,19 +18,13 @@ from megatron_lite.config.run_flags import Parser
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.run_page import RunRecord, read_run, run_page
 from megatron_lite.plan.hardware import load_hardware, save_hardware
-from megatron_lite.tools.command import check_ending, exit_status
-
-PROGRAM = "python -m megatron_lite.tools.report"
+from megatron_lite.tools.command import check_ending, tool
 
 DEFAULT_OUTPUT = "report.html"
 LEAST_BAND = 0.05  # of a machine's times after a run, and the change from the run before if larger
 
 
-def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    parser = Parser(
-        prog=program,
-        description="Makes a page of a run: curves, events and predictions, in one file.",
-    )
+def _add_flags(parser: Parser) -> None:
     parser.add_argument(
         "paths",
         nargs="+",
@@ -50,8 +44,14 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         help="also write the machine MACHINE to FILE.json with what this run says about its times, "
         "for `plan --machine FILE.json`; if it exists, the run must have had --machine FILE.json",
     )
-    args = parser.parse_args(argv)
-    return exit_status(lambda: report(args.paths, args.output, args.calibration), program)
+
+
+main = tool(
+    "python -m megatron_lite.tools.report",
+    "Makes a page of a run: curves, events and predictions, in one file.",
+    _add_flags,
+    lambda args: report(**vars(args)),
+)
 
 
 def report(

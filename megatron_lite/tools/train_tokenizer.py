@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run_flags import Parser, add_settings, taken
+from megatron_lite.config.run_flags import add_settings, taken
 from megatron_lite.config.setting import required, setting
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.parallel.messages import told_on_terminal
-from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.command import tool
 from megatron_lite.tools.preprocess_data import InputSettings, lines_of, parse_line
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m megatron_lite.tools.train_tokenizer",
-        description="Trains a byte-level BPE tokenizer on the texts of a file of JSON lines.",
-    )
-    add_settings(parser, TokenizerSettings)
-    args = parser.parse_args(argv)
-    return exit_status(lambda: train(taken(TokenizerSettings, args)), parser.prog)
+main = tool(
+    "python -m megatron_lite.tools.train_tokenizer",
+    "Trains a byte-level BPE tokenizer on the texts of a file of JSON lines.",
+    lambda parser: add_settings(parser, TokenizerSettings),
+    lambda args: train(taken(TokenizerSettings, args)),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

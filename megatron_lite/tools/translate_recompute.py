@@ -21,7 +21,7 @@ import argparse
 import ast
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run_flags import Parser
-from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.command import tool
 from megatron_lite.tools.translators import SYSTEMS, systems_of, translated
 
 if sys.version_info >= (3, 11):
@@ -56,14 +56,7 @@ NOT_RUN = (
 MODES = {"FullAC": "full", "SelectiveAC": "selective", "ActivationCheckpointConfig": "selective"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m megatron_lite.tools.translate_recompute",
-        description=(
-            "Prints the recompute flags that do what another system's activation "
-            "checkpointing config asks for."
-        ),
-    )
+def _add_flags(parser: Parser) -> None:
     add = parser.add_argument
     add(
         "file",
@@ -86,10 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="deepspeed, oslo: the tensor-parallel size of the run (default: that of the file)",
     )
-    args = parser.parse_args(argv)
-    if (args.file is None) == (args.named_file is None):
-        parser.error("give the config once: FILE, or --json FILE")
-    return exit_status(lambda: translate(args), parser.prog)
 
 
 def translate(args: argparse.Namespace) -> None:
@@ -98,6 +87,8 @@ def translate(args: argparse.Namespace) -> None:
     Raises OSError if the file cannot be read. Raises InputError, which names the file, for a fault
     in its contents.
     """
+    if (args.file is None) == (args.named_file is None):
+        raise InputError("give the config once: FILE, or --json FILE")
     path = args.file or args.named_file
     config = read_config_file(path)
     with input_faults(f"{path}: "):
@@ -105,6 +96,15 @@ def translate(args: argparse.Namespace) -> None:
     for note in translation.notes:
         print(f"note: {note}", file=sys.stderr)
     print(shlex.join(translation.flags))
+
+
+main = tool(
+    "python -m megatron_lite.tools.translate_recompute",
+    "Prints the recompute flags that do what another system's activation checkpointing config asks "
+    "for.",
+    _add_flags,
+    translate,
+)
 
 
 def _system(config: Any, named: str | None) -> str:
