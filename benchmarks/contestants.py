@@ -32,7 +32,7 @@ IN_16_BITS = dict(
     exp_avg_dtype="bf16",
     exp_avg_sq_dtype="bf16",
 )
-OUR_POLICIES = ("none", "full", "pointwise")
+OUR_POLICIES = ("full", "pointwise")
 PEERS = {
     "plain": (("gpt2",), others.plain),
     "transformers": (("gpt2", "llama", "qwen3_moe"), others.transformers),
@@ -41,51 +41,58 @@ PEERS = {
 }
 
 
-def build_contestants(setting, *, peers=tuple(PEERS), compiled=False):
-    """Returns the contestants, and who is left out and why. Ours without recomputation is the
+def build_contestants(setting, skipped, *, peers=tuple(PEERS), compiled=False):
+    """Yields the contestants, each built when it is asked for. Ours without recomputation is the
     first; the others follow by how much they tell.
 
+    skipped: gets who is left out, and why.
     peers: the libraries to compare with, if they have the model (PEERS).
     compiled: whether contestants of torch.compile are built too. On a GPU ours are there as a CUDA
         graph, with deterministic algorithms, and with states in 16 bits besides.
     """
     model = our_model(setting, one_rank(setting))
-    weights = dict(model.named_parameters())
+    weights, late = dict(model.named_parameters()), list[Contestant]()
     optimizer = our_optimizer(model, setting)
-    first, *others = _ours(model, optimizer, setting, [f"ours, {name}" for name in OUR_POLICIES])
-    found, late, skipped = [first], list[Contestant](), dict[str, str]()
+    yield from _ours(model, optimizer, setting, [OURS])
+    own = replace(setting, compiled=compiled)
+    fused = our_model(own, one_rank(own), weights=weights)
+    build, modes = partial(_ours, fused, optimizer, own), ()
     if compiled:
-        own = replace(setting, compiled=True)
-        build = partial(_ours, our_model(own, one_rank(own), weights=weights), optimizer, own)
-        try:
-            found += build([OURS, "ours, full"], mode=COMPILED)
-            if setting.device.type == "cuda":
-                found += build([OURS, "ours, full"], mode=GRAPH)
-                found += build([OURS], mode=DETERMINISTIC)
-        except (InputError, torch.OutOfMemoryError) as reason:
-            skipped["ours, compiled"] = str(reason).splitlines()[0]
+        modes = (COMPILED, GRAPH) if setting.device.type == "cuda" else (COMPILED,)
+    for mode in modes:
+        yield from _built(OURS + mode, skipped, partial(build, [OURS], mode=mode))
     for library in peers:
-        families, build = PEERS[library]
+        families, of_library = PEERS[library]
         if setting.family in families:
-            try:
-                theirs = build(setting, weights, compiled=compiled)
-            except (ImportError, torch.OutOfMemoryError) as reason:
-                skipped[library] = str(reason).splitlines()[0]
-                continue
-            for one in theirs:
-                (late if one.name.endswith(COMPILED) else found).append(one)
-    if compiled and setting.device.type == "cuda":
-        try:
-            model = our_model(own, one_rank(own))
-            model.load_state_dict(weights)
-            found += _ours(
-                model, our_optimizer(model, own, **IN_16_BITS), own, [OURS], mode=ROUNDED
-            )
-        except torch.OutOfMemoryError as reason:
-            skipped["ours, none" + ROUNDED] = str(reason).splitlines()[0]
+            theirs = partial(of_library, setting, weights, compiled=compiled)
+            for one in _built(library, skipped, theirs):
+                if one.name.endswith(COMPILED) and one.name != PLAIN + COMPILED:
+                    late.append(one)
+                else:
+                    yield one
+    if GRAPH in modes:
+        yield from _built(OURS + ROUNDED, skipped, partial(_rounded, own, weights))
+        yield from _built(OURS + DETERMINISTIC, skipped, partial(build, [OURS], mode=DETERMINISTIC))
+    for mode in modes:
+        yield from _built("full" + mode, skipped, partial(build, ["ours, full"], mode=mode))
     # the best ones of the peers first: the compiler may take more time than there is
-    found += sorted(late, key=lambda one: "Liger" not in one.name) + others
-    return found, skipped
+    yield from sorted(late, key=lambda one: "Liger" not in one.name)
+    yield from _ours(model, optimizer, setting, [f"ours, {name}" for name in OUR_POLICIES])
+
+
+def _built(name, skipped, build):
+    """Yields what `build` returns, or notes why there is nothing."""
+    try:
+        yield from build()
+    except (ImportError, InputError, torch.OutOfMemoryError) as reason:
+        skipped[name] = str(reason).splitlines()[0]
+
+
+def _rounded(setting, weights):
+    """Returns ours with all that is summed or kept of gradients in 16 bits."""
+    model = our_model(setting, one_rank(setting))
+    model.load_state_dict(weights)
+    return _ours(model, our_optimizer(model, setting, **IN_16_BITS), setting, [OURS], mode=ROUNDED)
 
 
 def _ours(model, optimizer, setting, names, *, mode=""):

@@ -135,7 +135,8 @@ def one_rank(setting):
 def our_optimizer(model, setting, **settings):
     """Returns the optimizer of a training run, whose weight gradients go the way of a run."""
     stages, parallel = ModelStages([model]), one_rank(setting)
-    optimizer = Optimizer(stages, OptimizerConfig(**settings), parallel)
+    kernels = model.decoder.context.kernels
+    optimizer = Optimizer(stages, OptimizerConfig(**settings), parallel, kernels=kernels)
     fuse_weight_gradients_(TrainingConfig(micro_batch_size=1), parallel, stages, optimizer)
     return optimizer
 

@@ -34,10 +34,10 @@ mkdir -p "$(dirname "$output")" || exit 2
 
 cat <<FIRST
 If you have this GPU for a few minutes only, know this:
-  - The first part, of at most 118 s, answers the main question: how near a bf16 step of an 8B model's layers is to the card's
+  - The first part, of at most 108 s, answers the main question: how near a bf16 step of an 8B model's layers is to the card's
     own matmul rate, and whether a peer is faster ("/ ours" below 1). Peers: transformers, Liger, litgpt and megatron-core,
     where they are installed.
-  - Then come a layer of Qwen3-30B-A3B (47 s), three smaller shapes (60 to 85 s), recomputation (58 s) and the tests (110 s).
+  - Then come a layer of Qwen3-30B-A3B (55 s), three smaller shapes (68 to 74 s), recomputation (60 s) and the tests (105 s).
   - Every part ends at its limit and writes what it has measured. If you stop the script, the tables remain.
   - Nothing else should run on the card. No clock or power setting is changed. Method: benchmarks/README.md.
 FIRST
@@ -56,20 +56,20 @@ part() {
 }
 step=(benchmarks/step_time.py --dtype bf16 --dropout 0 --repeats 5)
 rounds=(--repeats 3) big=(--preset 8b) llama=(--preset 1024) deep=(--preset 0.6b) experts=(--preset a3b) gpt2=(--preset gpt2) few=(--steps-per-round 3)
-compile=()
+compile=() graph=()
 if [[ $DEVICE == cpu ]]; then
     big=(--preset tiny) llama=(--preset tiny) deep=(--preset tiny) experts=(--preset tiny) gpt2=(--preset tiny) few=() rounds=(--repeats 1) step+=(--repeats 1)
 else
-    compile=(--compile)
+    compile=(--compile) graph=(--cuda-graph)
 fi
 step+=("${compile[@]}")
-part "stack-8b" 118 "${step[@]}" --seconds 112 --family llama "${big[@]}" --peers transformers --steps-per-round 1
-part "experts-a3b" 47 "${step[@]}" --seconds 42 --family experts "${experts[@]}" --steps-per-round 1
-part "llama-28x1024" 60 "${step[@]}" --seconds 55 --family llama "${deep[@]}" --peers transformers --steps-per-round 1
-part "llama-16x1024" 85 "${step[@]}" --seconds 80 --family llama "${llama[@]}" "${few[@]}"
-part "gpt2" 60 "${step[@]}" --seconds 55 "${gpt2[@]}" --peers plain "${few[@]}"
-part "recompute" 58 benchmarks/recompute.py "${gpt2[@]}" "${compile[@]}" --dtype bf16 --dropout 0.1 "${rounds[@]}" --steps-per-round 1 \
-    --engines none "uniform 1" "*:pointwise" "*:full@host" "*:pointwise@host" "torch layers, reentrant"
+part "stack-8b" 108 "${step[@]}" --seconds 102 --family llama "${big[@]}" --peers transformers --steps-per-round 1
+part "experts-a3b" 55 "${step[@]}" --seconds 50 --family experts "${experts[@]}" --steps-per-round 1
+part "llama-28x1024" 74 "${step[@]}" --seconds 69 --family llama "${deep[@]}" --peers transformers --steps-per-round 1
+part "llama-16x1024" 70 "${step[@]}" --seconds 65 --family llama "${llama[@]}" "${few[@]}"
+part "gpt2" 68 "${step[@]}" --seconds 63 "${gpt2[@]}" --peers plain "${few[@]}"
+part "recompute" 60 benchmarks/recompute.py "${gpt2[@]}" "${compile[@]}" "${graph[@]}" --dtype bf16 --dropout 0.1 "${rounds[@]}" --steps-per-round 1 \
+    --engines none "uniform 1" "*:pointwise" "*:full@host" "*:pointwise@host"
 export CUBLAS_WORKSPACE_CONFIG=:4096:8
-part "tests" 110 tests/gpu/run.py
+part "tests" 105 tests/gpu/run.py
 "$PYTHON" benchmarks/gpu_report.py "$parts" "$output"

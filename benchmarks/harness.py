@@ -77,12 +77,12 @@ class Progress:
     """Prints lines on stderr, at most one in ten seconds."""
 
     def __init__(self):
-        self._last = time.monotonic()
+        self._began = self._last = time.monotonic()
 
     def __call__(self, text):
         if time.monotonic() - self._last > 10.0:
             self._last = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
+            print(f"{self._last - self._began:3.0f} s: {text}", file=sys.stderr, flush=True)
 
 
 def in_rounds(measured, rounds, until=math.inf):

@@ -38,6 +38,7 @@ from megatron_lite.config.model import ATTENTION_BACKENDS
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training.graphs import LEAST_WARMUP, Recorder
 
 aten = torch.ops.aten
 # torch counts the FLOPs of CUDA's flash kernels, but has no formula for the flash kernel of a CPU.
@@ -79,6 +80,15 @@ def footprint(engine, streams, start):
     )
 
 
+def as_graph(engine, rng):
+    """Returns the step of an engine of ours as a CUDA graph, which the host launches at once."""
+    recorder = Recorder(lambda *_, **__: engine.step(), rng)
+    replay = partial(recorder.run, (), learning_rate=0.0)
+    for _ in range(LEAST_WARMUP + 1):
+        replay()
+    return replay
+
+
 def measure(setting, parallel, args):
     """Measures all engines of one setting. Returns their rows, and who is left out and why.
 
@@ -100,10 +110,14 @@ def measure(setting, parallel, args):
             for engine in engines:
                 progress(f"bytes and FLOPs of {engine.name}")
                 footprints[engine.name] = footprint(engine, parallel.rng, start)
-        clock = clock_of(args)
+        clock, steps = clock_of(args), {}
+        for one in engines:
+            progress(f"warming up {one.name}")
+            if one.name in footprints:
+                captured = args.cuda_graph and one.rival is None and "@host" not in one.name
+                steps[one.name] = as_graph(one, parallel.rng) if captured else one.step
         samples = in_rounds(
-            {one.name: partial(clock.ms, one.step) for one in engines if one.name in footprints},
-            args.repeats,
+            {name: partial(clock.ms, step) for name, step in steps.items()}, args.repeats
         )
     rows = []
     for engine in engines:
@@ -140,6 +154,9 @@ def parse(argv):
         help="of megatron_lite; default: auto, which is unfused on a CPU with dropout, else flash",
     )
     parser.add_argument("--compile", action="store_true", help="ours has its compiled kernels")
+    parser.add_argument(
+        "--cuda-graph", action="store_true", help="time ours as CUDA graphs, but for @host"
+    )
     parser.add_argument(
         "--engines",
         nargs="+",

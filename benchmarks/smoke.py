@@ -40,9 +40,10 @@ def main():
     setting = Setting(
         shape=PRESETS["small"], device=torch.device("cpu"), dtype="float32", dropout=0.0
     )
-    found, _ = build_contestants(setting, peers=["plain"])
     names = {name for pair in TIME_LIMITS for name in pair}
-    contestants = [one for one in found if one.name in names]
+    contestants = [
+        one for one in build_contestants(setting, {}, peers=["plain"]) if one.name in names
+    ]
     losses, peaks = {}, {}
     with garbage_kept():
         for one in contestants:

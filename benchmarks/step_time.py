@@ -11,6 +11,7 @@ import math
 import statistics
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -115,21 +116,21 @@ def measure(setting, args, skipped):
     peak_bytes: on a GPU, above what was there before.
     """
     began, seconds, progress = time.monotonic(), args.seconds or math.inf, Progress()
-    contestants, missing = build_contestants(setting, peers=args.peers, compiled=args.compile)
-    skipped.update(missing)
-    first = {}
-    for one in contestants:  # a contestant that fails leaves the others alone
-        progress(f"warming up {one.name}")
-        if first and time.monotonic() > began + FOR_WARMING * seconds:
-            skipped[one.name] = f"no time left of --seconds {args.seconds}"
-            continue
-        try:
-            first[one.name] = warm(one, setting.device)
-        except (RuntimeError, ImportError, OutOfTime) as reason:
-            skipped[one.name] = str(reason).splitlines()[0][:150]
-            one.clear()
-        gc.collect()
-    running = {one.name: one for one in contestants if one.name in first}
+    contestants = build_contestants(setting, skipped, peers=args.peers, compiled=args.compile)
+    first, running = {}, {}
+    with suppress(OutOfTime):
+        for one in contestants:  # a contestant that fails leaves the others alone
+            progress(f"warming up {one.name}")
+            try:
+                first[one.name] = warm(one, setting.device)
+                running[one.name] = one
+            except (RuntimeError, ImportError, OutOfTime) as reason:
+                skipped[one.name] = str(reason).splitlines()[0][:150]
+                one.clear()
+            gc.collect()
+            if time.monotonic() > began + FOR_WARMING * seconds:
+                skipped["those after " + one.name] = f"no time left of --seconds {args.seconds}"
+                break
     clock, shape, config = clock_of(args), setting.shape, setting.model_config()
     run, linear_flops = linear_layers(setting)
     with garbage_kept():

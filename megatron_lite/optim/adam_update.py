@@ -23,6 +23,7 @@ from megatron_lite.parallel.torch_internals import fused_adamw_
 
 if TYPE_CHECKING:
     from megatron_lite.optim.host_link import HostLink
+    from megatron_lite.parallel.compiled import CompiledKernels
 
 Rate = float | Tensor  # a 0-d tensor in a CUDA graph: float32 there, float64 on a CPU
 
@@ -67,13 +68,15 @@ class AdamW:
     count: how many updates the states have seen, 0-d. steps[parameter]: the same on the host, for
         a piece there.
     link: the way to the host; None if no piece is there.
+    kernels: compiled kernels; None: torch's operators update what stored.py updates.
     keys[parameter]: the seed of the rounding of its main weight, by `--stochastic-rounding`.
     """
 
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    kernels: CompiledKernels | None = None
 
     def __init__(self, pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams) -> None:
-        pieces, self._config = list(pieces), config
+        pieces, self.config = list(pieces), config
         self.keys = {
             one.name: derive_seed(
                 "rounding", rng.seed, one.name, rng.tp_rank * (one.spec.tp_dim is not None)
@@ -102,7 +105,7 @@ class AdamW:
             return torch.zeros_like(piece.master)
         from megatron_lite.optim.stored import new_state
 
-        return new_state(piece.weight, self._config.format_of(key), piece.master.device)
+        return new_state(piece.weight, self.config.format_of(key), piece.master.device)
 
     def state_names(self, _: str) -> tuple[str, ...]:
         """Returns the names of a parameter's states, as in checkpoints.
@@ -167,9 +170,9 @@ class AdamW:
             [],
             steps,
             amsgrad=False,
-            beta1=self._config.adam_beta1,
-            beta2=self._config.adam_beta2,
-            eps=self._config.adam_eps,
+            beta1=self.config.adam_beta1,
+            beta2=self.config.adam_beta2,
+            eps=self.config.adam_eps,
             maximize=False,
             **settings,
         )
@@ -202,7 +205,7 @@ class Sgd(AdamW):
             grads,
             buffers,
             fused=True,
-            momentum=self._config.sgd_momentum,
+            momentum=self.config.sgd_momentum,
             dampening=0.0,
             nesterov=False,
             maximize=False,

@@ -31,6 +31,7 @@ from megatron_lite.parallel.torch_internals import foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:
     from megatron_lite.optim.loss_scale import LossScale, SpikeGuard
+    from megatron_lite.parallel.compiled import CompiledKernels
 
 
 def _muon(*arguments: Any) -> Any:
@@ -72,6 +73,7 @@ class Optimizer:
         has no entry.
     loss_scale: the factor by which backward multiplied the gradients; `step` divides them by it.
     spikes: decides whether a loss is a spike; None: no loss is one.
+    kernels: compiled kernels, which update states that are rounded.
     timed: times the parts of `step`, by the names of training/profiler.py.
 
     These methods are those of its parts:
@@ -89,6 +91,7 @@ class Optimizer:
         *,
         loss_scale: LossScale | None = None,
         spikes: SpikeGuard | None = None,
+        kernels: CompiledKernels | None = None,
     ) -> None:
         self._parallel = parallel
         self._clip_grad = config.clip_grad
@@ -105,6 +108,7 @@ class Optimizer:
         self._counts_here = [self._counts(piece.spec) for piece in self._pieces]
         new_rule = chosen("--optimizer", config.optimizer, RULES)
         self._rule = new_rule(self.layout, config, parallel)
+        self._rule.kernels = kernels
         self.layout.link = self._rule.link
         self._updates = torch.zeros((), dtype=torch.float32, device=parallel.device)
         self.states = {

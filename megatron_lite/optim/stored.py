@@ -28,10 +28,12 @@ from megatron_lite.parallel.torch_internals import foreach_copy_, is_fake
 
 if TYPE_CHECKING:
     from megatron_lite.optim.adam_update import AdamW
+    from megatron_lite.parallel.compiled import CompiledKernels
 
 SCALES = "scales_of_parts"
 HEADROOM = 15  # 2^15 is below float16's largest number
 FRACTION = 13  # the bits of a float32 that float16 has not
+ALIGNED = 16
 LEAST_EXPONENT = -100  # so that the scale is no subnormal number
 
 
@@ -142,6 +144,8 @@ def update_apart(
         if pieces[0].on_host:
             on_host += parts
             continue
+        if rule.kernels is not None and not _alone(rule, pieces[0]):
+            parts = _update_compiled(rule, rule.kernels, parts, skipped)
         for several in _together(rule, parts):
             values = _update_parts(rule, several, [one.grad for one in several], skipped)
             weights = [one.weight for one in several]
@@ -159,12 +163,62 @@ def update_apart(
             rule.steps[name] += 1.0
 
 
+def _alone(rule: AdamW, piece: Piece) -> bool:
+    """Returns whether the parts of a group have scales or a rounding of their own."""
+    states = [piece.master, *rule.states[piece.name].values()]
+    return bool(rule.keys) or any(hasattr(state, SCALES) for state in states)
+
+
+def _update_compiled(
+    rule: AdamW, kernels: CompiledKernels, parts: Sequence[Part], skipped: Tensor
+) -> list[Part]:
+    """Updates and publishes parts by one compiled kernel each, which makes no float32 copy. Returns
+    the others: a kernel needs tensors that begin at multiples of ALIGNED bytes."""
+    config, settings = rule.config, parts[0].settings
+    betas, rate = (config.adam_beta1, config.adam_beta2), settings["lr"]
+    one, two = (1.0 - beta ** rule.count.double() for beta in betas)  # as torch's kernel has them
+    decay = torch.ones_like(skipped) - rate * settings["weight_decay"]
+    shared = [decay, (rate / one).to(skipped.dtype), two.sqrt().to(skipped.dtype), skipped]
+    others = []
+    for part in parts:
+        states = [part.piece.master, *rule.states[part.piece.name].values()]
+        stored = [state.detach().view(-1)[part.place] for state in states]
+        if part.piece.weight is not part.piece.master:
+            stored.append(part.weight)
+        if any(one.storage_offset() * one.itemsize % ALIGNED for one in (part.grad, *stored)):
+            others.append(part)
+        else:
+            kernels(adam_, part.grad, *shared, *stored, betas=betas, eps=config.adam_eps)
+    return others
+
+
+def adam_(
+    grad: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    root: Tensor,
+    skipped: Tensor,
+    *stored: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Writes AdamW's update to what is stored: main weights, both moments, and the weights of the
+    model if they are others. decay, rate, root, skipped: 0-d."""
+    master, average, square = (
+        one.to(torch.promote_types(one.dtype, torch.float32)) for one in stored[:3]
+    )
+    grad, stays = grad.to(master.dtype), skipped > 0.0
+    average = average.lerp(grad, 1.0 - betas[0])
+    square = betas[1] * square + (1.0 - betas[1]) * grad * grad
+    master = master * decay - rate * average / (square.sqrt() / root + eps)
+    for own, new in zip(stored, (master, average, square, master), strict=False):
+        own.copy_(torch.where(stays, own, new))
+
+
 def _together(rule: AdamW, parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Yields the parts that few launches update together: with as many elements as one part may
-    have. Where parts have scales or a rounding of their own, each is alone."""
-    first = parts[0].piece
-    states = [first.master, *rule.states[first.name].values()]
-    alone = bool(rule.keys) or any(hasattr(state, SCALES) for state in states)
+    have, or each by itself (`_alone`)."""
+    alone = bool(parts) and _alone(rule, parts[0].piece)
     found, size = list[Part](), 0
     for part in parts:
         number = part.weight.numel()
@@ -173,7 +227,8 @@ def _together(rule: AdamW, parts: Sequence[Part]) -> Iterator[list[Part]]:
             found, size = [], 0
         found.append(part)
         size += number
-    yield found
+    if found:
+        yield found
 
 
 def _update_parts(

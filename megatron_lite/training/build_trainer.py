@@ -137,6 +137,7 @@ def build_optimizer(config: RunConfig, parallel: ParallelState, model: ModelStag
         config.data_parallel,
         loss_scale=loss_scale,
         spikes=spikes,
+        kernels=next(iter(model)).decoder.context.kernels,
     )
     if training.check_for_nan_in_loss_and_grad:
         optimizer.measure_own_grad_norm()

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from megatron_lite.config.parallel import DataParallelConfig
@@ -89,27 +90,30 @@ def test_collectives_of_groups_of_one_change_nothing(device, tmp_path):
                     assert math.isclose(one[key], other[key], rel_tol=1e-4), (name, one, other)
 
 
-def test_the_sanitizer_reports_no_race(cuda, tmp_path):
-    """Tensors in host memory, overlapped reductions and captured steps, each in a process."""
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--recompute-policy *:full@host",
+        "--recompute-policy *:none@host",
+        "--cuda-graph-impl full_iteration --recompute-policy *:full",
+        "--torch-compile",
+    ],
+)
+def test_the_sanitizer_reports_no_race(cuda, more):
+    """Tensors in host memory, overlapped reductions and captured steps."""
     words = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 99 "
         "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 6 "
         "--lr 1e-3 --mock-data --bf16 --eval-iters 0"
     )
-    for more in (
-        "--recompute-policy *:full@host",
-        "--recompute-policy *:none@host",
-        "--cuda-graph-impl full_iteration --recompute-policy *:full",
-        "--torch-compile",
-    ):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "pretrain_gpt.py"), *words.split(), *more.split()],
-            env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        said = done.stdout + done.stderr
-        assert done.returncode == 0, said
-        assert "CSAN detected" not in said, said
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words.split(), *more.split()],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "CSAN detected" not in said, said

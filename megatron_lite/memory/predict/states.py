@@ -322,12 +322,17 @@ def update_memory(
         name = "reduction of gradients" + " in bfloat16" * in_bf16
         found.append(UpdateMemory(name, reduced, True))
         found.append(UpdateMemory("gather of weights", states.weights * copied, True))
-    if config.optimizer.is_rounded:
+    if config.optimizer.is_rounded and not _is_one_kernel(config, device):
         found.append(UpdateMemory("update of a part", _part(config, states), False))
     if config.optimizer.optimizer == MUON:
         most = _muon(config, stage, shards)
         found.append(UpdateMemory("update of a matrix", most, False))
     return max(found, key=lambda one: one.num_bytes)
+
+
+def _is_one_kernel(config: RunConfig, device: str) -> bool:
+    """Returns whether a compiled kernel updates a part without float32 copies."""
+    return config.uses_compiler(device) and "fp16" not in config.optimizer.formats
 
 
 def _part(config: RunConfig, states: RankStates) -> int:
