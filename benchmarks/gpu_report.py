@@ -1,6 +1,7 @@
 """Joins what the parts of gpu.sh wrote into one JSON file, and writes a page of it beside it.
 
 python benchmarks/gpu_report.py PARTS FILE      PARTS: the folder with NAME.json and NAME.status
+python benchmarks/gpu_report.py FILE            only writes the page again
 """
 
 import importlib.metadata
@@ -81,8 +82,8 @@ def page(report):
 
 def main():
     """Writes the report and its page. Returns 0, or 1 if a part failed."""
-    parts, output = Path(sys.argv[1]), Path(sys.argv[2])
-    report = joined(parts)
+    *parts, output = map(Path, sys.argv[1:])
+    report = joined(parts[0]) if parts else json.loads(output.read_text())
     for path, text in (
         (output, json.dumps(report, indent=1)),
         (output.with_suffix(".md"), "\n".join(page(report))),

@@ -178,7 +178,9 @@ def megatron(setting, weights, *, compiled):
             store=torch.distributed.HashStore(), rank=0, world_size=1
         )
         parallel_state.initialize_model_parallel()
+        state = torch.cuda.get_rng_state()  # that of our random streams
         tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+        torch.cuda.set_rng_state(state)
     config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,

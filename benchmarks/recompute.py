@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
+from benchmarks.contestants import GRAPH
 from benchmarks.engines import SEED, Setting
 from benchmarks.harness import (
     OutOfTime,
@@ -94,7 +95,7 @@ def measure(setting, parallel, args):
 
     kept_ratio, extra_flops: relative to the same model without recomputation. transformers'
         engines are compared with transformers' model.
-    time_ratio: its time over that of our `none`, over the rounds.
+    time_ratio: its time over that of our `none`, or of our `none` as a CUDA graph, over the rounds.
     rival_time_ratio: over that of `rival`, the policy of ours that keeps the same tensors, if the
         engine is not ours. Above 1 ours is faster.
     """
@@ -114,29 +115,31 @@ def measure(setting, parallel, args):
         for one in engines:
             progress(f"warming up {one.name}")
             if one.name in footprints:
-                captured = args.cuda_graph and one.rival is None and "@host" not in one.name
-                steps[one.name] = as_graph(one, parallel.rng) if captured else one.step
+                steps[one.name] = one, one.step
+                if args.cuda_graph and one.rival is None and "@host" not in one.name:
+                    steps[one.name + GRAPH] = one, as_graph(one, parallel.rng)
         samples = in_rounds(
-            {name: partial(clock.ms, step) for name, step in steps.items()}, args.repeats
+            {name: partial(clock.ms, step) for name, (_, step) in steps.items()}, args.repeats
         )
-    rows = []
-    for engine in engines:
-        of_transformers = engine.name.startswith("transformers")
-        base = footprints.get(f"transformers, {NONE}" if of_transformers else NONE)
-        if base is None or NONE not in samples or engine.name not in samples:
-            skipped[engine.name] = "no time left"
+    rows, names = [], {one.name for one in engines} | set(steps)
+    for name in sorted(names, key=[*steps, *names].index):
+        engine, _ = steps.get(name, (None, None))
+        base = footprints.get(f"transformers, {NONE}" if name.startswith("transf") else NONE)
+        none = NONE + GRAPH if name.endswith(GRAPH) else NONE
+        if engine is None or base is None or none not in samples or name not in samples:
+            skipped[name] = "no time left"
             continue
-        found, times, rival = footprints[engine.name], samples[engine.name], engine.rival
+        found, times, rival = footprints[engine.name], samples[name], engine.rival
         rows.append(
             dict(
                 dtype=setting.dtype,
                 dropout=setting.dropout,
-                engine=engine.name,
+                engine=name,
                 kept_ratio=found["kept_bytes"] / base["kept_bytes"],
                 extra_flops=found["flops"] / base["flops"] - 1.0,
                 ms=statistics.median(times),
                 samples_ms=times,
-                time_ratio=spread(times, samples[NONE]),
+                time_ratio=spread(times, samples[none]),
                 rival=rival,
                 rival_time_ratio=spread(times, samples[rival]) if rival in samples else None,
                 **found,
@@ -155,7 +158,7 @@ def parse(argv):
     )
     parser.add_argument("--compile", action="store_true", help="ours has its compiled kernels")
     parser.add_argument(
-        "--cuda-graph", action="store_true", help="time ours as CUDA graphs, but for @host"
+        "--cuda-graph", action="store_true", help="time ours as CUDA graphs too, but for @host"
     )
     parser.add_argument(
         "--engines",
