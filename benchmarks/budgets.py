@@ -74,12 +74,12 @@ def decoder(kind, device, *, tokens=(2, 256), dtype=torch.float32, **settings):
 
 
 def published(h, ffn, layers, heads):
-    """Returns what builds a Qwen3 of a published size in bf16, with 4 x 4096 tokens: for a GPU."""
+    """Returns what builds a Qwen3 of a published size in bf16, with 4096 tokens: for a GPU."""
     sizes = dict(
         vocab_size=151936, hidden_size=h, intermediate_size=ffn, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
     )  # fmt: skip
-    return partial(decoder, "Qwen3", tokens=(4, 4096), dtype=torch.bfloat16, **sizes)
+    return partial(decoder, "Qwen3", tokens=(1, 4096), dtype=torch.bfloat16, **sizes)
 
 
 def whisper(device):
