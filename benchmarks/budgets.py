@@ -184,6 +184,7 @@ def rows_of(name, args, progress):
     model, batch = (MODELS | ON_A_GPU)[name](args.device)
     step, plain = stepped(model, batch), stepped(copy.deepcopy(model), batch)
     clock = clock_of(args)
+    plain()  # its gradients are on the device from now on
 
     def row(setting, other, base, measured):
         progress(f"{name}, {setting}")
