@@ -28,7 +28,6 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,8 +50,7 @@ from megatron_lite.data.durable_files import sync, write_synced
 from megatron_lite.parallel.state import ParallelState, from_rank_0
 
 
-@dataclass
-class SaveDirectory:
+class SaveDirectory(NamedTuple):
     """The changes that rank 0 may make in the directory of --save.
 
     Every method raises LockLost if a later start has taken the lock.

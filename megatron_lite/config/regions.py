@@ -8,8 +8,7 @@ the configuration, the schedule, the engine (recompute/region_runner.py), the pr
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 CORE_ATTENTION, LAYERNORM, MLP_REGION = "core_attn", "layernorm", "mlp"
 ACTIVATION, DROPOUT = "activation", "dropout"
@@ -19,8 +18,7 @@ ALIAS = "pointwise"
 Method = Literal["replay", "discard", "redraw"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RegionFacts:
+class RegionFacts(NamedTuple):
     """One row of the table.
 
     method: how backward gets the region's results back.

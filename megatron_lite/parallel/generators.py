@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class RngSnapshot:
+class RngSnapshot(NamedTuple):
     """The state of every stream, and the name of the stream that was current.
 
     The state tensors are shared between snapshots and must not be modified.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_lite.config.checks import InputError
@@ -48,8 +47,7 @@ ALPS | ALPS_APP_PE | ALPS_APP_SIZE | ALPS_LOCAL_RANK
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
+class Launch(NamedTuple):
     """One process's place in the run.
 
     launcher: "torchrun", "slurm", "single", or the name of a row of LAUNCHERS. "PMI" is MPICH,
@@ -109,7 +107,7 @@ def read_launch(
             f"--local-rank {local_rank} contradicts {name} {env[name]} of the "
             "environment: leave the flag out, or unset the variable"
         )
-    return replace(launch, local_rank=local_rank)
+    return launch._replace(local_rank=local_rank)
 
 
 def _variables(env: Mapping[str, str]) -> _Variables | None:
@@ -183,7 +181,7 @@ def _launch(env: Mapping[str, str], names: _Variables) -> Launch:
         )
     if not 0 <= launch.master_port < 2**16:
         raise InputError(f"MASTER_PORT must be in [0, {2**16}) (got {launch.master_port})")
-    return replace(launch, rank=rank, world_size=world_size)
+    return launch._replace(rank=rank, world_size=world_size)
 
 
 def first_host(nodelist: str) -> str:

@@ -14,7 +14,7 @@ Under sequence parallelism each tensor-parallel rank has 1/t of these tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from torch.distributed import ProcessGroup
 from megatron_lite.config.parallel import exchange_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContextParallel:
+class ContextParallel(NamedTuple):
     """A rank's place among the ranks that split each sequence.
 
     group: the group of these ranks, or None for one rank.
@@ -40,7 +39,7 @@ class ContextParallel:
     def of_layer(self, layer: int) -> tuple[ContextParallel, str]:
         """Returns the place in a layer, and how keys and values reach the other ranks there."""
         kind = exchange_of(self.comm_type, layer)
-        return replace(self, comm_type=kind), kind
+        return self._replace(comm_type=kind), kind
 
     def spans(self, num_tokens: int) -> tuple[slice, ...]:
         """Returns the positions of this rank's `num_tokens` tokens."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -81,8 +81,7 @@ def _tensors(outputs: Any) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-@dataclass(frozen=True)
-class Redraw:
+class Redraw(NamedTuple):
     """Draws a tensor of random numbers a second time.
 
     rng: the random-number streams of this rank.

@@ -37,7 +37,6 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -172,8 +171,7 @@ class _Probe:
 _HeldTensor = tuple[str, Tensor, ParameterSpec, bool]
 
 
-@dataclass
-class ReplicaCheck:
+class ReplicaCheck(NamedTuple):
     """Compares the copies after optimizer updates. Every rank must call `fault`."""
 
     model: nn.Module

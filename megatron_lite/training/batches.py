@@ -204,8 +204,7 @@ def cut(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DocumentRules:
+class DocumentRules(NamedTuple):
     """The id that ends a document, and which of the three flags are in force."""
 
     eod: int

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,8 +70,7 @@ from megatron_lite.training.step import StageRunner, train_step
 SEED = 1  # no operator computes, so no draw depends on it
 
 
-@dataclass(frozen=True, kw_only=True)
-class DryRank:
+class DryRank(NamedTuple):
     """The dry run of one rank.
 
     num_microbatches: the micro-batches of a step of the run. The dry run may have had fewer, since

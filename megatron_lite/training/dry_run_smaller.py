@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -33,8 +33,7 @@ from megatron_lite.recompute.schedule import plan_stage
 REPEATS, IN_FLIGHT = 3, 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredStep:
+class MeasuredStep(NamedTuple):
     """The memory of one optimizer step of one rank, in bytes.
 
     held: the bytes between two steps, by category (memory/measure/step_meter.py). Under FSDP2 the

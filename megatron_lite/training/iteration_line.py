@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
 from typing import NamedTuple
@@ -62,8 +61,7 @@ class RunFacts(NamedTuple):
     beside_attention: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class IterationRecord:
+class IterationRecord(NamedTuple):
     """The figures of one iteration, which every part of the log gets.
 
     lm_loss: the mean over the global batch, in nats per token.

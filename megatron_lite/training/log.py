@@ -21,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -285,7 +284,7 @@ class RunLog:
             path = f"{self._config.metrics_jsonl}.summary.json"
             from megatron_lite.training.log_files import write_json
 
-            self._try(path, "the summary", write_json, path, asdict(summary))
+            self._try(path, "the summary", write_json, path, summary._asdict())
 
     def skipped(self, update: SkippedUpdate) -> None:
         """Writes a line in the log and a row in the file about a skipped update.

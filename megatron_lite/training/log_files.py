@@ -108,7 +108,7 @@ def row_text(record: IterationRecord | SkippedUpdate) -> str:
     """Returns a record as JSON. Floats have all their digits; NaN and infinity are null."""
     row = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in asdict(record).items()
+        for key, value in record._asdict().items()
         if value is not None or key not in OPTIONAL
     }
     return json.dumps(row)

@@ -13,8 +13,8 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,7 @@ Timeline = Callable[[GPTModel, Callable[[], Tensor]], Tensor]
 MOST_NAMED = 6  # layers that differ from the prediction
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActivationBytes:
+class ActivationBytes(NamedTuple):
     """The kept bytes of one micro-batch in all stages of a rank, the most of any rank.
 
     predicted, measured: the bytes in device memory. The prediction knows how many rows the routers

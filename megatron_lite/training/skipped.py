@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.run import RunConfig
@@ -34,8 +33,7 @@ LOSS = "its loss"
 SPIKES_IN_A_ROW = 10  # so many end a run without --max-skipped-updates
 
 
-@dataclass(frozen=True, kw_only=True)
-class SkippedUpdate:
+class SkippedUpdate(NamedTuple):
     """A row of skipped_batches.jsonl.
 
     reason: "not finite", "overflow" or "spike".

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -150,8 +149,7 @@ def train_step(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatchLoss:
+class MicroBatchLoss(NamedTuple):
     """How the token losses of each micro-batch of a step become its loss.
 
     The loss is linear in the token losses. The gradient of each one is therefore known before the

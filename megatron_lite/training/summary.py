@@ -12,9 +12,9 @@ import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -153,8 +153,7 @@ GAIN = 0.8  # of the measured time: a graph that takes less is worth a word
 FIRST_STEPS = 2  # whose times do not count: kernels compile, and the peak is measured
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSummary:
+class RunSummary(NamedTuple):
     """The figures of a run. A figure that is not known is None.
 
     peak_bytes_*: the peak of a step on the rank that holds most, and what the allocator of a GPU

@@ -1,7 +1,5 @@
 """read_launch on environments as torchrun and Slurm 22.05 really set them, and on broken ones."""
 
-from dataclasses import replace
-
 import pytest
 
 from megatron_lite.config.checks import InputError
@@ -80,16 +78,16 @@ FOUR = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         (TORCHRUN, TORCHRUNS),
         (
             {name: TORCHRUN[name] for name in FOUR},
-            replace(TORCHRUNS, local_rank=3, restart_count=0, agent_owns_store=False),
+            TORCHRUNS._replace(local_rank=3, restart_count=0, agent_owns_store=False),
         ),
         (SRUN, SRUNS),
         # The step's own size and nodes win over the job's.
         (
             {**SRUN, "SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "node[5,7]"},
-            replace(SRUNS, master_addr="node5"),
+            SRUNS._replace(master_addr="node5"),
         ),
-        ({**SRUN, "MASTER_ADDR": "10.0.0.1"}, replace(SRUNS, master_addr="10.0.0.1")),
-        ({**SRUN, "SLURM_RESTART_COUNT": "2"}, replace(SRUNS, restart_count=2)),
+        ({**SRUN, "MASTER_ADDR": "10.0.0.1"}, SRUNS._replace(master_addr="10.0.0.1")),
+        ({**SRUN, "SLURM_RESTART_COUNT": "2"}, SRUNS._replace(restart_count=2)),
         ({**SRUN, **TORCHRUN}, TORCHRUNS),
         (dict(SRUN, PMI_RANK="2", PMI_SIZE="3", PMIX_RANK="2"), SRUNS),
         *(
@@ -101,7 +99,7 @@ FOUR = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def test_the_environment_of_a_launcher_is_a_place_in_the_run(environ, expected):
     found = read_launch(environ)
     if expected.launcher == "slurm":  # its port follows from the job: see the next test
-        expected = replace(expected, master_port=found.master_port)
+        expected = expected._replace(master_port=found.master_port)
     assert found == expected
 
 
