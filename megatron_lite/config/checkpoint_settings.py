@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
-from megatron_lite.config.setting import check_settings, setting, switch
+from megatron_lite.config.setting import Settings, setting, switch
 
 READS_NONE = "no checkpoint is read"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     """The directories of checkpoints, and the rule for which checkpoints stay.
 
     save_keep_last: K. The last K checkpoints stay.
@@ -64,9 +62,6 @@ class CheckpointConfig:
     allow_changed_data: bool = switch(
         "go on with other data than the checkpoint's run has read", needs=("load",), why=READS_NONE
     )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     @property
     def continues(self) -> bool:

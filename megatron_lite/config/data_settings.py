@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from megatron_lite.config.checks import flag, resolve
-from megatron_lite.config.setting import check_settings, condition, required, setting, switch
+from megatron_lite.config.setting import (
+    Settings,
+    check_settings,
+    condition,
+    required,
+    setting,
+    switch,
+)
 
 # One of them names the data of a run. The last two give each split its own.
 SOURCES = (
@@ -39,8 +46,7 @@ def _fim(help: str, default: Any = None, **facts: Any) -> Any:
     return setting(help, default, without="fim_data", **facts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Settings):
     """The data of a run: dataset prefixes with optional weights, split and sequence length.
 
     eod_mask_loss: whether tokens that end a document do not count in the loss.
@@ -131,9 +137,6 @@ class DataConfig:
     fim_pad_token: str = _fim("token that fills up a sample", "<fim_pad>")
     fim_eod_token: str = _fim("token that ends a document", "<|endoftext|>")
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
     @property
     def document_flags(self) -> list[str]:
         """The flags that give the ends of documents a meaning."""
@@ -151,8 +154,7 @@ class DataConfig:
         return bool(self.data_path or self.mock_data or self.data_args_path or self.is_per_split)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
+class TokenizerConfig(Settings):
     """The tokenizer and the size of the vocabulary.
 
     tokenizer_type: None: GPT2BPETokenizer if one of its files is given, as in Megatron's

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.config.checks import flag, quoted
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.plain import parse_whole_number
-from megatron_lite.config.setting import check_settings, setting, settings_of
+from megatron_lite.config.setting import Settings, check_settings, setting, settings_of
 from megatron_lite.config.stages import stages_of_rank
 
 DEVICES = ("cpu", "cuda")
@@ -23,8 +22,7 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
         ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class DryRunConfig:
+class DryRunConfig(Settings):
     """The settings of a dry run. They are no part of a run's configuration.
 
     dry_run_ranks: the global ranks; empty for one rank of each kind of pipeline rank.

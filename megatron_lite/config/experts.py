@@ -10,12 +10,11 @@ experts and a weight for each. The layer's output is the weighted sum of what th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from megatron_lite.config.layer_pattern import check_pattern, parse_pattern, spelled
-from megatron_lite.config.setting import setting, switch
+from megatron_lite.config.setting import Settings, setting, switch
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 SINKHORN = "sinkhorn"
@@ -26,8 +25,7 @@ ALONE = dict(
 NOT_HERE = "is not implemented here: choose one of the others"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertSettings:
+class ExpertSettings(Settings):
     """Which layers have experts, how tokens choose them, and what keeps the choice balanced.
 
     moe_layer_freq: which layers have experts: every N-th, beginning with layer 0, or a list with 1

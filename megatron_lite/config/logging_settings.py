@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from megatron_lite.config.setting import check_settings, setting, switch
+from megatron_lite.config.setting import Settings, check_settings, setting, switch
 
 LOG_FILE = "train.log"  # its name in the folder of --save or --tensorboard-dir
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
+class LoggingConfig(Settings):
     """The output of a run while it trains.
 
     log_style: what standard output has: short lines of at most 120 columns ("short"), or Megatron's
@@ -115,12 +112,8 @@ class LoggingConfig:
         "how many times the median's time a slow rank takes", 1.2, above=1, without="log_straggler"
     )
 
-    def __post_init__(self) -> None:
-        check_settings(self)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ProfilingConfig:
+class ProfilingConfig(Settings):
     """The settings of what a run records about itself.
 
     profile_step_start, profile_step_end: S and E. The iterations S + 1 to E are profiled.

@@ -13,7 +13,6 @@ dim 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -87,7 +86,6 @@ ALWAYS_UNFUSED = {"auto": False, "flash": False, "fused": False, "unfused": True
 ATTENTION_BACKENDS = tuple(ALWAYS_UNFUSED)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
     """The shape of one GPT.
 

@@ -7,9 +7,8 @@ A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, a modul
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from megatron_lite.config.setting import check_settings, setting, switch
+from megatron_lite.config.setting import Settings, check_settings, setting, switch
 
 ADAM, MUON, SGD = OPTIMIZERS = ("adam", "muon", "sgd")
 FLOAT32 = 4
@@ -24,8 +23,7 @@ NOT_SGD = "optimizer=adam/muon"
 OF_MUON = dict(needs=("optimizer=muon",), why="AdamW and SGD do not read it")
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     """The update rule, weight decay and gradient clipping.
 
     optimizer: "adam" is AdamW. "muon" updates the matrices of layers by Muon and all other weights
@@ -176,9 +174,6 @@ class OptimizerConfig:
         **OF_MUON,
     )
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
     def state_bytes(self, *, of_matrix: bool) -> tuple[int, ...]:
         """Returns the bytes of each state that the update rule keeps for an element of a parameter.
 
@@ -231,8 +226,7 @@ ALIKE = "the length of the run and its learning rate count alike"
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LrScheduleConfig:
+class LrScheduleConfig(Settings):
     """The learning rate over the run.
 
     Lengths count samples if `--train-samples` gives the length of the run, else iterations. This
@@ -322,8 +316,7 @@ class LrScheduleConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossScaleConfig:
+class LossScaleConfig(Settings):
     """The factor by which the loss of a float16 run is multiplied before backward.
 
     loss_scale: a constant scale. None: the scale is dynamic and follows the other fields

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from megatron_lite.config.setting import check_settings, setting, switch
+from megatron_lite.config.setting import Settings, check_settings, setting, switch
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 OTHER_EXPERTS = dict(
@@ -17,8 +16,7 @@ PIPELINE = ("pipeline_model_parallel_size>1",)
 CP_COMM_TYPES = ("p2p", "allgather", "a2a")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Settings):
     """The sizes of the parallel groups, and how their ranks communicate.
 
     The data-parallel size is the number of ranks divided by the product of all other sizes.
@@ -265,8 +263,7 @@ def no_flash_across_ranks(attention_dropout: float, reset_attention_mask: bool) 
     return "--reset-attention-mask" if reset_attention_mask else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataParallelConfig:
+class DataParallelConfig(Settings):
     """The part of a model that each of n data-parallel ranks holds, and how gradients are summed.
 
         neither flag                 whole weights, gradients and optimizer states
@@ -324,9 +321,6 @@ class DataParallelConfig:
         "gather token embedding and output projection by themselves, when needed",
         needs=("use_torch_fsdp2",),
     )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def bucket_size(self, dp_cp_size: int) -> int | None:
         """Returns the number of parameters of a bucket that is reduced over `dp_cp_size` ranks.

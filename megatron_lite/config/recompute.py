@@ -5,7 +5,6 @@ recompute/schedule.py derives from it what each layer rebuilds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron_lite.config.regions import (
     regions_help,
     store_of,
 )
-from megatron_lite.config.setting import check_settings, setting, switch
+from megatron_lite.config.setting import Settings, check_settings, setting, switch
 from megatron_lite.config.units import parse_bytes
 
 METHODS = ("uniform", "block")
@@ -29,8 +28,7 @@ AUTO = "auto"
 ELSEWHERE = ("recompute_policy", "recompute_activations", "recompute_granularity")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecomputeConfig:
+class RecomputeConfig(Settings):
     """The choice of activations that backward rebuilds instead of keeping them.
 
     Without `recompute_granularity` and `recompute_policy` every activation is kept.

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megatron_lite.config.checks import ContradictionError, flag
 from megatron_lite.config.plain import MOST_SIZE, shown
@@ -151,6 +151,27 @@ def condition(text: str, values: Mapping[str, Any]) -> Condition:
     found = values[field]
     holds = found > int(value) if sign == ">" else str(found) in value.split("/")
     return Condition(field, holds if sign else bool(found), said)
+
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: bool) -> Callable[[type], type]:
+        return lambda kind: kind
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Settings:
+    """A frozen dataclass with keyword arguments, whose fields are made by the functions above."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 def check_settings(config: Any) -> None:

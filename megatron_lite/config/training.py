@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 from megatron_lite.config.batch_schedule import MOST_STEPS, BatchSchedule, parse_steps, ramp_steps
 from megatron_lite.config.checks import ContradictionError, resolve
 from megatron_lite.config.plain import shown
-from megatron_lite.config.setting import check_settings, required, setting, switch
+from megatron_lite.config.setting import Settings, check_settings, required, setting, switch
 from megatron_lite.config.units import parse_bytes
 
 LANGUAGE_MODEL_SEED = 1234
@@ -16,8 +15,7 @@ WHOLE_STEP = "full_iteration"
 GRAPH_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Settings):
     """The length of the run, its batch sizes, its precision, and the rules that stop it.
 
     rampup_batch_size: (start, increment, samples) of a batch size that grows to global_batch_size.

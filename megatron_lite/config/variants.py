@@ -23,19 +23,17 @@ Both rules also multiply queries and keys by a number, the `magnitude`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.setting import setting, switch
+from megatron_lite.config.setting import Settings, setting, switch
 
 NORMS_AFTER = {"before": False, "after": True, "both": True}
 NORMS_ALL_HEADS = {"head": False, "all-heads": True}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variants:
+class Variants(Settings):
     """What Megatron-LM has no flag for.
 
     parallel_residual: attention and the MLP read the same input, each through its own norm, and the
@@ -111,8 +109,7 @@ class Variants:
 LATENT = "multi_latent_attention"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatentSettings:
+class LatentSettings(Settings):
     """The sizes of multi-latent attention, with Megatron's names.
 
     A token's keys and values are made from a latent vector of a few channels (2405.04434, section
@@ -204,8 +201,7 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RotarySettings:
+class RotarySettings(Settings):
     """The settings of yarn and longrope.
 
     mscale, mscale_all_dim: yarn's magnitude is that of the first divided by that of the second.

@@ -10,14 +10,13 @@ fits, and 2 if it does not or if the input has a fault.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.plain import shown
 from megatron_lite.config.run_flags import add_settings, taken
-from megatron_lite.config.setting import check_settings, required, setting, switch
+from megatron_lite.config.setting import Settings, check_settings, required, setting, switch
 from megatron_lite.config.units import parse_bytes
 from megatron_lite.plan.auto_policy import default_reserve
 from megatron_lite.plan.hardware import load_hardware
@@ -26,8 +25,7 @@ from megatron_lite.tools.command import tool
 MOST_GPUS = 16384
 
 
-@dataclass(frozen=True, kw_only=True)
-class FitSettings:
+class FitSettings(Settings):
     """The model, the GPU and the step. trainable: "all", or "lora:RANK"."""
 
     hf_config: str = required("config.json of the model, or its folder")

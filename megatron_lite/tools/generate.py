@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron_lite.config.checks import flag
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run_flags import Parser, add_flag, add_settings, fields_of, taken
-from megatron_lite.config.setting import check_settings, setting, switch
+from megatron_lite.config.setting import Settings, setting, switch
 from megatron_lite.tools.command import exit_status, rank_0_speaks
 
 PROGRAM = "python -m megatron_lite.tools.generate"
@@ -71,8 +70,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     return exit_status(lambda: run(args), program)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(Settings):
     """The rule that chooses the next token.
 
     The order is: divide by the temperature, keep the top_k likeliest tokens (0: all), then keep the
@@ -95,9 +93,6 @@ class Sampling:
         most=1,
         why="1 keeps every token",
     )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
 
 if __name__ == "__main__":

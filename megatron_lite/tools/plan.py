@@ -14,7 +14,6 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,7 @@ from megatron_lite.config.run_flags import (
     paragraph,
     taken,
 )
-from megatron_lite.config.setting import check_settings, setting, settings_of
+from megatron_lite.config.setting import Settings, check_settings, setting, settings_of
 from megatron_lite.config.units import parse_bytes
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.document import GIB, document, picture, printable
@@ -87,8 +86,7 @@ def _amount(flag: str, help: str) -> Any:
     return setting(help, parse=partial(parse_bytes, flag))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanSettings:
+class PlanSettings(Settings):
     """The planner's own flags."""
 
     model: str | None = setting(

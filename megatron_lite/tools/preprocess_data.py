@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing import active_children, get_context, parent_process
 
 import numpy as np
@@ -31,7 +30,7 @@ from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.input_file import open_input
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run_flags import add_settings, taken
-from megatron_lite.config.setting import check_settings, required, setting, switch
+from megatron_lite.config.setting import Settings, required, setting, switch
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lite.data.tokenizers import build_tokenizer, check_encodes
 from megatron_lite.parallel.signals import STOPPING
@@ -49,8 +48,7 @@ MAX_LINE_BYTES = 8 << 20
 Line = tuple[int, bytes]  # the number of a line of a file, counted from 1, and its content
 
 
-@dataclass(frozen=True, kw_only=True)
-class InputSettings:
+class InputSettings(Settings):
     """A file of JSON lines."""
 
     input: str = required("file with one JSON object per line")
@@ -63,9 +61,6 @@ class InputSettings:
         MAX_LINE_BYTES,
         least=1,
     )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
 
 def lines_of(path: str, max_line_bytes: int) -> Iterator[Line]:
@@ -128,7 +123,6 @@ BLOCK_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 
 
-@dataclass(frozen=True, kw_only=True)
 class PreprocessSettings(InputSettings):
     """What is written, and how."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run_flags import add_settings, taken
@@ -30,7 +29,6 @@ main = tool(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class TokenizerSettings(InputSettings):
     """What is trained."""
 
