@@ -4,8 +4,6 @@ Each subcommand is a program that has a file of its own. Only that file is impor
 the planner start without torch.
 """
 
-from __future__ import annotations
-
 import difflib
 import faulthandler
 import sys

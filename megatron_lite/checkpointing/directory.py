@@ -22,8 +22,6 @@ deleted. A step that was set aside (iter_N.superseded) is deleted with these fla
 run has saved iteration N or a later one: until then it may be the farthest step of any course.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Sequence

@@ -13,8 +13,6 @@ latest_checkpointed_iteration.txt, so that without the check here a run would fi
 damaged.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -7,8 +7,6 @@ A snapshot has the files that a rank writes for a step: tensors on the CPU, and 
 tensors, training can go on while another thread writes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path

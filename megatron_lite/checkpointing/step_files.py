@@ -30,8 +30,6 @@ embedding is in the file of the first pipeline rank only. These other names are 
                                                 back, unless iter_N is complete
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

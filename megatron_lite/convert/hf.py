@@ -23,8 +23,6 @@ to weights and gradients to gradients, bit for bit.
     fused transposed                                         both of the last two
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ iteration 0. With states the run continues where the other system stopped. The s
 random-number streams: those of other systems mean nothing here.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path

@@ -13,8 +13,6 @@ where they lie, so the widest elements come first: then each tensor begins at a 
 element size.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import math

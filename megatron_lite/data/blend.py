@@ -17,8 +17,6 @@ by induction every row has the values that the loop computes, in the same float6
 product, one difference, the first maximum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol

@@ -9,8 +9,6 @@
 The same words can come from a file, or for each split by itself from three flags or a JSON file.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -3,8 +3,6 @@
 `checksum_of` reads them back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

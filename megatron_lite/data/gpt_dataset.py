@@ -12,8 +12,6 @@ If the run needs less than 80 % of the last epoch, that epoch is kept apart: all
 are read before it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

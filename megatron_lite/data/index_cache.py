@@ -10,8 +10,6 @@ builds, and the others wait and read the result. Nodes need not see the same fol
 locks. The arrays are read by memory map, and never as pickles.
 """
 
-from __future__ import annotations
-
 import fcntl
 import glob
 import hashlib

@@ -22,8 +22,6 @@ in Megatron, an empty document or part is left out with the token behind it, unl
 one of the sample.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

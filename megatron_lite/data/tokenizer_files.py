@@ -4,8 +4,6 @@ A checkpoint stores them under fixed names, beside its other files. A tool can t
 tokenizer from the checkpoint, also after the files were moved or on another machine.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterable, Mapping

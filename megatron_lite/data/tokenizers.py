@@ -11,8 +11,6 @@ All files are local; nothing is ever downloaded. All but the first use a library
 works without it.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 from collections.abc import Callable, Sequence

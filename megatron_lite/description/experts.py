@@ -6,8 +6,6 @@ dropped, they are exact given the rows that this rank's experts compute (`Sizes.
 those of a balanced choice. Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_lite.config.model import ACTIVATIONS

@@ -6,8 +6,6 @@ optim/grad_buffer.py allocates the buckets, and memory/predict/states.py counts 
 Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

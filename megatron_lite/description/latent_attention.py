@@ -1,8 +1,6 @@
 """The description of multi-latent attention (model/latent_attention.py) up to linear_proj, as
 operations. Standard library only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -13,8 +13,6 @@ Each collective moves a whole [s, b, h], or [s/c, b, h] under context parallelis
 only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ The head is the final norm, the output projection and the loss. The code is in m
 and model/gpt.py. Standard library only.
 """
 
-from __future__ import annotations
-
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.description.norms import norm_keeps, norm_parameters

@@ -6,8 +6,6 @@ stream is held while a branch runs backward. It grows by the gradient of the bra
 branch ends. Standard library only.
 """
 
-from __future__ import annotations
-
 from megatron_lite.config.regions import DROPOUT, LAYERNORM
 from megatron_lite.description.operations import (
     ALL_REDUCE,

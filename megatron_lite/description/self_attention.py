@@ -13,8 +13,6 @@ elements.
 Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The description of a transformer layer (model/layer.py) as rows. Standard library only."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

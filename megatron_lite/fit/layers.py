@@ -5,8 +5,6 @@ Numbers are not compared, because a layer may hold its own number. What is measu
 a kind holds for all of them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple

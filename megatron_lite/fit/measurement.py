@@ -9,8 +9,6 @@ Before a step is measured it runs once, since first calls copy what they might w
 all other actions than `full` run verified, so that replays prove themselves.
 """
 
-from __future__ import annotations
-
 import gc
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence

@@ -5,8 +5,6 @@ confirms the choice. If its peak is above the budget, a smaller plan is tried, a
 it is far below the prediction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What the ranks of a fit tell each other: figures, of which the highest count, and errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta

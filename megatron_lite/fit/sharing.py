@@ -4,8 +4,6 @@ The bytes at two moments do not tell who keeps a tensor. So a run of the step no
 and the results of each layer, and which of them the layer keeps for backward.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@ The forward of a layer begins and ends with the hooks of its module. Its backwar
 gradient of its output is there, and ends when that of its input is.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

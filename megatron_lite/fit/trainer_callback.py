@@ -3,8 +3,6 @@
 trainer.add_callback(MemoryBudgetCallback("70GiB"))
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """The memory of an optimizer, without running it: its states and the peak of its update."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from typing import Any

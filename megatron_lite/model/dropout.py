@@ -6,8 +6,6 @@ module therefore draws the numbers itself: each 64-bit draw gives four of 16 bit
 compiled kernels on every device: one kernel then makes the mask, drops, and adds the residual.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from typing import Any

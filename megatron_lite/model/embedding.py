@@ -1,7 +1,5 @@
 """Token and position embeddings."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm over the last dim."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -10,8 +10,6 @@ the same global gradient norm.
 Updates are also skipped where the loss is a spike (`SpikeGuard`).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

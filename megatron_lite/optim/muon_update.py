@@ -28,8 +28,6 @@ The update of torch.optim.Muon is that of `--muon-coefficient-type simple --muon
 for "match_rms_adamw".
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ browser run none and request nothing. Its pictures are SVG images inside the fil
 runs no script of an image either. Both packages are optional (the extra `plot`) and imported late.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import re

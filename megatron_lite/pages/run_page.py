@@ -1,7 +1,5 @@
 """The page of a run: its figures, curves of its metrics, and its events."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

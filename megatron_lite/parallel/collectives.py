@@ -10,8 +10,6 @@ Over gloo an all-gather and a reduce-scatter copy the whole tensor once, and an 
 broadcast copy nothing (description/sizes.py counts the copies).
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

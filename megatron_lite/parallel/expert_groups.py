@@ -11,8 +11,6 @@ Neighbours share an expert, the next ranks hold other experts, and the last ones
 experts for other tokens and sum their gradients. Context-parallel ranks count as data-parallel.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Random-number generators whose states a replay restores. Those of this library: rng.py."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import torch

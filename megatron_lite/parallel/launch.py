@@ -4,8 +4,6 @@ The place comes from the environment variables of torchrun, of Slurm, or of a la
 `LAUNCHERS`. Without any of them, the run has one process.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

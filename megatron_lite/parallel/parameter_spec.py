@@ -8,8 +8,6 @@ in `tp_blocks` blocks (2 for swiglu's [gate; up], else 1):
     rank 0 holds   [ block 0: r0 | block 1: r0 ]
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 

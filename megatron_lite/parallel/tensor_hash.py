@@ -12,8 +12,6 @@ unnoticed about once in 2^32. The hash uses integers only, so the order of the s
 A tensor has the same hash on every device of one type and with any number of threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, reduce
 

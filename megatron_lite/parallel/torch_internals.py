@@ -10,8 +10,6 @@ The dictionaries `_parameters` and `_buffers` of a module are not either, since 
 nn.Module relies on them.
 """
 
-from __future__ import annotations
-
 import operator
 import pkgutil
 import sys

@@ -26,8 +26,6 @@ is in the layer. Autograd runs a parameter's hooks after its whole gradient has 
 sends the sum to other ranks (--overlap-grad-reduce) therefore sends the kernel's result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any

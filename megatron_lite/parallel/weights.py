@@ -4,8 +4,6 @@ The ranks in question are data-parallel ranks. The code that shards or gathers a
 functions on modules and dtypes on parameters, under the names below.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

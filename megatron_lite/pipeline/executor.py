@@ -10,8 +10,6 @@ Neither end keeps the hidden states. A received input lives as long as a layer k
 output lives until it has been sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, Protocol

@@ -9,8 +9,6 @@ The trainer runs this list, and the memory model counts the kept bytes in flight
 This module uses the standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 

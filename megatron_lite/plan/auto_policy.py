@@ -12,8 +12,6 @@ does not see: the context of CUDA and the libraries' workspaces, the buffers of 
 that torch's allocator cannot use because it lies in pieces.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ Every layout is a RunConfig, so a layout that training would refuse is never tri
 only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace

@@ -6,8 +6,6 @@ the action's input has arrived. With equal stages, and transfers that take no ti
 Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

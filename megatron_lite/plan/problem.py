@@ -1,7 +1,5 @@
 """The subject of a plan, made of the settings that a user gives. Standard library only."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -18,8 +18,6 @@ The rows behind the first plan are the fastest of MORE_FITTED further layouts th
 Standard library only.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

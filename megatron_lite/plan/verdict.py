@@ -3,8 +3,6 @@
 plan/verdict_text.py has it as plain data and as text. Standard library only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -10,8 +10,6 @@ objects. A change by the forward itself is found by comparing the versions of te
 contents of other objects.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

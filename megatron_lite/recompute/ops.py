@@ -15,8 +15,6 @@ Two kinds of operators are refused, because their kept results would give wrong 
     dropout runs again in the replay.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

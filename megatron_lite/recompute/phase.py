@@ -4,8 +4,6 @@ Side effects (counters, logs) check for a replay to happen only once. Measuremen
 memory, which on a CPU looks like any other tensor.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

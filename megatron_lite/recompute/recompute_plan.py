@@ -4,8 +4,6 @@ A plan is plain data. The code that runs it, the code that predicts its memory a
 explains it read the same object. Equal plans compare equal. Standard library only.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

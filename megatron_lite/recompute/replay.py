@@ -9,8 +9,6 @@ What differs between the engines is how the inputs and states are kept, and wher
 checkpoint.py through the graph of the replay, hooked.py through that of the forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

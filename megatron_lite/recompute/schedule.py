@@ -4,8 +4,6 @@ Policies count layers within a stage. Stages are numbered in the order of the mo
 virtual stage is a stage of its own, as in Megatron.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 

@@ -11,8 +11,6 @@ complete when backward leaves the node, so its hooks run once: a hook that sends
 the first tile would send a part of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

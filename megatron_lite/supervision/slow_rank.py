@@ -30,8 +30,6 @@ Without this check a fault of the memory or of a kernel on one rank would never 
 sums gradients over ranks, but never compares weights.
 """
 
-from __future__ import annotations
-
 import socket
 import statistics
 import time

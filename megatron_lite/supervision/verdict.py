@@ -6,8 +6,6 @@
 The functions are pure; watch.py reads the beats.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

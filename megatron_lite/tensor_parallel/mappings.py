@@ -19,8 +19,6 @@ Each function returns its input if the group is None, and keeps no tensor for ba
 layers (layers.py) have f and g themselves, since they overlap them with matmuls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -9,8 +9,6 @@ right it was. The tool takes about 12 seconds. First set OMP_NUM_THREADS to the 
 as for training.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import platform

@@ -1,8 +1,6 @@
 """The end of a command-line tool. A fault in the input is printed once, even if many ranks find
 it."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import io

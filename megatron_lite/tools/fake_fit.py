@@ -5,8 +5,6 @@ FSDP2 its weights, gradients and optimizer states are those of the real `fully_s
 the weights that are gathered at the peak.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

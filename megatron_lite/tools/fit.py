@@ -7,8 +7,6 @@ GPU but for workspaces inside kernels. The time is an estimate. The exit status 
 fits, and 2 if it does not or if the input has a fault.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

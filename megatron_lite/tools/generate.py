@@ -9,8 +9,6 @@ oldest tokens, and positions count from the first token that is left.
 This module reads the command line, without torch. generation.py does the work.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

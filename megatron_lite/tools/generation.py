@@ -3,8 +3,6 @@
 The tensor-parallel size is the number of ranks, at any parallel size of the checkpoint.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -8,8 +8,6 @@ output. The exit status is 0 if a plan fits, and 1 if one fits only in a part of
 2 if none fits or if the input has a fault. The tool does not import torch.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace

@@ -7,8 +7,6 @@ which a replay runs are shaded. The tool needs matplotlib, which the extra `plot
 not import torch.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from itertools import groupby, pairwise

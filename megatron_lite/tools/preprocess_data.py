@@ -7,8 +7,6 @@ number of --workers. A bad line, a full disk or a signal ends the run with one m
 files.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

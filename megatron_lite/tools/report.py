@@ -5,8 +5,6 @@ The page is one file. It shows the curves of the metrics, the run's events, and 
 and measured. docs/training-logs.md describes it. The tool needs the extra `plot`, and no torch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

@@ -5,8 +5,6 @@ The tool writes DIR/tokenizer.json, for `--tokenizer-type HuggingFaceTokenizer -
 DIR`. The tokenizer can encode every text, since all 256 bytes are tokens. Id 0 is <|endoftext|>.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

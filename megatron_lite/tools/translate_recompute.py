@@ -15,8 +15,6 @@ or memory. A duplicate key is an error in all formats, since a reader that takes
 the first one.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import shlex

@@ -6,8 +6,6 @@ whole file is searched for keys that concern recomputation, offloading or the wr
 so that none of them is ignored silently.
 """
 
-from __future__ import annotations
-
 import re
 import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -13,8 +13,6 @@ one counter per process instead, which continues in a second model. And a replay
 dropout masks of its forward, even if the original would not restore the generators.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial

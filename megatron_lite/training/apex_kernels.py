@@ -7,8 +7,6 @@ becomes the reason and does not end the run. docs/performance.md describes what 
 how to install apex.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

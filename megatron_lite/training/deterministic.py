@@ -6,8 +6,6 @@ to repeat its bits. No try can show that it does: on an H200, cuDNN's backward o
 equal bits in four tries of one process, and other bits in the next one.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

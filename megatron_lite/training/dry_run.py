@@ -10,8 +10,6 @@ shares nothing with it but the configuration, so each is a check of the other.
 Its report is a text of at most 100 columns.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

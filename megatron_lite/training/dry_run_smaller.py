@@ -11,8 +11,6 @@ Otherwise the step runs in full. So do steps whose update may hold more than tha
 virtual stages or with an arena of saved inputs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace

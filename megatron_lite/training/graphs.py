@@ -20,8 +20,6 @@ rehearsal set the generator has a registered state of its own, unless another st
 Each state begins a step at its own distance from where the step begins.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ The row also has the samples so far, and MFU if the peak is known. `tokens/s` ar
 ranks, and `norm` is the gradient norm before clipping. A narrow terminal gets the first columns.
 """
 
-from __future__ import annotations
-
 import math
 import resource
 from collections.abc import Mapping, Sequence

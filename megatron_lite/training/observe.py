@@ -7,8 +7,6 @@ second step          its peak: the largest of any rank. On CUDA torch's allocato
 its first forward and backward    the memory timeline, by --memory-timeline
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable

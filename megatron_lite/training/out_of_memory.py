@@ -10,8 +10,6 @@ Every message has the bytes that are needed and those that are there, and says w
 cheapest recompute policy that fits, as flags, or more ranks. docs/memory.md says what else helps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -12,8 +12,6 @@ for the device at its start and its end, so that it sees the work and not its la
 step slower, which is why level 0 is the default.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -5,8 +5,6 @@ rich breaks long lines between words on a terminal, and nowhere else: programs r
 output that is full or closed does not end the run.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable

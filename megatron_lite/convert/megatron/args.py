@@ -1,7 +1,5 @@
 """The `args` of a Megatron checkpoint: the model, the vocabulary and the progress, both ways."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

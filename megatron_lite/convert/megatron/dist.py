@@ -11,8 +11,6 @@ first dim, in one chunk a layer, unless only some layers have experts: then it h
 layer, and no stack is expected.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -10,8 +10,6 @@ ranks are made first, with empty places for their tensors (torch's `skip_data`).
 read once, split, and written to its places, so that only one is in memory.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

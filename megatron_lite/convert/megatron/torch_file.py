@@ -11,8 +11,6 @@ calls, sets attributes or makes keys. A name, and a call of a name, become an `I
 that no checkpoint of Megatron-LM has is refused, so that a file of another kind fails at once.
 """
 
-from __future__ import annotations
-
 import io
 import mmap
 import pickle

@@ -6,8 +6,6 @@ ranks that split a layer. Every figure comes from the plan that would be execute
 only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import textwrap

@@ -4,8 +4,6 @@ report_text.py prints it. All figures are of one micro-batch on one rank; in a p
 rank with the highest peak. They follow from the plan that training executes. Standard library only.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """The report of `--explain-recompute` as text of at most 100 columns, or of 80."""
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -19,8 +19,6 @@ until it is used again, so the figure can be too high with several ranks on CPUs
 process takes about a second.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import weakref

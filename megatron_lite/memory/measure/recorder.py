@@ -10,8 +10,6 @@ Under the dispatch mode torch adds up gradients out of place, so at such points 
 is alive than in a plain run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -20,8 +20,6 @@ memory/predict/stage_course.py, and may be missing.
                                                                         gradients of activations
 """
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise, takewhile

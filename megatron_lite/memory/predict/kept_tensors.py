@@ -8,8 +8,6 @@ more terms than sbh(34 + 5as/h)/t of arXiv 2205.05198, such as the statistics of
 The tensors come from description/. Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@
 Tables that layers share and tensors of the micro-batch are not among them. Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 

@@ -16,8 +16,6 @@ The course gives the activations alone (`kept_course`) and, with temporaries and
 of a step (step_peak.py). Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -22,8 +22,6 @@ Alike stages of several calls are taken from a cache, and the actions after the 
 left out. Standard library only.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
