@@ -43,7 +43,6 @@ from megatron_lite.config.hf_rules import (
     Experts,
     Groups,
     Latent,
-    Rule,
     ScaledEmbedding,
     Windows,
 )
@@ -214,7 +213,7 @@ def _field_of(reader: Config, key: str, row: Mapping[str, Any]) -> Any:
     return row["values"][value]
 
 
-def _rules(family: Mapping[str, Any]) -> list[Rule]:
+def _rules(family: Mapping[str, Any]) -> list[Any]:
     return [
         RULES[one["rule"]](**{k: v for k, v in one.items() if k != "rule"})
         for one in family["rules"]

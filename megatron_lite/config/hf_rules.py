@@ -8,7 +8,7 @@ them back and compares. Standard library only.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import quoted
 from megatron_lite.config.model import ModelConfig
@@ -67,11 +67,8 @@ class Config:
         return value
 
 
-class Rule(Protocol):
-    """A fact of a model that is not one key."""
-
-    def read(self, config: Config, fields: Values) -> None: ...
-    def write(self, model: ModelConfig) -> Values: ...
+# A rule is a fact of a model that is not one key: it has `read(config, fields)`, which adds to the
+# fields, and `write(model)`, which returns values of the config.
 
 
 class Groups(NamedTuple):

@@ -133,7 +133,7 @@ def stages_of_rank(parallel: ParallelConfig, num_layers: int, rank: int) -> tupl
     return tuple(stage for stage in stages(parallel, num_layers) if stage.rank == rank)
 
 
-def warmup_forwards(*, size: int, rank: int, num_chunks: int = 1) -> int:
+def warmup_forwards(*, size: int, rank: int, num_chunks: int) -> int:
     """Returns the number of forwards in the warm-up of a rank.
 
     They come before the first pair of a forward and a backward. The number holds for a step with

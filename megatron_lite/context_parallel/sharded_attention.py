@@ -67,8 +67,7 @@ def context_parallel_attention(
     query's gradient are summed in float32 (float64). The gradients of keys and values are summed in
     their own dtype, with one addition per rank. Issues the collectives of the table on cp.group.
     """
-    if torch.is_autocast_enabled(query.device.type):
-        query, key, value = in_autocast_dtype(query, key, value)
+    query, key, value = in_autocast_dtype(query, key, value)
     group, comm_type = cp.group, str(cp.comm_type)  # the place is that of a layer
     assert group is not None
 

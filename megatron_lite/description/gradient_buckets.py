@@ -57,7 +57,7 @@ class BucketLayout(NamedTuple):
 
 
 def bucket_layouts(
-    gradients: Sequence[Gradient], *, bucket_size: int | None, shards: int, expert_shards: int = 1
+    gradients: Sequence[Gradient], *, bucket_size: int | None, shards: int, expert_shards: int
 ) -> list[BucketLayout]:
     """Returns the layouts of all buckets of a rank, in the order in which they are reduced.
 

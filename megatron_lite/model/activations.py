@@ -130,7 +130,7 @@ BIASED = {id(pair): with_bias(pair) for pair in (*PAIRS.values(), TANH_GELU)}
 
 
 def activation_function(
-    config: ModelConfig, kernels: CompiledKernels | None = None
+    config: ModelConfig, kernels: CompiledKernels | None
 ) -> Callable[..., Tensor]:
     """Returns the activation of the MLP: [.., fc1_blocks * f / t] -> [.., f / t].
 

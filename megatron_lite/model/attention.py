@@ -422,6 +422,5 @@ def masked_attention(
     """
     from megatron_lite.context_parallel.fused_attention import masked  # few runs need it
 
-    if torch.is_autocast_enabled(query.device.type):
-        query, key, value = in_autocast_dtype(query, key, value)
+    query, key, value = in_autocast_dtype(query, key, value)
     return masked(query, key, value, readable, scale)

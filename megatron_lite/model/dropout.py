@@ -47,9 +47,9 @@ def add_dropped_out(
     regions: Regions,
     stream: str,
     *,
-    bias: Tensor | None = None,
-    skip_tail: bool = False,
-    kernels: CompiledKernels | None = None,
+    bias: Tensor | None,
+    skip_tail: bool,
+    kernels: CompiledKernels | None,
 ) -> Tensor:
     """Returns residual + dropout(branch + bias), [s/t or s, b, h], in the residual's dtype.
 
@@ -72,7 +72,7 @@ def _draws_itself(device: torch.device, kernels: CompiledKernels | None) -> bool
     return device.type == "cpu" or kernels is not None
 
 
-def draw_numbers(shape: torch.Size, device: torch.device = CPU) -> Tensor:
+def draw_numbers(shape: torch.Size, device: torch.device) -> Tensor:
     """Draws a 16-bit number for each element from the device's generator, flattened."""
     if torch.compiler.is_compiling():
         # A graph ends at the draw. The next one would take the view below for 64-bit numbers.

@@ -92,7 +92,7 @@ def _scaled(frequencies: Tensor, factor: float) -> Tensor:
 
 
 def apply_rotary(
-    heads: Tensor, tables: tuple[Tensor, ...], kernels: CompiledKernels | None = None
+    heads: Tensor, tables: tuple[Tensor, ...], kernels: CompiledKernels | None
 ) -> Tensor:
     """Rotates the first rotary_dim channels of each head by its position, and leaves the others.
 

@@ -58,9 +58,7 @@ def print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def print_fault(
-    message: object, rank: int, *, program: str = "", always_named: bool = False
-) -> None:
+def print_fault(message: object, rank: int, *, program: str, always_named: bool = False) -> None:
     """Prints `PROGRAM: [rank 3] error: MESSAGE` on standard error.
 
     Rank 0 is named only if `always_named` is true.

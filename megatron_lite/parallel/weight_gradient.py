@@ -197,11 +197,13 @@ def add_rows_(total: Tensor, ids: Tensor, rows: Tensor, *, first: bool) -> None:
     total.index_add_(0, ids, rows.to(total.dtype))
 
 
-def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
+def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
     """Returns the tensors in the dtype that torch's own operators would cast them to.
 
-    Call it if autocast is on. The casts are part of the graph. The first one must not be None.
+    The casts are part of the graph. The first one must not be None.
     """
-    assert tensors[0] is not None
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)

@@ -12,7 +12,7 @@ output lives until it has been sent.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -135,16 +135,10 @@ class Links:
         return (direction == "backward") + 2 * closes_the_ring, peer
 
 
-class Forward(Protocol):
-    """A function that runs one micro-batch through one of the rank's stages.
-
-    It returns the hidden states for the next stage; on the last stage it returns the loss, from
-    which backward starts.
-
-    hidden_states: the output of the stage before, or None on the first stage, which reads tokens.
-    """
-
-    def __call__(self, action: Action, hidden_states: Tensor | None) -> Tensor: ...
+# Runs one micro-batch through one of the rank's stages: (action, hidden states) -> hidden states
+# for the next stage; on the last stage it returns the loss, from which backward starts. It gets the
+# output of the stage before, or None on the first stage, which reads tokens.
+Forward = Callable[[Action, Tensor | None], Tensor]
 
 
 def run_actions(
@@ -153,7 +147,7 @@ def run_actions(
     *,
     stages: Sequence[Stage],
     links: Links,
-    overlap: bool = True,
+    overlap: bool,
     timed: Timed = not_timed,
     before_backward: Callable[[Action], None] | None = None,
     after: Callable[[Action], None] | None = None,

@@ -53,7 +53,7 @@ def _ordered(
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
 
 
-def forwards_only(*, size: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
+def forwards_only(*, size: int, num_microbatches: int, num_chunks: int) -> list[Action]:
     """Returns the forwards of an evaluation, in the same order on every rank."""
     return _sequences(size, num_microbatches, num_chunks)[0]
 

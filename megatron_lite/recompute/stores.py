@@ -49,12 +49,7 @@ class Arena(Memory):
     """
 
     def __init__(
-        self,
-        sizes: Iterable[int],
-        device: torch.device,
-        *,
-        pinned: bool = False,
-        micro_batches: int = 1,
+        self, sizes: Iterable[int], device: torch.device, *, pinned: bool, micro_batches: int
     ) -> None:
         super().__init__()
         self.micro_batches = micro_batches

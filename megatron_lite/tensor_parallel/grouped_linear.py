@@ -36,8 +36,7 @@ def grouped_linear(
     skip_tail: builds only the graph, for a replay whose output is never read (layers.py).
     Issues no collective. Keeps the rows, the weight and `ends`.
     """
-    if torch.is_autocast_enabled(rows.device.type):
-        rows, weight = in_autocast_dtype(rows, weight)
+    rows, weight = in_autocast_dtype(rows, weight)
     return _GroupedMatmul.apply(rows, weight, ends, skip_tail)
 
 

@@ -305,7 +305,7 @@ class RowParallelLinear(_ParallelLinear):
         bias: bool,
         init_std: float,
         context: RankContext,
-        skip_bias_add: bool = False,
+        skip_bias_add: bool,
     ) -> None:
         spec = ParameterSpec(
             global_shape=(output_size, input_size), tp_dim=1, matrices=(1,), init_std=init_std

@@ -89,8 +89,7 @@ def vocab_parallel_linear_cross_entropy(
     rounded, the error of dA is at most 1.5 times that of the unchunked dA, and its norm is right
     within 2^-9. A test compares them with float64 on a grid.
     """
-    if torch.is_autocast_enabled(hidden_states.device.type):
-        hidden_states, weight = in_autocast_dtype(hidden_states, weight)
+    hidden_states, weight = in_autocast_dtype(hidden_states, weight)
     head = _Head(columns, loss_chunk_size, sequence_parallel, own_sum(weight))
     if head.add is None or not torch.is_grad_enabled():  # without a backward nothing may be added
         grad_losses = None

@@ -237,7 +237,7 @@ def measure_step(
     parallel: ParallelState,
     batches: Batches,
     *,
-    host_apart: bool = False,
+    host_apart: bool,
     pipeline_size: int | None = None,
 ) -> MeasuredStep:
     """Builds the rank's model and optimizer, runs one step and returns its memory.

@@ -208,13 +208,7 @@ def iteration_line(interval: Interval, facts: RunFacts, *, throughput: bool) -> 
 
 
 def short_row(
-    interval: Interval,
-    facts: RunFacts,
-    memory: str,
-    *,
-    columns: int,
-    heading: str,
-    is_first: bool = False,
+    interval: Interval, facts: RunFacts, memory: str, *, columns: int, heading: str, is_first: bool
 ) -> str:
     """Returns the row of these iterations, of at most `columns` columns.
 

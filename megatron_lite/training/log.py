@@ -79,7 +79,7 @@ class RunLog:
         start: Progress,
         *,
         num_iterations: int,
-        printed: Sequence[str] = (),
+        printed: Sequence[str],
     ) -> None:
         peak = peak_rate(config.logging, parallel.device, bf16=config.training.precision != "fp32")
         facts = run_facts(config, parallel, batches, start, num_iterations, peak.flops)
