@@ -89,7 +89,9 @@ def faults_of(source, module):
         if first in ROOF:
             faults.append(f"{name}: the roof")
         elif first != PACKAGE:
-            if folder in STANDARD_LIBRARY_ONLY and first not in sys.stdlib_module_names:
+            # typing_extensions: for mypy alone
+            known = {*sys.stdlib_module_names, "typing_extensions"}
+            if folder in STANDARD_LIBRARY_ONLY and first not in known:
                 faults.append(f"{name}: {folder}/ is standard library only")
             if first == "torch" and any(
                 f"{module}.".startswith(f"{PACKAGE}.{part}.") for part in WITHOUT_TORCH

@@ -171,7 +171,6 @@ class Regions:
         skip_tail: whether the function may leave out what only the values of its output need.
         modules: those whose parameters an MLP reads. It may run in tiles of its first argument.
         """
-        assert REGIONS[name].method == "replay", name
         self._called.add(name)
         if name not in self.rebuilt:
             return self.noted(name, function(*args, skip_tail))
@@ -199,7 +198,6 @@ class Regions:
     ) -> Any:
         """Returns `function(*args)`, which draws no random numbers. If the region is rebuilt,
         `args` are kept, and the first `outputs` results are freed once the layer has run."""
-        assert REGIONS[name].method == "discard", name
         self._called.add(name)
         # In a replay of a region around it, that region keeps nothing.
         if name not in self.rebuilt or is_recomputing():
@@ -216,7 +214,6 @@ class Regions:
     def redraw(self, name: str, draw: Callable[[], Tensor]) -> Redraw | None:
         """Returns how to draw a tensor of random numbers again in backward from the stream's state,
         or None if the tensor is to be kept."""
-        assert REGIONS[name].method == "redraw", name
         if name not in self.rebuilt:
             return None
         return Redraw(self.rng, draw, self._record(name, None))

@@ -149,5 +149,5 @@ def test_a_sample_depends_on_the_seed_and_its_number_alone(tmp_path):
 def test_a_token_that_the_tokenizer_lacks_is_named(tmp_path):
     with pytest.raises(InputError, match="^--fim-eod-token <eot> is no token of the tokenizer"):
         built(tmp_path, fim_eod_token="<eot>")
-    with pytest.raises(InputError, match="^--fim-split-sample  is no token"):
-        built(tmp_path, fim_split_sample="", fim_fragment_rate=0.5)
+    with pytest.raises(InputError, match="^--fim-split-sample <sep> is no token"):
+        built(tmp_path, fim_split_sample="<sep>", fim_fragment_rate=0.5)
