@@ -6,8 +6,6 @@ which takes seconds, for the last one only.
 The subcommand `megatron-lite explain` is --explain-recompute of the program that trains.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -5,8 +5,6 @@ not given leaves no entry, so that a file can supply its value: one of --dump-co
 of Hugging Face, or a known model. The module does not import torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Mapping, Sequence

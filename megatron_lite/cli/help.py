@@ -5,8 +5,6 @@ With more than 200 flags, one text of all would hide what a reader looks for. `-
 short; `--help TOPIC` has the flags of a topic; `--help all` has them all.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import re

@@ -7,8 +7,6 @@ Continue in `megatron_lite/training/loop.py`. supervised.py decides how errors a
 whose ranks have joined the process groups; this module has those before and after.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The settings of checkpoints, as one frozen class."""
 
-from __future__ import annotations
-
 import os
 
 from megatron_lite.config.setting import Settings, setting, switch

@@ -3,8 +3,6 @@
 Every error message names the value, the rule and the fix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The settings of the data and of the tokenizer, each as one frozen class."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The settings of `--dry-run-memory`: which ranks of which world it measures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_lite.config.checks import flag, quoted

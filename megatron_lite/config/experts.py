@@ -7,8 +7,6 @@ A layer with experts has a router and E experts in place of its MLP. The router 
 experts and a weight for each. The layer's output is the weighted sum of what they return.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

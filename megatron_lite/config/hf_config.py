@@ -25,8 +25,6 @@ property of the model that is written for the field. Keys of one field must have
 that is `like` another one names what differs; null takes an entry out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """The rotary embedding of a Hugging Face model: rules of hf_rules.py. Standard library only."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ returns keys that express a model. The keys need not express it exactly, because
 them back and compares. Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 

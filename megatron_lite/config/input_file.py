@@ -8,8 +8,6 @@ What a file is raises InputError. What the system refuses (permission, EIO, ESTA
 tried again, and then raises OSError, which no caller may take for damage.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import time

@@ -8,8 +8,6 @@ Only who typed `megatron-lite` is known to have that command. Everybody has the 
 Standard library only.
 """
 
-from __future__ import annotations
-
 import importlib
 import shlex
 import sys

@@ -13,8 +13,6 @@ run any code in it. Here its text may have only numbers, lists, parentheses, + a
 intermediate value is bounded, so that a short text such as [0]*9999*9999 cannot fill the memory.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """The settings of the log and of the profilers, each as one frozen class."""
 
-from __future__ import annotations
-
 from megatron_lite.config.setting import Settings, check_settings, setting, switch
 
 LOG_FILE = "train.log"  # its name in the folder of --save or --tensorboard-dir

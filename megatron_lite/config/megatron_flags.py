@@ -13,8 +13,6 @@ other values are in its `megatron` (setting.py). Each function here replaces wha
 returns notices for the user.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import re

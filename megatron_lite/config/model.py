@@ -11,8 +11,6 @@ Activations have the layout [s, b, h]: sequence first, as in Megatron. Sequence 
 dim 0.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

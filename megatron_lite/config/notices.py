@@ -4,8 +4,6 @@ effect than its name promises.
 There is a function for each kind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 

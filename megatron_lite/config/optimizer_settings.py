@@ -4,8 +4,6 @@ A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, a modul
 `optim/adam_update.py`, and an entry in `optim/optimizer.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from megatron_lite.config.setting import Settings, check_settings, setting, switch

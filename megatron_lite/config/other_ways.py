@@ -5,8 +5,6 @@ or from a file; and what stands before the flags in a launch script.
 them is given, or a choice about context parallelism. Standard library only.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """How the work is split over ranks: the parallel groups, and what data-parallel ranks share out."""
 
-from __future__ import annotations
-
 import math
 
 from megatron_lite.config.setting import Settings, check_settings, setting, switch

@@ -6,8 +6,6 @@ allocation or an index. Every ValueError names the field, the rule and the value
 Standard library only.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -40,8 +40,6 @@ An entry of `ops(...)` is a group or one operator of torch, such as aten.mm.defa
 NAME/N keeps the first result of each layer and every N-th after it, in the order of the forward.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace

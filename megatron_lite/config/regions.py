@@ -5,8 +5,6 @@ the configuration, the schedule, the engine (recompute/region_runner.py), the pr
 (memory/) and the report read it. description/ names the operations of each region.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Literal, NamedTuple
 

@@ -3,8 +3,6 @@
 The kernels and the predictions of their memory both read it. Standard library only.
 """
 
-from __future__ import annotations
-
 GPU_BYTES, CPU_BYTES, MOST_BLOCKS = 2**28, 2**20, 64
 HASHED_ON_CPU, HASHED_ON_GPU = 2**16, 2**22
 

@@ -5,8 +5,6 @@ set a field. `flags_of` returns the command line of a configuration. The help, d
 planner read the same table. Standard library only.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re

@@ -12,8 +12,6 @@ Every flag comes down to the number of layers of each stage. The first stage hol
 the last one the loss, also without layers.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property

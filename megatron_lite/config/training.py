@@ -1,7 +1,5 @@
 """The settings of training itself: its length, its batches, its precision and its guards."""
 
-from __future__ import annotations
-
 import itertools
 
 from megatron_lite.config.batch_schedule import MOST_STEPS, BatchSchedule, parse_steps, ramp_steps

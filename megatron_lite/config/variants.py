@@ -20,8 +20,6 @@ Megatron-LM has no flag for the others.
 Both rules also multiply queries and keys by a number, the `magnitude`.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import NamedTuple

@@ -137,7 +137,7 @@ def rms_norm_backward(
     weight: Tensor,
     scale: Tensor,
     *,
-    group: ProcessGroup | None,
+    group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the input and of the weight."""
     rows, grad_rows = (x.reshape(-1, weight.numel()) for x in (hidden_states, grad_output))

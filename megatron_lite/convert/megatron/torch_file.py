@@ -210,7 +210,7 @@ class _Machine(pickle._Unpickler):
             raise ValueError("attributes are set on a name")
         # The attributes of anything else, such as a tensor's or an ordered dict's, are not read.
 
-    def _setitems(self, pair: Sequence[Any]) -> None:
+    def _setitems(self, pair: Sequence[Any] = ()) -> None:
         items = pair or self.pop_mark()  # type: ignore[attr-defined]
         found = self.stack[-1]
         if type(found) is not dict or len(items) % 2:
