@@ -47,7 +47,9 @@ class FakeGauge(StepMeter):
     flops, bandwidth: per second, of the machine.
     """
 
-    def __init__(self, device: torch.device, held: int, *, flops: float, bandwidth: float) -> None:
+    def __init__(
+        self, device: torch.device, held: int, *, flops: float = 5e14, bandwidth: float = 2.5e12
+    ) -> None:
         super().__init__()
         self._held, self._seconds, self._flops, self._bandwidth = held, 0.0, flops, bandwidth
         self.readings: list[Reading] = []
