@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import copy
+from ctypes import string_at
 from enum import Enum
 from functools import cached_property, partial
 from itertools import chain
@@ -115,13 +116,13 @@ class Contents:
         that are not inside the layer. None: all.
     constant: further kinds that are never looked into.
     has_graphs: whether a tensor may have the graph of an earlier result.
-    found: all items of all containers, if modules hold nothing besides containers and tensors
-        without a graph. Functions of C then compare them. Else None.
+    found: the addresses of all items of all containers, and the classes, if modules hold nothing
+        besides containers and tensors without a graph. Else None.
     """
 
     layer: nn.Module
     modes: Any
-    _kinds: Any
+    _held: list[Any]
 
     def __init__(
         self, objects: Collection[str] | None = None, constant: tuple[type, ...] = ()
@@ -144,21 +145,21 @@ class Contents:
         contents._add_modules("", layer)
         is_odd = contents._is_odd or contents.has_graphs or contents.generators
         if not (is_odd or any(each.owner for each in contents.containers)):
-            contents.found = [*contents._now()]
-            contents._kinds = [*map(type, contents.found)]
+            held = [*map(itemgetter(2), contents.containers)]
+            contents._held = [*held, *[each.values() for each in held if isinstance(each, dict)]]
+            contents.found = contents._look()
         return contents
 
-    def _now(self) -> Iterator[Any]:
-        """Yields all items, and before them how many each container has."""
-        held = [[self.layer], *map(itemgetter(2), self.containers)]
-        values = [each.values() for each in held if isinstance(each, dict)]
-        return chain(map(len, held), chain.from_iterable(chain(held, values)))
+    def _look(self) -> Any:
+        items = (*chain.from_iterable(self._held),)
+        addresses = string_at(id(items) + tuple.__basicsize__, tuple.__itemsize__ * len(items))
+        return [*map(len, self._held)], addresses, [*map(type, self._classed)]
 
     def is_as_found(self) -> bool:
         """Tells whether all containers have their items still, as far as `found` shows it."""
         return (
             self.found is not None
-            and all(map(is_, self._now(), self.found))
+            and self.found == self._look()
             and not any(map(itemgetter(1), self._empty))
         )
 
@@ -167,10 +168,13 @@ class Contents:
         is_so = (
             self.layer is layer
             and self.is_as_found()
-            and [*map(type, self.found)] == self._kinds
-            and all(getattr(part.value, "is_leaf", False) for part in self.parts.values())
+            and all(getattr(each, "is_leaf", False) for _, _, each in self.parts.values())
         )
         return copy(self) if is_so else None
+
+    @cached_property
+    def _classed(self) -> list[Any]:
+        return [*self.layer.modules(), *self.parameters]
 
     @cached_property
     def parameters(self) -> list[Tensor]:
@@ -221,7 +225,7 @@ class Contents:
 
     def add(self, name: str, value: Any, owner: str = "") -> None:
         """Adds a value and all that it holds."""
-        if isinstance(value, self._constant) or id(value) in self._known:
+        if type(value) in PLAIN or isinstance(value, self._constant) or id(value) in self._known:
             return
         self._known.add(id(value))
         if isinstance(value, (Tensor, *ARRAYS)):
@@ -306,9 +310,10 @@ class Contents:
         written: whether a tensor was written to, which may have given it a graph.
         """
         self.has_graphs |= written
-        self.containers = [each for each in self.containers if each.owner in owners]
-        self.generators = [each for each in self.generators if each[0] in owners]
-        self.parts = {name: each for name, each in self.parts.items() if each.owner in owners}
+        if self.found is None:
+            self.containers = [each for each in self.containers if each.owner in owners]
+            self.generators = [each for each in self.generators if each[0] in owners]
+            self.parts = {name: each for name, each in self.parts.items() if each.owner in owners}
         if self.has_graphs:
             self.found = None
             self.containers = [
@@ -324,17 +329,7 @@ class Contents:
         exchange: returns what takes the place of a value. None: each value keeps its place.
         """
         is_same = exchange is None and self.is_as_found()
-        pairs = [
-            (
-                each.value,
-                each.items,
-                each.items if is_same or _has(*each[2:]) else _items(each.value),
-            )
-            for each in self.containers
-            if type(each.value) in RESTORED or not isinstance(each.value, CONTAINERS)
-        ]
-        pairs += [(value, [], _items(value)) for _, value in self._empty if value]
-        empty = [value for _, value in self._empty if not value]
+        pairs = [] if is_same else [*self._restorable()]
         try:
             for value, items, now in pairs:
                 if exchange:
@@ -344,10 +339,19 @@ class Contents:
             yield
         finally:
             if not (is_same and self.is_as_found()):
-                for value, _, now in pairs:
+                for value, _, now in pairs or self._restorable(is_same):
                     _refill(value, now)
-                for value in empty:
-                    value.clear()
+
+    def _restorable(self, is_same: bool = False) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+        """Yields the containers that can be restored, with their items then and now.
+
+        is_same: whether they had the same ones until now.
+        """
+        for _, _, value, items in self.containers:
+            if type(value) in RESTORED or not isinstance(value, CONTAINERS):
+                yield value, items, items if is_same or _has(value, items) else _items(value)
+        for _, value in self._empty:
+            yield value, [], [] if is_same else _items(value)
 
 
 def mapped(item: Any, function: Callable[[Any], Any]) -> Any:

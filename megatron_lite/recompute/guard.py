@@ -8,14 +8,13 @@ counts only after a replay has been compared, so a forward without backward does
 
 from __future__ import annotations
 
-from itertools import product
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from megatron_lite.recompute.contents import Contents, kind_of
-from megatron_lite.recompute.layer_state import PARAMETER_HOOKS
+from megatron_lite.recompute.layer_state import state_of
 
 MAX_SHAPES = 4  # so many sets of shapes are verified, because lengths may vary for ever
 
@@ -36,14 +35,14 @@ class Signature(NamedTuple):
         given: the values among its arguments. settings: those of torch.
         """
         tensors = [each for each in given if isinstance(each, Tensor)]
-        places = product(contents.parameters, PARAMETER_HOOKS)
-        held = [hooks for place in places if (hooks := getattr(*place))]
+        states = [*map(state_of, contents.parameters)]
+        held = [hooks for _, *found in states for hooks in found if hooks]
         kinds = (
             contents.kinds,
             *map(type, given),
             *map(attrgetter("dtype", "requires_grad", "layout"), tensors),
             *[kind_of(hook) for hooks in held for hook in hooks.values()],
-            *[parameter.requires_grad for parameter in contents.parameters],
+            *map(itemgetter(0), states),
             *settings,
         )
         return cls(hash(kinds), tuple([tuple(each.shape) for each in tensors]))

@@ -74,7 +74,7 @@ PLAIN = (bool, int, float, str, bytes, type(None), Enum, torch.dtype)  # values 
 NO_TASK = -1  # torch's number for "not inside a backward"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class How:
     """How a function is run again in backward.
 
@@ -179,8 +179,7 @@ class _LayerCall:
         witness, results, choices = self._witness, self.how.results, self._choices
         if witness:
             witness.begin(args, kwargs)
-        with ExitStack() as around:
-            around.enter_context(saved_tensors_hooks(self._pack, unpacked))
+        with saved_tensors_hooks(self._pack, unpacked), ExitStack() as around:
             for kept in (results, choices):
                 if kept:
                     around.enter_context(kept.keeping())
@@ -282,52 +281,57 @@ class _LayerCall:
         # tensors that were saved so far, and nothing is compared with the forward.
         witness = self._witness if self._is_complete else None
         rebuilt = _Rebuilt(self, witness)
-        # Leaving the stack restores everything that the replay changed, also after _Enough.
-        with ExitStack() as around:
-            # `again` builds graph nodes for the inputs, so gradients must be on before it. Another
-            # checkpoint around this layer may run the layer to give back what was kept for the
-            # replay. So that is read before the state is exchanged.
-            around.enter_context(torch.inference_mode(False))
-            around.enter_context(torch.enable_grad())
-            around.enter_context(outside_vmap())
+        # `again` builds graph nodes for the inputs, so gradients must be on before it. Another
+        # checkpoint around this layer may run the layer to give back what was kept for the replay.
+        # So that is read before the state is exchanged.
+        with torch.inference_mode(False), torch.enable_grad(), outside_vmap():
             args, kwargs = self._arguments.again(self._state.copies)
             states = [state() for state in self._generators]
             if witness:
                 witness.look()
-            around.enter_context(self._state.restored())
-            around.enter_context(drawn_again(self._arguments.generators))
-            around.enter_context(self._conditions.repeated(states))
-            around.enter_context(self._surroundings.restored())
-            if witness:
-                witness.begin(args, kwargs)
-            # The hooks of the replay come last, so they see only what the function itself saves.
-            unpack = witness.chosen if witness else lambda kept: kept
-            try:
-                with ExitStack() as run:
-                    run.enter_context(saved_tensors_hooks(rebuilt.pack, unpack))
-                    if witness:
-                        run.enter_context(witness.watching())
-                    if self.how.results:
-                        run.enter_context(self.how.results.reusing(again=witness is not None))
-                    if self._choices:
-                        run.enter_context(self._choices.reusing())
-                    outputs = copy_context().run(self._replay, args, kwargs)
-            except BaseException as error:
-                # A scripted function turns _Enough into an error of its own. Or it ends the replay
-                # of a call around this one.
-                if not rebuilt.has_stopped or (
-                    isinstance(error, _Enough) and error.args[0] is not self
-                ):
-                    raise
-                return rebuilt.values
-            if witness:
-                witness.end(outputs)
+            with (  # leaving it restores everything that the replay changed, also after _Enough
+                self._state.restored(),
+                drawn_again(self._arguments.generators),
+                self._conditions.repeated(states),
+                self._surroundings.restored(),
+            ):
+                if not self._run_again(rebuilt, witness, args, kwargs):
+                    return rebuilt.values
         if self._is_complete:
             rebuilt.check()
         if witness:
             witness.compare(rebuilt.tensors)
             self._witness = None if witness.is_done else witness
         return rebuilt.values
+
+    def _run_again(
+        self, rebuilt: _Rebuilt, witness: Witness | None, args: Args, kwargs: Kwargs
+    ) -> bool:
+        """Runs the replay itself. Returns whether it ran to its end."""
+        if witness:
+            witness.begin(args, kwargs)
+        # The hooks of the replay come last, so they see only what the function itself saves.
+        unpack = witness.chosen if witness else lambda kept: kept
+        try:
+            with saved_tensors_hooks(rebuilt.pack, unpack), ExitStack() as run:
+                if witness:
+                    run.enter_context(witness.watching())
+                if self.how.results:
+                    run.enter_context(self.how.results.reusing(again=witness is not None))
+                if self._choices:
+                    run.enter_context(self._choices.reusing())
+                outputs = copy_context().run(self._replay, args, kwargs)
+        except BaseException as error:
+            # A scripted function turns _Enough into an error of its own. Or it ends the replay of a
+            # call around this one.
+            if not rebuilt.has_stopped or (
+                isinstance(error, _Enough) and error.args[0] is not self
+            ):
+                raise
+            return False
+        if witness:
+            witness.end(outputs)
+        return True
 
 
 class _Rebuilt:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from megatron_lite.recompute.replay import replay_inputs
 from megatron_lite.recompute.saved import check_unwritten, has_values
 
 COUNT, STATISTICS = "num_batches_tracked", ("running_mean", "running_var")
-PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+PARAMETER_STATE = ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+state_of = attrgetter(*PARAMETER_STATE)
 
 
 @dataclass
@@ -98,13 +100,15 @@ class LayerState:
         ]
         self._global = [] if layer is None else global_states()
         self._is_settled = False
-        with unobserved():
-            self.copies = {
-                name: copied(part.value)
-                for name, part in self._parts.items()
-                if (name in (found or ()) or (self.is_first and _is_small(part)))
-                and _has_values(part)
-            }
+        self.copies: dict[str, Any] = {}
+        if found or self.is_first:
+            with unobserved():
+                self.copies = {
+                    name: copied(part.value)
+                    for name, part in self._parts.items()
+                    if (name in (found or ()) or (self.is_first and _is_small(part)))
+                    and _has_values(part)
+                }
         # BatchNorm's kernels do not count their writes to the running statistics, nor does
         # `weight.data.copy_`. So the first forward compares the values.
         self.contents.mark()
@@ -171,18 +175,20 @@ class LayerState:
                 again.update(replay_inputs({id(value): value.tensor.detach()})[0])
             return again.get(id(value), value)
 
-        with ExitStack() as around:
-            around.enter_context(_trainable_as(self._trainable))
-            exchanges = again or self.contents.has_graphs
-            around.enter_context(self.contents.restored(exchanged if exchanges else None))
+        exchange = exchanged if again or self.contents.has_graphs else None
+        own = [state for _, state in self.contents.generators]
+        with (
+            _trainable_as(self._trainable),
+            self.contents.restored(exchange),
+            drawn_again([*own, *self._global]),
+            ExitStack() as around,
+        ):
             for module in self._layer.modules() if again and self._layer is not None else ():
                 if isinstance(module, torch.jit.ScriptModule):  # its registries are of another kind
                     for name, buffer in module._buffers.items():
                         if id(buffer) in again:
                             around.callback(setattr, module, name, buffer)
                             setattr(module, name, again[id(buffer)])
-            own = [state for _, state in self.contents.generators]
-            around.enter_context(drawn_again([*own, *self._global]))
             yield
 
     def _check_unwritten(self) -> None:
@@ -233,25 +239,20 @@ def _trainable_as(flags: Sequence[tuple[Tensor, bool]]) -> Iterator[None]:
 
     After the block they have their present ones, and their present hooks.
     """
-    now = [(parameter, parameter.requires_grad) for parameter, _ in flags]
+    found = [(parameter, *state_of(parameter)) for parameter, _ in flags]
     hooks = Contents()
-    places = [(parameter, name) for parameter, _ in flags for name in PARAMETER_HOOKS]
-    found = [getattr(*place) for place in places]
-    for each in found:
-        if each is not None:
-            hooks.note("", each)
+    for each in [each for _, _, *held in found for each in held if each is not None]:
+        hooks.note("", each)
     with hooks.restored():
         try:
-            _set_trainable(flags)
+            for parameter, flag in flags:
+                if parameter.requires_grad != flag:
+                    parameter.requires_grad_(flag)
             yield
         finally:
-            _set_trainable(now)
-            for place, before in zip(places, found, strict=True):
-                if getattr(*place) is not before:
-                    setattr(*place, before)
-
-
-def _set_trainable(flags: Sequence[tuple[Tensor, bool]]) -> None:
-    for parameter, flag in flags:
-        if parameter.requires_grad != flag:
-            parameter.requires_grad_(flag)
+            for parameter, *before in found:
+                for name, value, now in zip(
+                    PARAMETER_STATE, before, state_of(parameter), strict=True
+                ):
+                    if now is not value:
+                        setattr(parameter, name, value)

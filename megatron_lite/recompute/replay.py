@@ -10,7 +10,7 @@ checkpoint.py through the graph of the replay, hooked.py through that of the for
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -54,15 +54,12 @@ class Conditions:
         The block is only the run. Its gradient runs under the settings that backward was called
         with, as it would without recomputation.
         """
-        with ExitStack() as around:
-            if self._randomness:
-                around.enter_context(self._randomness.with_states(states).replayed())
+        random = self._randomness and self._randomness.with_states(states).replayed()
+        with random or nullcontext(), torch.enable_grad(), recomputing(), ExitStack() as around:
             for state in self.autocast:
                 # A disabled autocast must be entered only if backward runs under an enabled one.
                 if state["enabled"] or torch.is_autocast_enabled(state["device_type"]):
                     around.enter_context(torch.autocast(**state))
-            around.enter_context(torch.enable_grad())
-            around.enter_context(recomputing())
             yield
 
 
