@@ -11,6 +11,7 @@ of fake tensors is in megatron_lite/tools/fake_fit.py.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -37,7 +38,7 @@ class Gauge(AbstractContextManager[Any], Protocol):
 class CudaGauge(AbstractContextManager["CudaGauge"]):
     """Reads a GPU. held: not used, since the allocator counts what was there before."""
 
-    def __init__(self, device: torch.device, held: int) -> None:
+    def __init__(self, device: torch.device, held: Callable[[], int]) -> None:
         self._device = device
         self._marks: list[tuple[int, int, torch.cuda.Event]] = []
         self.readings: list[Reading] = []
@@ -61,12 +62,13 @@ class CudaGauge(AbstractContextManager["CudaGauge"]):
 
 
 class CpuGauge(AbstractContextManager["CpuGauge"]):
-    """Reads torch's allocator of a CPU. held: the bytes of the model from before the block."""
+    """Reads torch's allocator of a CPU. held: tells the model's bytes from before the block."""
 
-    def __init__(self, device: torch.device, held: int) -> None:
+    def __init__(self, device: torch.device, held: Callable[[], int]) -> None:
         from megatron_lite.memory.measure.live_storages import allocator_peak
 
         self._block, self._held = allocator_peak(), held
+        self._there: list[int] = []
         self.readings: list[Reading] = []
 
     def __enter__(self) -> CpuGauge:
@@ -76,11 +78,13 @@ class CpuGauge(AbstractContextManager["CpuGauge"]):
     def mark(self) -> None:
         """Reads the allocator."""
         self._found.mark()
+        self._there.append(self._held())
 
     def __exit__(self, *error: Any) -> None:
         self._block.__exit__(*error)
         self.readings = [
-            Reading(self._held + now, self._held + peak, 0) for now, peak in self._found.marks
+            Reading(held + now, held + peak, 0)
+            for held, (now, peak) in zip(self._there, self._found.marks, strict=False)
         ]
 
 

@@ -29,8 +29,12 @@ def layer_lists(model: nn.Module, layers_fqn: str | Sequence[str] | None) -> lis
     """
     names = [layers_fqn] if isinstance(layers_fqn, str) else layers_fqn
     if names is None:
-        names = list({id(layers[0]): name for name, layers in _outermost(model, "")}.values())
-        if not names:
+        # A model may call one layer again and again.
+        for least in (2, 1):
+            found = _outermost(model, "", least)
+            if names := [*{id(layers[0]): name for name, layers in found}.values()]:
+                break
+        else:
             raise ValueError(
                 f"{type(model).__name__} has no list in which a layer is repeated, so no policy "
                 "can save memory: name the list of its layers with layers_fqn"
@@ -51,23 +55,23 @@ def kind_of(layer: nn.Module) -> Hashable:
     return weights, settings
 
 
-def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Module]]]:
+def _outermost(module: nn.Module, name: str, least: int) -> Iterator[tuple[str, list[nn.Module]]]:
     if isinstance(module, LISTS):
         # children() leaves out a module that stands twice
         layers = [each for each in module._modules.values() if each is not None]
-        if _repeats(layers):
+        if _most_alike(layers) >= least:
             yield name, layers
             return
     for child, inside in module.named_children():
-        yield from _outermost(inside, f"{name}.{child}" if name else child)
+        yield from _outermost(inside, f"{name}.{child}" if name else child, least)
 
 
-def _repeats(layers: list[nn.Module]) -> bool:
-    """Tells whether a layer is repeated. A layer has modules inside, or is no class of torch."""
+def _most_alike(layers: list[nn.Module]) -> int:
+    """Returns how many are of one kind. A layer has modules inside, or is no class of torch."""
     kinds = Counter(
         kind_of(layer)
         for layer in layers
         if list(layer.parameters())
         and (any(True for _ in layer.children()) or "torch." not in f"{type(layer).__module__}.")
     )
-    return max(kinds.values(), default=0) > 1
+    return max(kinds.values(), default=0)

@@ -10,6 +10,7 @@ all other actions than `full` run verified, so that replays prove themselves.
 """
 
 import gc
+import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -61,7 +62,7 @@ class Measurement:
         step: Callable[[], Any],
         optimizer: Any,
         device: torch.device,
-        gauge: Callable[[torch.device, int], Gauge],
+        gauge: Callable[[torch.device, Callable[[], int]], Gauge],
         *,
         ranks: Ranks | None = None,
         buckets: int = 0,
@@ -76,13 +77,11 @@ class Measurement:
         """
         self._model, self._lists, self._has_values = model, lists, has_values
         self._device, self._gauge, self._ranks = device, gauge, ranks or Ranks()
-        self._layers = [layer for one in lists for layer in one.layers]
+        self._layers = [*{layer: None for one in lists for layer in one.layers}]
         self._step = Step(model, self._layers, partial(self._ranks.agreed, step))
         states = tensors_of(list(getattr(optimizer, "state", {}).values()))
         weights = [*model.parameters(), *model.buffers()]
-        self._held = buckets + bytes_of(
-            [*weights, *states, *(each.grad for each in model.parameters())]
-        )
+        self._held = buckets + bytes_of([*weights, *states])
         self._missing = self._update = 0
         if optimizer:
             from megatron_lite.fit.update import update_bytes
@@ -127,22 +126,26 @@ class Measurement:
 
     def name_of(self, place: int) -> str:
         """Returns the name of a layer of the problem."""
-        names = [f"{one.name}.{n}" for one in self._lists for n in range(len(one.layers))]
-        return names[self._order[place]]
+        names = {
+            layer: f"{name}.{n}" for name, layers in self._lists for n, layer in enumerate(layers)
+        }
+        return names[self._layers[self._order[place]]]
 
     def _apply_(self, actions: Sequence[str], *, verify: bool = False) -> dict[str, str]:
-        rest, policies = list(actions), {}
+        rest, policies = dict(zip(self._layers, actions, strict=True)), {}
         for name, layers in self._lists:
-            policies[name] = policy_text(rest[: len(layers)])
+            # A layer may stand in a list twice.
+            policies[name] = policy_text([rest.pop(layer, "none") for layer in layers])
             apply_policy_(self._model, layers_fqn=name, policy=policies[name], verify=verify)
-            rest = rest[len(layers) :]
         return policies
 
     def _read(self) -> list[Span]:
         if self._has_values:
             self._step.run()
         gc.collect()  # memory in cycles of the step before would be counted, or not, by chance
-        gauge = self._gauge(self._device, self._held)
+        # The step may free the gradients that are there when it begins.
+        there = [weakref.ref(x.grad) for x in self._model.parameters() if x.grad is not None]
+        gauge = self._gauge(self._device, lambda: self._held + bytes_of(one() for one in there))
         return self._step.run(gauge, takes_notes=not self._has_values)
 
     def _measured(self, actions: Sequence[str]) -> list[Span]:
@@ -167,11 +170,12 @@ class Measurement:
         kinds: dict[Any, list[int]] = {}
         places = {number: place for place, number in enumerate(self._order)}
         used = {span.layer for span in spans if span.name == BACKWARD}
-        lists = [place for place, one in enumerate(self._lists) for _ in one.layers]
+        lists = {layer: place for place, one in enumerate(self._lists) for layer in one.layers}
         for number in self._order:
             # Without a backward, what is kept is soon freed.
-            others = self._notes.forms[number], lists[number], number in used
-            kinds.setdefault((kind_of(self._layers[number]), *others), []).append(number)
+            layer = self._layers[number]
+            others = self._notes.forms[number], lists[layer], number in used
+            kinds.setdefault((kind_of(layer), *others), []).append(number)
         told = self._ranks.told((list(kinds.values()), self._notes.shared(self._order)))
         self._shared = _of_all_ranks(*zip(*told, strict=True))
         self._alike = {number: same for same in kinds.values() for number in same}

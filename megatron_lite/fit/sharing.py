@@ -83,7 +83,8 @@ class Sharing:
         if layer in self._calls:
             call, saved = self._calls.pop(layer)
             call.close()
-            self.tensors[layer] += map(self._number_of, tensors_of(results))
+            held = tensors_of(results) or tensors_of(getattr(results, "__dict__", ()))
+            self.tensors[layer] += map(self._number_of, held)
             found = enumerate(self.tensors[layer])
             self.kept[layer] = frozenset(place for place, number in found if number in saved)
 

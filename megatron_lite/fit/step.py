@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -124,11 +125,13 @@ class Step:
         return self._largest[1] if is_read and self.varies else None
 
     def _mark(self, gauge: Gauge, event: Event, *_: Any) -> None:
-        self._events.append(event)
-        gauge.mark()
+        # The gradients of several results begin one backward.
+        if event.name != BACKWARD or self._events[-1] != event:
+            self._events.append(event)
+            gauge.mark()
 
     def _mark_layers(self, gauge: Gauge) -> Iterator[Any]:
-        calls, sizes = Counter[int](), dict[int, int]()
+        calls, sizes, given = Counter[int](), dict[int, int](), dict[int, set[int]]()
 
         def mark(layer: int, name: int, tensors: Any, gradient: int) -> None:
             if not torch.is_grad_enabled():  # no policy changes what such a forward takes
@@ -143,10 +146,17 @@ class Step:
                 sizes[layer] = next((each.numel() for each in tensors_of(tensors)), 0) or 1
             call = layer, sizes[layer], calls[layer]
             self._mark(gauge, Event(name, *call))
-            for tensor in tensors_of(tensors):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._mark, gauge, Event(gradient, *call)))
-                    return  # other tensors, such as masks, may be those of all layers
+            found = [each for each in tensors_of(tensors) if each.requires_grad]
+            if name == FORWARD:
+                given[layer], found = {*map(id, found)}, found[:1]  # others may be everywhere
+            else:
+                # A loss may leave a layer by an attribute.
+                for holder in (tensors, *self._layers[layer].modules()):
+                    held = getattr(holder, "__dict__", {}).values()
+                    found += [x for x in held if isinstance(x, Tensor) and x.grad_fn]
+                found[1:] = [x for x in found[1:] if id(x) not in given[layer]]
+            for tensor in found:
+                tensor.register_hook(partial(self._mark, gauge, Event(gradient, *call)))
 
         for number, layer in enumerate(self._layers):
             yield layer.register_forward_pre_hook(
@@ -156,6 +166,25 @@ class Step:
             yield layer.register_forward_hook(
                 lambda _, args, output, n=number: mark(n, FORWARD_END, output, BACKWARD)
             )
+
+
+def _kept(tensor: Tensor | None) -> Callable[[], Tensor | None]:
+    """Returns what gives a tensor back with its present values, or a new one if it is gone."""
+    if tensor is None:
+        return lambda: None
+    reference, version, device = weakref.ref(tensor), write_count_of(tensor), tensor.device
+    values = tensor.detach().to("cpu", copy=True)
+
+    def again() -> Tensor:
+        found = reference()
+        if found is None:
+            return values.to(device)
+        if write_count_of(found) != version:
+            with torch.no_grad():
+                found.copy_(values)
+        return found
+
+    return again
 
 
 @contextmanager
@@ -168,14 +197,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     parameters = dict(model.named_parameters())
     versions = [write_count_of(each) for each in parameters.values()]
     held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    gradients = [(each, each.grad) for each in parameters.values()]
-    copies = [
-        (each, write_count_of(each), each.detach().to("cpu", copy=True))
-        for each in (
-            *(gradient for _, gradient in gradients if gradient is not None),
-            *tensors_of([buffers for _, buffers in held]),
-        )
-    ]
+    buffers = [*map(_kept, tensors_of([buffers for _, buffers in held]))]
+    gradients = [(each, _kept(each.grad)) for each in parameters.values()]
     devices = {each.device for each in parameters.values() if each.device.type == "cuda"}
     hook = register_optimizer_step_pre_hook(_refuse_update)
     with torch.random.fork_rng(devices), drawn_again(global_states()):
@@ -183,15 +206,13 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             hook.remove()
+            for present, before in held:
+                present.clear()
+                present.update(before)
             for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for buffers, before in held:
-                buffers.clear()
-                buffers.update(before)
-            with torch.no_grad():
-                for tensor, version, values in copies:
-                    if write_count_of(tensor) != version:
-                        tensor.copy_(values)
+                parameter.grad = gradient()
+            for restored in buffers:
+                restored()
     for (name, each), version in zip(parameters.items(), versions, strict=True):
         if write_count_of(each) != version:
             raise ValueError(

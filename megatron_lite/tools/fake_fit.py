@@ -6,7 +6,7 @@ the weights that are gathered at the peak.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -48,10 +48,15 @@ class FakeGauge(StepMeter):
     """
 
     def __init__(
-        self, device: torch.device, held: int, *, flops: float = 5e14, bandwidth: float = 2.5e12
+        self,
+        device: torch.device,
+        held: Callable[[], int],
+        *,
+        flops: float = 5e14,
+        bandwidth: float = 2.5e12,
     ) -> None:
         super().__init__()
-        self._held, self._seconds, self._flops, self._bandwidth = held, 0.0, flops, bandwidth
+        self._held, self._seconds, self._flops, self._bandwidth = held(), 0.0, flops, bandwidth
         self.readings: list[Reading] = []
 
     def mark(self) -> None:

@@ -4,6 +4,7 @@ import itertools
 import random
 from dataclasses import replace
 from statistics import mode
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,6 +69,43 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
 
 
+class Looped(Block):
+    """It runs three times."""
+
+    def __call__(self, hidden):
+        """Returns the hidden states."""
+        for _ in range(3):
+            hidden = super().__call__(hidden)
+        return hidden
+
+
+class WithLoss(Block):
+    """It returns an object, and leaves a loss in an attribute."""
+
+    def forward(self, hidden):
+        """Returns the hidden states."""
+        found = super().forward(hidden)
+        self.loss = found.square().mean()
+        return SimpleNamespace(hidden=found)
+
+
+class Losses(Model):
+    """A model whose layers have losses of their own."""
+
+    def forward(self, ids):
+        """Returns the sum of all losses."""
+        hidden = self.embedding(ids)
+        for block in self.part0:
+            hidden = block(hidden).hidden
+        return hidden.mean() + sum(block.loss for block in self.part0)
+
+
+def with_layers(model, *layers):
+    """Returns the model with these layers."""
+    model.part0 = nn.ModuleList(layers)
+    return model
+
+
 def ids(batch=2, length=40):
     """Returns token ids."""
     return torch.arange(batch * length).reshape(batch, length) % 50
@@ -128,6 +166,13 @@ def check(model, step, shares):
         pytest.param(lambda: Model([64] * 6), id="alike"),
         pytest.param(lambda: Model([64] * 4, [96] * 4, tied=True), id="two lists, tied"),
         pytest.param(lambda: Model([64, 96, 128, 64, 96, 128, 64]), id="three kinds"),
+        pytest.param(
+            lambda: with_layers(Losses([]), *[WithLoss(32, 64) for _ in range(4)]), id="own losses"
+        ),
+        pytest.param(
+            lambda: with_layers(Model([]), *[Block(32, 64), Block(32, 64)] * 2), id="standing twice"
+        ),
+        pytest.param(lambda: with_layers(Model([]), Looped(32, 64)), id="one layer"),
     ],
 )
 def test_the_peak_is_within_the_budget_and_gradients_are_the_same(model):
@@ -280,6 +325,23 @@ def test_the_call_leaves_model_and_generators_as_they_were():
         assert torch.equal(each, before[name][0]) and torch.equal(each.grad, before[name][1])
     for name, each in model.named_buffers():
         assert torch.equal(each, buffers[name])
+
+
+def test_gradients_that_the_step_clears_count_once():
+    model = Model([64] * 3)
+    model(ids()).backward()
+    before = {name: each.grad.clone() for name, each in model.named_parameters()}
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        model(ids()).backward()
+
+    fit = fit_memory_(model, None, step=step)
+    for name, each in model.named_parameters():
+        assert torch.equal(each.grad, before[name])
+    model.zero_grad(set_to_none=True)
+    bare = fit_memory_(model, None, step=step)
+    assert fit.measured == bare.measured and fit.plan.peak == bare.plan.peak
 
 
 def test_states_of_an_optimizer_count_whether_they_exist_or_not():
