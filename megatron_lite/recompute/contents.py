@@ -153,7 +153,7 @@ class Contents:
     def _look(self) -> Any:
         items = (*chain.from_iterable(self._held),)
         addresses = string_at(id(items) + tuple.__basicsize__, tuple.__itemsize__ * len(items))
-        return [*map(len, self._held)], addresses, [*map(type, self._classed)]
+        return [*map(len, self._held)], addresses, [*map(type, self._modules)]
 
     def is_as_found(self) -> bool:
         """Tells whether all containers have their items still, as far as `found` shows it."""
@@ -171,10 +171,6 @@ class Contents:
             and all(getattr(each, "is_leaf", False) for _, _, each in self.parts.values())
         )
         return copy(self) if is_so else None
-
-    @cached_property
-    def _classed(self) -> list[Any]:
-        return [*self.layer.modules(), *self.parameters]
 
     @cached_property
     def parameters(self) -> list[Tensor]:
@@ -225,7 +221,7 @@ class Contents:
 
     def add(self, name: str, value: Any, owner: str = "") -> None:
         """Adds a value and all that it holds."""
-        if type(value) in PLAIN or isinstance(value, self._constant) or id(value) in self._known:
+        if isinstance(value, self._constant) or id(value) in self._known:
             return
         self._known.add(id(value))
         if isinstance(value, (Tensor, *ARRAYS)):
@@ -310,10 +306,9 @@ class Contents:
         written: whether a tensor was written to, which may have given it a graph.
         """
         self.has_graphs |= written
-        if self.found is None:
-            self.containers = [each for each in self.containers if each.owner in owners]
-            self.generators = [each for each in self.generators if each[0] in owners]
-            self.parts = {name: each for name, each in self.parts.items() if each.owner in owners}
+        self.containers = [each for each in self.containers if each.owner in owners]
+        self.generators = [each for each in self.generators if each[0] in owners]
+        self.parts = {name: each for name, each in self.parts.items() if each.owner in owners}
         if self.has_graphs:
             self.found = None
             self.containers = [
@@ -342,7 +337,7 @@ class Contents:
                 for value, _, now in pairs or self._restorable(is_same):
                     _refill(value, now)
 
-    def _restorable(self, is_same: bool = False) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+    def _restorable(self, is_same: bool = False) -> Iterator[Any]:
         """Yields the containers that can be restored, with their items then and now.
 
         is_same: whether they had the same ones until now.

@@ -15,7 +15,7 @@ and tensors that a module changes without owning them. witness.py finds them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -100,15 +100,13 @@ class LayerState:
         ]
         self._global = [] if layer is None else global_states()
         self._is_settled = False
-        self.copies: dict[str, Any] = {}
-        if found or self.is_first:
-            with unobserved():
-                self.copies = {
-                    name: copied(part.value)
-                    for name, part in self._parts.items()
-                    if (name in (found or ()) or (self.is_first and _is_small(part)))
-                    and _has_values(part)
-                }
+        with unobserved() if found or self.is_first else nullcontext():
+            self.copies = {
+                name: copied(part.value)
+                for name, part in self._parts.items()
+                if (_is_small(part) if self.is_first else name in (found or ()))
+                and _has_values(part)
+            }
         # BatchNorm's kernels do not count their writes to the running statistics, nor does
         # `weight.data.copy_`. So the first forward compares the values.
         self.contents.mark()

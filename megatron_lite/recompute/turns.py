@@ -1,7 +1,7 @@
 """Lets one thread at a time run a forward or a replay of the layers under one policy.
 
 A replay exchanges the state of its layer and of the generators, and another thread must not see it.
-The threads in which autograd works for a device never wait: they work for a thread that waits.
+The threads in which autograd works for a device are let through: they work for a thread that waits.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ class Turns:
 
         RuntimeError: another thread stays inside; it may wait for this one.
         """
-        if not self._lock.acquire(blocking=False):
-            if threading.get_ident() not in {each.ident for each in threading.enumerate()}:
-                yield
-                return
-            if not self._lock.acquire(timeout=PATIENCE_S):
-                raise RuntimeError(
-                    "another thread has been inside a layer with a recompute policy for "
-                    f"{PATIENCE_S:.0f} s. Layers that wait for each other in several threads "
-                    "cannot be recomputed: take them out of the policy"
-                )
+        if threading.get_ident() not in {each.ident for each in threading.enumerate()}:
+            yield
+            return
+        if not self._lock.acquire(timeout=PATIENCE_S):
+            raise RuntimeError(
+                "another thread has been inside a layer with a recompute policy for "
+                f"{PATIENCE_S:.0f} s. Layers that wait for each other in several threads cannot be "
+                "recomputed: take them out of the policy"
+            )
         try:
             yield
         finally:
