@@ -169,9 +169,8 @@ def peak_of(model, step, device):
     """Returns the most bytes of a step, with the weights."""
     model.zero_grad()
     gc.collect()
-    with (CudaGauge if device.type == "cuda" else CpuGauge)(
-        device, bytes_of([*model.parameters(), *model.buffers()])
-    ) as gauge:
+    held = bytes_of([*model.parameters(), *model.buffers()])
+    with (CudaGauge if device.type == "cuda" else CpuGauge)(device, lambda: held) as gauge:
         gauge.mark()
         step()
         gauge.mark()
