@@ -74,12 +74,13 @@ def fitted(run: Run, budget_bytes: int) -> Chosen:
         return whole
     search = RankMixes(run)
     spaces = search.spaces(search.least(), budget_bytes)
-    best = None
+    best, tried = None, []
     low = high = None  # the largest spaces that are known to fit, and the smallest that do not
     for _ in range(ROUNDS):
         mixes = search.mixes(spaces)
-        if mixes is None or spaces in (low, high):
+        if mixes is None or mixes in tried:
             break
+        tried.append(mixes)
         found = run.chosen(search.config(mixes))
         lacks = found.peak.num_bytes - budget_bytes
         corrected = search.spaces(mixes, budget_bytes)

@@ -147,11 +147,14 @@ def best_mix(
         # The fastest whole stage of those that cost at most `slack` more than the cheapest.
         found: list[list[_Beginning]] = [[] for _ in range(num_layers + 1)]
         found[0] = [_Beginning(0, 0, 0.0)]
-        for place, done in itertools.product(layer_order(choices), range(num_layers)):
+        order = layer_order(choices)
+        for (step, place), done in itertools.product(enumerate(order), range(num_layers)):
             choice, more = choices[place], []  # one more layer of this choice
+            # What the layers to come keep at least decides where no moment was fuller.
+            rest = (num_layers - done - 1) * min(choices[one].kept for one in order[step:])
             for one in found[done]:
                 kept, seconds = one.kept + choice.kept, one.seconds + choice.seconds
-                fullest = max(one.fullest, kept + choice.rebuilt)
+                fullest = max(one.fullest, kept + choice.rebuilt, kept + rest)
                 is_cheap = seconds + price * kept <= (done + 1) * cheapest + slack
                 if is_cheap and (in_flight - 1) * kept + fullest <= limit:
                     more.append(_Beginning(kept, fullest, seconds, (place, one.places)))

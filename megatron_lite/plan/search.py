@@ -44,7 +44,7 @@ from megatron_lite.plan.stage_time import FSDP, HOST_PACE
 from megatron_lite.plan.step_time import StepTime, step_time
 
 SMALLEST_TRIED = 4
-MORE_FITTED = 60
+MOST_PLANS, MORE_FITTED = 6, 30
 NEAREST = 64  # faster layouts of which the smallest is looked for
 SLOWEST = 1.1  # times the step time of the best plan: a slower one is not worth a row
 BETTER = 0.999  # of the step time: a plan that is not clearly faster is no better plan
@@ -106,10 +106,10 @@ class Search:
         run = self.run(config)
         return run.chosen(config) if self.fixed_policy else fitted(run, budget_bytes)
 
-    def find(self, budget_bytes: int, *, most: int = 6) -> SearchResult:
-        """Returns the fastest plans of so many ranks. most: how many plans to return."""
+    def find(self, budget_bytes: int) -> SearchResult:
+        """Returns the fastest plans of so many ranks."""
         tried: list[tuple[RunConfig, StepTime]] = []
-        plans, too_large = self._ranked(tried, budget_bytes, most)
+        plans, too_large = self._ranked(tried, budget_bytes)
         if not plans:
             return SearchResult((), len(tried), smallest=self._smallest(too_large))
         limit = BETTER * plans[0].time.seconds
@@ -119,7 +119,7 @@ class Search:
         return SearchResult(tuple(plans), len(tried), larger=larger)
 
     def _ranked(
-        self, tried: list[tuple[RunConfig, StepTime]], budget_bytes: int, most: int
+        self, tried: list[tuple[RunConfig, StepTime]], budget_bytes: int
     ) -> tuple[list[Plan], list[RunConfig]]:
         """Returns the fastest plans, and the layouts that were found not to fit until then.
 
@@ -154,7 +154,7 @@ class Search:
         fastest = defaultdict[object, float](lambda: math.inf)  # of the plans of a shape so far
         too_large = []
         fitted = 0
-        while heap and len(plans) < most:
+        while heap and len(plans) < MOST_PLANS:
             bound, _, station, config, time, plan = heapq.heappop(heap)
             shape = _shape(config)
             if plans and bound > SLOWEST * next(iter(plans.values())).time.seconds:

@@ -64,10 +64,8 @@ class StageTime(NamedTuple):
     @classmethod
     def of(cls, parts: Iterable[tuple[StageTime, float]]) -> StageTime:
         """Returns the sum of several, each of which happens so many times."""
-        forwards, backwards = zip(
-            *(((one.forward, times), (one.backward, times)) for one, times in parts), strict=True
-        )
-        return cls(sum_of(forwards), sum_of(backwards))
+        found = [*parts]
+        return cls(*(sum_of((one[half], times) for one, times in found) for half in (0, 1)))
 
 
 class TimedRun(NamedTuple):

@@ -130,8 +130,9 @@ def step_time(
         for rank, half in enumerate(halves)
     ]
     batch, length = config.training.batch_size(dp_size), config.data.seq_length
-    rows = config.tokenizer.rows(t)
-    flops = step_flops(model, batch=batch, seq_length=length, padded_vocab_size=rows)
+    flops = step_flops(
+        model, batch=batch, seq_length=length, padded_vocab_size=config.tokenizer.rows(t)
+    )
     last = max(range(p), key=lambda rank: ends[rank] + updates[rank].reduction)
     terms = _terms(
         passages[last], ends[last] - busy[last], updates, last, num_microbatches, hardware.pace

@@ -94,25 +94,23 @@ def verdict(
     return min(tried, key=order)
 
 
-def fewest_ranks(problem: Problem, budget: Budget, *, above: int = 0) -> int | None:
-    """Returns the fewest of 1, 2, 4, ... ranks, and more than `above`, on which a plan fits.
+def fewest_ranks(problem: Problem, budget: Budget, *, above: int = 0) -> FitVerdict | None:
+    """Returns the verdict for the fewest of 1, 2, 4, ... ranks, and more than `above`, on which a
+    plan fits.
 
     Returns None if none of the MOST_TRIED smallest possible numbers is enough: then more ranks do
     not help, because the memory goes to tensors that are not shared out over ranks.
     """
     base = problem.base
     parameters = parameter_count(base.model, base.tokenizer.true_vocab_size)
-    count, tried = (1 << above.bit_length() if above else 1), 0
+    count, tried = 1 << above.bit_length(), 0
     while count <= MOST_RANKS and tried < MOST_TRIED:
         # No layout takes less than all states shared out over all ranks.
         states = LEAST_STATES * parameters / count
         if states <= budget.memory_bytes and next(layouts(problem, count), None) is not None:
             tried += 1
-            if (
-                Search(problem, count).find(budget.memory_bytes, most=1).plans
-                or verdict(problem, count, budget).found.plans
-            ):
-                return count
+            if (one := verdict(problem, count, budget)).found.plans:
+                return one
         count *= 2
     return None
 
@@ -122,13 +120,12 @@ def smallest_machine(problem: Problem, budget: Budget) -> FitVerdict:
 
     Raises InputError if more ranks do not help.
     """
-    count = fewest_ranks(problem, budget)
-    if count is None:
-        raise InputError(
-            f"no number of GPUs up to {MOST_RANKS} was found to be enough for this run: its "
-            "layouts are refused, or it needs more memory; give --gpus N for the reason"
-        )
-    return verdict(problem, count, budget)
+    if found := fewest_ranks(problem, budget):
+        return found
+    raise InputError(
+        f"no number of GPUs up to {MOST_RANKS} was found to be enough for this run: its "
+        "layouts are refused, or it needs more memory; give --gpus N for the reason"
+    )
 
 
 def status(verdicts: Sequence[FitVerdict]) -> int:

@@ -197,9 +197,10 @@ def _plan(args: Namespace, notes: list[str]) -> int:
             with told_on_terminal(
                 f"searching the fewest GPUs that are enough, of more than {tried}"
             ):
-                count = fewest_ranks(problem, budget, above=tried)
+                found = fewest_ranks(problem, budget, above=tried)
+            count = found and found.num_ranks
             more = f"It fits on {count} GPUs, the fewest of 2, 4, 8, ...: give --gpus {count}"
-            print("", paragraph(MORE_DO_NOT_HELP) if count is None else more, sep="\n")
+            print("", paragraph(more if found else MORE_DO_NOT_HELP), sep="\n")
     return status(verdicts)
 
 
