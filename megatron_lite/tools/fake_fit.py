@@ -148,14 +148,7 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
         def step() -> None:
             _loss(model(**batch)).backward()  # the logits are not held meanwhile
 
-        try:
-            step()  # in its first step FSDP2 learns the order of its units
-        except RuntimeError as error:
-            decides = ", because its forward decides by values" * isinstance(error, NeedsValues)
-            raise InputError(
-                f"{type(model).__name__} cannot run on fake tensors{decides} "
-                f"({shown(str(error).splitlines()[0])}): call fit_memory_ with a batch of your own"
-            ) from error
+        _try(model, step)  # in its first step FSDP2 learns the order of its units
         model.zero_grad()
         measured = Measurement(
             model,
@@ -168,6 +161,23 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
             has_values=False,
         )
         return fitted(model, measured, budget)
+
+
+def _try(model: Any, step: Callable[[], None]) -> None:
+    """Runs a step: without a cache of keys if the model has one that fails."""
+    for has_cache in (True, False):
+        try:
+            return step()
+        except Exception as error:  # what a model needs beyond a batch of its usual kind
+            if has_cache and not isinstance(error, NeedsValues):
+                model.config.get_text_config().use_cache = model.config.use_cache = False
+                continue
+            decides = ", because its forward decides by values" * isinstance(error, NeedsValues)
+            said = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
+            raise InputError(
+                f"{type(model).__name__} cannot run on fake tensors{decides} ({said}): call "
+                "fit_memory_ with a batch of your own"
+            ) from error
 
 
 def shard_(model: nn.Module, lists: list[LayerList], mesh: DeviceMesh) -> None:
