@@ -17,7 +17,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import copy
-from ctypes import string_at
 from enum import Enum
 from functools import cached_property, partial
 from itertools import chain
@@ -116,8 +115,8 @@ class Contents:
         that are not inside the layer. None: all.
     constant: further kinds that are never looked into.
     has_graphs: whether a tensor may have the graph of an earlier result.
-    found: the addresses of all items of all containers, and the classes, if modules hold nothing
-        besides containers and tensors without a graph. Else None.
+    found: all items of all containers, with their numbers and the classes of modules, if modules
+        hold nothing besides containers and tensors without a graph. Else None.
     """
 
     layer: nn.Module
@@ -151,17 +150,15 @@ class Contents:
         return contents
 
     def _look(self) -> Any:
-        items = (*chain.from_iterable(self._held),)
-        addresses = string_at(id(items) + tuple.__basicsize__, tuple.__itemsize__ * len(items))
-        return [*map(len, self._held)], addresses, [*map(type, self._modules)]
+        shape = [*map(len, self._held)], [*map(type, self._modules)]
+        return shape, [*chain.from_iterable(self._held)]
 
     def is_as_found(self) -> bool:
         """Tells whether all containers have their items still, as far as `found` shows it."""
-        return (
-            self.found is not None
-            and self.found == self._look()
-            and not any(map(itemgetter(1), self._empty))
-        )
+        if self.found is None or any(map(itemgetter(1), self._empty)):
+            return False
+        (before, items), (now, others) = self.found, self._look()
+        return before == now and all(map(is_, items, others))
 
     def again(self, layer: Any) -> Contents | None:
         """Returns what the modules of a layer hold, if `found` shows that it is the same."""
