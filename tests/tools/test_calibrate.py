@@ -21,12 +21,14 @@ def test_exact_rates_give_the_curve_that_made_them(peak, half):
 def test_a_measured_machine_is_one_that_the_model_reads(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(calibrate, "SHAPES", ((32, 32, 32), (64, 64, 8)))
     monkeypatch.setattr(calibrate, "ELEMENTS", 1 << 14)
+    small = "--num-layers 1 --hidden-size 64 --seq-length 32 --max-position-embeddings 32"
+    monkeypatch.setitem(calibrate.RUN, "cpu", f"{small} --vocab-size 99")
     path = tmp_path / "here.json"
     words = ["--output", str(path), "--device", "cpu", "--seconds", "0.002"]
     assert calibrate.main(words) == 0
     assert f"{path}: written" in capsys.readouterr().out
     machine = load_hardware(str(path))  # a figure beyond its bounds would raise ValueError
-    assert machine.device == "cpu" and machine.shares_cores
+    assert machine.device == "cpu" and machine.shares_cores and machine.pace != 1.0
     assert machine.inside == load_hardware("cpu").inside
     assert any("those of cpu" in source for source in machine.sources.values())
 
