@@ -121,12 +121,12 @@ def measure(setting, parallel, args):
         samples = in_rounds(
             {name: partial(clock.ms, step) for name, (_, step) in steps.items()}, args.repeats
         )
-    rows, names = [], {one.name for one in engines} | set(steps)
-    for name in sorted(names, key=[*steps, *names].index):
-        engine, _ = steps.get(name, (None, None))
+    rows = []
+    skipped |= {one.name: "no time left" for one in engines if one.name not in steps}
+    for name, (engine, _) in steps.items():
         base = footprints.get(f"transformers, {NONE}" if name.startswith("transf") else NONE)
         none = NONE + GRAPH if name.endswith(GRAPH) else NONE
-        if engine is None or base is None or none not in samples or name not in samples:
+        if base is None or none not in samples or name not in samples:
             skipped[name] = "no time left"
             continue
         found, times, rival = footprints[engine.name], samples[name], engine.rival

@@ -13,6 +13,7 @@ FLOAT32 = 4
 FORMATS = {"fp32": FLOAT32, "bf16": 2, "fp16": 2}  # bytes of an element
 # The most elements of a parameter that are read in another format, or copied to the host, at once.
 PART = 2**24
+SMALL = 2**16  # below, one kernel for many parts is better than one for each
 
 PRECISION_AWARE = dict(needs=("use_precision_aware_optimizer",))
 NO_FP8 = {"fp8": "is not built: give bf16 or fp16"}

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 SCALES = "scales_of_parts"
 HEADROOM = 15  # 2^15 is below float16's largest number
 FRACTION = 13  # the bits of a float32 that float16 has not
-ALIGNED = 16
-SMALL = 2**16  # elements: below, one kernel for many parts is better than one for each
 LEAST_EXPONENT = -100  # so that the scale is no subnormal number
 
 
@@ -174,25 +172,26 @@ def _update_compiled(
     rule: AdamW, kernels: CompiledKernels, parts: Sequence[Part], skipped: Tensor
 ) -> list[Part]:
     """Updates and publishes parts by one compiled kernel each, which makes no float32 copy. Returns
-    the small ones, and those that do not begin at a multiple of ALIGNED bytes: a kernel needs that.
+    the small ones, which are left.
+
+    All tensors begin at aligned elements, as the buckets have them: compiled code needs that.
     """
     config, settings = rule.config, parts[0].settings
     betas, rate = (config.adam_beta1, config.adam_beta2), settings["lr"]
     one, two = (1.0 - beta ** rule.count.double() for beta in betas)  # as torch's kernel has them
     decay = torch.ones_like(skipped) - rate * settings["weight_decay"]
     shared = [decay, (rate / one).to(skipped.dtype), two.sqrt().to(skipped.dtype), skipped]
-    others = []
+    small = []
     for part in parts:
+        if part.weight.numel() < optimizer_settings.SMALL:
+            small.append(part)
+            continue
         states = [part.piece.master, *rule.states[part.piece.name].values()]
         stored = [state.detach().view(-1)[part.place] for state in states]
         if part.piece.weight is not part.piece.master:
             stored.append(part.weight)
-        starts = [one.storage_offset() * one.itemsize for one in (part.grad, *stored)]
-        if part.weight.numel() < SMALL or any(start % ALIGNED for start in starts):
-            others.append(part)
-        else:
-            kernels(adam_, part.grad, *shared, *stored, betas=betas, eps=config.adam_eps)
-    return others
+        kernels(adam_, part.grad, *shared, *stored, betas=betas, eps=config.adam_eps)
+    return small
 
 
 def adam_(

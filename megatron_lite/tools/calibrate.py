@@ -109,8 +109,7 @@ def run(output: str, *, device: str, links_of: str | None, seconds: float) -> No
             f"figures are taken: one of {', '.join(machine_names())}"
         )
     machine = measure(kind, seconds, like)
-    save_hardware(machine, output)
-    pace = _pace(kind, output)
+    pace = _pace(machine)
     save_hardware(dataclasses.replace(machine, pace=pace), output)
     for rates, name in ((machine.bf16, "bfloat16"), (machine.fp32, "float32")):
         print(
@@ -125,17 +124,17 @@ def run(output: str, *, device: str, links_of: str | None, seconds: float) -> No
     )
 
 
-def _pace(device: str, machine: str) -> float:
-    """Returns the time of steps of this engine, over what is predicted with a machine's file."""
+def _pace(machine: Hardware) -> float:
+    """Returns the time of steps of this engine, over what is predicted for a machine."""
     with TemporaryDirectory() as folder:
-        metrics = os.path.join(folder, "metrics.jsonl")
-        words = [*TRAINED.split(), *RUN[device].split(), "--machine", os.path.abspath(machine)]
+        file, metrics = (os.path.join(folder, one) for one in ("machine.json", "metrics.jsonl"))
+        save_hardware(machine, file)
+        words = [*TRAINED.split(), *RUN[machine.device].split(), "--machine", file]
         done = subprocess.run(
             [sys.executable, "-m", "megatron_lite", "train", *words, "--metrics-jsonl", metrics],
             capture_output=True,
             text=True,
             check=False,
-            cwd=os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
         )
         if done.returncode:
             raise InputError(f"a small model could not be trained: {done.stderr.strip()[-300:]}")

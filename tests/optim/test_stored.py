@@ -11,7 +11,7 @@ import torch
 from megatron_lite.config import optimizer_settings
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.optim import adam_update, stored
+from megatron_lite.optim import adam_update
 from megatron_lite.optim.layouts import Piece
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.optim.stored import new_state, noise, whole, write_, write_whole_
@@ -56,9 +56,8 @@ def optimizer_of(model, parallel, kernels=None, **settings):
 @pytest.mark.parametrize("formats", [BF16, dict(BF16, main_grads_dtype="bf16")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_compiled_update_is_the_eager_one(formats, dtype, monkeypatch):
-    """To the rounding of one product; a skipped step changes nothing. Some gradients of bf16 begin
-    where a kernel cannot read them."""
-    monkeypatch.setattr(stored, "SMALL", 4)
+    """To the rounding of one product, small pieces too; a skipped step changes nothing."""
+    monkeypatch.setattr(optimizer_settings, "SMALL", 4)
     kernels, models = CompiledKernels(), (Plain(dtype), Plain(dtype))
     with tp_state(1) as parallel:
         optimizers = [

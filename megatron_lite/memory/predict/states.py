@@ -29,7 +29,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS, MUON, PART, OptimizerConfig
+from megatron_lite.config.optimizer_settings import (
+    FLOAT32,
+    FORMATS,
+    MUON,
+    PART,
+    SMALL,
+    OptimizerConfig,
+)
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.description.gradient_buckets import Gradient, bucket_layouts
@@ -53,6 +60,7 @@ class RankStates(NamedTuple):
         through which weights pass.
     rounding: the bytes that CUDA's allocator adds to the tensors on the device.
     updated: the most elements that the device updates together (optim/stored.py).
+    small: as `updated`, where all but small pieces have a compiled kernel each.
     """
 
     weights: int
@@ -62,6 +70,7 @@ class RankStates(NamedTuple):
     on_host: int = 0
     rounding: int = 0
     updated: int = 0
+    small: int = 0
 
     @property
     def total(self) -> int:
@@ -172,7 +181,10 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
             *_optimizer_tensors(config, there),
             *(taken * grad, 2 * part * element),
         ],
-    )._replace(updated=_updated(options, [number for _, number in here]))
+    )._replace(
+        updated=_updated(options, [number for _, number in here]),
+        small=_updated(options, [number for _, number in here if number < SMALL]),
+    )
 
 
 def _fully_sharded(config: RunConfig, held: list[_Held], shards: int, rank: int) -> RankStates:
@@ -322,20 +334,17 @@ def update_memory(
         name = "reduction of gradients" + " in bfloat16" * in_bf16
         found.append(UpdateMemory(name, reduced, True))
         found.append(UpdateMemory("gather of weights", states.weights * copied, True))
-    if config.optimizer.is_rounded and not _is_one_kernel(config, device):
-        found.append(UpdateMemory("update of a part", _part(config, states), False))
+    if config.optimizer.is_rounded:
+        has_kernels = config.uses_compiler(device) and "fp16" not in config.optimizer.formats
+        together = states.small if has_kernels else states.updated
+        found.append(UpdateMemory("update of a part", _part(config, together), False))
     if config.optimizer.optimizer == MUON:
         most = _muon(config, stage, shards)
         found.append(UpdateMemory("update of a matrix", most, False))
     return max(found, key=lambda one: one.num_bytes)
 
 
-def _is_one_kernel(config: RunConfig, device: str) -> bool:
-    """Returns whether a compiled kernel updates a part without float32 copies."""
-    return config.uses_compiler(device) and "fp16" not in config.optimizer.formats
-
-
-def _part(config: RunConfig, states: RankStates) -> int:
+def _part(config: RunConfig, together: int) -> int:
     """Returns the most bytes of the float32 copies of a part of a parameter (optim/stored.py): in
     its update, as a scale divides it, or as the weights are chosen from the new and the old."""
     options = config.optimizer
@@ -343,7 +352,7 @@ def _part(config: RunConfig, states: RankStates) -> int:
     divided = ("fp16" in options.formats) + 7 * options.stochastic_rounding  # numbers of 64 bits
     chosen = 3 * (options.main_params_dtype != "fp32")
     most = max(copies + (options.main_grads_dtype != "fp32"), copies + divided, chosen)
-    return FLOAT32 * most * states.updated
+    return FLOAT32 * most * together
 
 
 def _updated(options: OptimizerConfig, pieces: list[int]) -> int:
