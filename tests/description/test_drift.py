@@ -19,10 +19,10 @@ from megatron_lite.description.model_ends import embedding_operations, head_oper
 from megatron_lite.description.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.measure.meter import kept_for_backward, running_modules
-from tests.memory.test_replay_flops import FORMULAS
 from tests.support import pairs
 from tests.support.dispatch import Dispatches
 from tests.support.equality import GATHERED, SENT, VARIANTS, variant_config
+from tests.support.flash_flops import FORMULAS
 from tests.support.models import Layout, sample_tokens
 from tests.support.ranks import run_ranks
 

@@ -5,7 +5,6 @@ import torch
 
 # On a CPU other tests have what these find: they only try themselves.
 WEEKLY = (
-    "test_a_deterministic_run_repeats_bit_for_bit",
     "test_a_resumed_run_ends_as_an_uninterrupted_one",
     "test_a_resumed_fp16_run_ends_as_an_uninterrupted_one",
     "test_a_background_save_holds_what_one_in_the_foreground_does",

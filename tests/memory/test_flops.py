@@ -1,70 +1,100 @@
-"""The FLOP formulas against torch's own counter, to the last FLOP.
+"""Hardware FLOPs of recompute plans against torch's own counter, to the last FLOP."""
 
-Attention is mostly unfused here: the counter knows torch's flash kernels of CUDA, and counts
-nothing for the one of a CPU.
-"""
-
-from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lite.memory.predict.flops import forward_flops, hardware_flops, peak_flops, step_flops
-from megatron_lite.recompute.recompute_plan import keep_everything
+from megatron_lite.config.recompute import MODULES
+from megatron_lite.config.regions import LAYERNORM, MLP_REGION
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layer
+from megatron_lite.memory.predict.flops import hardware_flops, peak_flops
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.flash_flops import FORMULAS
-from tests.support.models import build_tiny_model, padded_vocab_size, sample_tokens, tp_state
-from tests.support.ranks import run_ranks
+from tests.support.models import (
+    build_tiny_model,
+    padded_vocab_size,
+    plan_of,
+    sample_tokens,
+    tp_state,
+)
+from tests.support.pairs import subsets
 
-BATCH, SEQ_LENGTH = 3, 7
-
-
-def counted(config, parallel, loss_chunk_size=None):
-    """FLOPs that torch counts on this rank: (forward, forward and backward)."""
-    tokens, labels = sample_tokens(batch=BATCH, seq_length=SEQ_LENGTH)
-    model = build_tiny_model(config, parallel, dtype=torch.float32, loss_chunk_size=loss_chunk_size)
-    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-        loss = model.loss(tokens, labels).mean()
-        forward = counter.get_total_flops()
-        loss.backward()
-    return forward, counter.get_total_flops()
+BATCH, SEQ_LENGTH = 3, 8
 
 
-def predicted(config, tp_size):
-    sizes = dict(batch=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(tp_size))
-    return forward_flops(config, **sizes), step_flops(config, **sizes)
+def plans(num_layers):
+    """Every policy, with every combination of regions, with and without tail skip."""
+    policies = (
+        *("*:none", "*:full", "*:full/2", "*:full/3", "0:full; *:none", "0-2:full; *:none"),
+        *(f"*:{'+'.join(modules)}" for modules in subsets(MODULES)),
+        "*:ops(matmul)",
+        "*:ops(attention)",
+        "*:ops(matmul/2,attention)",
+        "*:ops(matmul/3,collective)",
+        "0:ops(max);1:full",
+        "*:ops(aten.addmm.default)",
+        "*:ops(aten.mm.default/2,aten.bmm.default)",
+    )
+    return {
+        f"{policy}, tail skipped: {skip}": plan_of(policy, num_layers, recompute_tail_skip=skip)
+        for skip in (True, False)
+        for policy in policies
+    }
 
 
-@pytest.mark.runs(daily=3, ci=7)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_flops_of_forward_and_step_are_those_that_torch_counts(name):
-    config = variant_config(name, attention_backend="unfused")
-    if config.num_experts is not None:  # the products for their biases are none of the model's
-        config = replace(config, add_bias_linear=False)
+def counted(config, plan, **loss):
+    """FLOPs of forward and backward that torch counts."""
     with tp_state(1) as parallel:
-        assert counted(config, parallel) == predicted(config, 1)
+        model = build_tiny_model(config, parallel, dtype=torch.float32, plan=plan, **loss)
+        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+            model.loss(*sample_tokens(batch=BATCH, seq_length=SEQ_LENGTH)).mean().backward()
+    return counter.get_total_flops()
+
+
+def predicted(config, plan, **loss):
+    return hardware_flops(
+        config,
+        plan,
+        batch=BATCH,
+        seq_length=SEQ_LENGTH,
+        padded_vocab_size=padded_vocab_size(1),
+        device="cpu",
+        **loss,
+    )
+
+
+VARIANTS_AND_BACKENDS = list(product(VARIANTS, ("unfused", "flash")))
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("tp_size", [1, 4])
-def test_a_loss_in_chunks_costs_the_logits_once_more(tp_size):
-    config, plan = variant_config("gpt2", attention_backend="unfused"), keep_everything(2)
-    sizes = dict(batch=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(tp_size))
+@pytest.mark.parametrize(("variant", "backend"), VARIANTS_AND_BACKENDS)
+def test_the_figure_of_every_plan_is_the_one_that_torch_counts(variant, backend):
+    # not divisible by the units of 2 and 3
+    config = variant_config(variant, num_layers=5, attention_backend=backend)
+    # Every plan has its turn in one of the cases. Neighbours in the list are alike.
+    turn = (list(VARIANTS).index(variant) + (backend == "flash")) % 13
+    named = dict(list(plans(config.num_layers).items())[turn::13])
+    for name, plan in named.items():
+        assert counted(config, plan) == predicted(config, plan), name
 
-    def work(rank, world_size):
-        with tp_state(world_size) as parallel:
-            return [counted(config, parallel, chunk_size) for chunk_size in (1, 5, 1000)]
 
-    forward, both = (
-        forward_flops(config, **sizes),
-        hardware_flops(config, plan, device="cpu", loss_chunk_size=5, **sizes),
-    )
-    assert both == step_flops(
-        config, **sizes
-    ) + 2 * BATCH * SEQ_LENGTH * config.hidden_size * padded_vocab_size(tp_size)
-    for of_ranks in zip(*run_ranks(work, tp_size), strict=True):
-        assert tuple(map(sum, zip(*of_ranks, strict=True))) == (forward, both)
+@pytest.mark.parametrize("loss_chunk_size", [1, 5, 1000])
+def test_a_loss_in_chunks_costs_the_logits_once_more(loss_chunk_size):
+    case = variant_config("gpt2"), plan_of("*:none", 2)
+    once_more = counted(*case, loss_chunk_size=loss_chunk_size)
+    assert once_more == predicted(*case, loss_chunk_size=loss_chunk_size) > predicted(*case)
+
+
+def test_no_replay_leaves_out_a_matmul_whose_result_a_norm_reads():
+    sizes = Sizes(micro_batch_size=2, seq_length=6, padded_vocab_size=72)
+    after = describe_layer(variant_config("olmo"), sizes)
+    assert after.tail() == after.tail(MLP_REGION) == frozenset()
+    assert not any(LAYERNORM in one.regions for one in after.operations)
+    before = describe_layer(variant_config("pythia"), sizes)
+    assert {name for name, _ in before.tail()} == {"linear_fc2"}
 
 
 @pytest.mark.parametrize(

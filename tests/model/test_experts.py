@@ -70,53 +70,6 @@ def regions_of(rng):
     )
 
 
-def test_the_balance_of_a_step_is_judged_over_its_micro_batches():
-    config = config_of(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.3)
-    with layer_of(config) as (layer, _):
-        layer.router.start_step(1.0)
-        batches = [torch.randn(S, B, H, dtype=torch.float64) for _ in range(2)]
-        seen = [layer.router._chosen(x.flatten(0, 1) @ layer.router.weight.t(), 1) for x in batches]
-        both = torch.cat([experts for experts, _ in seen]).flatten().bincount(minlength=8)
-        assert torch.equal(seen[1][1][0], both / 2)
-        layer.router.start_step(1.0)
-        assert layer.router.global_tokens.sum() == 0
-
-
-def test_the_biases_move_towards_balance_and_only_the_choice_reads_them():
-    with layer_of(config_of(**DEEPSEEK, moe_router_bias_update_rate=0.25)) as (layer, regions):
-        router = layer.router
-        bias = router.expert_bias
-        assert bias is not None
-        router.start_step(1.0)
-        x = torch.randn(S, B, H, dtype=torch.float64)
-        before = router(x, regions)
-        counts = before.experts.flatten().bincount(minlength=8)
-        assert torch.equal(router.tokens_per_expert, counts.float())
-        router.update_bias(None)
-        mean = counts.float().mean()
-        assert torch.equal(bias, 0.25 * (mean - counts).sign())
-        bias.fill_(100.0)  # the same for all: no other choice, and no other weights
-        after = router(x, regions_of(regions.rng))
-        assert torch.equal(before.experts, after.experts)
-        assert torch.equal(before.weights, after.weights)
-
-
-@pytest.mark.parametrize("topk", [1, 8])
-def test_one_expert_or_all_of_them_get_every_token(topk):
-    """The others get no row. Their gradients are zeros, not what was in memory."""
-    with layer_of(config_of(moe_router_topk=topk, moe_ffn_hidden_size=16), torch.float32) as one:
-        layer, regions = one
-        with torch.no_grad():
-            layer.router.weight.zero_()
-            layer.router.weight[5] = 1.0
-        x = torch.rand(S, B, H, requires_grad=True)  # positive: expert 5 has the highest score
-        layer(x, regions).sum().backward()
-        gradient = layer.experts.linear_fc1.weight.grad
-        assert gradient is not None
-        got = gradient.flatten(1).abs().sum(1) > 0
-        assert got.tolist() == [topk == 8 or expert == 5 for expert in range(8)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [16, 6])  # 6: rows that torch's grouped product refuses
 def test_grouped_products_are_those_of_each_group(dtype, width):

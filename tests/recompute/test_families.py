@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_lite.recompute.apply import apply_policy_
-from tests.support.foreign import SITUATIONS, Foreign, differences, train
-from tests.support.foreign_families import FAMILIES, NEWER, VARIANTS, language_loss, newer, tokens
-from tests.support.foreign_layers import LAYERS, Chain, Mlp, chain, chain_loss
+from tests.support.foreign import SITUATIONS, differences, train
+from tests.support.foreign_families import FAMILIES, NEWER, VARIANTS, newer
+from tests.support.foreign_layers import LAYERS, chain_loss
 from tests.support.foreign_policies import MODELS, POLICIES, faults, policy_on, unclear
 from tests.support.foreign_wrapped import (
     compile_around,
@@ -28,6 +28,7 @@ from tests.support.pairs import covered
 from tests.support.ranks import run_ranks
 
 EVERY_MODEL = [*FAMILIES, *VARIANTS, *LAYERS]
+TEXTS = ("*:full", "*:ops(matmul)", "*:full@host")
 BRIEF = ("GPT-2", "Llama", "Mixtral, router loss", "T5")
 
 
@@ -72,60 +73,7 @@ def test_every_policy_holds_in_every_situation(name):
     assert not found
 
 
-def test_generation_reads_its_cache_as_without_a_policy():
-    def continued(text):
-        torch.manual_seed(3)
-        model = FAMILIES["Llama"].build()
-        if text is not None:
-            apply_policy_(model, layers_fqn="model.layers", policy=text)
-        return model.eval().generate(tokens(0), max_new_tokens=5, do_sample=False)
-
-    assert torch.equal(continued(None), continued("*:full")) and torch.equal(
-        continued(None), continued("*:ops(matmul)")
-    )
-
-
-def test_the_names_of_the_weights_stay_and_load_either_way():
-    torch.manual_seed(3)
-    plain_model, model = FAMILIES["BERT"].build(), FAMILIES["BERT"].build()
-    apply_policy_(model, layers_fqn="bert.encoder.layer", policy="*:full")
-    assert list(model.state_dict()) == list(plain_model.state_dict())
-    model.load_state_dict(plain_model.state_dict())
-    torch.manual_seed(7)
-    expected = language_loss(plain_model, 0)
-    torch.manual_seed(7)
-    assert torch.equal(language_loss(model, 0), expected)
-
-
-SHORT = ("*:full", "*:ops(matmul)", "*:full@host")
-
-
-def test_two_lists_that_share_their_weights_add_up():
-    class Tied(Chain):
-        def __init__(self):
-            super().__init__(Mlp)
-            self.blocks[2].fc1.weight = self.blocks[0].fc1.weight
-
-    foreign = Foreign(build=lambda: Tied().train(), loss=chain_loss)
-    assert differences(train(foreign), train(foreign, prepare=policy_on(foreign, "*:full"))) == []
-
-
-def test_the_same_layer_twice_in_a_list_has_the_gradients_of_both_or_is_refused():
-    class Shared(Chain):
-        def __init__(self):
-            super().__init__(Mlp)
-            self.blocks[2] = self.blocks[0]
-
-    foreign = Foreign(build=lambda: Shared().train(), loss=chain_loss)
-    try:
-        found = train(foreign, prepare=policy_on(foreign, "*:full"))
-    except ValueError as error:
-        assert unclear(error) == []
-        return
-    assert differences(train(foreign), found) == []
-
-
-@pytest.mark.parametrize("text", SHORT)
+@pytest.mark.parametrize("text", TEXTS)
 def test_without_gradients_a_layer_runs_once_and_keeps_nothing(text):
     torch.manual_seed(3)
     model = LAYERS["a tensor"].build().eval()
@@ -155,28 +103,6 @@ def test_hooks_on_gradients_run_once():
     assert sorted(calls) == ["accumulated", "layer", "weight"]
 
 
-@pytest.mark.parametrize("text", ["*:full", "*:none@host"])
-def test_a_policy_can_be_taken_off_and_another_put_on(text):
-    from megatron_lite.recompute.apply import remove_policy_
-
-    foreign = chain(Mlp)
-
-    def put_and_taken(model):
-        apply_policy_(model, layers_fqn="blocks", policy=text)
-        chain_loss(model, 5).backward()
-        model.zero_grad()
-        assert remove_policy_(model) == 3 and remove_policy_(model) == 0
-        assert not any("forward" in module.__dict__ for module in model.modules())
-
-    def and_again(model):
-        put_and_taken(model)
-        apply_policy_(model, layers_fqn="blocks", policy="*:full")
-
-    assert differences(train(foreign), train(foreign, prepare=put_and_taken)) == []
-    assert differences(train(foreign), train(foreign, prepare=and_again)) == []
-
-
-TEXTS = ("*:full", "*:ops(matmul)", "*:full@host")
 WITHOUT_UNUSED = ("GPT-2", "T5", "Mixtral, router loss")
 WITH_UNUSED = (*WITHOUT_UNUSED, "a tensor", "an output that nobody reads", "BatchNorm")
 
@@ -200,17 +126,6 @@ def test_ddp_reduces_the_gradients_of_the_plain_model(find_unused, static):
     assert run_ranks(_ddp, 2, names, options) == [[], []]
 
 
-def _compiled(name, text, wrap, backend, first):
-    """As `faults`, for a compiled model: equal to the plain model compiled in the same way, or one
-    clear error."""
-    train = partial(train_compiled, MODELS[name], wrap=wrap, backend=backend, first=first)
-    try:
-        found = train(policy_on(MODELS[name], text))
-    except (ValueError, RuntimeError) as error:
-        return unclear(error)
-    return differences(train(None), found)
-
-
 # By place: how the model is compiled, and whether the policy is put on first.
 PLACES = {
     "around the model": (compile_around, False),
@@ -219,24 +134,14 @@ PLACES = {
 }
 
 
-@pytest.mark.runs(daily=0)
-@pytest.mark.parametrize(
-    ("name", "text", "place"),
-    covered(product(["a tensor", "named tuple", "GPT-2"], [*TEXTS, "*:none@host"], PLACES)),
-)
-def test_a_compiled_model_with_a_policy_trains_as_without_or_says_why_not(name, text, place):
-    wrap, first = PLACES[place]
-    assert _compiled(name, text, wrap, "aot_eager", first) == []
-
-
 @pytest.mark.runs(ci=4)
 @pytest.mark.parametrize(
-    ("place", "text"),
-    [("inside of each layer's policy", "*:ops(matmul)"), *((place, "*:full") for place in PLACES)],
+    ("text", "place", "name"),
+    covered(product([*TEXTS, "*:none@host"], PLACES, ["a tensor", "named tuple"])),
 )
-def test_a_compiled_chain_with_a_policy_trains_as_without(place, text):
+def test_a_compiled_model_with_a_policy_trains_as_without(name, text, place):
     wrap, first = PLACES[place]
-    model = MODELS["a tensor"]
+    model = MODELS[name]
     train = partial(train_compiled, model, wrap=wrap, backend="aot_eager", first=first)
     assert differences(train(None), train(policy_on(model, text))) == []
 
