@@ -10,8 +10,6 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.counts import tokens_of
 from tests.support.commands import python
 from tests.support.pairs import in_one_test
@@ -193,29 +191,3 @@ def test_no_source_unpickles_evaluates_text_or_keeps_globals(path):
     source = path.read_text()
     assert [name for name, pattern in BANNED.items() if re.search(pattern, source)] == []
     assert not [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("model.layer", "from megatron_lite.memory.predict.flops import step_flops"),  # a sibling
-        ("model.layer", "import megatron_lite.training.loop"),
-        ("model.layer", "from megatron_lite import training"),
-        ("model.layer", "from ..tools import generate"),
-        ("model.layer", "from megatron_lite.unheard_of import thing"),
-        ("optim.optimizer", "if TYPE_CHECKING:\n    from megatron_lite.model.gpt import GPT"),
-        ("optim.optimizer", "def late():\n    from megatron_lite.model.gpt import GPT"),
-        ("training.loop", "from arguments import parse_args"),
-        ("tools.generate", "from megatron_lite.api import plan"),
-        ("fit.step", "from megatron_lite.parallel.rng import DEFAULT"),
-        ("config.model", "from numpy import ndarray"),
-        ("memory.predict.walk", "import torch"),
-        ("plan.step_time", "from torch import Tensor"),
-        ("memory.predict.walk", "from megatron_lite.memory.explain import units"),
-        ("data.indexed", "from torch.utils.data import Dataset"),
-    ],
-)
-def test_each_kind_of_forbidden_import_is_seen(module, source):
-    assert len(faults_of(source, f"megatron_lite.{module}")) == 1
-    fine = "import torch\nfrom megatron_lite.config.model import ModelConfig\nfrom . import norm"
-    assert faults_of(fine, "megatron_lite.model.layer") == []

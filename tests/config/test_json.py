@@ -4,30 +4,18 @@ The presets: their published numbers of parameters, and the one error.
 """
 
 import json
-import shlex
 
 import pytest
 
-from megatron_lite.api import run_config
-from megatron_lite.config.invocation import shell_lines
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.states import parameter_count
+from tests.support.runs import tiny_run
 
 
 def plain():
-    config = run_config(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        max_position_embeddings=8,
-        micro_batch_size=2,
-        seq_length=8,
-        vocab_size=99,
-    )
-    values = json.loads(config.to_json())
-    return values
+    return json.loads(tiny_run().to_json())
 
 
 def test_a_whole_number_is_read_as_a_float_where_a_float_is_meant():
@@ -139,13 +127,3 @@ def test_a_preset_has_about_the_parameters_in_its_name(name):
 
 def test_every_preset_is_compared():
     assert set(EXACT) | set(ROUNDED) == set(PRESETS)
-
-
-def test_the_lines_of_a_command_fit_and_are_read_back_by_a_shell():
-    words = ["torchrun", "--node-rank", "$RANK", "-m", "a", "train", "--x", "b c; *:d"]
-    assert shell_lines(words) == "torchrun --node-rank $RANK -m a train --x 'b c; *:d'"
-    words += [f"--flag-{number}" for number in range(20)]
-    text = shell_lines(words)
-    assert shlex.split(text.replace("\\\n", "")) == words
-    assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) < 6
-    assert shell_lines([]) == ""

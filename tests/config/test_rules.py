@@ -14,7 +14,6 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite.config.data_settings import TokenizerConfig
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.notices import notices
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.plain import MOST_SIZE
@@ -24,6 +23,7 @@ from megatron_lite.config.training import TrainingConfig
 from megatron_lite.config.units import parse_bytes
 from tests.support.commands import fault_of
 from tests.support.pairs import in_one_test
+from tests.support.runs import tiny_run
 
 RUN = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 "
@@ -82,38 +82,22 @@ def test_a_value_beyond_its_rule_is_told_with_flag_rule_and_value(name, flag, va
     assert said.startswith(f"{flag} must be ") and rule in said and f"(got {value!r})" in said
 
 
-SMALLEST = {
-    ModelConfig: {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 8,
-    },
-    TrainingConfig: {"micro_batch_size": 2},
-    TokenizerConfig: {"vocab_size": 99},
-}
-
-
-def build(config_class, **changes):
-    return config_class(**{**SMALLEST[config_class], **changes})
-
-
 # What follows from the fields
 
 
 @pytest.mark.parametrize(
     ("changes", "ffn"),
     [
-        ({}, 64),
+        ({}, 128),
         ({"swiglu": True, "hidden_size": 100, "num_attention_heads": 5}, 256),
         ({"swiglu": True, "hidden_size": 4096}, 10880),
         ({"swiglu": True, "hidden_size": 24}, 64),
         ({"swiglu": True, "ffn_hidden_size": 7}, 7),
-        ({"squared_relu": True}, 64),
+        ({"squared_relu": True}, 128),
     ],
 )
 def test_the_default_ffn_size_is_megatrons(changes, ffn):
-    assert build(ModelConfig, **changes).ffn_size == ffn
+    assert tiny_run(**changes).model.ffn_size == ffn
 
 
 def test_sequence_parallel_is_off_on_one_rank():
@@ -122,12 +106,9 @@ def test_sequence_parallel_is_off_on_one_rank():
 
 
 def test_microbatches_and_iterations_follow_from_the_batch():
-    training = build(TrainingConfig, global_batch_size=12, train_samples=50)
-    assert (
-        training.batch_size(3),
-        training.num_microbatches(3),
-        training.num_iterations(training.batch_schedule(3)),
-    ) == (12, 2, 4)
+    training = TrainingConfig(micro_batch_size=2, global_batch_size=12, train_samples=50)
+    assert (training.batch_size(3), training.num_microbatches(3)) == (12, 2)
+    assert training.num_iterations(training.batch_schedule(3)) == 4
     with pytest.raises(
         ValueError, match="12 is not divisible by --micro-batch-size 2 x data-parallel size 4 = 8"
     ):

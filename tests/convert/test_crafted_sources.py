@@ -117,7 +117,6 @@ def test_every_byte_of_a_zip_may_be_wrong(tmp_path, capsys):
 
 
 def test_an_iteration_that_no_run_reaches_and_integer_weights_are_refused(tmp_path, capsys):
-    pytest.importorskip("transformers")
     saved_peer("gpt2", tmp_path / "theirs")
     assert converted(tmp_path, "hf theirs -> megatron legacy") == 0
     path = tmp_path / "legacy" / "release" / "mp_rank_00" / "model_optim_rng.pt"

@@ -53,7 +53,7 @@ def test_a_round_trip_is_bitwise_and_transformers_opens_it(name, tmp_path):
         assert torch.equal(model(tokens).logits, again.eval()(tokens).logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "glm", "phi3 with longrope"])
+@pytest.mark.parametrize("name", ["gemma3_text", "glm"])
 def test_weights_keep_their_dtype_and_their_tokenizer(name, tmp_path):
     model = PEERS[name]().to(torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs")
@@ -113,7 +113,6 @@ def test_names_without_their_prefix_and_buffers_are_understood(name, tmp_path):
     assert same_weights(expected, weights_in(tmp_path / "again"))
 
 
-pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 
@@ -134,10 +133,6 @@ def tokenizer(change):
     return edited
 
 
-def secret(folder):
-    (folder / "tokenizer.json").symlink_to("/proc/self/environ")
-
-
 def text(name, content):
     def written(folder):
         save_tokenizer(folder)
@@ -146,11 +141,7 @@ def text(name, content):
     return written
 
 
-def one_id(values):
-    values["model"]["vocab"] = dict.fromkeys(WORDS, 3)
-
-
-def rotary(**values):
+def rope(**values):
     return edit("config.json", lambda found: found["rope_parameters"].update(values))
 
 
@@ -166,23 +157,6 @@ def tensors(change):
 def truncate(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-
-
-def pickle(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def index(folder):
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}})
-    )
-
-
-def weight(value):
-    def change(tensors):
-        tensors["model.norm.weight"][3] = value
-
-    return lambda folder: rewrite(folder, change)
 
 
 NORM = "model.norm.weight"
@@ -206,13 +180,22 @@ CASES = {
         sizes(rope_parameters=dict(rope_type="longrope", short_factor=[1.0], long_factor=[])),
         "--rope-type longrope needs --short-factor and --long-factor, each with a number for each",
     ),
-    "pickle": (pickle, "is pickled, and reading a pickle may run any code"),
+    "pickle": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "is pickled, and reading a pickle may run any code",
+    ),
     "no weights": (
         lambda folder: (folder / "model.safetensors").unlink(),
         "has neither model.safetensors nor model.safetensors.index.json",
     ),
     "truncated": (truncate, "it is missing, truncated or damaged, or no safetensors file"),
-    "path in the index": (index, "'../elsewhere.safetensors', which is no file's name"),
+    "path in the index": (
+        text(
+            "model.safetensors.index.json",
+            b'{"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}',
+        ),
+        "'../elsewhere.safetensors', which is no file's name",
+    ),
     "missing tensor": (tensors(lambda found: found.pop(QUERY)), f"lacks {QUERY}"),
     "extra tensor": (
         tensors(lambda found: found.update({"model.layers.7.x.weight": torch.ones(3)})),
@@ -226,11 +209,17 @@ CASES = {
         tensors(lambda found: found.update({NORM: torch.ones(32, dtype=torch.int8)})),
         "final_layernorm.weight has the dtype I8, and only F64, F32, BF16, F16 are read",
     ),
-    "a link to a secret": (secret, "tokenizer.json: is no regular file, but a link out of"),
+    "a link to a secret": (
+        lambda folder: (folder / "tokenizer.json").symlink_to("/proc/self/environ"),
+        "tokenizer.json: is no regular file, but a link out of",
+    ),
     "no JSON": (text("tokenizer_config.json", b"SECRET=1"), "not a tokenizer that can be read"),
     "no pairs": (text("merges.txt", b"root:x:0:0\n"), "line 1 is no pair of words"),
     "no object": (text("generation_config.json", b"[]"), "must be an object"),
-    "one id": (tokenizer(one_id), "have one id, 3"),
+    "one id": (
+        tokenizer(lambda found: found["model"].update(vocab=dict.fromkeys(WORDS, 3))),
+        "have one id, 3",
+    ),
     "an id beyond": (
         tokenizer(lambda found: found["model"]["vocab"].update(late=61)),
         "the id of 'late' must be a whole number from 0 to 60 (got 61)",
@@ -244,10 +233,13 @@ CASES = {
         ),
         "the id of '<x>' must be",
     ),
-    "an unknown rotary key": (rotary(mystery=1), "has the unknown key mystery"),
-    "a part of a head": (rotary(partial_rotary_factor=0.5), "the whole head is rotated"),
-    "a base of 400 digits": (rotary(rope_theta=10**400), "(401 characters)"),
-    "NaN": (weight(float("nan")), "decoder.final_layernorm.weight holds NaN or infinity"),
+    "an unknown rotary key": (rope(mystery=1), "has the unknown key mystery"),
+    "a part of a head": (rope(partial_rotary_factor=0.5), "the whole head is rotated"),
+    "a base of 400 digits": (rope(rope_theta=10**400), "(401 characters)"),
+    "NaN": (
+        tensors(lambda found: found[NORM][3:].fill_(float("nan"))),
+        "decoder.final_layernorm.weight holds NaN or infinity",
+    ),
     "many layers": (sizes(num_hidden_layers=65536), "describes 65536 layers, and the files"),
     "a token id of text": (sizes(eos_token_id="</s>"), "eos_token_id must be a whole number"),
 }

@@ -58,11 +58,16 @@ def test_any_split_holds_the_same_values(sizes, trained, tmp_path):
         assert torch.equal(ours.read(name), theirs.read(name))
 
 
-def test_a_run_goes_on_from_converted_optimizer_states(trained, tmp_path):
-    """Without dropout the run is the one that goes on from the original."""
+def test_a_run_goes_on_from_converted_optimizer_states(trained, tmp_path, capsys):
+    """Without dropout the run is the one that goes on from the original. The printed command goes
+    beyond its iteration."""
     still = dict(hidden_dropout=0.0, attention_dropout=0.0)
     layout = ("--tensor-model-parallel-size", "2")
     assert converted(tmp_path, f"megatron-lite {trained} -> megatron-lite split", *layout) == 0
+    output = capsys.readouterr().out
+    train, _ = printed_commands(output)
+    assert "The source has no tokenizer." in output and "--bf16" not in train
+    assert train[train.index("--train-iters") + 1] == "1003"
     for name, load in (("first", trained), ("second", tmp_path / "split")):
         run_to_end(tiny_run(**still, load=str(load), save=str(tmp_path / name), train_iters=5))
     first, second = (step_bytes(tmp_path / name, 5) for name in ("first", "second"))
@@ -207,12 +212,3 @@ def test_a_converted_model_trains_on_and_generates_by_the_printed_commands(
     generated = run_program(*generate[1:], *few, main=main)
     assert generated.returncode == 0, generated.stderr
     assert generated.stdout.startswith("Once upon a time")
-
-
-def test_a_run_with_optimizer_states_is_continued_beyond_its_iteration(tmp_path, capsys):
-    run_to_end(tiny_run(save=str(tmp_path / "run"), train_iters=3))
-    assert converted(tmp_path, "megatron-lite run -> megatron-lite split") == 0
-    output = capsys.readouterr().out
-    train, _ = printed_commands(output)
-    assert "The source has no tokenizer." in output and "--bf16" not in train
-    assert train[train.index("--train-iters") + 1] == "1003"

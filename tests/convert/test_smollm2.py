@@ -1,8 +1,5 @@
 """SmolLM2-135M with its real weights: the same logits and tokens as transformers."""
 
-from pathlib import Path
-from typing import Any, NamedTuple
-
 import pytest
 import torch
 
@@ -17,14 +14,8 @@ from tests.support.runs import rows
 from tests.support.smollm2 import save_smollm2
 
 pytestmark = pytest.mark.long
+Tokenizer = pytest.importorskip("tokenizers").Tokenizer
 PROMPT = "The capital of France is"
-
-
-class Model(NamedTuple):
-    """theirs: transformers' model. folder: the checkpoints `theirs` and `ours`."""
-
-    theirs: Any
-    folder: Path
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +24,7 @@ def smollm2(tmp_path_factory):
     (folder / "theirs").mkdir()
     model = save_smollm2(folder / "theirs")
     assert converted(folder, "hf theirs -> megatron-lite ours") == 0
-    yield Model(model, folder)
-
-
-def ids_of(folder, text):
-    from tokenizers import Tokenizer
-
-    return list(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
+    return model, folder
 
 
 def logits(folder, tokens, ranks):
@@ -53,28 +38,29 @@ def logits(folder, tokens, ranks):
 
 def test_logits_are_those_of_transformers(smollm2):
     """float32 against float32: 1e-4 of the largest logit."""
-    tokens = ids_of(smollm2.folder / "theirs", PROMPT)
+    theirs, folder = smollm2
+    tokenizer = Tokenizer.from_file(str(folder / "theirs" / "tokenizer.json"))
+    tokens = list(tokenizer.encode(PROMPT).ids)
     with torch.no_grad():
-        expected = smollm2.theirs(torch.tensor([tokens])).logits[0]
-    folder = smollm2.folder / "ours"
-    found = run_ranks(lambda rank, size: logits(folder, tokens, size), 3)
+        expected = theirs(torch.tensor([tokens])).logits[0]
+    found = run_ranks(lambda rank, size: logits(folder / "ours", tokens, size), 3)
     for one in found:
         assert (one - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.weekly
 def test_training_goes_on_alike_under_every_policy(smollm2, tmp_path):
-    theirs, lines = smollm2.folder / "theirs", []
+    _, folder = smollm2
+    theirs, lines = folder / "theirs", []
     for number, policy in enumerate(("*:none", "*:full", "*:ops(matmul,attention)")):
         metrics = tmp_path / f"{number}.jsonl"
-        done = run_command(
-            *("--hf-config", str(theirs / "config.json"), "--load", str(smollm2.folder / "ours")),
-            *("--tokenizer-type", "HuggingFaceTokenizer"),
-            *("--tokenizer-model", str(theirs / "tokenizer.json"), "--mock-data"),
-            *("--micro-batch-size", "1", "--global-batch-size", "1", "--seq-length", "64"),
-            *("--train-iters", "2", "--lr", "1e-4", "--eval-iters", "0"),
-            *("--recompute-policy", policy, "--metrics-jsonl", str(metrics)),
+        flags = (
+            f"--hf-config {theirs}/config.json --load {folder}/ours "
+            f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {theirs} --mock-data "
+            "--micro-batch-size 1 --global-batch-size 1 --seq-length 64 --train-iters 2 --lr 1e-4 "
+            f"--eval-iters 0 --recompute-policy {policy} --metrics-jsonl {metrics}"
         )
+        done = run_command(*flags.split())
         assert done.returncode == 0, done.stderr
         lines.append([(row["lm_loss"], row["grad_norm"]) for row in rows(metrics)])
     assert lines[0] == lines[1] == lines[2] and len(lines[0]) == 2

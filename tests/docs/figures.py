@@ -220,46 +220,6 @@ def memory_figure():
     return draw([read_timeline(str(path)) for path in files])
 
 
-def terminal_row():
-    """Returns the heading and one row of the terminal, of made-up figures."""
-    import torch
-
-    from megatron_lite.training.iteration_line import Interval, IterationRecord, RunFacts, short_row
-
-    facts = RunFacts(
-        num_iterations=300,
-        num_samples=4800,
-        batch_size=16,
-        tokens=2048,
-        world_size=1,
-        flops=412_000,
-        hardware_flops=412_000,
-        peak_flops=412_000 / 0.412 / 0.6772,
-        device=torch.device("cpu"),
-    )
-    record = IterationRecord(
-        iteration=100,
-        consumed_samples=1600,
-        global_batch_size=16,
-        lm_loss=2.5063,
-        grad_norm=1.661,
-        learning_rate=6.16e-4,
-        loss_scale=1.0,
-        iteration_ms=677.2,
-        tokens_per_second=3024.0,
-        skipped=0,
-        nan=0,
-    )
-    return short_row(
-        Interval([record], facts),
-        facts,
-        "14.332/14.332 MiB",
-        columns=100,
-        heading="kept pred./measured",
-        is_first=True,
-    )
-
-
 TEXTS = {
     "expert-ladder": partial(ladder, expert_run, EXPERT_LADDER, ranks=64),
     "grammar": grammar,
@@ -268,7 +228,6 @@ TEXTS = {
     "published-runs": partial(runs, "published", "source"),
     "published-kinds": partial(runs, "published", "kind"),
     "regions": regions_table,
-    "terminal-row": terminal_row,
     "torch-versions": lambda: torch_versions.table(torch_versions.recorded()),
 }
 FIGURES = {

@@ -211,14 +211,3 @@ def test_any_changed_field_is_refused_or_changes_nothing_that_is_loaded(
     text, found = load(folder)
     refused = f"warning: {folder / NEWEST}" in text
     assert same(found, known[BEFORE if refused else NEWEST]) if found else str(folder) in text
-
-
-def test_a_manifest_of_an_older_version_still_loads(tmp_path, good, load, known):
-    """It had the number of the start that saved the step, and the steps that led to it."""
-    folder = shutil.copytree(good, tmp_path / "steps")
-    for step in (NEWEST, BEFORE):
-        path = folder / step / MANIFEST
-        values = json.loads(path.read_text())
-        path.write_text(json.dumps({**values, "start": 2, "course": [[1, 1]]}))
-    text, found = load(folder)
-    assert "warning" not in text and same(found, known[NEWEST])

@@ -4,7 +4,7 @@ written down, and nothing else changes. A spike of the loss is skipped in the sa
 import json
 import math
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def _poisoned(rank, world_size, config, where, value, iterations):
     @contextmanager
     def fault():
         before = state_of(trainers[0].model, trainers[0].optimizer)
-        with Poison(where, value) if rank == world_size - 1 else contextmanager(lambda: (yield))():
+        with Poison(where, value) if rank == world_size - 1 else nullcontext():
             yield
         changed.extend(differing(before, state_of(trainers[0].model, trainers[0].optimizer)))
 

@@ -4,8 +4,6 @@ rank stops; nothing is lost."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -36,40 +34,33 @@ def corpus_config(prefix, shape, **settings):
     )
 
 
-class Spot(NamedTuple):
-    """A token of a corpus: its file, place, and document."""
-
-    path: Path
-    place: int
-    document: int
-
-    @classmethod
-    def in_sample(cls, prefix, config, sample):
-        """The second token of a sample."""
-        data = build_datasets(
-            config.data, vocab_size=VOCABULARY, seed=config.training.seed, num_samples=(32, 0, 0)
-        ).train
-        ((_, (document, *_)),) = data.documents(sample).items()
-        ids = np.fromfile(f"{prefix}.bin", np.uint16)[document * 40 : (document + 1) * 40]
-        windows = np.lib.stride_tricks.sliding_window_view(ids, 4)
-        start = int(np.argmax((windows == data[sample][:4]).all(1)))
-        return cls(prefix.with_suffix(".bin"), document * 40 + start + 1, document)
-
-    def write(self, token):
-        """Puts it there. Returns what stood there."""
-        ids = np.memmap(self.path, np.uint16, mode="r+")
-        before, ids[self.place] = int(ids[self.place]), token
-        return before
+def second_token(prefix, config, sample):
+    """Returns the place of the second token of a sample in the file, and its document."""
+    data = build_datasets(
+        config.data, vocab_size=VOCABULARY, seed=config.training.seed, num_samples=(32, 0, 0)
+    ).train
+    ((_, (document, *_)),) = data.documents(sample).items()
+    ids = np.fromfile(f"{prefix}.bin", np.uint16)[document * 40 : (document + 1) * 40]
+    windows = np.lib.stride_tricks.sliding_window_view(ids, 4)
+    start = int(np.argmax((windows == data[sample][:4]).all(1)))
+    return document * 40 + start + 1, document
 
 
-def _run(rank, world_size, config, bad=None):
-    """bad: what goes bad once every rank has opened the data."""
+def write(prefix, place, token):
+    """Puts a token there. Returns what stood there."""
+    ids = np.memmap(f"{prefix}.bin", np.uint16, mode="r+")
+    before, ids[place] = int(ids[place]), token
+    return before
+
+
+def _run(rank, world_size, config, *bad):
+    """bad: the place of a token that goes bad once every rank has opened the data."""
 
     def corrupt(_):
         if world_size > 1:
             dist.barrier()
-        if bad is not None and rank == 0:
-            bad.write(60000)
+        if bad and rank == 0:
+            write(*bad, 60000)
         if world_size > 1:
             dist.barrier()
 
@@ -88,18 +79,18 @@ def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_
     write_corpus(prefix)
     config = corpus_config(prefix, shape, model=dict(attention_dropout=0.0))
     # read by the last data-parallel rank in iteration 6
-    bad = Spot.in_sample(prefix, config, sample=4 * 5 + 3)
-    good = int(np.fromfile(bad.path, np.uint16)[bad.place])
+    place, document = second_token(prefix, config, sample=4 * 5 + 3)
+    good = int(np.fromfile(f"{prefix}.bin", np.uint16)[place])
     saves = dict(save_interval=2)
     ranks = SHAPES[shape].ranks
     stopped = with_checkpoint(config, save=str(parts), **saves)
-    ended = run_ranks(_run, ranks, stopped, bad)
+    ended = run_ranks(_run, ranks, stopped, prefix, place)
     assert {iteration for iteration, _ in ended} == {5}
     (message,) = [str(error) for _, error in ended if type(error) is InputError]
-    said = f"document {bad.document} holds token id 60000, but the vocabulary has 99 ids"
+    said = f"document {document} holds token id 60000, but the vocabulary has 99 ids"
     assert message.startswith("iteration 6, samples 23 to 23: ") and said in message
     assert (parts / LATEST).read_text() == "4"
-    assert bad.write(good) == 60000
+    assert write(prefix, place, good) == 60000
     for folder, load in ((parts, str(parts)), (whole, None)):
         resumed = with_checkpoint(config, save=str(folder), load=load, **saves)
         assert run_ranks(_run, ranks, resumed) == [(8, None)] * ranks

@@ -67,12 +67,15 @@ def the_old_text_moves_away_before_the_new_one_is_there(_, path, text):
     Path(path).write_text(text)
 
 
-RENAMES = test_stale_start.test_held_before_any_change_of_a_name_a_stale_start_changes_nothing
+HELD = (
+    test_stale_start.test_held_before_any_call_a_stale_start_changes_nothing,
+    dict(calls=test_stale_start.OF_NAMES, later=[3, 6]),
+)
 SYNCED = order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name
 
 MUTANTS = [
-    Mutant(the_lock_is_not_looked_at_before_a_name_changes, RENAMES),
-    Mutant(a_step_that_was_taken_away_too_late_stays_away, RENAMES),
+    Mutant(the_lock_is_not_looked_at_before_a_name_changes, *HELD),
+    Mutant(a_step_that_was_taken_away_too_late_stays_away, *HELD),
     Mutant(nothing_is_synced, SYNCED),
     Mutant(the_pointer_comes_first, order.test_the_name_is_on_the_disk_before_the_pointer_names_it),
     Mutant(

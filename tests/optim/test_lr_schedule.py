@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -102,12 +101,6 @@ def test_a_schedule_taken_from_a_checkpoint_equals_megatron_core(style, wsd_styl
         for consumed in range(0, 41 * 6, 6):
             assert lr.at(consumed) == pytest.approx(groups[0]["lr"], rel=1e-12, abs=1e-20)
             oracle.step(6)
-
-
-def test_a_schedule_is_stored_as_json_and_read_again_without_rounding():
-    stored = schedule(lr=0.1, min_lr=1 / 3e5, lr_warmup_fraction=0.07, decoupled_lr=0.3)
-    read = from_plain(LrSchedule, json.loads(json.dumps(dataclasses.asdict(stored))), "schedule")
-    assert read == stored
 
 
 @pytest.mark.parametrize(

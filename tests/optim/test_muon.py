@@ -209,20 +209,13 @@ def test_a_matrix_of_zeros_stays_one_and_a_tiny_one_is_scaled_up():
 
 
 class Split(nn.Module):
-    """A weight split by rows and one split by columns over 2 ranks, with prescribed gradients."""
+    """A matrix split by rows and one split by columns over 2 ranks."""
 
     def __init__(self, parallel):
         super().__init__()
         for dim, name in enumerate(("by_rows", "by_columns")):
-            whole = torch.randn(
-                8, 12, generator=torch.Generator().manual_seed(dim), dtype=torch.float64
-            )
-            shard = (
-                whole
-                if parallel.tp_group is None
-                else whole.chunk(2, dim)[parallel.tp_rank].contiguous()
-            )
-            spec = ParameterSpec(global_shape=(8, 12), tp_dim=dim, matrices=(1,))
+            shard = matrix(8, 12 + dim).chunk(2, dim)[parallel.tp_rank].contiguous()
+            spec = ParameterSpec(global_shape=(8, 12 + dim), tp_dim=dim, matrices=(1,))
             self.register_parameter(name, mark(nn.Parameter(shard), spec))
 
 
@@ -232,12 +225,8 @@ def _update_split(rank, world_size, mode):
     with tp_state(world_size) as parallel:
         model = Split(parallel)
         before = {name: value.detach().clone() for name, value in model.named_parameters()}
-        optimizer = Optimizer(
-            model,
-            OptimizerConfig(**HIGH, muon_tp_mode=mode, weight_decay=0.0, clip_grad=0.0),
-            parallel,
-        )
-        optimizer.zero_grad()
+        config = OptimizerConfig(**HIGH, muon_tp_mode=mode, weight_decay=0.0, clip_grad=0.0)
+        optimizer = Optimizer(model, config, parallel)
         sum(value.square().sum() / 2 for value in model.parameters()).backward()
         optimizer.step(1.0)
         return {name: before[name] - value.detach() for name, value in model.named_parameters()}
@@ -248,9 +237,7 @@ def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode):
     """Blocks are matrices of their own, with scales of their own, as in Megatron."""
     updates = run_ranks(_update_split, 2, mode, detail=False)
     for dim, name in enumerate(("by_rows", "by_columns")):
-        whole = torch.randn(
-            8, 12, generator=torch.Generator().manual_seed(dim), dtype=torch.float64
-        )
+        whole = matrix(8, 12 + dim)
         blocks = [whole] if mode == "duplicated" else whole.chunk(2, dim)
         expected = torch.cat(
             [

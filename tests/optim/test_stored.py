@@ -21,7 +21,7 @@ from megatron_lite.parallel.rng import RngStreams
 from tests.optim.test_muon import Prescribed, step
 from tests.optim.test_optimizer import CONFIG, Plain, float32_sum_of_gradients, torchs
 from tests.support.models import tp_state
-from tests.support.saves import state_of
+from tests.support.saves import same, state_of
 
 RATES = (0.01, 0.02, 0.0, 0.015, 0.01)
 BF16 = dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
@@ -53,6 +53,14 @@ def optimizer_of(model, parallel, kernels=None, **settings):
     return Optimizer(model, config, parallel, sharding, kernels=kernels)
 
 
+def skip(model, optimizer, fault):
+    """Makes a step with a fault in one gradient, which must be skipped."""
+    optimizer.zero_grad()
+    model.loss(9).backward()
+    next(iter(optimizer.buffer.grads.values()))[2] = fault
+    assert optimizer.step(0.1).skipped.item() == 1.0
+
+
 @pytest.mark.parametrize("formats", [BF16, dict(BF16, main_grads_dtype="bf16")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_compiled_update_is_the_eager_one(formats, dtype, monkeypatch):
@@ -72,12 +80,8 @@ def test_a_compiled_update_is_the_eager_one(formats, dtype, monkeypatch):
                 tolerance = 2.0**-7 if value.dtype == torch.bfloat16 else 1e-6
                 torch.testing.assert_close(compiled[key], value, rtol=tolerance, atol=1e-8)
         assert kernels.num_graphs
-        optimizers[1].zero_grad()
-        models[1].loss(9).backward()
-        next(iter(optimizers[1].buffer.grads.values()))[2] = math.nan
-        assert optimizers[1].step(0.1).skipped.item() == 1.0
-        after = state_of(models[1], optimizers[1])
-        assert all(torch.equal(value, compiled[key]) for key, value in after.items())
+        skip(models[1], optimizers[1], math.nan)
+        assert same(state_of(models[1], optimizers[1]), compiled)
 
 
 @pytest.mark.parametrize("place", [{}, HOST])
@@ -185,25 +189,23 @@ def test_a_random_rounding_is_to_a_neighbour_and_the_value_itself_in_the_mean():
     assert (off.double().mean(1).abs() <= 6 * distance / 2 / 2**8).all()
 
 
-def in_fp16(weight, grad, **settings):
-    """Its main weight, and the rule that updates it."""
-    config = OptimizerConfig(
-        use_precision_aware_optimizer=True, main_params_dtype="fp16", **settings
-    )
-    master = new_state(weight, "fp16", weight.device)
-    write_whole_(master, weight)
-    piece = Piece(
-        name="w", spec=ParameterSpec(global_shape=(1,)), start=0, stop=weight.numel(),
-        weight=weight, master=master, decays=True, gradient=grad, apart=True,
-    )  # fmt: skip
-    return master, adam_update.AdamW([piece], config, RngStreams(weight.device, seed=3))
-
-
 def test_small_updates_add_up_if_rounding_is_random():
     """64 updates by 1/49 of the distance of two numbers, which the nearest one would lose: the mean
     and the spread of 4096 weights are those of independent roundings."""
     weight, rate, distance = torch.full((4096,), 0.75, dtype=torch.bfloat16), 1e-5, 2.0**-11
-    master, rule = in_fp16(weight, torch.ones(4096), stochastic_rounding=True, weight_decay=0.0)
+    config = OptimizerConfig(
+        use_precision_aware_optimizer=True,
+        main_params_dtype="fp16",
+        stochastic_rounding=True,
+        weight_decay=0.0,
+    )
+    master = new_state(weight, "fp16", weight.device)
+    write_whole_(master, weight)
+    piece = Piece(
+        name="w", spec=ParameterSpec(global_shape=(1,)), start=0, stop=4096, weight=weight,
+        master=master, decays=True, gradient=torch.ones(4096), apart=True,
+    )  # fmt: skip
+    rule = adam_update.AdamW([piece], config, RngStreams(weight.device, seed=3))
     for _ in range(64):
         rule.step(rate, rate, torch.tensor(0.0))
     moved = (0.75 - whole(master)).double()
@@ -212,48 +214,26 @@ def test_small_updates_add_up_if_rounding_is_random():
     assert moved.std().item() == pytest.approx(spread, rel=0.1)
 
 
-def test_a_skipped_step_changes_no_weight():
-    """The weight was rounded from the main weight before that was stored in fewer bits."""
-    weight = torch.randn(1000, generator=torch.Generator().manual_seed(3)).bfloat16()
-    grad = torch.randn(1000)
-    _, rule = in_fp16(weight, grad)
-    for _ in range(3):
-        rule.step(1e-3, 1e-3, torch.tensor(0.0))
-    before = weight.clone()
-    grad.fill_(math.nan)
-    rule.step(1e-3, 1e-3, torch.tensor(1.0))
-    assert torch.equal(weight, before)
-
-
-def adam_of(model, parallel, impl):
-    config = OptimizerConfig(**CONFIG, clip_grad=0.05, optimizer=impl)
-    return Optimizer(model, config, parallel)
-
-
-@pytest.mark.parametrize("impl", ["adam", "muon", "sgd"])
+@pytest.mark.parametrize("impl", ["adam", "muon", "sgd", "rounded"])
 @pytest.mark.parametrize(
     ("fault", "bad_steps"), [(math.inf, (0,)), (math.nan, (1, 2)), (math.inf, (0, 1, 3))]
 )
 def test_skipped_steps_change_nothing_and_do_not_count(impl, fault, bad_steps):
     """Bias correction would tell a step that counts: the first update is as large at every learning
-    rate."""
+    rate. A bfloat16 weight was rounded from the main weight before that was stored in float16."""
     with tp_state(1) as parallel:
         kind = Prescribed if impl == "muon" else Plain
-        model, undisturbed = kind(), kind()
-        ours, theirs = (adam_of(one, parallel, impl) for one in (model, undisturbed))
+        rounded = impl == "rounded"
+        settings = dict(clip_grad=0.05, **(FP16 if rounded else dict(optimizer=impl)))
+        model, undisturbed = (kind(torch.bfloat16 if rounded else torch.float32) for _ in range(2))
+        ours, theirs = (optimizer_of(one, parallel, **settings) for one in (model, undisturbed))
         for number in range(5):
             if number in bad_steps:
                 before = state_of(model, ours)
-                ours.zero_grad()
-                model.loss(9).backward()
-                next(iter(ours.buffer.grads.values()))[2] = fault
-                assert ours.step(0.1).skipped.item() == 1.0
-                assert all(
-                    torch.equal(value, before[key]) for key, value in state_of(model, ours).items()
-                )
+                skip(model, ours, fault)
+                assert same(state_of(model, ours), before)
             else:
                 for one, optimizer in ((model, ours), (undisturbed, theirs)):
                     step(one, optimizer, number, 0.1)
         assert ours.num_updates == theirs.num_updates == 5 - len(bad_steps)
-    expected = state_of(undisturbed, theirs)
-    assert all(torch.equal(value, expected[key]) for key, value in state_of(model, ours).items())
+    assert same(state_of(model, ours), state_of(undisturbed, theirs))

@@ -1,95 +1,63 @@
 """The planning page shows the planner's figures and escapes every text."""
 
-from megatron_lite.tools.plan import plan_page
+import json
+
+import pytest
+
+from megatron_lite.tools import plan
+from tests.support.commands import ended
 from tests.support.parsed_page import ParsedPage
 
 GIB = 2**30
 HOSTILE = "</script><script>alert(1)</script><b onclick='x'>\"&$x_$\x00"
-TERMS = [("weights", 4, "exact"), ("optimizer states", 8, "exact"), ("workspace", 1, "bound")]
-STAGES = [
-    {
-        "rank": rank,
-        "terms": [{"name": name, "bytes": (n + rank) * GIB, "tag": tag} for name, n, tag in TERMS],
-    }
-    for rank in (0, 1)
-]
+SIZES = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 999 "
+    "--global-batch-size 4 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+    "--context-parallel-size 1 --micro-batch-size 1 --gpu h100 --gpus 2"
+)
 
 
-def plan(**values):
-    return {
-        "command": ["torchrun", "-m", "train", "--recompute-policy", "0-3:full; *:none"],
-        "layout": "t 2, p 2",
-        "recompute_policy": "0-3:full; *:none",
-        "moment": "a backward",
-        "peak_bytes": 13 * GIB,
-        "step_seconds": 2.5,
-        "step_terms": {"matmuls": 2.0, "waits": 0.5, "nothing": 0.0},
-        "tokens_per_second": 12_345.0,
-        "mfu": 0.456,
-        "band": 0.1,
-        "days": 12.34,
-        "cost": 5678.0,
-        "extra_flops": 0.125,
-        **values,
-    }
+def planned(folder, flags=""):
+    """Returns what the planner finds, and the text of its page."""
+    page = folder / "plan.html"
+    found = ended(plan.main, f"{SIZES} {flags} --json - --html {page}")
+    return json.loads(found.out), page.read_text()
 
 
-def verdict(**values):
-    neighbour = dict(change="t 4", fits=True, peak_bytes=9 * GIB, step_seconds=3.5, band=0.3)
-    return {
-        "verdict": "fits",
-        "num_gpus": 8,
-        "memory_bytes": 80 * GIB,
-        "reserve_bytes": 4 * GIB,
-        "num_layouts": 99,
-        "plans": [plan(), plan(step_seconds=2.75)],
-        "smallest": None,
-        "next_better": plan(peak_bytes=90 * GIB, layout="t 1"),
-        "neighbours": [{**neighbour, "tokens_per_second": 1.0}],
-        **values,
-    }
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return planned(tmp_path_factory.mktemp("plan"))
 
 
-def test_the_figures_of_the_page_are_the_planners():
-    found = {"machine": "h100", "verdicts": [verdict(), verdict()]}
-    parsed = ParsedPage(plan_page(found, [STAGES, STAGES]))
-    assert parsed.faults == []
-    same = ["0-3:full; *:none", "12.3", "5,678"]
-    for cells in (
-        ["2.5 +-10%", "13.00", "t 2, p 2", *same],
-        ["2.75 +-10%", "13.00", "t 2, p 2", *same],
-        ["2.5 +-10%", "90.00", "t 1", *same],
-        ["3.5 +-30%", "9.00", "plan 1 with t 4", "", "", ""],
-        ["step s", "2.5", "2.75"],
-        ["tokens/s", "12,345", "12,345"],
-        ["cost", "5,678", "5,678"],
-        ["1", "optimizer states", "9.00", "exact"],
-        ["matmuls", "2"],
-    ):
-        assert parsed.rows.count(cells) == 2, cells
-    for text in ("8 GPUs: fits", "46% +-5%", "12.5%", "--recompute-policy '0-3:full; *:none'"):
-        assert text in parsed.text
-    assert "nothing" not in parsed.text
+def test_the_figures_of_the_page_are_the_planners(found):
+    (verdict,), parsed = found[0]["verdicts"], ParsedPage(found[1])
+    assert parsed.faults == [] and verdict["plans"] and verdict["neighbours"]
+    for one in verdict["plans"]:
+        peak, texts = f"{one['peak_bytes'] / GIB:.2f}", (one["layout"], one["recompute_policy"])
+        assert any({peak, *texts} <= {*row} for row in parsed.rows), texts
+    assert f"{verdict['plans'][0]['tokens_per_second']:,.0f}" in parsed.text
+    for one in verdict["neighbours"]:
+        assert f"plan 1 with {one['change']}" in parsed.text
 
 
-def test_a_verdict_without_a_plan_has_a_page_too():
-    less = dict(plans=[], next_better=None, neighbours=[], verdict="does not fit")
-    found = [verdict(**less, smallest=plan()), verdict(**less)]
-    parsed = ParsedPage(plan_page({"machine": "h100", "verdicts": found}, [STAGES, []]))
-    assert parsed.faults == [] and parsed.text.count("layouts searched") == 2
+def test_a_verdict_without_a_plan_has_a_page_too(tmp_path):
+    less, page = planned(tmp_path, "--memory-budget 20MiB --reserve 0")
+    assert less["verdicts"][0]["plans"] == []
+    assert ParsedPage(page).faults == [] and "does not fit" in page
 
 
-def test_hostile_texts_of_a_plan_are_text():
-    hostile = plan(
-        command=["run", HOSTILE],
-        layout=HOSTILE,
-        recompute_policy=HOSTILE,
-        moment=HOSTILE,
-        step_terms={HOSTILE: 1.0},
-    )
+def test_hostile_texts_of_a_plan_are_text(found):
+    def hostile(value):
+        if isinstance(value, dict):
+            return {name: hostile(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [hostile(one) for one in value]
+        return HOSTILE if isinstance(value, str) else value
+
     stages = [{"rank": 0, "terms": [{"name": HOSTILE, "bytes": GIB, "tag": HOSTILE}]}]
-    one = verdict(plans=[hostile], next_better=hostile, verdict=HOSTILE)
-    page = plan_page({"machine": HOSTILE, "verdicts": [one]}, [stages], [HOSTILE])
+    copy = hostile(found[0])
+    copy["verdicts"][0]["plans"][0]["step_terms"] = {HOSTILE: 1.0}
+    page = plan.plan_page(copy, [stages], [HOSTILE])
     parsed = ParsedPage(page)
     assert parsed.faults == [] and "\x00" not in page
     assert parsed.text.count("alert(1)") >= 10

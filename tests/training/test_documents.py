@@ -1,6 +1,7 @@
 """Sequences that pack documents: their losses and gradients are those of a model that sees each
 document alone. tests/data/test_megatron_core_parity.py compares masks and positions."""
 
+from contextlib import contextmanager
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -50,10 +51,6 @@ def metrics_of(flags, folder):
     """Runs the flags on this rank. Returns the losses and gradient norms of the metrics file."""
     path = folder / "metrics.jsonl"
     run_to_end(config_of(f"{flags} --metrics-jsonl {path}"))
-    return columns(path)
-
-
-def columns(path):
     return [
         {key: row[key] for key in row if "loss" in key or key == "grad_norm"} for row in rows(path)
     ]
@@ -251,27 +248,27 @@ def test_an_evaluation_is_the_mean_over_the_tokens_that_count():
     assert found is not None and found.loss == pytest.approx(total / count, rel=1e-12)
 
 
-def test_the_counts_are_those_of_the_masks_and_say_where_a_sample_cannot_be_read():
+@contextmanager
+def micro_batches():
+    """Yields a function that returns two micro-batches of the texts, from a sample on."""
     with tp_state(1) as parallel:
-        shape = dict(dataset=Texts(), micro_batch_size=BATCH, num_microbatches=2, parallel=parallel)
-        batches = MicroBatches(consumed_samples=6, rules=ALL, **shape)
-        assert batches.counts() == [int(batches[number].loss_mask.sum()) for number in (0, 1)]
-        last = MicroBatches(consumed_samples=994, rules=ALL, where="iteration 7", **shape)
+        shape = dict(dataset=Texts(), micro_batch_size=BATCH, num_microbatches=2, rules=ALL)
+        yield lambda consumed, **where: MicroBatches(
+            consumed_samples=consumed, parallel=parallel, **shape, **where
+        )
+
+
+def test_the_counts_are_those_of_the_masks_and_say_where_a_sample_cannot_be_read():
+    with micro_batches() as batches:
+        found = batches(6)
+        assert found.counts() == [int(found[number].loss_mask.sum()) for number in (0, 1)]
         with pytest.raises(InputError, match="iteration 7, samples 997 to 999: a damaged file"):
-            last.counts()
+            batches(994, where="iteration 7").counts()
 
 
 def test_flops_count_what_documents_attend():
-    with tp_state(1) as parallel:
-        batches = MicroBatches(
-            dataset=Texts(),
-            consumed_samples=6,
-            micro_batch_size=BATCH,
-            num_microbatches=2,
-            parallel=parallel,
-            rules=ALL,
-        )
-        found = float(batches.attended())
+    with micro_batches() as batches:
+        found = float(batches(6).attended())
     tokens = torch.stack([packed_text(index, batch=1)[0, :-1] for index in range(6, 6 + 2 * BATCH)])
     number = (tokens == EOD).cumsum(1) - (tokens == EOD).int()  # of each token's document
     assert found == (number[:, :, None] == number[:, None]).double().mean()

@@ -1,10 +1,7 @@
 """--cuda-graph-impl: a captured step gives the bits of one without (tests/support/graphs.py)."""
 
-from dataclasses import replace
-
 import pytest
 
-from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.training.step import StageRunner
 from tests.support.graphs import built
@@ -38,17 +35,14 @@ RUNS = {
 
 
 def _config(folder, name, **training):
-    _, settings = RUNS[name]
-    settings = dict(train_iters=5, eval_iters=0) | settings | training
-    return tiny_run(metrics=folder, **settings)
+    settings = dict(train_iters=5, eval_iters=0) | RUNS[name][1] | training
+    return tiny_run(metrics=folder / "m", save=str(folder), **settings)
 
 
-def _run(rank, world_size, folder, name, training, checkpoint=None):
+def _run(rank, world_size, folder, name, training):
     """Trains. Returns the number of steps that ran without a graph."""
-    config = _config(folder / "m", name, **training)
-    config = replace(config, checkpoint=checkpoint or CheckpointConfig(save=str(folder)))
     eager = 0
-    with built(config, captures="cuda_graph_impl" in training) as trainer:
+    with built(_config(folder, name, **training), captures=bool(training)) as trainer:
         real = trainer.runner.train
 
         def counting(*args, **options):
@@ -83,18 +77,6 @@ def check_same_bits(folder, name):
 def test_a_captured_run_has_the_bits_of_one_without_graphs(tmp_path, name):
     """Losses, weights, moments and random states. Dropout is on, and the learning rate moves."""
     check_same_bits(tmp_path, name)
-
-
-@pytest.mark.long
-def test_a_resumed_captured_run_ends_as_an_unbroken_one(tmp_path):
-    for folder, steps, load in (("whole", 8, None), ("parts", 4, None), ("parts", 8, "parts")):
-        saved = CheckpointConfig(
-            save=str(tmp_path / folder), load=None if load is None else str(tmp_path / load)
-        )
-        more = dict(num_layers=1, train_iters=8, exit_interval=steps if steps < 8 else None)
-        _run(0, 1, tmp_path / folder, "full", GRAPH | more, saved)
-    assert rows(tmp_path / "parts" / "m") == rows(tmp_path / "whole" / "m")
-    assert step_bytes(tmp_path / "parts", 8) == step_bytes(tmp_path / "whole", 8)
 
 
 def test_a_step_that_reads_a_value_is_named_with_the_flag(tmp_path):

@@ -5,6 +5,7 @@
 
 import json
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,30 +26,12 @@ def plain(tmp_path_factory):
     return path
 
 
-def test_every_iteration_has_one_row_with_the_documented_fields(plain):
+def test_every_iteration_has_one_row(plain):
     written = [json.loads(line) for line in plain.read_text().splitlines()]
     assert [row["iteration"] for row in written] == list(range(1, 21))
     assert [row["consumed_samples"] for row in written] == list(range(4, 81, 4))
-    assert list(written[0]) == [
-        "iteration",
-        "consumed_samples",
-        "global_batch_size",
-        "lm_loss",
-        "grad_norm",
-        "learning_rate",
-        "loss_scale",
-        "iteration_ms",
-        "tokens_per_second",
-        "skipped",
-        "nan",
-        "activation_bytes_predicted",
-        "activation_bytes_measured",
-        "activation_host_bytes_predicted",
-        "activation_host_bytes_measured",
-    ]
-    assert {
-        row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0 for row in written
-    } == {True}
+    for row in written:
+        assert row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0
     assert written[-1]["lm_loss"] < written[0]["lm_loss"]
 
 
@@ -65,11 +48,10 @@ def test_the_same_seed_repeats_every_digit_over_evaluations_and_another_does_not
 def test_the_global_batch_is_the_same_however_it_is_cut(tmp_path):
     losses = []
     for size in (1, 2, 4):
-        training = dict(micro_batch_size=size, train_iters=8)
-        run_to_end(tiny_run(**NO_DROPOUT, metrics=tmp_path / str(size), **training))
+        sizes = dict(micro_batch_size=size, train_iters=8)
+        run_to_end(tiny_run(**NO_DROPOUT, **sizes, metrics=tmp_path / str(size)))
         losses.append([row["lm_loss"] for row in rows(tmp_path / str(size))])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+        assert losses[-1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_the_iteration_line_is_what_megatron_parsers_expect(tmp_path, capsys):
@@ -144,26 +126,6 @@ def test_a_metrics_file_of_other_contents_is_kept_aside(tmp_path):
     assert (tmp_path / "m.previous").read_bytes() == b"\xff\n"
 
 
-class FakeWandb:
-    """Notes what is logged."""
-
-    def __init__(self, fails=False):
-        self.settings, self.logged = {}, []
-        self.finished, self.fails = False, fails
-
-    def init(self, **settings):
-        if self.fails:
-            raise RuntimeError("no")
-        self.settings = settings
-        return self
-
-    def log(self, scalars, step):
-        self.logged.append((step, scalars))
-
-    def finish(self, quiet):
-        self.finished = True
-
-
 def _config(folder):
     return tiny_run(
         metrics=folder / "m",
@@ -179,16 +141,18 @@ def _config(folder):
 
 
 def test_the_scalars_of_every_second_iteration_and_of_evaluations_are_logged(tmp_path, monkeypatch):
-    fake = FakeWandb()
+    fake = Mock()
     provide(monkeypatch, "wandb", fake)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     config = _config(tmp_path)
     run_to_end(config)
-    assert fake.settings.pop("config")["model"]["num_layers"] == 2
+    settings, run = fake.init.call_args.kwargs, fake.init.return_value
+    assert settings.pop("config")["model"]["num_layers"] == 2
     names = dict(project="project", name="name", entity=None)
-    assert fake.settings == dict(names, dir=str(tmp_path / "w"), mode="offline")
+    assert settings == dict(names, dir=str(tmp_path / "w"), mode="offline")
     written = {row["iteration"]: row for row in rows(tmp_path / "m")}
-    training, evaluations = fake.logged[:2], fake.logged[2:]
+    logged = [(call.kwargs["step"], *call.args) for call in run.log.call_args_list]
+    training, evaluations = logged[:2], logged[2:]
     for (step, scalars), iteration in zip(training, (2, 4), strict=True):
         assert step == iteration
         for speed_or_memory in ("throughput", "tokens-per-second", "mem-peak-gib"):
@@ -205,14 +169,17 @@ def test_the_scalars_of_every_second_iteration_and_of_evaluations_are_logged(tmp
         (4, ["lm loss validation", "samples vs steps"]),
         (4, ["lm loss test", "samples vs steps"]),
     ]
-    assert fake.finished
+    run.finish.assert_called_once()
 
 
 @pytest.mark.parametrize(
     ("module", "message"),
     [
         (None, "--wandb-project project needs the package wandb, which is not installed: pip"),
-        (FakeWandb(fails=True), r"--wandb-project project: cannot be written \(no\)"),
+        (
+            Mock(**{"init.side_effect": RuntimeError("no")}),
+            r"--wandb-project project: cannot be written \(no\)",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_begun_is_one_clear_error(tmp_path, monkeypatch, module, message):

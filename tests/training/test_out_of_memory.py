@@ -2,7 +2,6 @@
 What is said then is compared with what a run takes."""
 
 import re
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -101,9 +100,7 @@ def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(monkeypatch):
         return str(fault.value)
 
     texts = run_ranks(work, 2)
-    assert [f"in iteration 1 on rank {rank}" in text for rank, text in enumerate(texts)] == [
-        True
-    ] * 2
+    assert all(f"in iteration 1 on rank {rank}" in text for rank, text in enumerate(texts))
 
 
 def test_the_limit_holds_within_the_block_and_not_after_it():
@@ -183,20 +180,12 @@ def test_the_limit_of_the_control_group_counts_where_it_is_lower(
 
 
 @pytest.mark.parametrize(
-    "flags", [["--hidden-size", "1000000"], ["--num-layers", "4000", "--hidden-size", "16384"]]
+    "flags", ["--hidden-size 1000000", "--num-layers 4000 --hidden-size 16384"]
 )
 def test_sizes_beyond_memory_end_the_program_with_status_2_and_one_line(tmp_path, flags):
     """Before --save is taken, and however many layers there are to list."""
-    arguments = [
-        *SMALL_RUN,
-        *MOCK,
-        "--tensor-model-parallel-size",
-        "2",
-        "--save",
-        str(tmp_path / "save"),
-        *flags,
-    ]
-    with program(arguments, ranks=2) as run:
+    more = f"--tensor-model-parallel-size 2 --save {tmp_path}/save {flags}"
+    with program([*SMALL_RUN, *MOCK, *more.split()], ranks=2) as run:
         assert run.wait() == [2, 2], run.everything()
         (line,) = run.messages()
         assert "error: the model does not fit: " in line and "for the 2 ranks there" in line
@@ -225,8 +214,8 @@ def test_a_predicted_peak_beyond_the_memory_is_refused_without_a_flag(training, 
     for text in (size(peak.num_bytes), size(peak.num_bytes // 2), peak.moment):
         assert text in str(fault.value)
     assert "--allow-predicted-out-of-memory starts the run all the same" in str(fault.value)
-    allowed = replace(config.training, allow_predicted_out_of_memory=True)
-    _start(replace(config, training=allowed), peak.num_bytes // 2, monkeypatch)
+    allowed = with_settings(config, allow_predicted_out_of_memory=True)
+    _start(allowed, peak.num_bytes // 2, monkeypatch)
 
 
 def test_the_peaks_of_the_ranks_of_one_host_are_added():
@@ -252,13 +241,9 @@ def test_optimizer_states_beyond_the_memory_of_the_host_are_refused_before_the_s
         texts = [f"a {needed}", f"a {needed}", f"b {needed}"]
         monkeypatch.setattr(capacity, "gather_texts", lambda text, parallel: texts)
         monkeypatch.setattr(capacity.socket, "gethostname", lambda: "a")
-        for memory, fits in ((2 * needed, True), (2 * needed - 1, False)):
-            monkeypatch.setattr(capacity, "memory_bytes", lambda device, memory=memory: memory)
-            if fits:
-                capacity._check_host(run, parallel, "a")
-            else:
-                message = (
-                    r"--optimizer-cpu-offload puts .* --optimizer-offload-fraction \(got 1.0\)"
-                )
-                with pytest.raises(InputError, match=message):
-                    capacity._check_host(run, parallel, "a")
+        monkeypatch.setattr(capacity, "memory_bytes", lambda device: 2 * needed)
+        capacity._check_host(run, parallel, "a")
+        monkeypatch.setattr(capacity, "memory_bytes", lambda device: 2 * needed - 1)
+        message = r"--optimizer-cpu-offload puts .* --optimizer-offload-fraction \(got 1.0\)"
+        with pytest.raises(InputError, match=message):
+            capacity._check_host(run, parallel, "a")

@@ -112,25 +112,20 @@ def test_three_iterations_a_restart_and_three_more_equal_six(tmp_path, name):
 ELSEWHERE = "GenuineIntel CPU with AVX2, 1 thread a rank, torch 2.13.0"
 
 
-def _run(folder, *, iterations=2, load=False, **checkpoint):
-    chosen = dict(save=str(folder), load=str(folder) if load else None, **checkpoint)
-    run_to_end(tiny_run(train_iters=iterations, eval_iters=0, **chosen))
-
-
-def _told(output):
-    return [line for line in output.splitlines() if "the checkpoint was computed on" in line]
-
-
 def test_a_run_on_the_same_processor_is_told_nothing_and_one_on_another_both(
     tmp_path, capsys, monkeypatch
 ):
-    _run(tmp_path)
+    def told(iterations, **load):
+        run_to_end(tiny_run(train_iters=iterations, eval_iters=0, save=str(tmp_path), **load))
+        printed = capsys.readouterr().out.splitlines()
+        return [line for line in printed if "the checkpoint was computed on" in line]
+
+    load = dict(load=str(tmp_path))
+    assert told(2) == []
     kept = Metadata.read(step_directory(tmp_path, 2)).computed_on
     assert kept == loop.described(torch.device("cpu"))
-    _run(tmp_path, iterations=3, load=True)
-    assert _told(capsys.readouterr().out) == []
+    assert told(3, **load) == []
     monkeypatch.setattr(loop, "described", lambda *_: ELSEWHERE)
-    _run(tmp_path, iterations=4, load=True)
-    (line,) = _told(capsys.readouterr().out)
+    (line,) = told(4, **load)
     assert kept in line and ELSEWHERE in line
     assert Metadata.read(step_directory(tmp_path, 4)).computed_on == ELSEWHERE

@@ -1,12 +1,9 @@
 """The time and the figures of a step are those of the step, and reading them waits for it alone."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from megatron_lite.training.summary import summary_of
 from tests.support.changes import with_settings
 from tests.support.late_device import LateDevice
 from tests.support.runs import run_to_end, tiny_run
@@ -57,11 +54,3 @@ def test_figures_read_one_step_late_are_those_of_their_own_step_and_wait_for_no_
         json.loads(row)["iteration_ms"]
         for row in (tmp_path / "late" / "m").read_text().splitlines()
     ] == pytest.approx(list(range(1, 21)))
-
-
-@pytest.mark.parametrize("settings", [{}, {"optimizer": "muon"}, {"timing_log_level": 1}], ids=str)
-def test_a_run_that_no_graph_can_hold_ends_without_that_word(settings):
-    config = tiny_run(machine="h100", **settings)
-    rank = SimpleNamespace(device=torch.device("cuda"), world_size=1)
-    summary = summary_of(config, rank, None, [1.0, 1.0, 1.0])
-    assert (summary.step_ms_as_graph is None) == bool(settings)

