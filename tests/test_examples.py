@@ -159,14 +159,7 @@ def test_an_occupied_directory_is_not_turned_into_an_environment(tmp_path):
 
 @pytest.mark.parametrize("name", ["train_multinode", "train_multinode_srun", "train_qwen3_30b_a3b"])
 def test_a_job_script_outside_of_slurm_says_how_to_submit_it(name):
-    done = subprocess.run(
-        ["bash", str(ROOT / "examples" / "slurm" / f"{name}.sbatch")],
-        env={"PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    done = run_script(ROOT / "examples" / "slurm" / f"{name}.sbatch")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert f"{name}.sbatch: error: not started by Slurm: submit it with sbatch" in done.stderr
 

@@ -9,7 +9,6 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite.config.notices import notices
-from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.training.summary import here
 from tests.support.pairs import in_one_test
 from tests.support.runs import tiny_run
@@ -20,6 +19,7 @@ RUN = (
 )
 # Command lines, with the beginning of each notice.
 NOTICES = json.loads(Path(__file__).with_name("notices.json").read_text())
+TP2 = dict(tensor_model_parallel_size=2)
 HASH = "--check-weight-hash-across-dp-replicas-interval compares nothing over data-parallel ranks: "
 
 
@@ -33,19 +33,17 @@ def test_a_command_line_gives_these_notices_and_no_other(words, beginnings):
 @pytest.mark.parametrize(
     ("sizes", "world_size", "fsdp", "expected"),
     [
-        (dict(tp=2), 4, False, []),
-        (dict(), 1, False, [HASH + "there is one"]),
-        (dict(pp=2), 2, False, [HASH + "there is one"]),
-        (dict(tp=2), 4, True, [HASH + "--use-torch-fsdp2 keeps one copy"]),
+        (TP2, 4, False, []),
+        ({}, 1, False, [HASH + "there is one"]),
+        (dict(pipeline_model_parallel_size=2), 2, False, [HASH + "there is one"]),
+        (TP2, 4, True, [HASH + "--use-torch-fsdp2 keeps one copy"]),
     ],
 )
 def test_a_comparison_of_weights_that_has_nobody_to_compare_says_so(
     sizes, world_size, fsdp, expected
 ):
-    config = _run(
-        sizes,
-        training=dict(check_weight_hash_across_dp_replicas_interval=2),
-        data_parallel=DataParallelConfig(use_torch_fsdp2=fsdp),
+    config = tiny_run(
+        **sizes, check_weight_hash_across_dp_replicas_interval=2, use_torch_fsdp2=fsdp
     )
     found = notices(config, "log", world_size=world_size)
     assert [line.partition(". ")[0] for line in found] == expected
@@ -70,12 +68,3 @@ def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels():
     in_log = notices(config, "log", device="cuda", here=here("fp32"))
     assert in_log[0].startswith(HASH)
     assert notices(config, "placement", world_size=2) == []
-
-
-def _run(sizes, **options):
-    """The run with these sizes of "tp" and "pp"."""
-    return tiny_run(
-        **options,
-        tensor_model_parallel_size=sizes.get("tp", 1),
-        pipeline_model_parallel_size=sizes.get("pp", 1),
-    )

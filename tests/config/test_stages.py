@@ -9,16 +9,6 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import stages, stages_of_rank
 
 
-def of(**fields):
-    axes = ("tensor", "pipeline")
-    return ParallelConfig(
-        **{
-            f"{name}_model_parallel_size" if name in axes else name: value
-            for name, value in fields.items()
-        }
-    )
-
-
 def layers(parallel, num_layers):
     return [
         [
@@ -29,6 +19,7 @@ def layers(parallel, num_layers):
     ]
 
 
+PP = "pipeline_model_parallel_size"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 VIRTUAL = "num_virtual_stages_per_pipeline_rank"
 PER_STAGE = "num_layers_per_virtual_pipeline_stage"
@@ -38,18 +29,14 @@ PER_STAGE = "num_layers_per_virtual_pipeline_stage"
     ("fields", "num_layers", "expected"),
     [
         ({}, 5, [[range(5)]]),
-        ({"pipeline": 2}, 8, [[range(4)], [range(4, 8)]]),
-        ({"pipeline": 2, VIRTUAL: 2}, 8, [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]),
-        ({"pipeline": 3, FIRST: 1}, 7, [[range(1)], [range(1, 4)], [range(4, 7)]]),
-        (
-            {"pipeline": 2, FIRST: 2, VIRTUAL: 2},
-            6,
-            [[range(1), range(3, 4)], [range(1, 3), range(4, 6)]],
-        ),
+        ({PP: 2}, 8, [[range(4)], [range(4, 8)]]),
+        ({PP: 2, VIRTUAL: 2}, 8, [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]),
+        ({PP: 3, FIRST: 1}, 7, [[range(1)], [range(1, 4)], [range(4, 7)]]),
+        ({PP: 2, FIRST: 2, VIRTUAL: 2}, 6, [[range(1), range(3, 4)], [range(1, 3), range(4, 6)]]),
     ],
 )
 def test_layers_are_dealt_out_in_the_order_of_the_model(fields, num_layers, expected):
-    parallel = of(**fields)
+    parallel = ParallelConfig(**fields)
     assert layers(parallel, num_layers) == expected
     dealt = stages(parallel, num_layers)
     ends = [0, *itertools.accumulate(stage.num_layers for stage in dealt)]
@@ -65,18 +52,18 @@ def test_layers_are_dealt_out_in_the_order_of_the_model(fields, num_layers, expe
 @pytest.mark.parametrize(
     ("fields", "num_layers", "message"),
     [
-        ({"pipeline": 3}, 8, r"--num-layers 8 is not divisible by .* \(3\)"),
-        ({"pipeline": 3, FIRST: 1}, 8, "leave 7 for the 2 other ranks of .* 3: give numbers"),
-        ({"pipeline": 2, FIRST: 3, LAST: 3}, 8, "leave 2 for the 0 other ranks"),
-        ({"pipeline": 4, LAST: 6}, 8, "--decoder-last.* 6 of --num-layers 8 leave 2 for the 3"),
-        ({"pipeline": 2, VIRTUAL: 3}, 8, "rank 0 holds 4 layers, which are not divisible by 3"),
-        ({"pipeline": 2, PER_STAGE: 3}, 8, "3 does not divide the 4 layers"),
-        ({"pipeline": 2, FIRST: 2, PER_STAGE: 1}, 6, "needs stages of equal length"),
+        ({PP: 3}, 8, r"--num-layers 8 is not divisible by .* \(3\)"),
+        ({PP: 3, FIRST: 1}, 8, "leave 7 for the 2 other ranks of .* 3: give numbers"),
+        ({PP: 2, FIRST: 3, LAST: 3}, 8, "leave 2 for the 0 other ranks"),
+        ({PP: 4, LAST: 6}, 8, "--decoder-last.* 6 of --num-layers 8 leave 2 for the 3"),
+        ({PP: 2, VIRTUAL: 3}, 8, "rank 0 holds 4 layers, which are not divisible by 3"),
+        ({PP: 2, PER_STAGE: 3}, 8, "3 does not divide the 4 layers"),
+        ({PP: 2, FIRST: 2, PER_STAGE: 1}, 6, "needs stages of equal length"),
     ],
 )
 def test_layers_that_cannot_be_divided_are_refused_with_the_numbers(fields, num_layers, message):
     with pytest.raises(ValueError, match=message):
-        stages(of(**fields), num_layers)
+        stages(ParallelConfig(**fields), num_layers)
 
 
 @pytest.mark.long  # megatron-core takes seconds to import

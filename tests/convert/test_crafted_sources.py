@@ -109,8 +109,8 @@ def test_every_byte_of_a_zip_may_be_wrong(tmp_path, capsys):
     path = tmp_path / "theirs" / "mp_rank_00" / "model_optim_rng.pt"
     whole = path.read_bytes()
     start = whole.index(b"PK\x01\x02")
-    for place in range(start, len(whole), 3):
-        for value in (0x00, 0x7F, 0xFF):
+    for place in range(start, len(whole), 7):
+        for value in (0x00, 0xFF):
             path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
             assert converted(tmp_path, "megatron theirs -> hf ours") == 2
     assert "Traceback" not in capsys.readouterr().err

@@ -1,15 +1,17 @@
 import itertools
-import subprocess
-import sys
+import os
+import time
 
 import pytest
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.data import gpt_dataset
 from megatron_lite.data.blend import BlendedDataset
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
 from tests.support.corpora import written
-from tests.support.limits import HANG_S
+from tests.support.mutants import replaces
+from tests.support.ranks import run_ranks
 
 LENGTHS = (3, 11, 1, 6, 9, 2, 7)
 
@@ -75,39 +77,31 @@ def test_without_a_folder_that_can_be_written_it_does_without_a_cache(tmp_path):
 
 
 def test_of_several_processes_one_builds_and_all_agree(tmp_path):
-    """Each process says when it builds. A build does not end before all processes ask for the
-    dataset, so others would build too if nothing held them."""
-    write(tmp_path / "data")
-    (tmp_path / "asking").mkdir()
-    program = """if True:
-        import os, sys, time
-        from megatron_lite.data import gpt_dataset as gpt
-        from megatron_lite.data.indexed import IndexedDataset
-        build = gpt.build_sample_index
-        def slow(*args, **kwargs):
-            print("built")
-            while len(os.listdir(sys.argv[2])) < 4:
+    """A build does not end before all processes ask for the dataset, so others would build too if
+    nothing held them."""
+    prefix, asking = write(tmp_path / "data").bin_path.removesuffix(".bin"), tmp_path / "asking"
+    asking.mkdir()
+
+    def work(rank, world_size):
+        """Returns what this process reads, and a value for each build."""
+        built = []
+
+        @replaces("build_sample_index", gpt_dataset)
+        def slow(build, *args, **options):
+            built.append(rank)
+            while len(os.listdir(asking)) < world_size:
                 time.sleep(0.01)
-            return build(*args, **kwargs)
-        gpt.build_sample_index = slow
-        open(os.path.join(sys.argv[2], str(os.getpid())), "w").close()
-        data = gpt.GPTDataset(IndexedDataset(sys.argv[1]), documents=(0, 7), num_samples=30,
-                              seq_length=4, seed=5, vocab_size=100)
-        print([data[number].tolist() for number in range(len(data))])
-    """
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path / "data"), str(tmp_path / "asking")],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(4)
-    ]
-    outputs = [process.communicate(timeout=HANG_S)[0].split("\n") for process in processes]
-    assert sum(lines.count("built") for lines in outputs) == 1
-    assert {lines[-2] for lines in outputs} == {
-        str(rows(dataset(IndexedDataset(str(tmp_path / "data")), num_samples=30)))
-    }
+            return build(*args, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            slow(patch)
+            (asking / str(rank)).touch()
+            return rows(dataset(IndexedDataset(prefix), num_samples=30)), built
+
+    found = run_ranks(work, 4)
+    assert sum(len(built) for _, built in found) == 1
+    expected = rows(dataset(IndexedDataset(prefix), num_samples=30))
+    assert all(read == expected for read, _ in found)
 
 
 def test_an_epoch_too_short_for_a_sample_is_an_error_with_the_numbers(tmp_path):

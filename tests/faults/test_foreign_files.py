@@ -10,7 +10,6 @@ import shutil
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -59,14 +58,6 @@ def opened_below(root):
         _recording.remove(entry)
 
 
-class Tool(NamedTuple):
-    """A command. prepare: makes its files in a folder. words: with {} for that folder."""
-
-    main: object
-    prepare: object
-    words: str
-
-
 def hf_model(folder):
     pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
@@ -104,30 +95,43 @@ def config(folder):
 
 CONVERT = "--load {0}/%s --save {0}/out --from %s --to %s"
 PREPROCESS = "--input {0}/in.jsonl --output-prefix {0}/out --tokenizer-type HuggingFaceTokenizer"
+# by name: the command, what makes its files in a folder, and its words, with {} for that folder
 TOOLS = {
-    "convert hf": Tool(convert.main, hf_model, CONVERT % ("in", "hf", "megatron-lite")),
-    "convert native": Tool(
-        convert.main, converted_to("megatron-lite"), CONVERT % ("mid", "megatron-lite", "hf")
+    "convert hf": (convert.main, hf_model, CONVERT % ("in", "hf", "megatron-lite")),
+    "convert native": (
+        convert.main,
+        converted_to("megatron-lite"),
+        CONVERT % ("mid", "megatron-lite", "hf"),
     ),
-    "convert megatron": Tool(
-        convert.main, converted_to("megatron"), CONVERT % ("mid", "megatron", "hf")
+    "convert megatron": (
+        convert.main,
+        converted_to("megatron"),
+        CONVERT % ("mid", "megatron", "hf"),
     ),
-    "convert megatron-dist": Tool(
-        convert.main, converted_to("megatron-dist"), CONVERT % ("mid", "megatron-dist", "hf")
+    "convert megatron-dist": (
+        convert.main,
+        converted_to("megatron-dist"),
+        CONVERT % ("mid", "megatron-dist", "hf"),
     ),
-    "report": Tool(report.main, run, "{0}/in --output {0}/out.html"),
-    "generate": Tool(
-        generate.main, converted_to("megatron-lite"), "--load {}/mid --prompt to --max-new-tokens 1"
+    "report": (report.main, run, "{0}/in --output {0}/out.html"),
+    "generate": (
+        generate.main,
+        converted_to("megatron-lite"),
+        "--load {}/mid --prompt to --max-new-tokens 1",
     ),
-    "preprocess": Tool(
-        preprocess_data.main, lines, PREPROCESS + " --tokenizer-model {0}/tokenizer.json"
+    "preprocess": (
+        preprocess_data.main,
+        lines,
+        PREPROCESS + " --tokenizer-model {0}/tokenizer.json",
     ),
-    "train_tokenizer": Tool(
-        train_tokenizer.main, lines, "--input {0}/in.jsonl --output {0}/out --vocab-size 260"
+    "train_tokenizer": (
+        train_tokenizer.main,
+        lines,
+        "--input {0}/in.jsonl --output {0}/out --vocab-size 260",
     ),
-    "plan": Tool(plan.main, config, "--config-json {}/run.json --gpus 1 --gpu cpu"),
-    "translate": Tool(translate_recompute.main, config, "--from deepspeed --json {}/ds.json"),
-    "plot": Tool(plot_memory.main, config, "{0}/timeline.json --output {0}/out.svg"),
+    "plan": (plan.main, config, "--config-json {}/run.json --gpus 1 --gpu cpu"),
+    "translate": (translate_recompute.main, config, "--from deepspeed --json {}/ds.json"),
+    "plot": (plot_memory.main, config, "{0}/timeline.json --output {0}/out.svg"),
 }
 
 
@@ -143,21 +147,21 @@ def link(path, outside):
     path.symlink_to(outside)
 
 
-def status(tool, folder):
+def status(main, words, folder):
     for name in ("out", "out.html", "out.svg"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    return status_of(tool.main, tool.words.format(folder).split())
+    return status_of(main, words.format(folder).split())
 
 
 @pytest.mark.runs(daily=4, ci=11)
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_file_that_is_no_file_of_its_folder_is_refused(name, tmp_path, capsys):
-    tool, folder = TOOLS[name], tmp_path / "work"
+    (main, prepare, words), folder = TOOLS[name], tmp_path / "work"
     folder.mkdir()
-    tool.prepare(folder)
+    prepare(folder)
     before = {path for path in folder.rglob("*") if path.is_file()}
     with opened_below(folder) as opened:
-        status(tool, folder)
+        status(main, words, folder)
     files = sorted(before & opened)
     assert files
     for path in files:
@@ -166,7 +170,7 @@ def test_a_file_that_is_no_file_of_its_folder_is_refused(name, tmp_path, capsys)
             replace(path, kept)
             capsys.readouterr()
             case = f"{name}: {path.relative_to(folder)} as a {replace.__name__}"
-            assert status(tool, folder) == 2, case
+            assert status(main, words, folder) == 2, case
             error = capsys.readouterr().err
             assert "error: " in error and "Traceback" not in error, (case, error)
             assert len(error) < 1024 * 2 and not (folder / "out").exists(), case

@@ -16,7 +16,6 @@ import pytest
 
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
 from tests.support.limits import HANG_S
-from tests.support.programs import completes
 from tests.support.runs import step_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -67,8 +66,9 @@ def _workers(process):
         return []
 
 
-def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_from_there(tmp_path):
-    """torchrun treats SIGTERM alike, which it handles without the flag."""
+def test_a_signal_to_the_launcher_saves(tmp_path):
+    """torchrun treats SIGTERM alike, which it handles without the flag. test_signals.py has runs
+    that go on from there."""
     name, launcher = "SIGUSR1", ("--signals-to-handle", "SIGTERM,SIGUSR1")
     save = tmp_path / "save"
     arguments = [*RUN, "--exit-signal-handler", "--save", str(save)]
@@ -78,9 +78,7 @@ def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_from_there(tmp_path)
     log = (tmp_path / "log").read_text()
     stopped = int((save / "latest_checkpointed_iteration.txt").read_text())
     assert f"exiting at iteration {stopped}: {name} (--exit-signal-handler)" in log and stopped < 60
-    completes(*arguments, "--load", str(save))
-    completes(*RUN, "--save", str(tmp_path / "whole"))
-    assert step_bytes(save, 60) == step_bytes(tmp_path / "whole", 60) != {}
+    assert step_bytes(save, stopped)
 
 
 def test_ranks_whose_launcher_died_of_a_signal_that_it_does_not_handle_end(tmp_path):

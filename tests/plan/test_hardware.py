@@ -38,9 +38,14 @@ def text_of(**changes):
 
 
 def test_a_path_of_a_file_is_a_machine(tmp_path):
+    """Of its own figures, and those of the machine that it is like."""
     path = tmp_path / "here.json"
     path.write_text(text_of(name="here"))
     assert load_hardware(str(path)) == replace(A100, name="here")
+    own = dict(name="here", like="a100-80gb", bf16=dict(peak_flops=1e15), sources={"band": "me"})
+    path.write_text(json.dumps(own))
+    bf16, sources = replace(A100.bf16, peak_flops=1e15), {**A100.sources, "band": "me"}
+    assert load_hardware(str(path)) == replace(A100, name="here", bf16=bf16, sources=sources)
     with pytest.raises(InputError, match="cannot be read"):
         load_hardware(str(tmp_path / "elsewhere.json"))
 
@@ -55,15 +60,6 @@ def test_each_machine_plans_and_says_where_its_figures_are_from(name):
     assert machine.device == "cpu" or figures - NOT_OF_A_CARD <= said
     found = Search(Problem(small_run(), machine), 2).find(machine.memory_bytes)
     assert found.plans[0].peak.num_bytes < machine.memory_bytes
-
-
-def test_a_file_has_its_own_figures_and_those_of_the_machine_that_it_is_like(tmp_path):
-    path = tmp_path / "here.json"
-    own = dict(name="here", like="a100-80gb", bf16=dict(peak_flops=1e15), sources={"band": "me"})
-    path.write_text(json.dumps(own))
-    sources = {**A100.sources, "band": "me"}
-    bf16 = replace(A100.bf16, peak_flops=1e15)
-    assert load_hardware(str(path)) == replace(A100, name="here", bf16=bf16, sources=sources)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ back into the queue.
 scontrol and scancel are programs of the test that write down how they were called.
 """
 
-import os
 import subprocess
 import sys
 
@@ -16,6 +15,21 @@ from tests.support.limits import HANG_S
 STATE = """#!/bin/bash
 if [[ $1 == show ]]; then echo "JobId=7 JobState=$STATE Restarts=0"; else echo "$@" >>"$CALLS"; fi
 """
+
+
+def bash(script, *words, **variables):
+    """Runs a part of a job script with its words. Texts hold bytes as names of files do."""
+    known = dict(root=str(ROOT), PATH="/usr/bin:/bin", SLURM_CPUS_PER_TASK="2")
+    return subprocess.run(
+        ["bash", "-c", f"set -euo pipefail; {script}", "job", *words],
+        cwd=ROOT,
+        env={**known, **variables},
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        timeout=HANG_S,
+        check=False,
+    )
 
 
 class Job:
@@ -32,29 +46,16 @@ class Job:
 
     def start(self, step, state="RUNNING", **variables):
         """What the job script does where the job's step is `bash -c STEP`."""
-        script = (
-            "set -euo pipefail; source examples/slurm/restarts.sh; GOAL=40 "
-            f'SAVE={self.save}; train bash -c "$1"'
-        )
+        script = f'source examples/slurm/restarts.sh; GOAL=40 SAVE={self.save}; train bash -c "$1"'
         known = dict(
-            root=str(ROOT),
             PATH=f"{self.folder}:/usr/bin:/bin",
             SLURM_JOB_ID="7",
             SLURM_JOB_NODELIST="node[1-2]",
-            SLURM_CPUS_PER_TASK="2",
             CALLS=str(self.calls),
             STATE=state,
             VENV=str(self.folder),
         )
-        return subprocess.run(
-            ["bash", "-c", script, "job", step],
-            cwd=ROOT,
-            env={**known, **variables},
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-            check=False,
-        )
+        return bash(script, step, **{**known, **variables})
 
     def saved(self, iteration):
         """A step that saves."""
@@ -136,66 +137,33 @@ def test_ranks_that_do_not_stop_in_time_do_not_keep_the_job_from_the_queue(job):
     assert "the ranks did not stop within 0 s" in done.stdout
 
 
+def checked(save, *flags, **variables):
+    """`check_flags` prints where the run ends and saves, by the flags, the last of which win."""
+    script = (
+        "source examples/slurm/workload.sh; source examples/slurm/restarts.sh; "
+        'check_flags "${FLAGS[@]}" --train-iters 40 "$@"; printf "%s\\0%s" "$GOAL" "$SAVE"'
+    )
+    job = dict(VENV=sys.prefix, RANKS_PER_NODE="2", SLURM_JOB_NAME="gpt", CHECKPOINT_PATH=save)
+    return bash(script, *flags, **job, **variables)
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "told"),
     [
-        ("", 0, "40 of {save}"),
-        ("--train-iters 8", 0, "8 of {save}"),
+        ("--train-iters 8", 0, "8\0a b"),
         ("--num-heads 3", 2, "--num-heads"),
         ("--train-iters 8 --lr -1", 2, "--lr must be at least"),
     ],
 )
-def test_wrong_flags_end_the_job_before_a_rank_starts(tmp_path, flags, status, told):
-    """`check_flags` reads where the run ends from the flags, the last of which win."""
-    script = (
-        "set -euo pipefail; source examples/slurm/workload.sh; source examples/slurm/restarts.sh; "
-        'check_flags "${FLAGS[@]}" --train-iters 40 "$@"; echo "$GOAL of $SAVE"'
-    )
-    done = subprocess.run(
-        ["bash", "-c", script, "job", *flags.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=dict(
-            root=str(ROOT),
-            PATH="/usr/bin:/bin",
-            VENV=sys.prefix,
-            RANKS_PER_NODE="2",
-            SLURM_JOB_NAME="gpt",
-            SLURM_CPUS_PER_TASK="2",
-            CHECKPOINT_PATH=str(tmp_path / "a b"),
-        ),
-    )
-    assert (
-        done.returncode == status
-        and told.format(save=tmp_path / "a b") in done.stdout + done.stderr
-    )
+def test_wrong_flags_end_the_job_before_a_rank_starts(flags, status, told):
+    done = checked("a b", *flags.split())
+    assert done.returncode == status and told in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 def test_any_save_path_is_read_as_it_was_given(tmp_path, locale):
     """A finished job must be seen as finished: its pointer lies below this path."""
-    given = os.fsencode(tmp_path) + 'Läufe/東京 "a"\\b\tc\nd $(e) ünï'.encode() + b"\xff "
-    script = (
-        "set -euo pipefail; source examples/slurm/workload.sh; source examples/slurm/restarts.sh; "
-        'check_flags "${FLAGS[@]}" --train-iters 40; printf "%s\\0%s" "$GOAL" "$SAVE"'
-    )
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        check=False,
-        env={
-            b"root": os.fsencode(ROOT),
-            b"PATH": b"/usr/bin:/bin",
-            b"VENV": os.fsencode(sys.prefix),
-            b"RANKS_PER_NODE": b"2",
-            b"SLURM_JOB_NAME": b"gpt",
-            b"SLURM_CPUS_PER_TASK": b"2",
-            b"CHECKPOINT_PATH": given,
-            b"LC_ALL": locale.encode(),
-        },
-    )
+    given = f'{tmp_path}Läufe/東京 "a"\\b\tc\nd $(e) ünï\udcff '
+    done = checked(given, LC_ALL=locale)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split(b"\0") == [b"40", given]
+    assert done.stdout.split("\0") == ["40", given]

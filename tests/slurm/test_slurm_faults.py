@@ -95,27 +95,18 @@ def test_a_lost_node(cluster, run, whole):
     assert "requeued:" not in log
 
 
-@pytest.mark.weekly
-def test_a_pre_empted_job(cluster, run, whole):
-    """Slurm sends SIGTERM to the tasks. They save and end with status 0, and the job must not count
-    as completed."""
-    job = run.submit(cluster, "srun")
-    in_its_middle(run)
-    urgent = cluster.submit(
-        "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
-    )
-    log = continues(run, cluster, job, whole)
-    assert cluster.job(urgent)["JobState"] == "COMPLETED"
-    saved = re.search(r"exiting at iteration (\d+): SIGTERM", log)
-    assert saved and f"start 1 from iteration {saved[1]} of 40" in log
-
-
-def test_a_job_at_its_time_limit(cluster, run, whole):
+@pytest.mark.parametrize("why", ["its time", pytest.param("another job", marks=pytest.mark.weekly)])
+def test_a_job_that_has_to_stop(cluster, run, whole, why):
     """`--signal=B:USR1@180` signals the job's script alone; here a command does so, which need not
-    wait for a minute to pass."""
-    job = run.submit(cluster, "torchrun")
+    wait for a minute to pass. A pre-empted job's tasks get SIGTERM. They save and end with status
+    0, and the job must not count as completed."""
+    job = run.submit(cluster, "torchrun" if why == "its time" else "srun")
     in_its_middle(run)
-    cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+    if why == "its time":
+        cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+    else:
+        high = ("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null")
+        cluster.submit(*high, "--wrap=true")
     log = continues(run, cluster, job, whole)
     saved = re.search(r"exiting at iteration (\d+): SIGTERM", log)
     assert saved and f"start 1 from iteration {saved[1]} of 40" in log

@@ -19,7 +19,7 @@ PADDED = dict(
     moe_expert_capacity_factor=0.7,
     moe_pad_expert_input_to_capacity=True,
 )
-RAMP = dict(rampup_batch_size=(2, 2, 8), train_iters=11)
+RAMP = dict(rampup_batch_size=(2, 2, 8), train_iters=8)
 # by name: ranks, and settings of tiny_run
 RUNS = {
     "none": (1, {}),
