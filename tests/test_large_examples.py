@@ -45,7 +45,6 @@ class Facts:
     def __init__(self, name, settings=""):
         self.config = config_of(name, settings)
         report = explain(self.config, "cuda")
-        self.plan = report.own.plan
         first = report.ranks[0]
         self.kept_bytes, self.in_flight = first.kept_bytes, first.in_flight
         self.peak_bytes = first.peak_bytes

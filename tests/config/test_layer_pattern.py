@@ -8,19 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_lite.config.layer_pattern import LONGEST_TEXT, parse_pattern, parse_window
-from megatron_lite.config.model import ModelConfig
+from tests.support.models import tiny_config
 
 ROPE = {"position_embedding_type": "rope"}
-
-
-def model(num_layers=6, **settings):
-    return ModelConfig(
-        num_layers=num_layers,
-        hidden_size=16,
-        num_attention_heads=4,
-        max_position_embeddings=16,
-        **settings,
-    )
 
 
 def windowed(config):
@@ -37,7 +27,7 @@ def unrotated(config):
 
 
 def test_a_window_reaches_nothing_less_where_the_sequence_ends_before_it():
-    config = model(window_size=(7, 0), window_attn_skip_freq=2)
+    config = tiny_config(num_layers=6, window_size=(7, 0), window_attn_skip_freq=2)
     assert [config.layer_reach(0, seq_length) for seq_length in (7, 8, 9, 16)] == [None, None, 7, 7]
     assert config.layer_reach(1, 16) is None
 
@@ -60,7 +50,9 @@ def test_the_layers_are_those_of_megatron_core():
                 is_layer_window_attention((3, 0), theirs(pattern), number) for number in numbers
             ]
             if any(found):
-                ours = model(num_layers, window_size=(3, 0), window_attn_skip_freq=pattern)
+                ours = tiny_config(
+                    num_layers=num_layers, window_size=(3, 0), window_attn_skip_freq=pattern
+                )
                 assert windowed(ours) == found, pattern
         divisors = [number for number in numbers if number > 1 and num_layers % number == 0]
         for pattern in [*divisors, *(each for each in lists if 0 in each)]:
@@ -70,7 +62,7 @@ def test_the_layers_are_those_of_megatron_core():
                 num_attention_heads=4,
                 no_rope_freq=theirs(pattern),
             )
-            ours = model(num_layers, **ROPE, no_rope_freq=pattern)
+            ours = tiny_config(num_layers=num_layers, **ROPE, no_rope_freq=pattern)
             assert unrotated(ours) == config.no_rope_freq, pattern
 
 

@@ -101,29 +101,22 @@ def test_every_layer_has_exactly_one_treatment_and_it_is_that_of_the_first_rule_
             assert not segment.unit or segment.num_layers <= action.unit
 
 
-FULL = dict(recompute_granularity="full")
-
-
 @pytest.mark.parametrize(
     ("flags", "policy"),
     [
         ({}, "*:none"),
-        (dict(recompute_activations=True), "*:core_attn"),
         (
             dict(recompute_granularity="selective", recompute_modules=("pointwise", "core_attn")),
             "*:layernorm+activation+dropout+moe_act+core_attn",
         ),
-        (dict(**FULL, recompute_method="uniform"), "*:full"),
-        (dict(**FULL, recompute_method="uniform", recompute_num_layers=2), "0-4:full/2"),
-        (dict(**FULL, recompute_method="block", recompute_num_layers=2), "0,1:full; 2-4:none"),
-        (dict(**FULL, recompute_method="block", recompute_num_layers=9), "*:full"),
         (
-            dict(**FULL, recompute_method="uniform", distribute_saved_activations=True),
-            "*:full@split",
+            dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=9),
+            "*:full",
         ),
     ],
 )
 def test_megatrons_flags_and_the_policy_that_says_the_same_give_equal_plans(flags, policy):
+    """The others stand on docs/coming-from.md, which has a test."""
     assert plan_stage(RecomputeConfig(**flags), 5) == plan_stage(
         RecomputeConfig(recompute_policy=policy), 5
     )

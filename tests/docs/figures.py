@@ -58,21 +58,47 @@ def situations():
 # What a policy keeps and costs
 
 
-def ladder_run(text):
-    """Returns Llama 3 8B on 8 GPUs, as examples/large/llama3_8b.sh has it, with a policy."""
-    return run_config(
-        preset="llama3-8b",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        micro_batch_size=1,
-        global_batch_size=512,
-        bf16=True,
-        seq_length=8192,
-        make_vocab_size_divisible_by=32,
-        tensor_model_parallel_size=4,
-        sequence_parallel=True,
-        recompute_policy=text,
-    )
+def run_of(name, **settings):
+    """Returns a run of a preset in bfloat16 without dropout in attention."""
+    return run_config(preset=name, attention_dropout=0.0, bf16=True, **settings)
+
+
+# Llama 3 8B on 8 GPUs, as examples/large/llama3_8b.sh has it
+ladder_run = partial(
+    run_of,
+    "llama3-8b",
+    hidden_dropout=0.0,
+    micro_batch_size=1,
+    global_batch_size=512,
+    seq_length=8192,
+    make_vocab_size_divisible_by=32,
+    tensor_model_parallel_size=4,
+    sequence_parallel=True,
+)
+# Qwen3-30B-A3B with its experts over 8 ranks
+expert_run = partial(
+    run_of,
+    "qwen3-30b-a3b",
+    hidden_dropout=0.0,
+    micro_batch_size=1,
+    global_batch_size=512,
+    seq_length=4096,
+    use_distributed_optimizer=True,
+    expert_model_parallel_size=8,
+    moe_token_dispatcher_type="alltoall",
+)
+# the 22B model of 2205.05198 on 8 GPUs, whose layer has every region
+drawn_run = partial(
+    run_of,
+    "22b",
+    micro_batch_size=4,
+    global_batch_size=4,
+    seq_length=2048,
+    vocab_size=51199,
+    tensor_model_parallel_size=8,
+    sequence_parallel=True,
+    recompute_policy="*:none",
+)
 
 
 EXPERT_LADDER = ("*:none", "*:moe_act", "*:layernorm+moe_act", "*:moe", "*:full")
@@ -91,23 +117,6 @@ LADDER = (
 )
 
 
-def expert_run(text):
-    """Returns Qwen3-30B-A3B with its experts over 8 ranks, with a policy."""
-    return run_config(
-        preset="qwen3-30b-a3b",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        micro_batch_size=1,
-        global_batch_size=512,
-        bf16=True,
-        seq_length=4096,
-        use_distributed_optimizer=True,
-        expert_model_parallel_size=8,
-        moe_token_dispatcher_type="alltoall",
-        recompute_policy=text,
-    )
-
-
 def ladder(run=ladder_run, policies=LADDER, *, ranks=2):
     """Returns the table of some policies, from most kept bytes to fewest."""
     lines = [
@@ -116,7 +125,7 @@ def ladder(run=ladder_run, policies=LADDER, *, ranks=2):
         "|---|---|---|---|---|",
     ]
     for text in policies:
-        config = run(text)
+        config = run(recompute_policy=text)
         plan, sizes = plan_model(config), Sizes.of(config, device="cuda")
         peak = fullest_step_peak(
             config, device="cuda", dp_cp_size=ranks, num_microbatches=512 // ranks
@@ -127,22 +136,6 @@ def ladder(run=ladder_run, policies=LADDER, *, ranks=2):
             f"| {peak.num_bytes / GIB:.2f} | +{PolicyFlops.of(config, 'cuda').added:.1%} |"
         )
     return "\n".join(lines)
-
-
-def drawn_run():
-    """Returns the 22B model of 2205.05198 on 8 GPUs, whose layer has every region."""
-    return run_config(
-        preset="22b",
-        attention_dropout=0.0,
-        micro_batch_size=4,
-        global_batch_size=4,
-        bf16=True,
-        seq_length=2048,
-        vocab_size=51199,
-        tensor_model_parallel_size=8,
-        sequence_parallel=True,
-        recompute_policy="*:none",
-    )
 
 
 def regions_table():

@@ -20,17 +20,14 @@ HEAD = "| torch | passed | failed | skipped | Python | day |\n|---|---|---|---|-
 
 def row(report, day):
     """Returns the result of a run, from the report VERSION.xml that pytest has written."""
-    suites = ElementTree.parse(report).getroot().iter("testsuite")
-    counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for suite in suites:
-        for key in counts:
-            counts[key] += int(suite.get(key, 0))
-    failed = counts["failures"] + counts["errors"]
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    keys = ("tests", "failures", "errors", "skipped")
+    tests, failures, errors, skipped = (int(suite.attrib[key]) for key in keys)
     return {
         "torch": report.stem,
-        "passed": counts["tests"] - failed - counts["skipped"],
-        "failed": failed,
-        "skipped": counts["skipped"],
+        "passed": tests - failures - errors - skipped,
+        "failed": failures + errors,
+        "skipped": skipped,
         "python": platform.python_version(),
         "day": day.isoformat(),
     }
@@ -47,8 +44,7 @@ def table(rows):
 
 def recorded():
     """Returns the rows of the record."""
-    rows = json.loads(RECORD.read_text(encoding="utf-8"))
-    return rows
+    return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
 def _number(version):
@@ -64,8 +60,7 @@ def main(argv=None):
     rows = [row(report, date.today()) for report in args.reports]
     print(table(rows))
     if args.write:
-        kept = {one["torch"]: one for one in (recorded() if RECORD.exists() else [])}
-        kept |= {one["torch"]: one for one in rows}
+        kept = {one["torch"]: one for one in (*recorded(), *rows)}
         ordered = sorted(kept.values(), key=lambda one: _number(one["torch"]))
         RECORD.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     return int(any(one["failed"] or not one["passed"] for one in rows))

@@ -19,11 +19,6 @@ LAST = 5
 run_of = partial(saving_run, last=LAST, tp_size=2, save_interval=2)
 
 
-def train_with(rank, world_size, config, prepare):
-    prepare(rank)
-    return train(rank, world_size, config)
-
-
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """A directory with the checkpoint of iteration 2."""
@@ -108,8 +103,13 @@ def test_a_save_that_the_system_refuses_leaves_all_as_it_was(
     if fault is folder_is_closed:
         check_can_mount(tmp_path)
     config = run_of(folder, async_save=async_save)
+
+    def work(rank, world_size):
+        fault(folder, rank)
+        return train(rank, world_size, config)
+
     try:
-        messages = run_ranks(train_with, 2, config, partial(fault, folder))
+        messages = run_ranks(work, 2)
     finally:
         make_writable(folder)
     check(folder, begun, messages, reasons)

@@ -10,17 +10,16 @@ from tests.support.layouts import LAYOUTS, differing, train
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
-STEPS = 4
+STEPS = 3
 HSDP = dict(instances=2, micro_batches=3)  # 12 sequences on 4 ranks
-# world size, TP size, sequence parallel, variant, steps, layouts, further options of the model
+# world size, TP size, sequence parallel, variant, layouts, further options of the model
 MESHES = {
-    "dp2": (2, 1, False, "gpt2", STEPS, tuple(LAYOUTS), {}),
+    "dp2": (2, 1, False, "gpt2", tuple(LAYOUTS), {}),
     "dp3": (
         3,
         1,
         False,
         "llama",
-        4,
         ("overlap", "zero1, overlap", "fsdp2, memory-efficient"),
         dict(loss_chunk_size=7),
     ),
@@ -29,35 +28,18 @@ MESHES = {
         2,
         False,
         "nemotron",
-        3,
         ("zero1, overlap", "fsdp2, memory-efficient"),
         dict(loss_chunk_size=7),
     ),
-    "dp2-tp2-sequence-parallel": (
-        4,
-        2,
-        True,
-        "gpt2",
-        STEPS,
-        ("overlap", "zero1, overlap", "fsdp2"),
-        {},
-    ),
-    "host-dp2-tp2": (4, 2, True, "gpt2", 3, ("replicated", "zero1, overlap"), {}),
-    "hsdp-dp4": (
-        4,
-        1,
-        False,
-        "gpt2",
-        3,
-        ("zero1", "zero1, overlap", "fsdp2, memory-efficient"),
-        HSDP,
-    ),
-    "hsdp-dp2-tp2": (4, 2, True, "llama", 3, ("zero1, overlap", "fsdp2"), HSDP),
-    "muon-hsdp-dp4": (4, 1, False, "llama", 3, ("zero1, overlap", "fsdp2"), HSDP),
-    "muon-dp2": (2, 1, False, "llama", 3, ("replicated", "zero1, overlap", "fsdp2"), {}),
-    "muon-dp3": (3, 1, False, "gpt2", 3, ("zero1", "fsdp2"), {}),
-    "muon-tp2": (2, 2, False, "llama", 3, ("replicated",), {}),
-    "muon-dp2-tp2": (4, 2, True, "gpt2", 3, ("zero1", "fsdp2, memory-efficient"), {}),
+    "dp2-tp2-sequence-parallel": (4, 2, True, "gpt2", ("overlap", "zero1, overlap", "fsdp2"), {}),
+    "host-dp2-tp2": (4, 2, True, "gpt2", ("replicated", "zero1, overlap"), {}),
+    "hsdp-dp4": (4, 1, False, "gpt2", ("zero1", "zero1, overlap", "fsdp2, memory-efficient"), HSDP),
+    "hsdp-dp2-tp2": (4, 2, True, "llama", ("zero1, overlap", "fsdp2"), HSDP),
+    "muon-hsdp-dp4": (4, 1, False, "llama", ("zero1, overlap", "fsdp2"), HSDP),
+    "muon-dp2": (2, 1, False, "llama", ("replicated", "zero1, overlap", "fsdp2"), {}),
+    "muon-dp3": (3, 1, False, "gpt2", ("zero1", "fsdp2"), {}),
+    "muon-tp2": (2, 2, False, "llama", ("replicated",), {}),
+    "muon-dp2-tp2": (4, 2, True, "gpt2", ("zero1", "fsdp2, memory-efficient"), {}),
 }
 HOST = OptimizerConfig(
     clip_grad=0.5,
@@ -71,11 +53,11 @@ MUON = OptimizerConfig(
 )
 
 
-def train_everywhere(rank, world_size, tp_size, name, options, steps, layouts):
+def train_everywhere(rank, world_size, tp_size, name, options, layouts):
     instances = options.pop("instances", 1)
     with tp_state(tp_size, num_distributed_optimizer_instances=instances) as parallel:
         return {
-            layout: train(name, parallel, LAYOUTS[layout], steps=steps, **options)
+            layout: train(name, parallel, LAYOUTS[layout], steps=STEPS, **options)
             for layout in layouts
         }
 
@@ -88,13 +70,13 @@ def test_every_layout_trains_as_a_single_process(mesh, dtype):
     """Clipped steps over the same 12 sequences each. Weights are compared in float64 alone: AdamW
     turns the rounding noise of a gradient that is zero in exact arithmetic (a key's bias) into
     steps of full size."""
-    world_size, tp_size, sequence_parallel, name, steps, layouts, options = MESHES[mesh]
+    world_size, tp_size, sequence_parallel, name, layouts, options = MESHES[mesh]
     rule = dict(settings=MUON) if mesh.startswith("muon") else dict(clip_grad=0.5)
     place = dict(settings=HOST) if mesh.startswith("host") else {}
     options = {**options, **rule, "dtype": dtype}
     shared = dict(instances=options.pop("instances", 1))
     with tp_state(1) as parallel:
-        expected = train(name, parallel, LAYOUTS["replicated"], steps=steps, **options)
+        expected = train(name, parallel, LAYOUTS["replicated"], steps=STEPS, **options)
     assert min(expected.grad_norms) > 0.5  # every step clips
     runs = run_ranks(
         train_everywhere,
@@ -102,7 +84,6 @@ def test_every_layout_trains_as_a_single_process(mesh, dtype):
         tp_size,
         name,
         dict(options, sequence_parallel=sequence_parallel, **place, **shared),
-        steps,
         layouts,
         detail=False,
     )
@@ -148,14 +129,7 @@ def test_zero1_and_overlap_change_no_bit(world_size, tp_size, layouts, dtype, ru
     name = "llama" if rule == "muon" and world_size == 2 else "gpt2"
     options = dict(dtype=dtype, sequence_parallel=tp_size > 1, settings=settings)
     for of_rank in run_ranks(
-        train_everywhere,
-        world_size,
-        tp_size,
-        name,
-        options,
-        3,
-        ("replicated", *layouts),
-        detail=False,
+        train_everywhere, world_size, tp_size, name, options, ("replicated", *layouts), detail=False
     ):
         replicated = of_rank["replicated"]
         for layout in layouts:

@@ -214,8 +214,8 @@ class Split(nn.Module):
     def __init__(self, parallel):
         super().__init__()
         for dim, name in enumerate(("by_rows", "by_columns")):
-            shard = matrix(8, 12 + dim).chunk(2, dim)[parallel.tp_rank].contiguous()
-            spec = ParameterSpec(global_shape=(8, 12 + dim), tp_dim=dim, matrices=(1,))
+            shard = matrix(8, 12).chunk(2, dim)[parallel.tp_rank].contiguous()
+            spec = ParameterSpec(global_shape=(8, 12), tp_dim=dim, matrices=(1,))
             self.register_parameter(name, mark(nn.Parameter(shard), spec))
 
 
@@ -237,7 +237,7 @@ def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode):
     """Blocks are matrices of their own, with scales of their own, as in Megatron."""
     updates = run_ranks(_update_split, 2, mode, detail=False)
     for dim, name in enumerate(("by_rows", "by_columns")):
-        whole = matrix(8, 12 + dim)
+        whole = matrix(8, 12)
         blocks = [whole] if mode == "duplicated" else whole.chunk(2, dim)
         expected = torch.cat(
             [

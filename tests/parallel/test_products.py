@@ -22,19 +22,6 @@ def close(value, left, right, start=0.0):
     return bool(((value.double() - exact).abs() <= bound).all())
 
 
-@pytest.mark.parametrize(("n", "k"), [(7, 5), (5, 7), (33, 65)])
-@torch.no_grad()
-def test_a_product_is_added_to_the_sum_and_the_first_one_overwrites_it(n, k):
-    rows, grad_rows = torch.randn(6, k), torch.randn(6, n)
-    for first in (False, True):
-        total = torch.full((n, k), torch.nan) if first else torch.randn(n, k)
-        start = 0.0 if first else total.double()
-        version = total._version
-        weight_gradient.add_weight_product_(total, rows, grad_rows, first=first)
-        assert close(total, grad_rows.t(), rows.t(), start)
-        assert total._version > version  # autograd sees the write
-
-
 @pytest.mark.parametrize("first", [False, True])
 @torch.no_grad()
 def test_a_16_bit_product_is_rounded_once_and_added_to_the_float32_sum(first):
@@ -57,20 +44,6 @@ def test_on_cuda_a_16_bit_product_is_added_unrounded_and_is_no_tensor(first, dty
     weight_gradient.add_weight_product_(total, x, dy, first=first)
     assert close(total, dy.t(), x.t(), start)
     assert calls == {"first" if first else "later": 1}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("first", [False, True])
-@torch.no_grad()
-def test_rows_are_added_one_after_the_other(dtype, first):
-    ids, rows = torch.tensor([2, 0, 2, 2, 5, 0, 2]), torch.randn(7, 4).to(dtype)
-    start = torch.randn(6, 4)
-    total = torch.full_like(start, torch.nan) if first else start.clone()
-    weight_gradient.add_rows_(total, ids, rows, first=first)
-    expected = torch.zeros_like(start) if first else start.clone()
-    for number, row in zip(ids.tolist(), rows.float(), strict=True):
-        expected[number] += row
-    assert torch.equal(total, expected)
 
 
 def test_a_backward_that_is_recorded_has_a_derivative():

@@ -2,16 +2,12 @@
 user would rank runs."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_lite.api import run_config
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import TrainingConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import hardware_flops
 from megatron_lite.plan.hardware import Group, Link, load_hardware
@@ -33,49 +29,26 @@ from megatron_lite.plan.work import (
 )
 from megatron_lite.recompute.schedule import plan_stage
 from tests.plan.machines import flash, ideal, talking
+from tests.support.changes import with_settings
 from tests.support.traffic import plan_collectives
 
 A100 = load_hardware("a100-80gb")
 LAYERS, SEQ_LENGTH = 8, 2048
-MODEL = ModelConfig(
+RUN = run_config(
     num_layers=LAYERS,
     hidden_size=4096,
     num_attention_heads=32,
     max_position_embeddings=SEQ_LENGTH,
     hidden_dropout=0.0,
     attention_dropout=0.0,
+    micro_batch_size=1,
+    global_batch_size=64,
+    bf16=True,
+    seq_length=SEQ_LENGTH,
+    vocab_size=32767,
 )
-
-
-def run(
-    *,
-    model=MODEL,
-    batch=64,
-    micro=1,
-    recompute=None,
-    training=None,
-    data_parallel=None,
-    optimizer=None,
-    kept=None,
-    tail_skip=True,
-    **parallel,
-):
-    return RunConfig(
-        model=model,
-        training=TrainingConfig(
-            micro_batch_size=micro, global_batch_size=batch, bf16=True, **(training or {})
-        ),
-        data=DataConfig(seq_length=SEQ_LENGTH),
-        tokenizer=TokenizerConfig(vocab_size=32767),
-        parallel=ParallelConfig(**parallel),
-        data_parallel=DataParallelConfig(**(data_parallel or {})),
-        optimizer=OptimizerConfig(**(optimizer or {})),
-        recompute=RecomputeConfig(
-            recompute_policy=recompute,
-            recompute_tail_skip=tail_skip,
-            num_microbatches_with_partial_activation_checkpoints=kept,
-        ),
-    )
+MODEL = RUN.model
+run = partial(with_settings, RUN)
 
 
 def seconds(config, num_ranks=8, machine=A100):
@@ -113,8 +86,7 @@ def flops_of(config, policy="*:none"):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tp", [1, 4])
 def test_on_an_ideal_machine_a_step_takes_its_hardware_flops(policy, tp, backend):
-    model = replace(MODEL, attention_backend=backend)
-    config = run(model=model, recompute=policy, tensor_model_parallel_size=tp)
+    config = run(attention_backend=backend, recompute_policy=policy, tensor_model_parallel_size=tp)
     # A flash kernel skips half of its products, which the FLOPs of the logs count.
     half = replace(ideal(), bf16=replace(ideal().bf16, flash=flash(0.5)))
     machine = ideal() if backend == "unfused" else half
@@ -126,12 +98,12 @@ def test_on_an_ideal_machine_a_step_takes_its_hardware_flops(policy, tp, backend
 
 def test_attention_to_packed_documents_takes_the_share_that_is_attended():
     config = run()
-    packed = replace(config.data, reset_attention_mask=True, plan_attended=0.25)
+    packed = run(reset_attention_mask=True, plan_attended=0.25)
     machine = replace(ideal(), bf16=replace(ideal().bf16, flash=flash(0.5)))
     flops, with_one_more = flops_of(config), flops_of(config, "*:core_attn")
     # two products in forward, and five in backward
     expected = flops - 0.75 * 3.5 * (with_one_more - flops)
-    found = step_time(replace(config, data=packed), machine, 8).seconds
+    found = step_time(packed, machine, 8).seconds
     assert found == pytest.approx(expected / 8 / 1e12, rel=1e-6)
 
 
@@ -140,7 +112,7 @@ def test_attention_to_packed_documents_takes_the_share_that_is_attended():
 def test_collectives_that_nothing_hides_take_the_time_of_those_that_are_issued(
     policy, sequence_parallel
 ):
-    config = run(recompute=policy, **TP8, sequence_parallel=sequence_parallel)
+    config = run(recompute_policy=policy, **TP8, sequence_parallel=sequence_parallel)
     machine = talking(1e-6, 1e11)
     traffic = plan_collectives(
         MODEL, plan_stage(config.recompute, LAYERS, 0), Sizes.of(config, device="cuda")
@@ -157,14 +129,15 @@ def test_collectives_that_nothing_hides_take_the_time_of_those_that_are_issued(
 @pytest.mark.parametrize("layout", [dict(), TP8, PP4])
 def test_more_recomputation_is_never_faster(layout):
     policies = ["*:none", "*:layernorm", "*:layernorm+activation", "*:mlp+layernorm", "*:full"]
-    found = [step_time(run(recompute=policy, **layout), A100, 16) for policy in policies]
+    found = [step_time(run(recompute_policy=policy, **layout), A100, 16) for policy in policies]
     times = [one.seconds for one in found]
     assert all(min(one.terms.values()) > 0.0 for one in found)
     assert times == sorted(times) and len(set(times)) == len(times)
-    whole = seconds(run(recompute="*:full", tail_skip=False, **layout), 16)
+    whole = seconds(run(recompute_policy="*:full", recompute_tail_skip=False, **layout), 16)
     assert whole > times[-1]
     if layout == PP4:
-        assert seconds(run(recompute="*:full", kept=1, **layout), 16) < times[-1]
+        kept = dict(num_microbatches_with_partial_activation_checkpoints=1)
+        assert seconds(run(recompute_policy="*:full", **kept, **layout), 16) < times[-1]
 
 
 @pytest.mark.parametrize(
@@ -177,14 +150,14 @@ def test_more_recomputation_is_never_faster(layout):
     ],
 )
 def test_more_data_parallel_ranks_are_never_slower_at_the_same_batch(data_parallel):
-    config = run(batch=512, data_parallel=data_parallel)
+    config = run(global_batch_size=512, **data_parallel)
     times = [seconds(config, ranks) for ranks in (8, 16, 32, 64, 128)]
     assert times == sorted(times, reverse=True)
 
 
 def test_a_reduction_beside_backward_is_never_slower():
     def time(**data_parallel):
-        return step_time(run(data_parallel=data_parallel), A100, 16)
+        return step_time(run(**data_parallel), A100, 16)
 
     alone, beside = time(), time(overlap_grad_reduce=True)
     assert 0.0 < beside.terms[REDUCTION] < alone.terms[REDUCTION]
@@ -208,9 +181,8 @@ def test_instances_inside_nodes_send_less_between_them(kind):
     slow = replace(A100, between=Link(latency_s=0.0, bandwidth=1e9))
 
     def time(instances):
-        config = run(data_parallel={kind: True}, batch=128)
-        parallel = replace(config.parallel, num_distributed_optimizer_instances=instances)
-        return step_time(replace(config, parallel=parallel), slow, 32)
+        shared = {kind: True, "num_distributed_optimizer_instances": instances}
+        return step_time(run(global_batch_size=128, **shared), slow, 32)
 
     whole, inside = time(1), time(4)
     if kind == "use_torch_fsdp2":
@@ -226,23 +198,23 @@ def test_fsdp2_gathers_for_every_micro_batch_and_twice_if_weights_are_freed():
     slow = replace(A100, inside=Link(latency_s=0.0, bandwidth=1e9))
 
     def gathers(micro=1, **data_parallel):
-        config = run(micro=micro, data_parallel=dict(use_torch_fsdp2=True, **data_parallel))
+        config = run(micro_batch_size=micro, use_torch_fsdp2=True, **data_parallel)
         return step_time(config, slow, 8).terms[FSDP]
 
     assert gathers(torch_fsdp2_reshard_after_forward=False) < gathers()
     assert gathers(micro=2) < gathers()
-    free = step_time(run(data_parallel=dict(use_torch_fsdp2=True)), A100, 1)
+    free = step_time(run(use_torch_fsdp2=True), A100, 1)
     assert FSDP not in free.terms
 
 
 def test_copies_to_the_host_are_hidden_where_the_bandwidth_is_high_enough():
-    config = run(recompute="*:none@host")
+    config = run(recompute_policy="*:none@host")
     slow = step_time(config, replace(A100, host_bandwidth=1e9), 8)
     fast = step_time(config, replace(A100, host_bandwidth=1e12), 8)
     assert fast.seconds >= seconds(run()) and slow.seconds > 2 * fast.seconds
     assert fast.terms[HOST_COPIES] < 0.01 * fast.seconds < slow.terms[HOST_COPIES]
     # Recomputation leaves only the inputs of layers to copy.
-    less = step_time(run(recompute="*:full@host"), replace(A100, host_bandwidth=1e9), 8)
+    less = step_time(run(recompute_policy="*:full@host"), replace(A100, host_bandwidth=1e9), 8)
     assert less.terms[HOST_COPIES] < 0.2 * slow.terms[HOST_COPIES]
     shared = replace(A100, host_bandwidth=1e12, shares_cores=True)
     assert step_time(config, shared, 8).terms[HOST_COPIES] > fast.terms[HOST_COPIES]
@@ -254,7 +226,7 @@ def test_an_optimizer_on_the_host_takes_its_arithmetic_and_the_copies_that_nothi
 
     def taken(machine=machine, overlaps=False, **changes):
         place = dict(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=overlaps)
-        return step_time(run(optimizer={**place, **changes}), machine, 1).terms[HOST_UPDATE]
+        return step_time(run(**place, **changes), machine, 1).terms[HOST_UPDATE]
 
     # one after the other: 4 bytes there, 30 read and written, 2 back
     seconds = number * (6 / A100.host_bandwidth + 30 / A100.host_memory_bandwidth)
@@ -268,9 +240,8 @@ def test_an_optimizer_on_the_host_takes_its_arithmetic_and_the_copies_that_nothi
 
 
 def test_a_graph_takes_no_time_of_the_host_and_lets_no_tensor_go_there():
-    small = replace(MODEL, hidden_size=256, num_attention_heads=4)
-    plain = run(model=small, recompute="*:full")
-    graph = run(model=small, recompute="*:full", training=dict(cuda_graph_impl="full_iteration"))
+    small = dict(hidden_size=256, num_attention_heads=4, recompute_policy="*:full")
+    plain, graph = run(**small), run(**small, cuda_graph_impl="full_iteration")
     free = replace(A100, compiled=replace(A100.compiled, launch_s=0.0, replay_s=0.0))
     assert seconds(graph) == seconds(plain, machine=free) < seconds(plain)
     for config, where in ((plain, {"device", "host"}), (graph, {"device"})):
@@ -281,5 +252,5 @@ def test_a_graph_takes_no_time_of_the_host_and_lets_no_tensor_go_there():
 def test_the_band_is_wider_on_several_ranks_and_where_a_step_waits_for_the_host():
     machine = replace(A100, band_of_several=0.5)
     for hidden, ranks, band in ((256, 1, A100.band), (4096, 2, 0.5)):
-        time = step_time(run(model=replace(MODEL, hidden_size=hidden)), machine, ranks)
+        time = step_time(run(hidden_size=hidden), machine, ranks)
         assert time.band == band + time.terms[HOST_PACE] / time.seconds > band

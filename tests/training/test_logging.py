@@ -5,7 +5,6 @@ What a run looks like: short lines, settings, the summary and the log file.
 
 import re
 import shlex
-from dataclasses import replace
 
 import pytest
 import torch
@@ -93,9 +92,13 @@ def test_speeds_are_those_of_the_samples_that_the_iterations_had():
     assert "ETA: 1:00:00" in line  # 36,000 full batches of 100 ms
 
 
-def _utilization(rank, world_size, folder):
-    from contextlib import redirect_stdout
+def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(tmp_path):
+    """A layer runs 13312 - 4096 multiply-adds per token again, a tenth of the 3 x 30720 of a step;
+    see below for the figures.
 
+    Each of 2 ranks has one of 2 layers. Of 1, 1, 2 and 3 micro-batches rank 0 recomputes 0, 0, 1
+    and 1, and rank 1 none.
+    """
     config = tiny_run(
         attention_backend="unfused",
         global_batch_size=3,
@@ -108,20 +111,10 @@ def _utilization(rank, world_size, folder):
         peak_tflops_per_gpu=1e-9,
         log_interval=1,
         log_style="megatron",
+        log_file=str(tmp_path / "log"),
     )
-    with open(folder / f"log{rank}", "w") as log, redirect_stdout(log):
-        run_to_end(config)
-
-
-def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(tmp_path):
-    """A layer runs 13312 - 4096 multiply-adds per token again, a tenth of the 3 x 30720 of a step;
-    see below for the figures.
-
-    Each of 2 ranks has one of 2 layers. Of 1, 1, 2 and 3 micro-batches rank 0 recomputes 0, 0, 1
-    and 1, and rank 1 none.
-    """
-    run_ranks(_utilization, 2, tmp_path)
-    found = re.findall(r"MFU: ([\d.]+)% \| HFU: ([\d.]+)%", (tmp_path / "log0").read_text())
+    run_ranks(lambda rank, world_size: run_to_end(config) and None, 2)
+    found = re.findall(r"MFU: ([\d.]+)% \| HFU: ([\d.]+)%", (tmp_path / "log").read_text())
     assert [float(hardware) / float(model) for model, hardware in found] == pytest.approx(
         [1, 1, 1 + 0.1 / 2, 1 + 0.1 / 3]
     )
@@ -160,24 +153,12 @@ def test_the_settings_at_the_start_are_those_that_differ():
     assert len("\n".join(short_settings(config))) < 1000
 
 
-def finished_run(folder, **logging):
-    return tiny_run(
-        train_iters=4,
-        eval_interval=2,
-        metrics=folder / "m.jsonl",
-        save=str(folder / "saved"),
-        **logging,
-    )
-
-
 def test_the_log_file_is_appended_to_and_has_the_error_that_ends_a_run(
     tmp_path, monkeypatch, capsys
 ):
     path = tmp_path / "new" / "run.log"
-    config = replace(finished_run(tmp_path), checkpoint=tiny_run().checkpoint)
-    config = with_settings(config, log_file=str(path))
+    config = tiny_run(train_iters=4, log_file=str(path))
     run_to_end(config)
-
     first_step_fails(monkeypatch, InputError("the sky falls"))
     with pytest.raises(InputError, match="the sky falls"):
         run_to_end(config)

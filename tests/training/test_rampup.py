@@ -5,17 +5,15 @@
 
 import itertools
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.training.batches import CyclicOrder, microbatch_indices
 from tests.support.changes import with_settings
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, tiny_run
+from tests.support.runs import rows, run_to_end, tiny_run, with_checkpoint
 
 # 2 at 0 and 2, 4 at 4, 6 at 8, 8 from 12 on
 RAMP = dict(global_batch_size=8, rampup_batch_size=(2, 2, 12))
@@ -44,20 +42,21 @@ def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(tmp_path, ca
     ]
 
 
-def _interleaved(rank, world_size, folder):
-    """Why a ramp over 2, 5 and 8 samples is refused; how far its last iterations come from a
-    checkpoint behind the ramp."""
-    pipeline = dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
-    config = tiny_run(**RAMP, **pipeline, num_layers=4, train_iters=3, save=str(folder))
-    ramp = with_settings(config, rampup_batch_size=(2, 3, 6), train_iters=5, load=str(folder))
-    with pytest.raises(InputError) as fault:
-        run_to_end(replace(ramp, checkpoint=CheckpointConfig()))
-    run_to_end(config)  # to 8 samples
-    return str(fault.value), run_to_end(ramp).progress.consumed_samples
-
-
 def test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused(tmp_path):
-    for message, consumed in run_ranks(_interleaved, 2, tmp_path):
+    """A ramp over 2, 5 and 8 samples; its last iterations may come from a checkpoint behind it."""
+    pipeline = dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    shape = dict(**pipeline, num_layers=4)
+    saving = tiny_run(**RAMP, **shape, train_iters=3, save=str(tmp_path))
+    ramp = with_settings(saving, rampup_batch_size=(2, 3, 6), train_iters=5)
+
+    def work(rank, world_size):
+        with pytest.raises(InputError) as fault:
+            run_to_end(with_checkpoint(ramp))
+        run_to_end(saving)  # to 8 samples
+        going_on = with_checkpoint(ramp, load=str(tmp_path))
+        return str(fault.value), run_to_end(going_on).progress.consumed_samples
+
+    for message, consumed in run_ranks(work, 2):
         assert message == (
             "--rampup-batch-size 2 3 6: a batch of 5 samples, which this run still has, is not "
             "divisible by --micro-batch-size 1 x data-parallel size 1 x "
@@ -67,11 +66,9 @@ def test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused(
         assert consumed == 8 + 2 * 8
 
 
-def _in_steps(rank, world_size, folder):
-    """Trains over batches of 2, 2, 6, 4 and 4 samples with two ranks, and goes on from the third.
-
-    Returns why a batch of 3 samples is refused.
-    """
+def test_a_batch_that_changes_in_steps_is_resumed_in_the_middle(tmp_path):
+    """Batches of 2, 2, 6, 4 and 4 samples on two ranks, from the third of which a run goes on. A
+    batch of 3 samples is refused unless it has passed."""
     length = tiny_run().data.seq_length
     text = f"0:2 {4 * length}:6 {10 * length}:4"
     later = text.replace("0:2", "0:3")
@@ -79,7 +76,7 @@ def _in_steps(rank, world_size, folder):
     def run(schedule, name, **settings):
         run_to_end(
             tiny_run(
-                metrics=folder / name,
+                metrics=tmp_path / name,
                 step_batch_size_schedule=schedule,
                 train_iters=5,
                 learning_rate=0.01,
@@ -87,18 +84,15 @@ def _in_steps(rank, world_size, folder):
             )
         )
 
-    run(text, "whole")
-    run(text, "parts", exit_interval=2, save=str(folder / "saved"))
-    # the batch of 3 samples has passed
-    run(later, "parts", load=str(folder / "saved"))
-    with pytest.raises(InputError) as fault:
-        run(later, "refused")
-    return str(fault.value)
+    def work(rank, world_size):
+        run(text, "whole")
+        run(text, "parts", exit_interval=2, save=str(tmp_path / "saved"))
+        run(later, "parts", load=str(tmp_path / "saved"))
+        refused = "a batch of 3 samples, which this run still has, is not divisible by"
+        with pytest.raises(InputError, match=refused):
+            run(later, "refused")
 
-
-def test_a_batch_that_changes_in_steps_is_resumed_in_the_middle(tmp_path):
-    for message in run_ranks(_in_steps, 2, tmp_path):
-        assert "a batch of 3 samples, which this run still has, is not divisible by" in message
+    run_ranks(work, 2)
     whole = rows(tmp_path / "whole")
     assert [row["global_batch_size"] for row in whole] == [2, 2, 6, 4, 4]
     assert [row["consumed_samples"] for row in whole] == [2, 4, 10, 14, 18]
