@@ -19,7 +19,8 @@ def report(module, words, folder):
     return json.loads(file.read_text())["rows"]
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama", "experts"])
+@pytest.mark.runs(daily=0, ci=1)
+@pytest.mark.parametrize("family", ["experts", "gpt", "llama"])
 def test_every_contestant_of_a_step_has_the_same_loss(family, tmp_path):
     rows = report(step_time, f"{TINY} --dropout 0 --family {family}", tmp_path)
     names = [row["name"] for row in rows]

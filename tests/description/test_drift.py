@@ -16,9 +16,9 @@ import torch
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.measure.meter import kept_for_backward, running_modules
+from tests.memory.test_collectives import TORCH_NAMES
 from tests.support import pairs
 from tests.support.dispatch import Dispatches
 from tests.support.equality import GATHERED, SENT, VARIANTS, variant_config
@@ -31,12 +31,6 @@ DIFFERING = dict(window_size=(3, 0), window_attn_skip_freq=(1, 0), no_rope_freq=
 FORMULA_OF = {
     **flop_registry,
     **{kernel: shape_wrapper(formula) for kernel, formula in FORMULAS.items()},
-}
-KINDS = {
-    "allreduce_": ALL_REDUCE,
-    "_allgather_base_": ALL_GATHER,
-    "_reduce_scatter_base_": REDUCE_SCATTER,
-    "alltoall_base_": ALL_TO_ALL,
 }
 # Layouts in which two ranks hold different experts, with further fields of ParallelConfig.
 EXPERT_LAYOUTS = {
@@ -72,7 +66,7 @@ class Watched(Dispatches):
         if formula is not None:
             self.flops[module].append(formula(*args, **kwargs, out_val=results))
         if func.namespace == "c10d":
-            self.collectives[module].append(KINDS[func.name().split("::")[1]])
+            self.collectives[module].append(TORCH_NAMES[func.name().split("::")[1]])
 
 
 def place(module):

@@ -4,7 +4,6 @@ import itertools
 import random
 from dataclasses import replace
 from functools import partial
-from statistics import mode
 
 import numpy as np
 import pytest
@@ -329,7 +328,7 @@ def test_gradients_that_the_step_clears_count_once():
 
 
 def test_states_of_an_optimizer_count_whether_they_exist_or_not():
-    model = Model([64] * 4)
+    model = Model([16])
     weights = sum(each.nbytes for each in model.parameters())
 
     def peak(optimizer):
@@ -539,7 +538,7 @@ def split_on_rank(rank, world_size):
         return [one.held for one in found]
 
     # A thread of gloo may still hold its copies where a layer begins or ends.
-    return [mode(tries) for tries in zip(*(held() for _ in range(5)), strict=True)]
+    return [min(tries) for tries in zip(*(held() for _ in range(3)), strict=True)]
 
 
 def test_tensor_parallel_ranks_may_divide_the_inputs_of_layers():

@@ -3,18 +3,19 @@
 import pytest
 import torch
 
-# On a CPU other tests have what these find: they only try themselves.
-WEEKLY = (
-    "test_a_resumed_run_ends_as_an_uninterrupted_one",
-    "test_a_resumed_fp16_run_ends_as_an_uninterrupted_one",
-    "test_a_background_save_holds_what_one_in_the_foreground_does",
-    "test_no_store_changes_a_gradient",
+# On a CPU the others only try themselves.
+IN_EVERY_RUN = (
+    "test_16_bits_stay_near_float64",
+    "test_all_kernels_of_attention_agree",
+    "test_attention_over_three_ranks_is_that_of_one",
+    "test_collectives_of_groups_of_one_change_nothing",
 )
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.name.partition("[")[0] in WEEKLY and not item.get_closest_marker("gpu"):
+        other = item.path.parent.name == "gpu" and item.originalname not in IN_EVERY_RUN
+        if other and not item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.weekly)
 
 

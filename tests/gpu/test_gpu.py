@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -135,15 +136,17 @@ def test_all_kernels_of_attention_agree(device):
     """Each is compared with float64, so that none may hide behind another's rounding. On CUDA
     FlashAttention knows windows; the kernel for float32 has masks padded to 32 elements."""
     fused = ("fused",) if device.type == "cuda" else ()
-    for window in ({}, dict(window_size=(5, 0))):
-        reference = attention_and_gradients("unfused", CPU, torch.float64, **window)
-        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+    dtypes = (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 4e-3)
+    for window, in_fp32 in product(({}, dict(window_size=(5, 0))), (False, True)):
+        settings = dict(window, attention_softmax_in_fp32=in_fp32)
+        reference = attention_and_gradients("unfused", CPU, torch.float64, **settings)
+        for dtype, tolerance in dtypes:
             backends = ("auto", "flash", "unfused", *fused * (dtype == torch.bfloat16))
             for backend in backends:
-                results = attention_and_gradients(backend, device, dtype, **window)
+                results = attention_and_gradients(backend, device, dtype, **settings)
                 for ours, exact in zip(results, reference, strict=True):
                     error = relative_error(ours.detach().cpu().double(), exact.detach())
-                    assert error < tolerance, (backend, dtype, window)
+                    assert error < tolerance and ours.dtype == dtype, (backend, dtype, settings)
 
 
 # --- random-number streams ---

@@ -17,8 +17,9 @@ from megatron_lite.context_parallel.sharded_attention import (
     context_parallel_attention,
 )
 from megatron_lite.parallel.sequence_spans import ContextParallel, select
+from tests.gpu.test_gpu_long_sequences import HEADS, SCALE, S, by_formula, inputs
 
-S, B, HEADS, D, SIZE, SCALE = 96, 2, 4, 64, 3, 0.125
+SIZE = 3
 CASES = (1, torch.float32, 1e-5), (1, torch.bfloat16, 2e-2), (20, torch.float32, 1e-3)
 
 
@@ -66,15 +67,6 @@ def memory_as_an_exchange():
         del EXCHANGES["memory"]
 
 
-def inputs(groups, size):
-    """query, key, value and the output's gradient, whole. size: of its values."""
-    generator = torch.Generator().manual_seed(5)
-    return [
-        size * torch.randn((S, B, heads, D), dtype=torch.float64, generator=generator)
-        for heads in (HEADS, groups, groups, HEADS)
-    ]
-
-
 def over_ranks(whole):
     """Output, and the gradients of query, key and value, in the order of the ranks' tokens."""
     spans = [ContextParallel(rank=rank, size=SIZE).spans(S // SIZE) for rank in range(SIZE)]
@@ -98,21 +90,9 @@ def over_ranks(whole):
 
 def alone(whole):
     """The same by the formula, in float64 on the CPU."""
-    query, key, value = (tensor.clone().requires_grad_() for tensor in whole[:3])
-    keys, values = (
-        tensor.repeat_interleave(HEADS // tensor.shape[2], 2) for tensor in (key, value)
-    )
-    scores = torch.einsum("ibhd,jbhd->bhij", query, keys) * SCALE + torch.full(
-        (S, S), -torch.inf
-    ).triu_(1)
-    output = torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), values)
-    expected = [output.detach(), *torch.autograd.grad(output, (query, key, value), whole[3])]
-    spans = [
-        span
-        for rank in range(SIZE)
-        for span in ContextParallel(rank=rank, size=SIZE).spans(S // SIZE)
-    ]
-    return [select(tensor, spans, 0) for tensor in expected]
+    places = [ContextParallel(rank=rank, size=SIZE) for rank in range(SIZE)]
+    spans = [span for place in places for span in place.spans(S // SIZE)]
+    return [select(tensor, spans, 0).detach() for tensor in by_formula(whole, None, (0, S, 2 * S))]
 
 
 def test_attention_over_three_ranks_is_that_of_one(device):
@@ -120,7 +100,7 @@ def test_attention_over_three_ranks_is_that_of_one(device):
     output. Values of size 20 have scores of 1e3, which float32 rounds at 1e-4: exp of one
     overflows, and one part outweighs the others by any factor."""
     for groups, (size, dtype, tolerance) in product((HEADS, 2), CASES):
-        exact = inputs(groups, size)
+        exact = [size * each for each in inputs(groups)]
         whole = [tensor.to(device, dtype) for tensor in exact]
         assert has_kernel(whole[0])
         for name, ours, right in zip(

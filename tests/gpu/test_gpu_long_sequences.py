@@ -20,15 +20,16 @@ def draw(*shape, seed):
 
 def inputs(groups):
     """query, key, value and the output's gradient, [s, b, a, d]."""
-    return [draw(S, B, heads, D, seed=heads) for heads in (HEADS, groups, groups, HEADS)]
+    sizes = (HEADS, groups, groups, HEADS)
+    return [draw(S, B, heads, D, seed=seed) for seed, heads in enumerate(sizes)]
 
 
-def by_formula(whole, reach):
+def by_formula(whole, reach, bounds=BOUNDS):
     """The output, and the gradients of query, key and value, of each document alone."""
     query, key, value = (tensor.clone().requires_grad_() for tensor in whole[:3])
     keys, values = (each.repeat_interleave(HEADS // each.shape[2], 2) for each in (key, value))
     output = torch.zeros_like(query)
-    for start, stop in pairwise(BOUNDS):
+    for start, stop in pairwise(bounds):
         sample, rows = start // S, slice(start % S, (stop - 1) % S + 1)
         scores = torch.einsum("iad,jad->aij", query[rows, sample], keys[rows, sample]) * SCALE
         places = torch.arange(stop - start)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +15,6 @@ from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.recompute.schedule import plan_stage
-from tests.memory import test_peak
 from tests.recompute.test_equality import DIFFERING_MODELS as MODELS
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import Layout, sample_tokens
@@ -229,14 +227,3 @@ def test_the_bytes_of_layers_that_differ_are_the_measured_ones(layout):
     dtypes = torch.float32, torch.bfloat16
     cases = [*itertools.product(MODELS.values(), policies, dtypes, [None])]
     assert run_ranks(wrong_bytes, layout.ranks, layout, cases) == [[]] * layout.ranks
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_every_moment_of_layers_that_differ_is_the_measured_one(config):
-    config = replace(
-        config, num_layers=test_peak.NUM_LAYERS, window_attn_skip_freq=2, no_rope_freq=None
-    )
-    assert test_peak.differences(0, 1, config, Layout()) == {}
-    config = replace(config, no_rope_freq=tuple([0, 1, 0, 1, 1, 0][: config.num_layers]))
-    assert test_peak.differences(0, 1, config, Layout()) == {}

@@ -39,9 +39,6 @@ FULL, SELECTIVE = (
 )
 POLICIES = [
     "",
-    FULL + "uniform --recompute-num-layers 2",
-    FULL + "block --recompute-num-layers 9",
-    SELECTIVE + "core_attn pointwise",
     "--recompute-policy 0-1:full/2;2:core_attn+pointwise;3:mlp",
     "--recompute-policy every-2:mlp@host;every-2+1:full@host",
     (
@@ -49,7 +46,6 @@ POLICIES = [
         "0-1:ops(matmul,attention);2-3:ops(matmul/2,collective,max,aten.baddbmm.default);4:full"
     ),
     "--recompute-policy 0-1:full/2@host;2:core_attn+pointwise@host;3:none@host;*:ops(matmul)@host",
-    "--recompute-policy *:full@host --contiguous-saved-activations",
     FULL + "uniform --recompute-num-layers 2 --no-recompute-tail-skip",
     SELECTIVE + "mlp core_attn --recompute-verify",
 ]
@@ -62,7 +58,6 @@ RUNS = {
     TINY: POLICIES,
     LLAMA + TP: POLICIES + SPLIT,
     TINY + TP + "--sequence-parallel ": POLICIES,
-    LLAMA + "--context-parallel-size 3 ": POLICIES,
     TINY + UNFUSED + "--context-parallel-size 2 ": POLICIES,
     LLAMA + TP + "--context-parallel-size 2 --cp-comm-type allgather ": POLICIES,
 }

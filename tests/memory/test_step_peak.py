@@ -88,7 +88,7 @@ def check(case):
         assert abs(row.ratio - 1.0) < BOUND, row
 
 
-@pytest.mark.runs(daily=2, ci=8)
+@pytest.mark.runs(daily=2, ci=6)
 @pytest.mark.parametrize("case", (*CASES, *CASES_HERE), ids=lambda case: case.name)
 def test_the_peak_of_a_real_step_is_predicted_within_five_per_cent(case):
     check(case)
@@ -114,7 +114,7 @@ def random_case(seed):
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(5, 16), *range(5)])  # the slow ones last
 def test_the_peak_of_a_random_step_is_predicted_within_five_per_cent(seed):
     check(random_case(seed))
 
@@ -135,8 +135,8 @@ def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops):
 @pytest.mark.parametrize("untied", ["", "--untie-embeddings-and-output-weights"])
 def test_a_large_16_bit_gradient_never_exists_whole(untied, monkeypatch):
     monkeypatch.setattr(row_blocks, "GPU_BYTES", 2**22)
-    flags = "--bf16 --hidden-size 256 --seq-length 32 --num-layers 2 --vocab-size 39999"
-    (row,) = rows(Case("large", f"{flags} {untied}", 1, 1))
+    flags = "--bf16 --hidden-size 256 --seq-length 8 --micro-batch-size 1 --num-layers 1"
+    (row,) = rows(Case("large", f"{flags} --vocab-size 39999 {untied}", 1, 1))
     assert row.moment.startswith("backward of the output layer")
     # Without bf16 instructions oneDNN's product takes 8 MiB more. The gradient has 19.5 MiB.
     assert abs(row.ratio - 1.0) < 0.04, row

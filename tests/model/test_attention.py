@@ -5,7 +5,6 @@ from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
@@ -16,29 +15,13 @@ from megatron_lite.description.self_attention import CORE
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.model.attention import CoreAttention, SelfAttention
-from tests.model.test_window import A, B, D, core, draw, formula
+from tests.model.test_window import A, D
 from tests.support.dispatch import Dispatches, tensors_in
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
 S, G = 7, 3  # 6 heads in 3 groups
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)])
-@pytest.mark.parametrize(
-    ("backend", "in_fp32"), [("unfused", True), ("unfused", False), ("flash", False)]
-)
-def test_16_bit_attention_is_as_exact_as_its_dtype_and_gives_it_back(
-    backend, in_fp32, dtype, tolerance
-):
-    """Scores and weights are rounded to 8 or 11 bits: 1% or 0.1% of values of order 1, a few times
-    over."""
-    query, key, value = (draw(S, B, A, D, seed=seed, dtype=dtype) for seed in (1, 2, 3))
-    output = core(backend, attention_softmax_in_fp32=in_fp32)(query, key, value)
-    assert output.dtype == dtype
-    expected = formula(query.double(), key.double(), value.double(), S)
-    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_qkv_rows_go_group_by_group():

@@ -122,17 +122,12 @@ def check(case, kernels, dtype):
     assert torch.equal(grad, before)  # autograd may use it elsewhere too
 
 
+@pytest.mark.parametrize("kernels", [None, CompiledKernels()], ids=["torch", "compiled"])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_values_gradients_and_what_is_kept(name, dtype):
-    check(CASES[name], None, dtype)
-
-
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_kernels_have_the_same_functions(name, dtype, monkeypatch):
+def test_values_gradients_and_what_is_kept(name, dtype, kernels, monkeypatch):
     uncompiled_kernels(monkeypatch)
-    check(CASES[name], CompiledKernels(), dtype)
+    check(CASES[name], kernels, dtype)
 
 
 @pytest.mark.runs(daily=0, ci=1)

@@ -36,8 +36,6 @@ LONGROPE = dict(
 # Rules of transformers with their parameters, and of which length the sequences are.
 RULES = {
     "llama3 by 8": (dict(rope_type="llama3", factor=8.0, **LLAMA3), LENGTH),
-    "llama3 by 32": (dict(rope_type="llama3", factor=32.0, **LLAMA3), LENGTH),
-    "yarn": (dict(rope_type="yarn", factor=4.0), LENGTH),
     "yarn of DeepSeek": (
         dict(rope_type="yarn", factor=40.0, mscale=1.0, mscale_all_dim=0.7),
         LENGTH,

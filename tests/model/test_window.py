@@ -55,17 +55,6 @@ def formula(query, key, value, reach):
 # --- core attention ---
 
 
-@pytest.mark.parametrize("groups", [A, 3, 1])
-@pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
-def test_every_backend_reads_the_window_as_the_formula_does(backend, groups):
-    query, key, value = (tensor.detach() for tensor in heads(groups))
-    for reach in (0, 1, 3, S - 2, S - 1):  # the last one sees all
-        output = core(backend, window_size=(reach, 0))(query, key, value)
-        torch.testing.assert_close(
-            output, formula(query, key, value, reach), rtol=1e-12, atol=1e-12
-        )
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 # 1100: whole blocks of a row's keys are hidden
 @pytest.mark.parametrize(("s", "reach"), [(9, 0), (70, 5), (70, 33), (1100, 3)])
@@ -112,16 +101,15 @@ def test_autocast_takes_its_dtype_as_torchs_attention_does():
 BOUNDS = (0, 3, 4, 9, 18)  # of two samples
 
 
-@pytest.mark.parametrize("reach", [None, 2])
+@pytest.mark.parametrize("reach", [None, 0, 2, S - 1])
 @pytest.mark.parametrize("groups", [A, 3, 1])
-def test_documents_are_attended_as_with_a_mask(groups, reach):
-    """In float64, by flash attention and by that which builds its scores."""
-    documents = CuSeqlens.of(BOUNDS, batch=B, seq_length=S, device=torch.device("cpu"))
+@pytest.mark.parametrize("bounds", [BOUNDS, (0, S, 2 * S)])
+def test_documents_and_windows_are_attended_as_with_a_mask(bounds, groups, reach):
+    """In float64, by every backend. Samples of one document are attended without bounds too."""
+    documents = CuSeqlens.of(bounds, batch=B, seq_length=S, device=torch.device("cpu"))
     inputs, grad = heads(groups), draw(S, B, A, D, seed=7)
-    output = masked_attention(*inputs, Readable(reach, documents), scale=SCALE)
-    found = [output, *torch.autograd.grad(output, inputs, grad)]
     mask = torch.full((B, 1, S, S), -torch.inf, dtype=torch.float64)
-    for start, stop in pairwise(BOUNDS):
+    for start, stop in pairwise(bounds):
         for row in range(start, stop):
             first = start if reach is None else max(start, row - reach)
             mask[start // S, 0, row % S, first % S : row % S + 1] = 0.0
@@ -129,12 +117,17 @@ def test_documents_are_attended_as_with_a_mask(groups, reach):
     key, value = (each.repeat_interleave(A // groups, 1) for each in (key, value))
     masked = ((query @ key.mT * SCALE + mask).softmax(-1) @ value).permute(2, 0, 1, 3)
     expected = [masked, *torch.autograd.grad(masked, inputs, grad)]
-    for backend in ("flash", "unfused"):
-        window = {} if reach is None else dict(window_size=(reach, 0))
-        output = core(backend, **window)(*inputs, documents).view(S, B, A, D)
-        found += [output, *torch.autograd.grad(output, inputs, grad)]
-    for ours, exact in zip(found, expected * 3, strict=True):
-        torch.testing.assert_close(ours, exact, rtol=0, atol=1e-13)
+    outputs = [masked_attention(*inputs, Readable(reach, documents), scale=SCALE)]
+    window = {} if reach is None else dict(window_size=(reach, 0))
+    for backend in ("flash", "unfused", "auto"):
+        attention = core(backend, **window)
+        outputs.append(attention(*inputs, documents))
+        if bounds != BOUNDS:
+            outputs.append(attention(*inputs))
+    for output in (each.view(S, B, A, D) for each in outputs):
+        found = [output, *torch.autograd.grad(output, inputs, grad)]
+        for ours, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, exact, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ LLAMA = (
 DOCUMENTS = "--eod-mask-loss --reset-position-ids --reset-attention-mask"
 FULL = "--recompute-granularity full --recompute-method"
 CASES = [
-    (2, "--pipeline-model-parallel-size 2", GPT2),
     (2, f"--pipeline-model-parallel-size 2 {FULL} uniform --recompute-num-layers 3", GPT2),
     (
         2,

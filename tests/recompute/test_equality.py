@@ -237,9 +237,9 @@ def test_gradients_of_layers_that_differ_are_unchanged_to_the_bit(layout, precis
     [
         (ALONE, torch.float32),
         (SEQUENCE_PARALLEL, torch.bfloat16),
+        (ALONE, AUTOCAST),
         (TP2, torch.float32),
         (SEQUENCE_PARALLEL, torch.float32),
-        (ALONE, AUTOCAST),
     ],
 )
 def test_gradients_of_experts_are_unchanged_to_the_bit(layout, precision):

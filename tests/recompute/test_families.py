@@ -146,7 +146,7 @@ def test_a_compiled_model_with_a_policy_trains_as_without(name, text, place):
     assert differences(train(None), train(policy_on(model, text))) == []
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_the_default_backend_compiles_a_layer_with_a_policy():
     from torch._inductor import config
 

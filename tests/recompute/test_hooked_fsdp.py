@@ -16,6 +16,8 @@ from tests.support.foreign_families import FAMILIES, tokens
 from tests.support.odd_layers import Block, Model, Norms, assert_equal, batches, put
 from tests.support.ranks import run_ranks
 
+CPU = torch.device("cpu")
+
 
 class Deep(Block):
     """A layer with a unit of its own, whose weights come and go within the layer's forward."""
@@ -28,31 +30,35 @@ class Deep(Block):
         return self.inner(self.body(hidden)).sin()
 
 
-def trained(rank, world_size, kind, policy, policy_first):
+def of_micro_batches(model, shift=0):
     """Losses of three micro-batches and the whole gradients."""
-    torch.manual_seed(3)
-    model, mesh = Model(kind), init_device_mesh("cpu", (world_size,))
-    if policy is not None and policy_first:
-        put(model, policy)
-    for layer in model.layers:
-        if isinstance(layer, Deep):
-            fully_shard(layer.inner, mesh=mesh)
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    if policy is not None and not policy_first:
-        put(model, policy)
-    torch.manual_seed(rank)
-    losses = [model(batch + rank) for batch in batches()]
+    losses = [model(batch + shift) for batch in batches()]
     for loss in losses:
         loss.backward()
+    gradients = [each.grad for each in model.parameters()]
     return [
         *(loss.detach() for loss in losses),
-        *(parameter.grad.full_tensor() for parameter in model.parameters()),
+        *(each.full_tensor() if isinstance(each, DTensor) else each for each in gradients),
     ]
 
 
+def sharded(rank, world_size, policy, policy_first):
+    torch.manual_seed(3)
+    model, mesh = Model(Deep), init_device_mesh("cpu", (world_size,))
+    if policy_first:
+        put(model, policy)
+    for layer in model.layers:
+        fully_shard(layer.inner, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if not policy_first:
+        put(model, policy)
+    torch.manual_seed(rank)
+    return of_micro_batches(model, rank)
+
+
 def faults(rank, world_size):
-    expected = trained(rank, world_size, Deep, None, False)
+    expected = sharded(rank, world_size, "*:none", False)
     for policy, policy_first in (
         ("*:full", True),
         ("every-2:full", False),
@@ -60,7 +66,7 @@ def faults(rank, world_size):
         ("*:full@host", False),
         ("*:none@host", True),
     ):
-        assert_equal(trained(rank, world_size, Deep, policy, policy_first), expected)
+        assert_equal(sharded(rank, world_size, policy, policy_first), expected)
 
 
 @pytest.mark.slow
@@ -71,16 +77,13 @@ def test_fsdp2_shards_a_model_with_a_policy_to_the_same_bits():
 def trained_in_fsdp1(rank, policy, policy_first, use_orig_params):
     """Losses and this rank's gradients of three steps."""
     torch.manual_seed(3)
-    model, cpu = Model(Block), torch.device("cpu")
-    if policy is not None and policy_first:
+    model, options = Model(Block), dict(use_orig_params=use_orig_params)
+    if policy_first:
         put(model, policy)
-    for name in ("0", "1", "2", "embedding"):
-        parent = model if name == "embedding" else model.layers
-        unit = FullyShardedDataParallel(
-            getattr(parent, name), use_orig_params=use_orig_params, device_id=cpu
-        )
-        setattr(parent, name, unit)
-    if policy is not None and not policy_first:
+    for parent, name in ((model, "embedding"), *((model.layers, str(n)) for n in range(3))):
+        unit = getattr(parent, name)
+        setattr(parent, name, FullyShardedDataParallel(unit, device_id=CPU, **options))
+    if not policy_first:
         put(model, policy)
     torch.manual_seed(rank)
     found = []
@@ -98,13 +101,13 @@ def trained_in_fsdp1(rank, policy, policy_first, use_orig_params):
 
 def faults_in_fsdp1(rank, world_size):
     for use_orig_params in (False, True):
-        expected = trained_in_fsdp1(rank, None, False, use_orig_params)
+        expected = trained_in_fsdp1(rank, "*:none", False, use_orig_params)
         for policy in ("*:full", "*:ops(matmul)", "*:full@host"):
             for policy_first in (False, True):
                 found = trained_in_fsdp1(rank, policy, policy_first, use_orig_params)
                 assert_equal(found, expected)
     layer = Deep()
-    layer.inner = FullyShardedDataParallel(layer.inner, device_id=torch.device("cpu"))
+    layer.inner = FullyShardedDataParallel(layer.inner, device_id=CPU)
     with pytest.raises(ValueError, match="around a part of a layer"):
         apply_policy_(nn.Sequential(layer), layers_fqn="", policy="*:full")
 
@@ -115,33 +118,25 @@ def test_fsdp1_shards_a_model_with_a_policy_to_the_same_bits():
     run_ranks(faults_in_fsdp1, 2)
 
 
-def trained_in_dtensors(rank, world_size, policy):
-    """Losses and whole gradients of a model whose layers are split by torch's own DTensors."""
+def trained_in_dtensors(world_size, policy):
+    """Trains a model whose layers are split by torch's own DTensors."""
     torch.manual_seed(3)
     model, mesh = Model(Block), init_device_mesh("cpu", (world_size,))
     for layer in model.layers:
         layer.dropout.p = 0.0
         plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
         parallelize_module(layer, mesh, plan)
-    if policy is not None:
-        put(model, policy)
-    losses = [model(batch) for batch in batches()]
-    for loss in losses:
-        loss.backward()
-    gradients = [each.grad for each in model.parameters()]
-    return [
-        *(loss.detach() for loss in losses),
-        *(each.full_tensor() if isinstance(each, DTensor) else each for each in gradients),
-    ]
+    put(model, policy)
+    return of_micro_batches(model)
 
 
 def faults_in_dtensors(rank, world_size):
-    expected = trained_in_dtensors(rank, world_size, None)
+    expected = trained_in_dtensors(world_size, "*:none")
     for policy in (
         "*:full", "*:ops(matmul)", "*:ops(matmul,collective)", "*:ops(matmul)@host",
         "*:full@split", "every-2:full@split",
     ):  # fmt: skip
-        assert_equal(trained_in_dtensors(rank, world_size, policy), expected)
+        assert_equal(trained_in_dtensors(world_size, policy), expected)
     whole = Model(Block)
     for policy, reason in (("*:full@split", "as DTensors"), ("*:full@split+host", "not both")):
         with pytest.raises(ValueError, match=reason):

@@ -5,12 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lite.recompute.apply import remove_policy_
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.replay import RecomputeMismatch
 from tests.support.odd_layers import Block, Model, Norms, assert_equal, batches, outcome, put, step
-
-# What cannot be repeated is named
 
 
 class Stateful:
@@ -164,27 +161,3 @@ def test_verify_sees_a_lost_edge():
         match=r"layers\.2, its graph is not the forward's: it lost shift.* take the layer out",
     ):
         run_with(Detaches, "*:full", verify=True)
-
-
-# A policy for layers that do not exist
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ("9:full", r"^policy for layers: .*layer 9 does not exist"),
-        ("stage3/0:full", r"^policy for layers: .*stage 3 does not exist"),
-        ("every-9+8:full", r"^policy for layers: .*does not exist"),
-        ("*:full; 0:none", r"^policy for layers: .*never applies"),
-        ("*:ful", r"^policy for layers: .*in the rule"),
-        (
-            "0:ops(aten.mmm.default)",
-            r"policy for layers ops\(aten\.mmm\.default\): torch .* has no operator",
-        ),
-    ],
-)
-def test_a_policy_that_cannot_apply_is_refused_in_the_words_of_this_api(policy, message):
-    model = Model(Block)
-    with pytest.raises(ValueError, match=message) as raised:
-        put(model, policy)
-    assert "--recompute-policy" not in str(raised.value) and remove_policy_(model) == 0

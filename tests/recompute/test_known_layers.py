@@ -28,7 +28,9 @@ class Counting(nn.Linear):
 
 
 CHANGES = {
-    "module": lambda layer: setattr(layer, "first", nn.Linear(6, 12)),
+    "module": lambda layer: setattr(
+        layer, "first", nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12))
+    ),
     "class": lambda layer: setattr(layer.first, "__class__", Counting),
     "hook": lambda layer: layer.first.register_forward_hook(lambda *given: 2 * given[2]),
     "item that moves": lambda layer: layer.less.insert(0, layer.more.pop()),

@@ -254,24 +254,6 @@ def test_a_function_that_reads_its_saved_tensors_again_costs_no_replay_each():
     assert counts == [3 + 2 * 3, 3 + 3, 3 + 3]  # the first one finds out
 
 
-class Vector(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 6))
-
-    def forward(self, hidden):
-        return torch.matmul(hidden, self.weight)
-
-
-@pytest.mark.parametrize("ops", ["matmul", "matmul/2"])
-@pytest.mark.parametrize(
-    "kind", [Vector, *(partial(kind, 6, 6) for kind in (nn.RNNCell, nn.GRUCell))]
-)
-def test_results_that_a_layer_writes_to_are_computed_again(kind, ops):
-    given = batches()[0][0] if kind is Vector else batches()[0]
-    assert_right(InOrder(kind), f"*:ops({ops})", given)
-
-
 def test_threads_take_turns():
     def losses(model):
         found = {}

@@ -15,7 +15,7 @@ from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign_families import DECODER, language_loss
-from tests.support.odd_layers import InOrder, put
+from tests.support.odd_layers import InOrder, assert_equal, put
 from tests.support.storages import addresses
 
 real_topk = torch.topk
@@ -78,13 +78,6 @@ def gradients(model, restart, loss):
     return found
 
 
-def are_equal(one, other):
-    return len(one) == len(other) and all(
-        a is b or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(one, other, strict=True)
-    )
-
-
 @pytest.mark.runs(daily=5, ci=10)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FAMILIES)
@@ -92,7 +85,7 @@ def test_a_router_with_noise_trains_as_in_the_plain_model(name, policy, monkeypa
     model, restart = build(name), noise(monkeypatch)
     expected = gradients(model, restart, language_loss)
     apply_policy_(model, layers_fqn="model.layers", policy=policy)
-    assert are_equal(gradients(model, restart, language_loss), expected)
+    assert_equal(gradients(model, restart, language_loss), expected)
     gates = [p.grad for n, p in model.named_parameters() if "gate.w" in n or "router.w" in n]
     assert gates and all(each is not None and each.abs().sum() > 0 for each in gates)
 
@@ -136,7 +129,7 @@ def test_a_choice_costs_its_indices_and_survives_a_second_backward(monkeypatch):
         loss.backward(retain_graph=True)
         loss.backward()
         found.append([each.grad for each in model.parameters()])
-    assert are_equal(*found)
+    assert_equal(*found)
     hidden, indices, generator = 7 * 6 * 4, 7 * 2 * 8, torch.get_rng_state().numel()
     assert kept[0] == 2 * (hidden + indices + generator) + hidden < kept[1] + 2 * generator
 

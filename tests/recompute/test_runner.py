@@ -6,31 +6,12 @@ import torch
 
 from megatron_lite.config.regions import REGIONS as ALL_REGIONS
 from megatron_lite.config.regions import RegionFacts
-from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.planned import planned
 
 UNITS_OF_ONE, UNITS_OF_TWO, FIRST_TWO = "*:full", "*:full/2", "0-1:full; *:none"
 REGIONS, MLP_REGION = "*:core_attn+pointwise", "*:mlp"
-
-
-def replayed_layers(model):
-    """The layers that a backward runs again, in order."""
-    replayed = []
-    for number, layer in enumerate(model.decoder.layers):
-        layer.register_forward_pre_hook(
-            lambda *_, number=number: replayed.append(number) if is_recomputing() else None
-        )
-    model.loss(*sample_tokens()).mean().backward()
-    return replayed
-
-
-def test_which_layers_run_again_depends_on_their_place_in_the_stage_alone():
-    """However many models were built and run before."""
-    models = [planned(FIRST_TWO) for _ in range(3)]
-    assert [replayed_layers(model) for model in models] == [[1, 0]] * 3
-    assert replayed_layers(planned(UNITS_OF_TWO)) == [2, 0, 1]
 
 
 FROZEN = {

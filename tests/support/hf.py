@@ -87,6 +87,8 @@ _DEEPSEEK = dict(
     **dict(n_routed_experts=8, n_shared_experts=2, moe_intermediate_size=12),
     **dict(num_experts_per_tok=4, first_k_dense_replace=1, routed_scaling_factor=1.5),
 )
+_GROUPS = dict(n_group=4, topk_group=2)
+_SHARED = dict(n_shared_experts=2, moe_intermediate_size=12, routed_scaling_factor=1.5)
 _EXPERTS = dict(_LLAMA_SIZES, num_experts_per_tok=3, pad_token_id=None)
 _QWEN2_EXPERTS = dict(_QWEN2_SIZES, num_experts_per_tok=3, pad_token_id=None)
 
@@ -160,9 +162,7 @@ _CONFIGS = {
     "flex_olmo": dict(**_QWEN2_EXPERTS, num_experts=6),
     "glm4_moe": dict(
         **{**_EXPERTS, "head_dim": 8, "num_experts_per_tok": 4},
-        **dict(n_routed_experts=8, n_shared_experts=2, moe_intermediate_size=12),
-        **dict(n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True),
-        routed_scaling_factor=1.5,
+        **dict(**_SHARED, **_GROUPS, n_routed_experts=8, use_qk_norm=True, attention_bias=True),
     ),
     "solar_open": dict(
         **_without(_EXPERTS, "intermediate_size"),
@@ -171,10 +171,8 @@ _CONFIGS = {
     ),
     "dots1": dict(
         **{**_EXPERTS, "num_experts_per_tok": 4},
-        **dict(n_routed_experts=8, n_shared_experts=2, moe_intermediate_size=12),
-        **dict(n_group=4, topk_group=2, attention_bias=True, norm_topk_prob=True),
+        **dict(**_SHARED, **_GROUPS, n_routed_experts=8, attention_bias=True, norm_topk_prob=True),
         **dict(sliding_window=4, max_window_layers=1, first_k_dense_replace=1),
-        routed_scaling_factor=1.5,
     ),
     "mellum": dict(
         **{**_EXPERTS, "rope_parameters": _BY_LAYER},
@@ -185,14 +183,14 @@ _CONFIGS = {
     "exaone_moe": dict(
         **{**_EXPERTS, "num_experts_per_tok": 4, "num_hidden_layers": 4},
         **dict(num_experts=8, num_shared_experts=2, moe_intermediate_size=12, sliding_window=4),
-        **dict(n_group=4, topk_group=2, mlp_layer_types=["sparse", "dense", "sparse", "sparse"]),
+        **dict(**_GROUPS, mlp_layer_types=["sparse", "dense", "sparse", "sparse"]),
     ),
     "hy_v3": dict(
         **_EXPERTS,
         **dict(num_experts=6, num_shared_experts=2, moe_intermediate_size=12),
         attention_bias=True,
     ),
-    "glm4_moe_lite": dict(**_DEEPSEEK, q_lora_rank=8, rms_norm_eps=1e-4, n_group=4, topk_group=2),
+    "glm4_moe_lite": dict(**_DEEPSEEK, q_lora_rank=8, rms_norm_eps=1e-4, **_GROUPS),
     "youtu": dict(**_LATENT, q_lora_rank=8),
     "granitemoehybrid": dict(
         **{**_QWEN2_SIZES, **_MULTIPLIERS, "pad_token_id": None},

@@ -188,13 +188,7 @@ def perturb_constant_parameters_(model, parallel):
         whole = (0.3 * torch.sin(numbers + 1.0) + spec.init_value).view(spec.global_shape)
         if spec.of_experts:
             whole = whole.chunk(place.ep_size)[place.ep_rank]
-        if spec.tp_dim is None:
-            parameter.copy_(whole)
-            continue
-        for span in spec.spans(place.tp_rank, place.tp_size):
-            parameter.narrow(spec.tp_dim, span.local_start, span.length).copy_(
-                whole.narrow(spec.tp_dim, span.global_start, span.length)
-            )
+        _copy_shard_(parameter, whole, spec, place.tp_rank, place.tp_size)
 
 
 def sample_tokens(seed=3, *, batch=BATCH, seq_length=SEQ_LENGTH, parallel=None):
@@ -215,14 +209,19 @@ def load_whole_(model, weights, parallel):
     for name, parameter in parameters.items():
         spec = spec_of(parameter)
         assert weights[name].shape == spec.global_shape, name
-        if spec.tp_dim is None:
-            parameter.copy_(weights[name])
-            continue
         parameter.zero_()
-        for span in spec.spans(parallel.tp_rank, parallel.tp_size):
-            parameter.narrow(spec.tp_dim, span.local_start, span.length).copy_(
-                weights[name].narrow(spec.tp_dim, span.global_start, span.length)
-            )
+        _copy_shard_(parameter, weights[name], spec, parallel.tp_rank, parallel.tp_size)
+
+
+def _copy_shard_(shard, whole, spec, rank, size, *, back=False):
+    """Copies a rank's part of a whole tensor into its shard, or back."""
+    if spec.tp_dim is None:
+        shard.copy_(whole)
+        return
+    for span in spec.spans(rank, size):
+        local = shard.narrow(spec.tp_dim, span.local_start, span.length)
+        part = whole.narrow(spec.tp_dim, span.global_start, span.length)
+        (part if back else local).copy_(local if back else part)
 
 
 def specs_of(model):
@@ -273,10 +272,7 @@ def _joined(shards, spec, tp_size):
     assert spec.tp_dim is not None
     whole = shards.new_zeros(spec.global_shape)
     for rank in range(tp_size):
-        for span in spec.spans(rank, tp_size):
-            whole.narrow(spec.tp_dim, span.global_start, span.length).copy_(
-                shards[rank].narrow(spec.tp_dim, span.local_start, span.length)
-            )
+        _copy_shard_(shards[rank], whole, spec, rank, tp_size, back=True)
     return whole
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import MethodType
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ from tests.support.odd_layers import Block, Model, Norms, batches
 
 
 def plainly(model, number):
-    loss = model(batches()[number])
-    return loss
+    return model(batches()[number])
 
 
 class Memory:
@@ -55,18 +54,6 @@ class Slots:
         if not hasattr(self, "cache"):
             self.cache = torch.ones(1)
         return self.__count
-
-
-class CountsInSlots(Block):
-    """Holds objects with slots, of its own and of Python."""
-
-    def __init__(self):
-        super().__init__()
-        self.slots, self.path = Slots(), Path("here")
-
-    def forward(self, hidden):
-        count = self.slots.next() + len(str(self.path)) + hash(self.path) % 3
-        return self.body(hidden) * self.slots.cache / (1 + count % 5)
 
 
 class Sequel(Block):
@@ -436,10 +423,8 @@ def around(enter):
     """Returns a loss whose forward runs in a context, which backward does not have."""
 
     def loss(model, number):
-        batch = batches()[number]
         with enter(model):
-            result = model(batch)
-        return result
+            return plainly(model, number)
 
     return loss
 
@@ -576,30 +561,6 @@ class Remotes(Model):
         return hidden.square().mean()
 
 
-class KeepsCell(Block):
-    """Counts in variables of a function, in a partial, and behind a method."""
-
-    def __init__(self):
-        super().__init__()
-        number, seen, counter = 0, [], Collector()
-
-        def count(boxes):
-            nonlocal number
-            number += 1
-            boxes[0] += 1
-            seen.append(float(number))
-            return number + boxes[0] + len(seen)
-
-        def total(self):
-            self.total += 1
-            return self.total
-
-        self.count, self.total = partial(count, [0]), MethodType(total, counter)
-
-    def forward(self, hidden):
-        return self.body(hidden * (1 + self.count() % 5 + self.total() % 3))
-
-
 def caught(model, number):
     """Adds what hooks caught, in a list that is emptied before backward."""
     if not hasattr(model, "caught"):
@@ -670,17 +631,35 @@ class Scripted(Block):
         return self.gated(self.body(hidden)) + self.frozen(hidden)
 
 
-class Arrays(Block):
-    """Counts in arrays of Python, in a way that its first replay would not show."""
+class CountsEverywhere(Block):
+    """Counts in objects with slots (its own and Python's), arrays, variables of functions, a
+    partial, and behind a method."""
 
     def __init__(self):
         super().__init__()
+        number, seen = 0, []
+
+        def count(boxes):
+            nonlocal number
+            number += 1
+            boxes[0] += 1
+            seen.append(float(number))
+            return number + boxes[0] + len(seen)
+
+        def total(self):
+            self.total += 1
+            return self.total
+
+        self.slots, self.path = Slots(), Path("here")
         self.bytes, self.floats = bytearray(2), array("d", [0.0])
+        self.count, self.total = partial(count, [0]), MethodType(total, Collector())
 
     def forward(self, hidden):
         self.bytes[0] += 1
         self.floats[0] += 1
-        return self.body(hidden * (1 + self.bytes[0] % 3 + self.floats[0] % 2))
+        counts = self.slots.next() % 5 + self.count() % 5 + self.total() % 3 + self.floats[0] % 2
+        factor = 1 + counts + self.bytes[0] % 3 + len(str(self.path)) + hash(self.path) % 3
+        return self.body(hidden * factor / self.slots.cache)
 
 
 class LateNorm(nn.Module):
@@ -695,13 +674,6 @@ class LateNorm(nn.Module):
     def forward(self, hidden):
         self.calls += 1
         return hidden + self.norm(hidden * float(self.calls > 2))
-
-
-def exchanged(model, number):
-    model.calls = getattr(model, "calls", 0) + 1
-    for layer in model.layers if model.calls == 3 else ():
-        layer.dropout = nn.BatchNorm1d(12)
-    return plainly(model, number)
 
 
 def traced():
@@ -779,8 +751,7 @@ CONTEXTS = {
 }
 # These have no row on the page.
 UNLISTED = {
-    "objects with slots": case(CountsInSlots),
-    "arrays of Python": case(Arrays),
+    "objects with slots, arrays and functions": case(CountsEverywhere),
     "scripted functions and frozen traces": case(Scripted),
     "dropout alone": case(Block),
     "BatchNorm": case(Norms),
@@ -791,17 +762,14 @@ UNLISTED = {
     "a list of what it made before": case(Remembers),
     "generators of the host": case(HostGenerators),
     "a gradient of its own": case(Differentiates),
-    "a memory with its graph in an object": case(lambda: Sequel(SimpleNamespace), segments),
     "a memory with its graph in a slot of an object": case(lambda: Sequel(Memory), segments),
     "hidden modules, and layers that call each other": case(Nested),
     "modules, functions and attributes of arguments": case(Remotes),
-    "variables of functions": case(KeepsCell),
     "what hooks caught, in a list that is emptied before backward": case(Block, caught),
     "a Jacobian by many vectors at once": case(Block, by_many_vectors),
     "a backward in inference mode": case(Block, in_inference_mode),
     "a sparse argument": case(Graphs),
     "BatchNorm on zeros at first": case(LateNorm),
-    "another kind of module, from the third call on": case(Block, exchanged),
     "a traced layer": case(traced),
     "a dispatch mode, from the third call on": case(
         Block, later(around(lambda model: DoublesOperators())), may_refuse=True

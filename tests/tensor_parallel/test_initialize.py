@@ -17,12 +17,9 @@ from tests.support.ranks import run_ranks
 
 SPECS = {
     "rows": ParameterSpec(global_shape=(24, 7), tp_dim=0, init_std=0.5),
-    "columns": ParameterSpec(global_shape=(7, 24), tp_dim=1, init_std=0.5),
-    "two blocks": ParameterSpec(global_shape=(48, 5), tp_dim=0, tp_blocks=2, init_std=0.5),
     "padded": ParameterSpec(global_shape=(17, 3), tp_dim=0, padded_length=24, init_std=0.5),
     # blocks of 3 rows: shards cut them
     "more rows than blocks": ParameterSpec(global_shape=(156, 2), tp_dim=0, init_std=0.5),
-    "replicated": ParameterSpec(global_shape=(11, 3), init_std=0.5),
 }
 
 
