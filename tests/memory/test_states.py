@@ -9,26 +9,15 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.memory.predict.states import RankStates, rank_parameter_count, rank_states
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from tests.support.equality import VARIANTS
+from tests.support.layouts import LAYOUTS
 from tests.support.pairs import covered, sampled
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny_run
 from tests.support.storages import addresses, distinct
-
-OVERLAP = dict(overlap_grad_reduce=True, ddp_bucket_size=5000)
-LAYOUTS = {
-    "replicated": DataParallelConfig(),
-    "replicated, buckets": DataParallelConfig(**OVERLAP),
-    "ZeRO-1": DataParallelConfig(use_distributed_optimizer=True),
-    "ZeRO-1, buckets": DataParallelConfig(use_distributed_optimizer=True, **OVERLAP),
-    "FSDP2": DataParallelConfig(use_torch_fsdp2=True),
-    "FSDP2, wrapped": DataParallelConfig(use_torch_fsdp2=True, fsdp_memory_efficient_wrapping=True),
-}
-
 
 ROUNDED = dict(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp16")
 HOST = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.6)
@@ -129,7 +118,7 @@ def of_two_ranks(layout):
             ("qwen", "adam", True),
             ("neox", "muon", False),
             ("gpt2", "sgd", True),
-            *(OF_ZERO1 if "ZeRO" in layout else ()),
+            *(OF_ZERO1 if "zero1" in layout else ()),
         )
     ]
 
@@ -146,12 +135,12 @@ def of_instances(number):
     """Of four instances each has one rank, which holds all states."""
     shared = dict(num_distributed_optimizer_instances=number)
     return [
-        run for layout in ("ZeRO-1, buckets", "FSDP2") for run in of_four_ranks(layout, **shared)
+        run for layout in ("zero1, overlap", "fsdp2") for run in of_four_ranks(layout, **shared)
     ]
 
 
 def of_one_rank():
-    cases = covered(product(("replicated", "ZeRO-1", "FSDP2"), VARIANTS, (False, True)))
+    cases = covered(product(("replicated", "zero1", "fsdp2"), VARIANTS, (False, True)))
     return [run_of(*case) for case in sampled(cases, every=2)]
 
 
@@ -162,7 +151,7 @@ RUNS = {
     **{layout: (2, partial(of_two_ranks, layout)) for layout in LAYOUTS},
     **{
         f"{layout}, {name}": (4, partial(of_four_ranks, layout, rule, **place))
-        for layout, rule in (("replicated", "host"), ("ZeRO-1, buckets", "host"), ("FSDP2", "adam"))
+        for layout, rule in (("replicated", "host"), ("zero1, overlap", "host"), ("fsdp2", "adam"))
         for name, place in (("TP 2", TP2), ("PP 2", PP2))
     },
     **{f"{number} instances": (4, partial(of_instances, number)) for number in (2, 4)},
