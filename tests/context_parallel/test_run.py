@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.training.evaluate import mean_loss
 from tests.support import equality
 from tests.support.changes import with_settings
+from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
@@ -32,19 +32,14 @@ def validated(rank, world_size, config):
     return mean_loss(trainer, trainer.datasets.valid).loss
 
 
-ZERO_1 = DataParallelConfig(
-    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-)
-
-
 @pytest.mark.runs
 @pytest.mark.parametrize(
     ("model", "world_size", "layout", "data_parallel"),
     [
-        (NO_DROPOUT, 2, {}, DataParallelConfig()),
-        (NO_DROPOUT, 2, {}, DataParallelConfig(use_torch_fsdp2=True)),
-        (LLAMA, 4, dict(cp_comm_type="allgather"), ZERO_1),
-        (LLAMA, 4, dict(pipeline_model_parallel_size=2), DataParallelConfig()),
+        (NO_DROPOUT, 2, {}, LAYOUTS["replicated"]),
+        (NO_DROPOUT, 2, {}, LAYOUTS["fsdp2"]),
+        (LLAMA, 4, dict(cp_comm_type="allgather"), LAYOUTS["zero1, overlap"]),
+        (LLAMA, 4, dict(pipeline_model_parallel_size=2), LAYOUTS["replicated"]),
     ],
     ids=["gpt-cp2", "gpt-cp2-fsdp2", "llama-cp2-dp2-zero1", "llama-cp2-pp2"],
 )
