@@ -7,7 +7,6 @@ to.
 """
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.training.step import TrainingError
 from tests.support.corpora import written
 from tests.support.runs import run_to_end, step_bytes, tiny_run
@@ -183,11 +181,9 @@ def write(prefix, seed=1, documents=40):
     return written(prefix, ([draw.randrange(99) for _ in range(37)] for _ in range(documents)))
 
 
-def config_of(data, *, train_iters=3, training=None, **checkpoint):
-    config = tiny_run(
-        **dict(train_iters=train_iters, eval_iters=0, **(training or {})), **checkpoint
-    )
-    return replace(config, data=DataConfig(**{"seq_length": 16, "split": "90,10,0", **data}))
+def config_of(data, **settings):
+    length = {"train_iters": 3, "eval_iters": 0, "split": "90,10,0", "mock_data": False}
+    return tiny_run(**length | data | settings)
 
 
 @pytest.fixture
@@ -246,7 +242,7 @@ def test_the_same_data_elsewhere_is_the_same_and_so_is_another_order_of_it(begun
             (folder / f"{name}{kind}").rename(folder / "moved" / name / f"text{kind}")
         moved.append(str(folder / "moved" / name / "text"))
     data = dict(data_path=tuple(moved), split="9, 1")
-    run_to_end(config_of(data, train_iters=4, training=dict(seed=5), load=str(folder / "steps")))
+    run_to_end(config_of(data, train_iters=4, seed=5, load=str(folder / "steps")))
     printed = capsys.readouterr().out
     for change in ("--seed 1234 -> 5", "--train-iters 3 -> 4"):
         assert f"changed since the checkpoint: {change}" in printed

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from megatron_lite import __main__ as command
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.start import find_step, step_fault
-from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.convert.native import native_source
 from megatron_lite.tools import generate
 from tests.support.checkpoints import flip_bit, sign
@@ -127,15 +126,14 @@ def test_a_run_stores_its_tokenizer_and_tools_need_no_other(tmp_path, monkeypatc
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer").mkdir()
     save_tokenizer(tmp_path / "tokenizer")
-    config = tiny_run(
-        save=str(tmp_path / "run"), train_iters=1, hidden_dropout=0.0, attention_dropout=0.0
-    )
-    tokenizer = TokenizerConfig(
+    tokenizer = dict(
         tokenizer_type="HuggingFaceTokenizer",
         tokenizer_model=str(tmp_path / "tokenizer"),
         vocab_size=9,
+        make_vocab_size_divisible_by=128,
     )
-    run_to_end(replace(config, tokenizer=tokenizer))
+    still = dict(hidden_dropout=0.0, attention_dropout=0.0)
+    run_to_end(tiny_run(save=str(tmp_path / "run"), train_iters=1, **still, **tokenizer))
     stored = {path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()}
     shutil.rmtree(tmp_path / "tokenizer")
     (tmp_path / "run").rename(tmp_path / "moved")

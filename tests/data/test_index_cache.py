@@ -74,10 +74,6 @@ def test_any_flipped_bit_is_found(cache):
     assert arrays_equal(read(), build())
 
 
-def _flipped(path):
-    flip_bit(path, 301)
-
-
 def _cut(path):
     path.write_bytes(path.read_bytes()[:-5])
 
@@ -99,7 +95,7 @@ def _device(path):
 
 
 @pytest.mark.parametrize("name", ["arrays.json", "key.json", "sample_starts.npy"])
-@pytest.mark.parametrize("damage", [_flipped, Path.unlink, _cut, _link, _pipe, _device])
+@pytest.mark.parametrize("damage", [Path.unlink, _cut, _link, _pipe, _device])
 def test_a_damaged_file_is_built_again_with_a_notice(cache, name, damage, capsys):
     damage(cache.path / name)
     assert arrays_equal(cache.read(), build())

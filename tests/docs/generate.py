@@ -21,9 +21,6 @@ def made(block):
     """Returns the text that a generated block should have."""
     if block.kind == "output of":
         return outputs.kept(outputs.output(block.value), block.settings)
-    if block.kind == "printed":
-        program = [one for one in blocks(block.page) if one.start < block.start][-1]
-        return outputs.kept(outputs.printed(program.text), block.settings)
     if block.kind == "record":
         return outputs.kept(outputs.record(block.value), block.settings)
     return figures.TEXTS[block.value]().rstrip("\n")

@@ -9,7 +9,6 @@ before a fenced block or a table:
                                 with its command in the first line
     <!-- made by: NAME -->      the block or the table is the text that a function of
                                 tests/docs/figures.py returns
-    <!-- printed -->            the block is what the Python block before it prints
     <!-- run -->                commands or Python: tests/docs/test_commands.py runs them
     <!-- run: long -->          the same, in a test with the mark `long`
     <!-- not run: WHY -->       commands or Python that no test runs, such as one with placeholders
@@ -33,8 +32,8 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
 ]
-KINDS = ("output of", "record", "made by", "printed", "run", "not run", "not output")
-GENERATED = KINDS[:4]
+KINDS = ("output of", "record", "made by", "run", "not run", "not output")
+GENERATED = KINDS[:3]
 COMMANDS = ("bash", "python")
 INLINE = re.compile(r"<!--=([\w.-]+)-->(.*?)<!--/-->", re.DOTALL)
 # Parts that a benchmark writes.

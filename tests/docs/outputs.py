@@ -99,14 +99,6 @@ def output(command):
         return run(command, where)
 
 
-@lru_cache
-def printed(program):
-    """Returns what a Python program prints."""
-    with folder() as where:
-        Path(where, "program.py").write_text(program, encoding="utf-8")
-        return run("python program.py", where)
-
-
 def record(name):
     """Returns the output in docs/records. Its first line must have the command of COMMANDS."""
     first, _, text = (RECORDS / f"{name}.txt").read_text(encoding="utf-8").partition("\n")

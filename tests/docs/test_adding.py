@@ -122,7 +122,6 @@ def test_a_family(tmp_path):
     }
     file = folder / "config.json"
     file.write_text(json.dumps(config))
-    flags = ["--hf-config", str(file), *MOCK, "--dump-config", "--train-iters", "1", "--lr", "1e-3"]
-    batch = ["--micro-batch-size", "1", "--global-batch-size", "1", "--seq-length", "32"]
-    found = json.loads(ran(folder, "pretrain_gpt.py", *flags, *batch))["model"]
+    flags = f"--hf-config {file} --dump-config --micro-batch-size 1 --seq-length 32"
+    found = json.loads(ran(folder, "pretrain_gpt.py", *MOCK, *flags.split()))["model"]
     assert found["num_query_groups"] == 2 and found["ffn_hidden_size"] == 96 and found["swiglu"]

@@ -23,6 +23,7 @@ from tests.support.corpora import written
 from tests.support.disks import small_disk
 from tests.support.forks import dies_before, status_of_fork
 from tests.support.limits import HANG_S
+from tests.support.syscalls import recorded
 
 ERROR = "python -m megatron_lite.tools.preprocess_data: error: "
 
@@ -201,29 +202,17 @@ def test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx(t
     assert seen == {"old", "none", "new"} and points >= 7
 
 
-def test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need(tmp_path, monkeypatch):
+def test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need(tmp_path):
     """A name reaches the disk when its folder is synced: between the end of the old index and the
     new .bin lies such a sync."""
-    prefix, calls = str(tmp_path / "a"), []
+    prefix = str(tmp_path / "a")
     written(prefix, OLD)
-
-    def recorded(name, function):
-        def call(*args):
-            target = getattr(args[-1], "name", args[-1])
-            calls.append(
-                f"{name} {os.path.basename(str(target)).replace(f'.tmp-{os.getpid()}', '.tmp')}"
-            )
-            return function(*args)
-
-        return call
-
-    for owner, name in CHANGES:
-        monkeypatch.setattr(owner, name, recorded(name, getattr(owner, name)))
-    written(prefix, NEW)
-    found = " ".join(calls[:7]).replace(tmp_path.name, "folder")
-    assert found == (
-        "sync a.idx.tmp sync a.bin.tmp unlink a.idx sync folder "
-        "replace a.bin replace a.idx sync folder"
+    with recorded() as calls:
+        written(prefix, NEW)
+    found = " ".join(f"{one.name} {os.path.basename(one.target or one.path)}" for one in calls)
+    assert found.replace(f".tmp-{os.getpid()}", ".tmp").replace(tmp_path.name, "folder") == (
+        "fsync a.idx.tmp fsync a.bin.tmp unlink a.idx fsync folder "
+        "rename a.bin rename a.idx fsync folder"
     )
 
 

@@ -4,7 +4,6 @@ not used."""
 import io
 import os
 import pickle
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from megatron_lite.checkpointing.metadata import MANIFEST
 from megatron_lite.checkpointing.start import step_fault
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.tools import (
     generate,
@@ -100,13 +98,8 @@ def test_in_a_checkpoint(tmp_path, mark, first):
 
 def test_in_data_and_in_its_cache(tmp_path, mark):
     prefix = written(tmp_path / "text", ([number] * 37 for number in range(30)))
-    config = tiny_run(train_iters=1, eval_iters=0)
-    config = replace(
-        config,
-        data=DataConfig(
-            seq_length=16, data_path=(prefix,), data_cache_path=str(tmp_path / "cache")
-        ),
-    )
+    data = dict(data_path=(prefix,), data_cache_path=str(tmp_path / "cache"), mock_data=False)
+    config = tiny_run(train_iters=1, eval_iters=0, **data)
     run_to_end(config)
     arrays = sorted((tmp_path / "cache").rglob("*.*"))
     assert {path.suffix for path in arrays} == {".npy", ".json", ".lock"}

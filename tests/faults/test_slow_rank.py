@@ -2,11 +2,9 @@
 
 import re
 import time
-from dataclasses import replace
 
 import pytest
 
-from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.model.layer import TransformerLayer
 from megatron_lite.parallel.collectives import WAITING
 from megatron_lite.supervision.slow_rank import RankTime, slow_ranks
@@ -43,38 +41,29 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other():
     assert "slow rank: 3 (node1) 2.0x the median of 2 ranks of pipeline rank 1" in line
 
 
-def run_config(shape, ranks):
-    config = in_shape(tiny_run(train_iters=6, eval_iters=0, global_batch_size=ranks), shape)
-    logging = LoggingConfig(log_interval=3, log_straggler=True, straggler_ratio=3.0)
-    return replace(config, logging=logging)
-
-
-def _run(rank, world_size, config, seconds):
-    """Whether nothing is timed afterwards. Rank 1 sleeps so long in each of two layers' forward."""
-
-    @replaces("forward", TransformerLayer)
-    def slowly(forward, layer, *inputs):
-        if rank == 1:
-            time.sleep(seconds)
-        return forward(layer, *inputs)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        slowly(monkeypatch)
-        _, error = run_until_it_ends(config)
-    assert error is None
-    return not WAITING.is_timed
-
-
 @pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize(("shape", "ranks"), [("tp2", 2), ("dp2", 2), ("fsdp2", 2), ("pp2", 4)])
 def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(capfd, shape, ranks):
     """All ranks' steps take equally long: those that wait for it are not named. A step without the
     sleep takes some 10 ms, and several times as long where other work takes the processors: the
-    sleep is long enough to be told from that, or becomes so."""
+    sleep is long enough to be told from that, or becomes so. Nothing is timed afterwards."""
+    logging = dict(log_interval=3, log_straggler=True, straggler_ratio=3.0)
+    config = tiny_run(train_iters=6, eval_iters=0, global_batch_size=ranks, **logging)
 
     def check(seconds):
-        found = run_ranks(_run, ranks, run_config(shape, ranks), seconds)
-        assert found == [True] * ranks
+        def work(rank, world_size):
+            @replaces("forward", TransformerLayer)
+            def slowly(forward, layer, *inputs):
+                if rank == 1:
+                    time.sleep(seconds)
+                return forward(layer, *inputs)
+
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                slowly(monkeypatch)
+                _, error = run_until_it_ends(in_shape(config, shape))
+            return error, WAITING.is_timed
+
+        assert run_ranks(work, ranks) == [(None, False)] * ranks
         named = re.findall(
             r"slow rank: (\d) \(\S+\) ([\d.]+)x the median of (\d) ranks", capfd.readouterr().out
         )

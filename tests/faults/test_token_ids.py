@@ -3,15 +3,12 @@ rank stops; nothing is lost."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.datasets import build_datasets
 from tests.support.changes import with_settings
 from tests.support.corpora import written
@@ -28,10 +25,8 @@ def write_corpus(prefix):
 
 
 def corpus_config(prefix, shape, **settings):
-    config = in_shape(tiny_run(train_iters=8, eval_iters=0, **settings), shape)
-    return replace(
-        config, data=DataConfig(seq_length=16, data_path=(str(prefix),), split="100,0,0")
-    )
+    data = dict(data_path=(str(prefix),), split="100,0,0", mock_data=False)
+    return in_shape(tiny_run(train_iters=8, eval_iters=0, **data, **settings), shape)
 
 
 def second_token(prefix, config, sample):

@@ -99,30 +99,32 @@ def test_overlap_changes_no_bit(name, tmp_path, monkeypatch):
     assert found == [expected] * 3 and expected
 
 
-def taken_early(rank, world_size, tp_size, layout):
-    """The names of what is taken before a step of three micro-batches ends, and of what should."""
+@pytest.mark.parametrize(
+    ("ranks", "tp_size", "layout"),
+    [(1, 1, "replicated"), (2, 2, "replicated"), (2, 1, "zero1, overlap")],
+)
+def test_every_final_gradient_leaves_during_backward(ranks, tp_size, layout):
+    """Before a step of three micro-batches ends. All but those that a sum over TP ranks changes
+    afterwards, and those of the last bucket."""
     settings = OptimizerConfig(**HOST, overlap_cpu_optimizer_d2h_h2d=True)
     sharded = dict(settings=settings, sequence_parallel=tp_size > 1)
-    with tp_state(tp_size) as parallel, pytest.MonkeyPatch.context() as patch:
-        model, optimizer = build("gpt2", parallel, LAYOUTS[layout], **sharded)
-        names = []
-        patch.setattr(HostLink, "take", lambda self, name: names.append(name))
-        backward(model, optimizer, parallel, 0, micro_batches=3)
-        final = {
-            name
-            for name, one in model.named_parameters()
-            if tp_size == 1 or not spec_of(one).sum_grad_over_tp
-        }
-        if parallel.dp_cp_group is not None:
-            final -= optimizer.buffer.buckets[-1].places.keys()
-        return sorted(names), sorted(final)
 
+    def work(rank, world_size):
+        with tp_state(tp_size) as parallel, pytest.MonkeyPatch.context() as patch:
+            model, optimizer = build("gpt2", parallel, LAYOUTS[layout], **sharded)
+            names = []
+            patch.setattr(HostLink, "take", lambda self, name: names.append(name))
+            backward(model, optimizer, parallel, 0, micro_batches=3)
+            final = {
+                name
+                for name, one in model.named_parameters()
+                if tp_size == 1 or not spec_of(one).sum_grad_over_tp
+            }
+            if parallel.dp_cp_group is not None:
+                final -= optimizer.buffer.buckets[-1].places.keys()
+            assert sorted(names) == sorted(final) != []
 
-def test_every_final_gradient_leaves_during_backward():
-    """All but those that a sum over TP ranks changes afterwards, and those of the last bucket."""
-    for case in ((1, 1, "replicated"), (2, 2, "replicated"), (2, 1, "zero1, overlap")):
-        for found, expected in run_ranks(taken_early, *case, detail=False):
-            assert found == expected != []
+    run_ranks(work, ranks, detail=False)
 
 
 @pytest.mark.long

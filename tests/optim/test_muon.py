@@ -3,7 +3,6 @@ matrices are orthogonalized whole or by block."""
 
 import copy
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -219,46 +218,39 @@ class Split(nn.Module):
             self.register_parameter(name, mark(nn.Parameter(shard), spec))
 
 
-def _update_split(rank, world_size, mode):
-    """By name the change of this rank's shard in a step of size 1 without weight decay, whose
-    gradient is the weight."""
-    with tp_state(world_size) as parallel:
-        model = Split(parallel)
-        before = {name: value.detach().clone() for name, value in model.named_parameters()}
-        config = OptimizerConfig(**HIGH, muon_tp_mode=mode, weight_decay=0.0, clip_grad=0.0)
-        optimizer = Optimizer(model, config, parallel)
-        sum(value.square().sum() / 2 for value in model.parameters()).backward()
-        optimizer.step(1.0)
-        return {name: before[name] - value.detach() for name, value in model.named_parameters()}
-
-
 @pytest.mark.parametrize("mode", ["duplicated", "blockwise"])
 def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode):
     """Blocks are matrices of their own, with scales of their own, as in Megatron."""
-    updates = run_ranks(_update_split, 2, mode, detail=False)
+    config = OptimizerConfig(**HIGH, muon_tp_mode=mode, weight_decay=0.0, clip_grad=0.0)
+
+    def work(rank, world_size):
+        """By name the change of this rank's shard in a step of size 1, whose gradient is the
+        weight."""
+        with tp_state(world_size) as parallel:
+            model = Split(parallel)
+            before = {name: value.detach().clone() for name, value in model.named_parameters()}
+            optimizer = Optimizer(model, config, parallel)
+            sum(value.square().sum() / 2 for value in model.parameters()).backward()
+            optimizer.step(1.0)
+            return {name: before[name] - value.detach() for name, value in model.named_parameters()}
+
+    updates = run_ranks(work, 2, detail=False)
     for dim, name in enumerate(("by_rows", "by_columns")):
         whole = matrix(8, 12)
         blocks = [whole] if mode == "duplicated" else whole.chunk(2, dim)
-        expected = torch.cat(
-            [
-                orthogonalize(block, STEPS["quintic"](5)) * math.sqrt(max(block.shape))
-                for block in blocks
-            ],
-            dim,
-        )
-        assert difference(expected, torch.cat([update[name] for update in updates], dim)) < 1e-12, (
-            name
-        )
+        expected = [
+            orthogonalize(block, STEPS["quintic"](5)) * math.sqrt(max(block.shape))
+            for block in blocks
+        ]
+        found = torch.cat([update[name] for update in updates], dim)
+        assert difference(torch.cat(expected, dim), found) < 1e-12, name
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize(("saved", "loaded"), [("adam", "muon"), ("muon", "adam")])
 def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(saved, loaded, tmp_path):
     def config_of(rule, **checkpoint):
-        return replace(
-            tiny_run(train_iters=2, eval_iters=0, **checkpoint),
-            optimizer=OptimizerConfig(optimizer=rule),
-        )
+        return tiny_run(train_iters=2, eval_iters=0, optimizer=rule, **checkpoint)
 
     run_to_end(config_of(saved, save=str(tmp_path)))
     with pytest.raises(

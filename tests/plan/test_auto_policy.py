@@ -7,7 +7,6 @@ import pytest
 
 from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
@@ -16,8 +15,8 @@ from megatron_lite.plan.hardware import load_hardware, machine_for_policy, machi
 from megatron_lite.plan.rank_mixes import Run, with_policy
 from megatron_lite.plan.step_time import step_time
 from tests.plan.runs import H100, preset_run, small_run
+from tests.support.changes import with_settings
 
-LLAMA = preset_run("llama3-8b", seq_length=8192, batch=64)
 GIB = 2**30
 
 
@@ -62,8 +61,7 @@ def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel, micro, actio
             for stage, own in enumerate(stage_actions)
             for layer, action in enumerate(own)
         )
-        policy = with_policy(config, text)
-        tried.append(policy)
+        tried.append(with_policy(config, text))
     measured = [
         (peak_of(policy, num_ranks), step_time(policy, H100, num_ranks).seconds) for policy in tried
     ]
@@ -85,7 +83,8 @@ def test_a_larger_budget_is_never_slower():
 
 
 def test_host_memory_is_used_only_where_it_is_allowed():
-    config = replace(LLAMA, data_parallel=DataParallelConfig(use_torch_fsdp2=True))
+    config = preset_run("llama3-8b", seq_length=8192, batch=64)
+    config = with_settings(config, use_torch_fsdp2=True)
     budget = 24 * GIB
     on_device = choose_policy(config, H100, budget, 16)
     hosted = str(fitted(Run(config, H100, 16, 64 * GIB), budget).config.recompute.policy)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.plan.auto_policy import Budget, default_reserve
+from megatron_lite.plan.auto_policy import Budget
 from megatron_lite.plan.layouts import layouts, recuts, savers, variants, virtuals
 from megatron_lite.plan.problem import Problem, usual_batch
 from megatron_lite.plan.search import Search
@@ -17,18 +17,14 @@ from megatron_lite.plan.verdict import (
     verdict,
 )
 from tests.plan.runs import H100, preset_run, small_run
-from tests.support.changes import with_fields
+from tests.support.changes import with_fields, with_settings
 
-LLAMA = Problem(preset_run("llama3-8b", seq_length=8192, batch=64), H100)
-BUDGET = Budget(H100.memory_bytes, default_reserve(H100.memory_bytes))
 SMALL = Problem(small_run(layers=6, batch=32, hidden_size=2048), H100)
 GIB = 2**30
 
 
-WIDE = small_run(layers=6, batch=32, hidden_size=2048)
-WIDE = replace(WIDE, tokenizer=replace(WIDE.tokenizer, vocab_size=63999))
-LONG = small_run(batch=16, max_position_embeddings=65536)
-LONG = replace(LONG, data=replace(LONG.data, seq_length=65536))
+WIDE = small_run(layers=6, batch=32, hidden_size=2048, vocab_size=63999)
+LONG = small_run(batch=16, max_position_embeddings=65536, seq_length=65536)
 SPREAD = small_run(
     layers=2,
     batch=4,
@@ -100,7 +96,8 @@ def test_states_are_shared_out_in_each_of_several_nodes_where_that_is_faster():
 
 
 def test_a_plan_that_cannot_fit_gives_the_smallest_peak():
-    found = Search(LLAMA, 1).find(BUDGET.plan_bytes)
+    problem = Problem(preset_run("llama3-8b", seq_length=8192, batch=64), H100)
+    found = Search(problem, 1).find(80 * GIB)
     assert not found.plans and found.smallest is not None
     # 8 billion parameters with 16 bytes each are 120 GiB.
     assert found.smallest.peak.num_bytes > 119 * GIB
@@ -120,19 +117,14 @@ def test_the_verdict_is_tight_where_only_the_reserve_helps():
 
 
 def test_the_largest_micro_batch_fits_and_twice_as_much_does_not():
-    problem = with_fields(
-        SMALL,
-        base=replace(SMALL.base, training=replace(SMALL.base.training, global_batch_size=4096)),
-    )
+    problem = with_fields(SMALL, base=with_settings(SMALL.base, global_batch_size=4096))
     search = Search(problem, 1)
     limit = 12 * GIB
     best = search.find(limit).plans[0]
     largest = largest_micro_batch(search, best, limit)
     size = largest.config.training.micro_batch_size
     assert largest.peak.num_bytes <= limit and size >= best.config.training.micro_batch_size
-    twice = replace(
-        largest.config, training=replace(largest.config.training, micro_batch_size=2 * size)
-    )
+    twice = with_settings(largest.config, micro_batch_size=2 * size)
     assert not search.fit(twice, limit).peak.fits(limit)
 
 

@@ -176,10 +176,6 @@ def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_b
         read_config(tmp_path)
 
 
-def generate_on_ranks(rank, world_size, *arguments):
-    return run_main(*arguments)
-
-
 def greedy_by_hand(folder, prompt, count):
     """argmax of the model's last logits over contexts of at most 16 tokens, written out."""
     step = find_step(folder, None).step
@@ -201,7 +197,7 @@ def test_tp_2_prints_what_tp_1_prints(checkpoint, sampling):
     arguments = (checkpoint, f"--max-new-tokens 30 {sampling}", PROMPT, "8 1")
     alone = run_main(*arguments)
     assert alone.status == 0 and len(alone.out.split()) >= 20
-    first, second = run_ranks(generate_on_ranks, 2, *arguments, detail=False)
+    first, second = run_ranks(lambda rank, size: run_main(*arguments), 2, detail=False)
     assert (first, second) == (alone, Ended(0, "", ""))
 
 
@@ -269,7 +265,7 @@ def test_faults_end_with_status_2_and_one_line(checkpoint, tmp_path, monkeypatch
     check(run_main(checkpoint, "--iteration 7"), "7: no such checkpoint in")
     check(run_main(checkpoint, "", "word"), "token ids")
     check(run_main(checkpoint, "--tokenizer-model x"), "--tokenizer-model is no part of the")
-    results = run_ranks(generate_on_ranks, 3, checkpoint, "")
+    results = run_ranks(lambda rank, size: run_main(checkpoint, ""), 3)
     assert [result.status for result in results] == [2, 2, 2]
     check(results[0], "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3")
     monkeypatch.setattr(

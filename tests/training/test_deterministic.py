@@ -1,6 +1,5 @@
 """--deterministic-mode: no run reads uninitialised memory; the kernels of attention."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.model.attention import CoreAttention
 from megatron_lite.training import deterministic
+from tests.support.changes import with_settings
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 ON_CPU = SimpleNamespace(device=torch.device("cpu"))  # streams, for attention without dropout
@@ -64,7 +64,7 @@ def test_a_kernel_that_promises_nothing_is_refused_and_the_price_is_said(monkeyp
     config = tiny_run(training=dict(deterministic_mode=True))
     (said,) = deterministic.cost_of_determinism(layers, config, rank)
     assert "embedding" in said and "3.00 ms, and 2.00 ms without --deterministic" in said
-    fused = replace(config, model=replace(config.model, attention_backend="fused"))
+    fused = with_settings(config, attention_backend="fused")
     with pytest.raises(InputError, match="fused: --deterministic-mode needs .*-backend auto"):
         deterministic.use_asked_attention_(layers, fused, rank)
 
@@ -84,13 +84,11 @@ def test_flash_is_the_newest_flash_attention_that_runs(monkeypatch, installed):
             raise RuntimeError("no such kernel\nhere")
         return torch.ones(())
 
-    monkeypatch.setattr(deterministic.registry, "activate_flash_attention_impl", activate)
-    monkeypatch.setattr(
-        deterministic.registry,
-        "restore_flash_attention_impl",
-        lambda **_: active.clear(),
-        raising=False,
+    registry = SimpleNamespace(
+        activate_flash_attention_impl=activate,
+        restore_flash_attention_impl=lambda **_: active.clear(),
     )
+    monkeypatch.setattr(deterministic, "registry", registry)
     monkeypatch.setattr(deterministic, "_attention", run)
     monkeypatch.setattr(deterministic, "_values", lambda *_: [])
     layers = torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])

@@ -122,8 +122,11 @@ def config_of(layout, metrics, **checkpoint):
     )
 
 
-def _run(rank, world_size, layout, metrics, checkpoint):
-    run_to_end(config_of(layout, metrics, **checkpoint))
+def train(layout, metrics, **settings):
+    """Trains on the ranks of a layout; "" is one rank."""
+    config = config_of(layout, metrics, **settings)
+    ranks = 4 if layout in ON_FOUR else 2 if layout else 1
+    run_ranks(lambda rank, world_size: run_to_end(config) and None, ranks)
 
 
 def outcome(path):
@@ -143,8 +146,8 @@ def test_every_layout_trains_as_one_process_does(layout, tmp_path):
     """Losses, the biases' steps (which the later choices show), and kept bytes to the byte."""
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     layout, settings = ODD.get(layout, (layout, {}))
-    run_ranks(_run, 1, "", one, dict(settings))
-    run_ranks(_run, 4 if layout in ON_FOUR else 2, layout, other, dict(settings))
+    train("", one, **settings)
+    train(layout, other, **settings)
     for expected, found in zip(outcome(one), outcome(other), strict=True):
         assert found == pytest.approx(expected, rel=2e-5)
     row = rows(one)[0]
@@ -167,13 +170,7 @@ def test_every_layout_trains_as_one_process_does(layout, tmp_path):
 )
 def test_a_policy_keeps_what_is_predicted_given_the_rows(action, layout, tmp_path):
     metrics = tmp_path / "run.jsonl"
-
-    def run(rank, world_size):
-        config = config_of(layout, metrics, until=1)
-        recompute = RecomputeConfig(recompute_policy=f"*:{action}")
-        run_to_end(replace(config, recompute=recompute))
-
-    run_ranks(run, 2 if layout else 1)
+    train(layout, metrics, until=1, recompute_policy=f"*:{action}")
     assert outcome(metrics)
 
 
@@ -189,26 +186,25 @@ def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(layout, tmp_pa
     layout, settings = ODD.get(layout, (layout, {}))
     if settings:
         settings = dict(settings, moe_input_jitter_eps=0.1)
-    whole, parts, ranks = tmp_path / "whole", tmp_path / "parts", 4 if layout in ON_FOUR else 2
-    run_ranks(_run, ranks, layout, tmp_path / "w.jsonl", dict(save=str(whole), **settings))
-    saving = dict(save=str(parts), until=3, **settings)
-    run_ranks(_run, ranks, layout, tmp_path / "p.jsonl", saving)
-    going_on = dict(save=str(parts), load=str(parts), **settings)
-    run_ranks(_run, ranks, layout, tmp_path / "p.jsonl", going_on)
+
+    def run(name, save, load=None, layout=layout, **until):
+        places = dict(save=str(tmp_path / save), load=load and str(tmp_path / load))
+        train(layout, tmp_path / f"{name}.jsonl", **settings, **places, **until)
+
+    run("w", "whole")
+    run("p", "parts", until=3)
+    run("p", "parts", "parts")
     # A rank keeps the rows that it receives. The log has those of a start's first iteration.
     resumed, unbroken = (
         [{name: value for name, value in row.items() if "_bytes_" not in name} for row in found]
         for found in (rows(tmp_path / "p.jsonl"), rows(tmp_path / "w.jsonl"))
     )
     assert resumed == unbroken
-    expected = step_bytes(whole, 6)
-    assert expected and step_bytes(parts, 6) == expected
+    expected = step_bytes(tmp_path / "whole", 6)
+    assert expected and step_bytes(tmp_path / "parts", 6) == expected
     # The files do not tell how the experts were spread: one process reads them and writes the same.
-    again = tmp_path / "again"
-    one = dict(load=str(parts), save=str(again), **settings)
-    run_ranks(_run, 1, "", tmp_path / "1.jsonl", one)
-    other = dict(load=str(again), save=str(tmp_path / "other"), **settings)
-    run_ranks(_run, ranks, layout, tmp_path / "2.jsonl", other)
+    run("1", "again", "parts", layout="")
+    run("2", "other", "again")
     found = step_bytes(tmp_path / "other", 6)
     names = [name for name in expected if "rng" not in name]
     assert names and all(found[name] == expected[name] for name in names)

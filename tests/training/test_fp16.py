@@ -2,12 +2,10 @@
 nothing else changes."""
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
 
-from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.training.step import TrainingError
 from tests.support.rank_faults import NO_DROPOUT, Poison, during_iteration
 from tests.support.runs import rows, run_to_end, tiny_run
@@ -63,16 +61,9 @@ def test_a_skipped_update_does_not_advance_the_learning_rate_nor_does_a_restart(
     """As in Megatron, where a scale of 2^32 skips some 15 updates before the first one."""
 
     def run(iterations, **checkpoint):
-        config = fp16_run(
-            dict(CALM, hysteresis=3),
-            metrics=tmp_path / "metrics",
-            training=dict(train_iters=iterations, eval_iters=0),
-            checkpoint=checkpoint,
-        )
-        schedule = LrScheduleConfig(
-            lr=0.01, lr_decay_style="linear", lr_warmup_iters=2, lr_decay_iters=9
-        )
-        run_to_end(replace(config, lr_schedule=schedule))
+        schedule = dict(lr=0.01, lr_decay_style="linear", lr_warmup_iters=2, lr_decay_iters=9)
+        length = dict(train_iters=iterations, eval_iters=0, metrics=tmp_path / "metrics")
+        run_to_end(fp16_run(dict(CALM, hysteresis=3), **schedule, **length, **checkpoint))
         return [row["learning_rate"] for row in rows(tmp_path / "metrics")]
 
     calm = run(6)

@@ -22,6 +22,7 @@ from megatron_lite.training.step import StageRunner, train_step
 from tests.config.test_rules import TWO_PASSES
 from tests.support.pairs import covered
 from tests.support.ranks import run_ranks
+from tests.support.saves import same
 
 VOCABULARY, BATCH, SEQ_LENGTH, MICRO_BATCHES = 61, 2, 8, 2
 TWO = "--tensor-model-parallel-size 2"
@@ -185,7 +186,7 @@ def test_the_kept_bytes_are_those_predicted(layout, model, mask, chunk_size):
 def evaluated(run):
     before = run.state()
     loss = run.runner.evaluate(run.batches(7))
-    assert all(torch.equal(one, before[name]) for name, one in run.state().items())
+    assert same(run.state(), before)
     with two_passes():
         assert torch.equal(loss, run.runner.evaluate(run.batches(7)))
 
@@ -211,5 +212,4 @@ def test_an_evaluation_or_a_skipped_step_between_two_others_leaves_no_trace(betw
         between(run)
         run.step(1)
         found = run.state()
-    expected = trained(config)[1]
-    assert all(torch.equal(one, expected[name]) for name, one in found.items())
+    assert same(found, trained(config)[1])

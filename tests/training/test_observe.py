@@ -3,16 +3,14 @@
 The kept bytes of runs whose weights are sharded over data-parallel ranks.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import pretrain_gpt
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.timeline import compared, read_timeline
 from megatron_lite.model.layer import MLP
 from megatron_lite.training.step import TrainingError
+from tests.support.changes import with_settings
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.layouts import LAYOUTS
 from tests.support.mutants import replaces
@@ -118,15 +116,13 @@ def test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights():
     config = tiny_run(
         data_parallel=LAYOUTS["fsdp2, memory-efficient"],
         untie_embeddings_and_output_weights=True,
+        recompute_verify=True,
         train_iters=1,
         eval_iters=0,
     )
 
     def work(rank, world_size):
-        settings = (
-            RecomputeConfig(recompute_policy=one, recompute_verify=True) for one in POLICIES
-        )
-        runs = [run_to_end(replace(config, recompute=one)) for one in settings]
+        runs = [run_to_end(with_settings(config, recompute_policy=one)) for one in POLICIES]
         return [run.activation_bytes.fault for run in runs]
 
     assert run_ranks(work, 2) == [[None] * len(POLICIES)] * 2

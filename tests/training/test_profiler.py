@@ -2,27 +2,19 @@
 
 import gzip
 import json
-from dataclasses import replace
 
-from megatron_lite.config.logging_settings import ProfilingConfig
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
 
-def _config(folder, name, iterations=6, **profiling):
-    config = tiny_run(metrics=folder / name, train_iters=iterations, eval_iters=0)
-    return replace(
-        config,
-        logging=replace(config.logging, tensorboard_dir=str(folder / "tb")),
-        profiling=ProfilingConfig(**profiling),
-    )
+def test_a_trace_holds_the_named_iterations_of_the_named_rank(tmp_path):
+    def run(name, **profiling):
+        settings = dict(train_iters=6, eval_iters=0, tensorboard_dir=str(tmp_path / "tb"))
+        run_to_end(tiny_run(metrics=tmp_path / name, **settings, **profiling))
 
-
-def _run(rank, world_size, folder):
-    run_to_end(_config(folder, "without"))
-    run_to_end(
-        _config(
-            folder,
+    def work(rank, world_size):
+        run("without")
+        run(
             "with",
             profile=True,
             use_pytorch_profiler=True,
@@ -31,11 +23,8 @@ def _run(rank, world_size, folder):
             profile_step_end=4,
             profile_ranks=(1,),
         )
-    )
 
-
-def test_a_trace_holds_the_named_iterations_of_the_named_rank(tmp_path):
-    run_ranks(_run, 2, tmp_path)
+    run_ranks(work, 2)
     traces = list((tmp_path / "tb" / "torch_profile").iterdir())
     assert [trace.name for trace in traces] == ["rank-1.json.gz"]
     with gzip.open(traces[0]) as file:

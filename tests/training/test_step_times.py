@@ -4,20 +4,23 @@ import json
 
 import pytest
 
-from tests.support.changes import with_settings
 from tests.support.late_device import LateDevice
 from tests.support.runs import run_to_end, tiny_run
 
 # Of 20 iterations: an evaluation and a save inside, one log line for all figures at every step.
-EVALUATIONS = dict(eval_interval=7)
 
 
 def _config(folder):
-    config = tiny_run(metrics=folder / "m", **EVALUATIONS, save=str(folder / "c"), save_interval=5)
-    settings = dict(
-        log_interval=1, log_style="megatron", log_params_norm=True, log_num_zeros_in_grad=True
+    return tiny_run(
+        metrics=folder / "m",
+        eval_interval=7,
+        save=str(folder / "c"),
+        save_interval=5,
+        log_interval=1,
+        log_style="megatron",
+        log_params_norm=True,
+        log_num_zeros_in_grad=True,
     )
-    return with_settings(config, **settings)
 
 
 def _figures(text):

@@ -25,31 +25,31 @@ def test_the_text_is_that_of_megatron_core(option, monkeypatch):
     assert str(Times(TIMES, option)) == oracle.get_all_timers_string(list(TIMES), 1.0)
 
 
-def _run(rank, world_size, folder, level, option, pp_size):
-    config = tiny_run(
-        metrics=folder / f"{level}",
-        train_iters=5,
-        eval_iters=0,
-        timing_log_level=level,
-        timing_log_option=option,
-        tensorboard_dir=str(folder / f"tb{level}"),
-        log_timers_to_tensorboard=True,
-        pipeline_model_parallel_size=pp_size,
-    )
-    read = []
-    with pytest.MonkeyPatch.context() as patch:
-        clock = lambda: read.append(time.perf_counter()) or read[-1]  # noqa: E731
-        patch.setattr(profiler, "Timers", partial(Timers, clock=clock))
-        run_to_end(config)
-    return {"reads a clock": bool(read)}
-
-
 @pytest.mark.runs
 @pytest.mark.parametrize("pp_size", [1, 2])
 def test_each_level_shows_its_timers_and_changes_no_figure(tmp_path, capfd, pp_size):
     for level in (0, 1, 2):
-        found = run_ranks(_run, 2, tmp_path, level, "minmax", pp_size)
-        assert [one["reads a clock"] for one in found] == [level > 0] * 2
+        config = tiny_run(
+            metrics=tmp_path / str(level),
+            train_iters=5,
+            eval_iters=0,
+            timing_log_level=level,
+            timing_log_option="minmax",
+            tensorboard_dir=str(tmp_path / f"tb{level}"),
+            log_timers_to_tensorboard=True,
+            pipeline_model_parallel_size=pp_size,
+        )
+
+        def work(rank, world_size, config=config):
+            """Returns whether this rank reads a clock."""
+            read = []
+            with pytest.MonkeyPatch.context() as patch:
+                clock = lambda: read.append(time.perf_counter()) or read[-1]  # noqa: E731
+                patch.setattr(profiler, "Timers", partial(Timers, clock=clock))
+                run_to_end(config)
+            return bool(read)
+
+        assert run_ranks(work, 2) == [level > 0] * 2
         names = re.findall(
             r"^    (\S+) \.+: \(\d+\.\d\d, \d+\.\d\d\)$", capfd.readouterr().out, re.M
         )
