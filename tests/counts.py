@@ -40,7 +40,6 @@ BUDGETS = {
     "places that read JSON": 1,
     "places that write durably": 1,
     'conditions on "cpu" in model/ and tensor_parallel/': 3,
-    "lines of more than 100 columns": 0,
     "pages of docs": 22,
     "words of docs": 30_000,
 }
@@ -149,10 +148,6 @@ def counts(root):
     yield (
         'conditions on "cpu" in model/ and tensor_parallel/',
         sum(path.read_text().count('"cpu"') for one in folders for path in one.glob("*.py")),
-    )
-    yield (
-        "lines of more than 100 columns",
-        sum(len(line) > 100 for text in texts for line in text.splitlines()),
     )
     pages = sorted((root / "docs").glob("*.md"))
     yield "pages of docs", len(pages)

@@ -221,7 +221,6 @@ def test_the_topics_of_help_share_out_all_flags():
     ("word", "said"),
     [
         ("--moe-latent-size", "--moe-latent-size is refused: "),
-        ("moe_latent_size", "--moe-latent-size is refused: "),
         ("--use-mcore-models", "--use-mcore-models is accepted and has no effect here: "),
         ("--batch-size", "--batch-size is an old spelling of --micro-batch-size"),
     ],

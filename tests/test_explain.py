@@ -1,7 +1,6 @@
 """`--explain-recompute` as a user runs it: without what only training needs, and true of the
 training. tests/test_command.py runs it without torch."""
 
-import json
 import shlex
 
 import pytest
@@ -40,12 +39,9 @@ def test_the_last_lines_name_the_planner_which_takes_the_run(tmp_path):
     words = [*EXPLAIN, "--tensor-model-parallel-size", "2", "--bf16", "--window-size", "8,0"]
     config = parse_args(words).config
     last = " ".join("\n".join(explanation(config, ())).rpartition("\n\n")[2].split())
-    run, found = tmp_path / "run.json", tmp_path / "plan.json"
+    run = tmp_path / "run.json"
     run.write_text(config.to_json())
     command = last.partition(" finds ")[0].replace("RUN.json", str(run)).replace("NAME", "cpu")
     assert command.startswith("python -m megatron_lite plan ")
-    done = ended(plan.main, [*shlex.split(command)[4:], "--json", str(found)])
-    assert (done.status, done.err) == (0, "")
-    (verdict,) = json.loads(found.read_text())["verdicts"]
-    assert verdict["plans"][0]["config"]["model"] == json.loads(config.to_json())["model"]
-    assert verdict["num_gpus"] == config.parallel.model_ranks
+    done = ended(plan.main, shlex.split(command)[4:])
+    assert (done.status, done.err) == (0, "") and "To run plan 1:" in done.out

@@ -48,24 +48,22 @@ def train(rank, world_size, config):
 class Steps:
     """The training steps that this rank has made."""
 
-    def __init__(self):
-        self._made, self._changed = 0, threading.Condition()
+    def __init__(self, patch):
+        self._made, self._seen = threading.Semaphore(0), 0
 
-    def count(self, patch):
         @replaces("train_step", loop)
         def counted(step, *args, **options):
             result = step(*args, **options)
-            with self._changed:
-                self._made += 1
-                self._changed.notify_all()
+            self._made.release()
             return result
 
         counted(patch)
 
     def wait_until(self, number):
-        """Waits until so many steps have been made."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._made >= number, HANG_S)
+        """Waits until so many steps have been made. One thread may wait."""
+        while self._seen < number:
+            assert self._made.acquire(timeout=HANG_S)
+            self._seen += 1
 
 
 @pytest.mark.runs
@@ -76,15 +74,14 @@ def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path, layou
     world_size, shape = LAYOUTS[layout]
 
     def slow_train(rank, world_size, config):
-        steps = Steps()
-
-        @replaces("write", saver.Saver)
-        def late(real, self, snapshot):
-            steps.wait_until(min(snapshot.iteration + 1, 5))
-            return real(self, snapshot)
-
         with pytest.MonkeyPatch.context() as patch:
-            steps.count(patch)
+            steps = Steps(patch)
+
+            @replaces("write", saver.Saver)
+            def late(real, self, snapshot):
+                steps.wait_until(min(snapshot.iteration + 1, 5))
+                return real(self, snapshot)
+
             late(patch)
             train(rank, world_size, config)
 
@@ -118,7 +115,6 @@ def fail_on_rank_1(rank, world_size, config, held, ended):
     held: the number of steps before which rank 1 does not fail.
     ended: a semaphore of both ranks, which counts the writes that rank 1 has ended.
     """
-    steps = Steps()
 
     @replaces("write", saver.Saver)
     def ends_in_order(real, self, snapshot):
@@ -138,7 +134,7 @@ def fail_on_rank_1(rank, world_size, config, held, ended):
         save_file(tensors, path)
 
     with pytest.MonkeyPatch.context() as patch, parallel_state(config.parallel, seed=1) as parallel:
-        steps.count(patch)
+        steps = Steps(patch)
         for fault in (ends_in_order, failing):
             fault(patch)
         trainer = build_trainer(config, parallel)

@@ -12,7 +12,6 @@ from megatron_lite.convert.target import LOCK, MARK, SUFFIX, complete_folder
 from megatron_lite.tools.convert import formats
 from tests.support.conversions import converted, same_weights, saved_peer, weights_in
 from tests.support.forks import status_of_fork
-from tests.support.pairs import in_one_test
 
 
 def test_a_complete_folder_has_the_files_and_no_others(tmp_path):
@@ -32,22 +31,17 @@ def test_a_complete_folder_has_the_files_and_no_others(tmp_path):
     assert found == ["new", "new/inner", "new/inner/file"]
 
 
-@in_one_test("kind", ["file", "folder", "link"])
-def test_an_existing_target_is_refused(kind, tmp_path):
-    target = tmp_path / kind
-    if kind == "folder":
-        target.mkdir()
-        (target / "kept").write_text("kept")
-    elif kind == "file":
-        target.write_text("kept")
-    else:
-        target.symlink_to(tmp_path / "nowhere")
+def test_an_existing_target_is_refused(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder" / "kept").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     before = sorted(tmp_path.rglob("*"))
-    with (
-        pytest.raises(InputError, match="exists already, and a conversion replaces nothing"),
-        complete_folder(target),
-    ):
-        pass
+    for kind in ("file", "folder", "link"):
+        with (
+            pytest.raises(InputError, match="exists already, and a conversion replaces nothing"),
+            complete_folder(tmp_path / kind),
+        ):
+            pass
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -15,6 +15,7 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, tp_state
 from tests.support.ranks import run_ranks
+from tests.support.saves import same
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 CONFIG = dict(adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6, weight_decay=0.1)
@@ -121,6 +122,15 @@ def test_float32_weights_follow_torchs_optimizer_and_clip(rule, clip_grad):
             torch.testing.assert_close(value, reference.state[parameter][key], rtol=1e-5, atol=1e-8)
 
 
+def step_with(model, optimizer, grads, rate):
+    """Makes one update by torch from these gradients."""
+    for name, parameter in model.named_parameters():
+        parameter.grad = grads[name]
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+
+
 def float32_sum_of_gradients(model, micro_batches):
     """By name, through autograd.grad: no gradient buffer, no accumulation by autograd."""
     names, parameters = zip(*model.named_parameters(), strict=True)
@@ -155,12 +165,8 @@ def test_16_bit_weights_follow_float32_masters(dtype, knows_grad_dtype, monkeypa
             optimizer.zero_grad()
             for number in range(3):
                 model.loss(number).backward()
-            for name, parameter in masters.named_parameters():
-                assert torch.equal(optimizer.buffer.grads[name], expected[name])
-                parameter.grad = expected[name]
-            for group in reference.param_groups:
-                group["lr"] = 1e-4
-            reference.step()
+            assert same(optimizer.buffer.grads, expected)
+            step_with(masters, reference, expected, 1e-4)
             optimizer.step(1e-4)
             for name, parameter in masters.named_parameters():
                 torch.testing.assert_close(

@@ -19,7 +19,7 @@ from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.rng import RngStreams
 from tests.optim.test_muon import Prescribed, step
-from tests.optim.test_optimizer import CONFIG, Plain, float32_sum_of_gradients, torchs
+from tests.optim.test_optimizer import CONFIG, Plain, float32_sum_of_gradients, step_with, torchs
 from tests.support.models import tp_state
 from tests.support.saves import same, state_of
 
@@ -117,11 +117,7 @@ def test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once(
             for batch in batches:
                 model.loss(batch).backward()
             optimizer.step(rate)
-            for group in reference.param_groups:
-                group["lr"] = rate
-            for name, parameter in masters.named_parameters():
-                parameter.grad = grads[name]
-            reference.step()
+            step_with(masters, reference, grads, rate)
             for name, parameter in masters.named_parameters():
                 assert torch.equal(model.get_parameter(name), parameter.bfloat16()), name
                 with torch.no_grad():
