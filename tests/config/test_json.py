@@ -34,8 +34,7 @@ ILL_TYPED = {
     ("training", "rampup_batch_size"): (["1"], [True, 1, 1]),
     ("data", "data_path"): ("a", [1]),
     ("model", "window_size"): ("3,0", 3, [3.0, 0], [True, 0]),
-    ("model", "window_attn_skip_freq"): ([1, True], "[1,0]"),
-    ("model", "no_rope_freq"): (2.0, True),
+    ("model", "no_rope_freq"): (2.0, True, [1, True], "[1,0]"),
 }
 
 

@@ -194,13 +194,15 @@ def test_a_converted_model_trains_on_and_generates_by_the_printed_commands(
     text = {"text": "to be or not to be " * 40}
     Path("text.jsonl").write_text(f"{json.dumps(text)}\n" * 200)
     capsys.readouterr()
-    way = ["--from", "hf", "--to", "megatron-lite", "--load", "theirs", "--save", "ours"]
+    way = "--from hf --to megatron-lite --load theirs --save ours --tensor-model-parallel-size 2"
     monkeypatch.setattr(sys, "argv", ["/usr/bin/megatron-lite"])
-    assert main(["convert", *way, "--tensor-model-parallel-size", "2"]) == 0
+    assert main(["convert", *way.split()]) == 0
     train, generate = printed_commands(capsys.readouterr().out)
-    files = ["--input", "text.jsonl", "--output-prefix", "text", "--append-eod"]
-    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "theirs"]
-    assert main(["preprocess", *files, *tokenizer]) == 0
+    files = (
+        "--input text.jsonl --output-prefix text --append-eod "
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model theirs"
+    )
+    assert main(["preprocess", *files.split()]) == 0
     assert train[: len(LAUNCHED)] == LAUNCHED and "--bf16" in train
     trained = run_program(*train[len(LAUNCHED) :], *SHORT, ranks=2, main=main)
     assert trained.returncode == 0, trained.stderr

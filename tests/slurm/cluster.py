@@ -220,16 +220,8 @@ class Cluster:
         """What runs a command where the controller is."""
         if not self.namespaces:
             return []
-        return [
-            "nsenter",
-            "-t",
-            str(self._processes["ctl"].pid),
-            "-n",
-            "-u",
-            "-m",
-            f"--wd={os.getcwd()}",
-            "--",
-        ]
+        pid = self._processes["ctl"].pid
+        return [*f"nsenter -t {pid} -n -u -m".split(), f"--wd={os.getcwd()}", "--"]
 
     def _spawn(self, name, *command):
         with (self.folder / f"{name}.out").open("ab") as log:
@@ -291,22 +283,15 @@ def missing():
 
 def can_use_namespaces():
     """Whether this process may make networks."""
-    tried = [
-        "unshare",
-        "-n",
-        "-u",
-        "-m",
-        "-p",
-        "-f",
-        "sh",
-        "-c",
-        "hostname there && ip link add br0 type bridge && ip link add v1 type veth peer name eth0",
-    ]
+    tried = (
+        "unshare -n -u -m -p -f sh -c 'hostname there && ip link add br0 type bridge "
+        "&& ip link add v1 type veth peer name eth0'"
+    )
     return (
         os.geteuid() == 0
         and shutil.which("ip", path=PATH) is not None
         and subprocess.run(
-            tried, env={**os.environ, "PATH": PATH}, capture_output=True, check=False
+            tried, shell=True, env={**os.environ, "PATH": PATH}, capture_output=True, check=False
         ).returncode
         == 0
     )
