@@ -30,7 +30,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 303_200,
     "files of the library": 262,
-    "tokens of tests": 279_150,
+    "tokens of tests": 277_800,
     "tokens of benchmarks": 22_950,
     "own files in one plain step": 32,
     "own functions in one plain step": 129,
