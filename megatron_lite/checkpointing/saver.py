@@ -21,7 +21,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from megatron_lite.checkpointing.directory import Claim
 from megatron_lite.checkpointing.metadata import (
@@ -42,6 +40,7 @@ from megatron_lite.checkpointing.metadata import (
     rows_from_plain,
     rows_to_plain,
 )
+from megatron_lite.checkpointing.shards import write_tensors
 from megatron_lite.checkpointing.state import Snapshot
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, PeerError
@@ -285,17 +284,8 @@ class Saver:
 def _write_files(temporary: Path, snapshot: Snapshot) -> dict[str, Any]:
     """Writes and syncs the files of this rank. Returns their rows of the manifest, as JSON."""
     for name, tensors in snapshot.tensors.items():
-        _write_tensors(temporary / name, tensors)
+        write_tensors(temporary / name, tensors)
     for name, content in snapshot.texts.items():
         write_synced(temporary / name, content)
     names = (*snapshot.tensors, *snapshot.texts)
     return rows_to_plain({name: row_of(temporary / name) for name in names})
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    path.touch()
-    # save_file makes the file readable by its owner only. This is the mode that the umask allows.
-    mode = path.stat().st_mode
-    save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, str(path))
-    path.chmod(mode)
-    sync(path)

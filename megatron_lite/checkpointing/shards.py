@@ -6,19 +6,21 @@ A step that was saved at one TP size can be read at another.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_lite.checkpointing.step_files import shard_file
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input, regular_path
+from megatron_lite.data.durable_files import sync
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 
 MOST_DIMS = 8
@@ -103,6 +105,18 @@ def open_tensors(path: Path) -> Any:
     """Opens a safetensors file. Raises SafetensorError if it is none, and as `open_input` does."""
     open_input(path).close()  # its errors say more than those of the library
     return safe_open(regular_path(path), framework="pt")
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Writes a safetensors file, whose contents are then on the disk. No two share memory."""
+    path.touch()
+    # save_file makes the file readable by its owner only. This is the mode that the umask allows.
+    mode = path.stat().st_mode
+    save_file({key: one.cpu().contiguous() for key, one in tensors.items()}, path, metadata)
+    path.chmod(mode)
+    sync(path)
 
 
 class ShardReader:

@@ -23,14 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, Metadata, Progress, read_config
-from megatron_lite.checkpointing.step_files import (
-    CONFIG,
-    LATEST,
-    METADATA,
-    STEP_NAME,
-    saved_step,
-    saved_steps,
-)
+from megatron_lite.checkpointing.step_files import CONFIG, LATEST, METADATA, saved_step, saved_steps
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input, regular_path
@@ -39,6 +32,7 @@ from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
 
 MOST_REPORTED = 5
+FOLDER = "give the folder that --save of the run named"
 
 
 class Start(NamedTuple):
@@ -132,33 +126,20 @@ def _pretrained(options: CheckpointConfig, parallel: ParallelState) -> Start | N
     return start
 
 
-def find_step(load: str, iteration: int | None = None) -> FoundStep:
-    """Returns the checkpoint that a tool reads: the newest good one, or the one of `iteration`.
+def find_step(load: str) -> FoundStep:
+    """Returns the checkpoint that a tool reads: the newest good one.
 
-    Its checksums are verified. Raises InputError if no checkpoint exists, or if the one of
-    `iteration` does not exist or is damaged.
+    Its checksums are verified. Raises InputError if there is none.
     """
     root = Path(load)
     if os.path.lexists(root / LATEST):
         regular_path(root / LATEST)  # a run would do without it, and warn
-    if iteration is None:
-        there = candidates(root)
-        if not there.steps:
-            raise InputError(
-                f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): "
-                f"{load_advice(load)}"
-            )
-        return newest_good_step(root, there, step_fault, fallback=True)
-    saved = saved_steps(root)
-    if iteration not in saved:
+    there = candidates(root)
+    if not there.steps:
         raise InputError(
-            f"--iteration {iteration}: no such checkpoint in {load} (there: "
-            f"{', '.join(map(str, saved)) or 'none'})"
+            f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): {FOLDER}"
         )
-    step = saved_step(root, iteration)
-    if fault := step_fault(step):
-        raise InputError(f"--iteration {iteration}: {fault}")
-    return FoundStep(step, ())
+    return newest_good_step(root, there, step_fault, fallback=True)
 
 
 def candidates(root: Path) -> Candidates:
@@ -311,7 +292,7 @@ def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
         return f"--load {options.load}: no checkpoint there, starting from scratch"
     raise InputError(
         f"--load {options.load}: no checkpoint there (no {LATEST}): "
-        f"{load_advice(options.load or '')}. To begin without a checkpoint add "
+        f"{FOLDER}. To begin without a checkpoint add "
         "--allow-fresh-start"
     )
 
@@ -320,7 +301,6 @@ ITERATION = re.compile(r"iter_\d{7,9}|release")
 RANK_FOLDER = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
 # Of torch's distributed checkpoints.
 DIST_METADATA = ".metadata"
-NAMED = 3  # folders that a message lists
 
 
 def check_ours(root: Path) -> None:
@@ -350,26 +330,3 @@ def megatron_format(root: Path) -> str | None:
         elif DIST_METADATA in names:
             found = "megatron-dist"
     return found
-
-
-def load_advice(load: str) -> str:
-    """Returns what to do about a folder without a checkpoint, as the end of a message."""
-    root = Path(load)
-    if not root.exists():
-        return "no such folder: give the folder that --save of the run named"
-    if not root.is_dir():
-        return "it is a file: give the folder that --save of the run named"
-    step = STEP_NAME.fullmatch(root.resolve().name)
-    if step and (root.resolve().parent / LATEST).is_file():
-        return f"it is the checkpoint of iteration {int(step[1])}: give --load {root.parent}"
-    inside = sorted(pointer.parent for pointer in root.glob(f"*/{LATEST}"))
-    if inside:
-        more = ", ..." if len(inside) > NAMED else ""
-        return f"did you mean --load {' or '.join(map(str, inside[:NAMED]))}{more}?"
-    if (root / "config.json").is_file():
-        words = ("--from", "hf", "--to", "megatron-lite", "--load", load, "--save", "NEW_FOLDER")
-        return (
-            "it looks like a model of Hugging Face, which this command converts: "
-            f"{shlex.join([*subcommand('convert'), *words])}"
-        )
-    return "give the folder that --save of the run named"

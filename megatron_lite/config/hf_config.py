@@ -243,21 +243,16 @@ def to_hf(model: ModelConfig, vocab_size: int, family: str | None = None) -> dic
     """
     if family is not None and family not in FAMILIES:
         raise ValueError(f"--hf-family {family} is not known, only {', '.join(FAMILIES)}")
-    differences = {}
     for name in FAMILIES if family is None else (family,):
         config = _written(model, vocab_size, name)
-        differences[name] = _differences(model, config)
-        if not differences[name].texts:
+        differences = _differences(model, config)
+        if not differences:
             return config
-    nearest = min(
-        differences, key=lambda name: (differences[name].is_refused, len(differences[name].texts))
-    )
-    told = ", ".join(differences[nearest].texts)
     if family is not None:
-        raise ValueError(f"--hf-family {family} does not express this model: {told}")
+        raise ValueError(f"--hf-family {family} does not express this model: {differences}")
     raise ValueError(
-        f"no family of Hugging Face that is known here expresses this model; {nearest} comes "
-        f"nearest: {told}"
+        "no family of Hugging Face that is known here expresses this model exactly: --hf-family "
+        f"NAME tells what differs in one of {', '.join(FAMILIES)}"
     )
 
 
@@ -279,31 +274,19 @@ def _written(model: ModelConfig, vocab_size: int, name: str) -> dict[str, Any]:
     return {**config, "vocab_size": vocab_size, "initializer_range": model.init_method_std}
 
 
-class Differences(NamedTuple):
-    """Where the config of a family differs from a model, in words.
-
-    is_refused: whether the family has no such model at all; the text is then the reason.
-    """
-
-    is_refused: bool
-    texts: list[str]
-
-
-def _differences(model: ModelConfig, config: Mapping[str, Any]) -> Differences:
+def _differences(model: ModelConfig, config: Mapping[str, Any]) -> str:
+    """Returns where the config of a family differs from a model, in words."""
     try:
         mapped = from_hf(config)
         ours, theirs = meaning_of(model), meaning_of(ModelConfig(**mapped.fields))
     except ValueError as error:
-        return Differences(True, [str(error)])
-    return Differences(
-        False,
-        [*mapped.inexact]
-        + [
-            f"{name} is {shown(str(ours[name]))} here and {shown(str(theirs[name]))} there"
-            for name in ours
-            if ours[name] != theirs[name]
-        ],
-    )
+        return str(error)
+    differing = [
+        f"{name} is {shown(str(ours[name]))} here and {shown(str(theirs[name]))} there"
+        for name in ours
+        if ours[name] != theirs[name]
+    ]
+    return ", ".join([*mapped.inexact, *differing])
 
 
 def meaning_of(model: ModelConfig) -> dict[str, Any]:

@@ -8,8 +8,6 @@ table 3). Every preset has its published number of parameters (tests/config/test
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,14 +41,12 @@ PRESETS = _read()
 def preset(name: str) -> Preset:
     """Returns the model with this name.
 
-    Raises InputError for an unknown name, with the names that are nearest to it.
+    Raises InputError for an unknown name.
     """
     if name not in PRESETS:
-        near = nearest_presets(name)
-        meant = f"did you mean {' or '.join(near)}? The names are" if near else "give one of"
         raise InputError(
-            f"--model {shown(repr(name))} is not known: {meant} {', '.join(PRESETS)}; for another "
-            "model give --hf-config FILE, or the flags of its sizes"
+            f"--model {shown(repr(name))} is not known: give one of {', '.join(PRESETS)}; for "
+            "another model give --hf-config FILE, or the flags of its sizes"
         )
     return PRESETS[name]
 
@@ -96,15 +92,3 @@ def stored_values(path: str) -> Values:
         if dataclasses.replace(config.model, **derived) == config.model:
             values["model"][field] = None
     return values
-
-
-def nearest_presets(name: str) -> list[str]:
-    """Returns up to three names of presets, nearest first, for a name that is none.
-
-    Only letters and digits count, so `meta-llama/Meta-Llama-3-8B` is near to `llama3-8b`.
-    """
-    plain = {re.sub(r"[^a-z0-9]", "", known): known for known in PRESETS}
-    word = re.sub(r"[^a-z0-9]", "", name.lower().rpartition("/")[2])
-    if word in plain:
-        return [plain[word]]
-    return [plain[one] for one in difflib.get_close_matches(word, plain, n=3, cutoff=0.65)]

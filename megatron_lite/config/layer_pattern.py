@@ -9,23 +9,19 @@
 The meaning is the one of Megatron-core's `is_layer_window_attention` and `no_rope_freq`, which
 count layers from 1. The trap is --window-attn-skip-freq: a number marks the layers without the
 window, and a list has 1 for the layers with it. Megatron evaluates a list as Python, which would
-run any code in it. Here its text may have only numbers, lists, parentheses, + and *, and every
-intermediate value is bounded, so that a short text such as [0]*9999*9999 cannot fill the memory.
+run any code in it. Here its text may have only numbers, lists of them, parentheses, + and *, and
+every intermediate text is bounded, so that a short one such as [0]*999*999 cannot fill the memory.
 """
 
-import ast
 import re
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable
 
 from megatron_lite.config.checks import quoted
 from megatron_lite.config.plain import shown
 
 Pattern = int | tuple[int, ...]
 
-LONGEST_TEXT = 10_000  # characters
-LONGEST_LIST = 10_000  # layers; the deepest models have a few hundred
-MOST_NESTED, MOST_OPERATORS = 50, 500
+LONGEST_TEXT = 10_000  # characters; the deepest models have a few hundred layers
 LARGEST_NUMBER = 2**31
 
 
@@ -46,61 +42,39 @@ def parse_window(text: str) -> tuple[int, int]:
 def parse_pattern(flag: str, text: str) -> Pattern:
     """Returns a frequency from "4", or a tuple with one number for each layer from "([0]*3+[1])*2".
 
-    Raises ValueError if the text is neither.
+    Each rule replaces one operation by its result, those of multiplication first. Raises ValueError
+    if what is left is neither.
     """
-    try:
-        value = _value_of(_tree_of(text))
-    except (ValueError, TypeError, RecursionError) as fault:
+    left, before = re.sub(r"\s*([\[\](),+*])\s*", r"\1", text.strip()), ""
+    while left != before and len(left) <= LONGEST_TEXT:
+        before = left
+        for rule, result in RULES:
+            left = re.sub(rule, result, left, count=1)
+            if left != before:
+                break
+    if re.fullmatch(r"\d{1,10}", left):
+        return int(left)
+    if not re.fullmatch(rf"\[{ITEMS}\]", left):
         raise ValueError(
-            f"{flag} {quoted(text)}: {fault}; give a whole number, or a list with one number for "
-            "each layer, such as ([0]*3+[1])*2"
-        ) from None
-    return value if isinstance(value, int) else tuple(value)
-
-
-def _tree_of(text: str) -> ast.expr:
-    """Returns the syntax tree of a text, which is not evaluated. Raises ValueError for other
-    characters than those of a pattern, and for too many characters, brackets or operators."""
-    if wrong := re.search(r"[^0-9\s()\[\],+*]|\d{11,}", text):
-        raise ValueError(f"{shown(wrong.group())!r} is no number, list or bracket")
-    depths = accumulate((one in "([") - (one in ")]") for one in text)
-    if (
-        len(text) > LONGEST_TEXT
-        or max(depths, default=0) > MOST_NESTED
-        or len(re.findall("[+*]", text)) > MOST_OPERATORS
-    ):
-        raise ValueError(
-            f"more than {LONGEST_TEXT} characters, {MOST_NESTED} brackets or {MOST_OPERATORS} "
-            "operators: write repeated parts as [0]*3"
+            f"{flag} {quoted(text)}: give a whole number, or a list with one number for each layer "
+            "(at most some thousands), such as ([0]*3+[1])*2"
         )
-    try:
-        # Python has no numbers with leading zeros
-        return ast.parse(re.sub(r"\b0+(?=\d)", "", text.strip()), mode="eval").body
-    except SyntaxError as error:
-        raise ValueError(f"it is no list ({error.msg})") from None
+    return tuple(map(int, re.findall(r"\d+", left)))
 
 
-def _value_of(node: ast.expr) -> Any:
-    """Returns a number or a list of numbers. Raises ValueError or TypeError for anything else."""
-    match node:
-        case ast.Constant(value=int(number)):
-            return number
-        case ast.List(elts=parts):
-            numbers = [_value_of(one) for one in parts]
-            if list in map(type, numbers):
-                raise ValueError("a list inside a list: join lists with +")
-            return numbers
-        case ast.BinOp(op=ast.Add() | ast.Mult()):
-            left, right = _value_of(node.left), _value_of(node.right)
-        case _:
-            raise ValueError(f"{ast.unparse(node)[:40]!r} is no number, list, sum or product")
-    sizes = [len(one) if isinstance(one, list) else one for one in (left, right)]
-    is_sum = isinstance(node.op, ast.Add)
-    # The size is known before the value is built: [0]*9999*9999 cannot fill the memory.
-    size = sum(sizes) if is_sum else sizes[0] * sizes[1]
-    if size > (LONGEST_LIST if list in (type(left), type(right)) else LARGEST_NUMBER):
-        raise ValueError(f"{size} is more than {LONGEST_LIST} layers")
-    return left + right if is_sum else left * right
+def _repeated(found: re.Match[str]) -> str:
+    number, items, times = found.groups()
+    return f"[{','.join([items] * (int(number or times) if items else 0))}]"
+
+
+ITEMS = r"(?:\d{1,10}(?:,\d{1,10})*)?"
+RULES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (rf"\((\[{ITEMS}\])\)", r"\1"),
+    (rf"(\d{{1,3}})\*\[({ITEMS})\]()", _repeated),
+    (rf"()\[({ITEMS})\]\*(\d{{1,3}})(?!\d)", _repeated),
+    (r"\[\]\+(?=\[)|(?<=\])\+\[\]", ""),
+    (rf"\[({ITEMS})\]\+\[({ITEMS})\]", r"[\1,\2]"),
+)
 
 
 def marks(pattern: Pattern, layer: int) -> bool:

@@ -2,7 +2,7 @@
 
 Opening reads the headers of all files. Missing, unexpected and misshapen tensors are refused before
 any work is done. Pickled weights (pytorch_model.bin) are never read. What is written opens with
-AutoModelForCausalLM.from_pretrained: files of at most 5 GB, with an index if they are several.
+AutoModelForCausalLM.from_pretrained: files of at most 2 GB, with an index if they are several.
 Weights keep their dtype. Optimizer states are left out.
 
 A row of the table of families (config/hf_config.py) maps a module of this project to the modules
@@ -34,34 +34,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.shards import FLOATS, naming, open_tensors
+from megatron_lite.checkpointing.shards import FLOATS, naming, open_tensors, write_tensors
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.hf_config import CONFIG, FAMILIES, exact_fields, read_hf_file, to_hf
 from megatron_lite.config.input_file import crafted, read_json
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.target import (
-    Tensors,
-    complete_folder,
-    create_files,
-    json_bytes,
-    stored_tokenizer,
-)
+from megatron_lite.convert.target import complete_folder, json_bytes, stored_tokenizer
 from megatron_lite.convert.weights import (
     OUTPUT,
+    SHARD_BYTES,
     WORDS,
     Advance,
     WeightSource,
     check_held,
     check_layers,
-    copy_tensors,
     layer_of,
     parameter_specs,
+    read_checked,
+    shards_of,
 )
 from megatron_lite.data.tokenizer_files import in_folder
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 2**26
-SHARD_BYTES = 5 * 10**9
 # Buffers that old versions of transformers saved: masks and frequencies, which are no weights.
 BUFFERS = re.compile(
     r"\.(attn|attention)\.(bias|masked_bias)"
@@ -189,15 +184,7 @@ def write_hf(
         config = to_hf(model, source.true_vocab_size, family)
     texts, end = stored_tokenizer(source)
     rows = {name: row_of(config["model_type"], name, model) for name in source.specs}
-    shards: list[Tensors] = [{}]
-    size = 0
-    for one in source.tensors():
-        if size and size + one.num_bytes > shard_bytes:
-            shards.append({})
-            size = 0
-        size += one.num_bytes
-        shapes = rows[one.name].shapes(one.shape)
-        shards[-1] |= {part: (one.dtype, shape) for part, shape in shapes.items()}
+    shards = shards_of(source, shard_bytes)
     count = len(shards)
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
     files = dict(zip(names if count > 1 else [WEIGHTS], shards, strict=True))
@@ -209,16 +196,22 @@ def write_hf(
     texts[CONFIG] = json_bytes(config)
     if count > 1:
         total = sum(one.num_bytes for one in source.tensors())
-        weight_map = {part: file for file, parts in files.items() for part in parts}
+        weight_map = {
+            part: file
+            for file, own in files.items()
+            for one in own
+            for part in rows[one.name].theirs
+        }
         texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     with complete_folder(path) as folder:
-        write = create_files(folder, files, texts, {"format": "pt"})
-
-        def put(name: str, whole: Tensor) -> None:
-            for part, value in rows[name].split(whole).items():
-                write(part, value)
-
-        copy_tensors(source, put, advance)
+        for file, own in files.items():
+            parts: dict[str, Tensor] = {}
+            for one in own:
+                split = rows[one.name].split(read_checked(source, one.name, advance))
+                parts |= {part: value.clone() for part, value in split.items()}
+            write_tensors(folder / file, parts, {"format": "pt"})
+        for file, content in texts.items():
+            (folder / file).write_bytes(content)
 
 
 # --- layouts ---

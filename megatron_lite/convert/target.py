@@ -3,32 +3,19 @@
 The folder is written as NAME.incomplete-RANDOM beside the target. At the end all files are synced
 and it is renamed. A killed conversion leaves its folder behind, whose lock is free: the next one
 removes it. Nothing else is followed, emptied or removed, whatever its name.
-
-Safetensors files are written tensor by tensor, so that only one is in memory:
-
-    8 bytes: length of the header | the header, JSON with spaces at its end | the tensors' bytes
-
-The header has the name, dtype, shape and place of each tensor. Readers map the file and use tensors
-where they lie, so the widest elements come first: then each tensor begins at a multiple of its
-element size.
 """
 
 import glob
 import json
-import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megatron_lite.checkpointing.lock import try_lock
-from megatron_lite.checkpointing.shards import FLOATS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import MissingPackage
 from megatron_lite.convert.weights import WeightSource
@@ -39,10 +26,6 @@ from megatron_lite.data.tokenizers import build_tokenizer
 SUFFIX = ".incomplete"
 LOCK = "conversion.lock"
 MARK = b"megatron_lite: this folder belongs to a conversion, and the next one removes it\n"
-ALIGNMENT = 8
-NAMES = {dtype: name for name, dtype in FLOATS.items()}
-
-Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape, by name
 
 
 def check_absent(target: Path) -> None:
@@ -102,41 +85,6 @@ def _remove_left(target: Path) -> None:
                 )
             if is_free:
                 shutil.rmtree(mark.parent, ignore_errors=True)
-
-
-def create_files(
-    folder: Path,
-    files: Mapping[str, Tensors],
-    texts: Mapping[str, bytes],
-    metadata: Mapping[str, str] | None = None,
-) -> Callable[[str, Tensor], None]:
-    """Creates safetensors files and others in a folder.
-
-    Returns `write(name, tensor)`, to call once for each tensor of the files.
-    """
-    for name, content in texts.items():
-        (folder / name).write_bytes(content)
-    places: dict[str, tuple[Path, int]] = {}
-    for file, tensors in files.items():
-        header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-        stop = 0
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda one: -one[1][0].itemsize):
-            start, stop = stop, stop + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [start, stop]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % ALIGNMENT)
-        first = (folder / file).write_bytes(len(text).to_bytes(8, "little") + text)
-        places |= {
-            name: (folder / file, first + header[name]["data_offsets"][0]) for name in tensors
-        }
-
-    def write(name: str, tensor: Tensor) -> None:
-        path, start = places[name]
-        with path.open("r+b") as file:
-            file.seek(start)
-            file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-    return write
 
 
 def json_bytes(values: Any) -> bytes:

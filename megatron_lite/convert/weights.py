@@ -1,8 +1,8 @@
-"""Copies weights between formats: one whole tensor at a time, under the names of this project.
+"""Copies weights between formats: one shard at a time, under the names of this project.
 
 A function `FORMAT_source` opens a WeightSource, and `write_FORMAT` writes what it reads. The
 tensors in between have the names, the layout and the unsharded shapes of this project, so that each
-format needs one mapping, not one for every other format. Only one tensor is in memory at a time.
+format needs one mapping, not one for every other format.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,24 +110,37 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def copy_tensors(
-    source: WeightSource, put: Callable[[str, Tensor], None], advance: Advance
-) -> None:
-    """Calls `put(name, tensor)` for each parameter and each of its states, one at a time.
+SHARD_BYTES = 2 * 10**9
 
-    Raises InputError for a tensor that holds NaN or infinity.
+
+def shards_of(source: WeightSource, shard_bytes: int) -> list[list[StoredTensor]]:
+    """Returns all tensors in shards of at most so many bytes, each parameter with its states.
+
+    A single parameter may exceed the bytes.
     """
-    for name, *_ in source.tensors():
-        tensor = source.read(name)
-        # The ends are NaN if any value is, and need no memory of the tensor's size.
-        if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
-            raise InputError(
-                f"{name} holds NaN or infinity, so the model is broken: convert an earlier "
-                "checkpoint"
-            )
-        put(name, tensor)
-        advance(tensor.nbytes)
-        del tensor
+    shards: list[list[StoredTensor]] = []
+    left = 0
+    for _, group in groupby(source.tensors(), lambda one: one.name.partition("/")[0]):
+        own = list(group)
+        size = sum(one.num_bytes for one in own)
+        if size > left:
+            shards.append([])
+            left = shard_bytes
+        left -= size
+        shards[-1] += own
+    return shards
+
+
+def read_checked(source: WeightSource, name: str, advance: Advance) -> Tensor:
+    """Returns a parameter or one of its states. Raises InputError if it holds NaN or infinity."""
+    tensor = source.read(name)
+    # The ends are NaN if any value is, and need no memory of the tensor's size.
+    if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
+        raise InputError(
+            f"{name} holds NaN or infinity, so the model is broken: convert an earlier checkpoint"
+        )
+    advance(tensor.nbytes)
+    return tensor
 
 
 def parameter_specs(

@@ -1,8 +1,8 @@
 """A cache on disk for arrays that are costly to build, under a key of everything they depend on.
 
-Each key has a folder. It holds one .npy file per array, and arrays.json with the type, shape and
-SHA-256 of each. Every start compares the checksums, so that it notices a damaged file before it
-reads an index from it. It then builds the arrays again, with a notice.
+Each key has a folder. It holds one file per array, NAME.SHA256.npy. Every start compares the
+checksums, so that it notices a damaged file before it reads an index from it. It then builds the
+arrays again, with a notice.
 
 A folder is filled under another name, and renamed when its contents are on the disk. Thus a kill
 leaves nothing that looks complete. Each key has one lock: among several processes on a node one
@@ -25,16 +25,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.input_file import read_input
-from megatron_lite.data.durable_files import checksum_of, sync, write_synced
+from megatron_lite.data.durable_files import checksum_of, sync
 
 Arrays = dict[str, np.ndarray]
 Fault = Callable[[Arrays], str | None]  # returns what is wrong with arrays
-LIST, KEY = "arrays.json", "key.json"
-FORMAT = "index cache 2"  # part of every key, so that a folder of another format is never read
-LARGEST_LIST = 1 << 20
+FORMAT = "index cache 3"  # part of every key, so that a folder of another format is never read
 
 
 class Expected(NamedTuple):
@@ -103,46 +99,37 @@ def cached_arrays(
     # Another process may be replacing a damaged copy just now: the check is repeated in the lock.
     with suppress(Damage):
         if os.path.lexists(path):
-            return _read(path, text, fault)
+            return _read(path, fault)
     os.makedirs(folder, exist_ok=True)
     with open(f"{path}.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file releases it, and so does a crash
         try:
             if os.path.lexists(path):
-                return _read(path, text, fault)
+                return _read(path, fault)
         except Damage as damage:
             print(
                 f"warning: the index cache is damaged and is built again: {damage}",
                 file=sys.stderr,
                 flush=True,
             )
-        _write(path, text, build())
-        return _read(path, text, fault)
+        _write(path, build())
+        return _read(path, fault)
 
 
-def _read(path: Path, key: str, fault: Fault) -> Arrays:
+def _read(path: Path, fault: Fault) -> Arrays:
     """Returns the arrays of a folder, by memory map.
 
     The checksum of a file is compared before anything in the file is interpreted. Raises Damage if
     a file does not hold what was written, or if `fault` finds a fault.
     """
     try:
-        if read_input(path / KEY, LARGEST_LIST) != key.encode():
-            raise ValueError(f"{KEY} holds another key")
-        listed = plain.parse_object(read_input(path / LIST, LARGEST_LIST))
         arrays = {}
-        for name, entry in listed.items():
-            if not name.isidentifier():
-                raise ValueError(f"{LIST} names {plain.quoted(name)}")
-            values, file = plain.as_object(entry, name), path / f"{name}.npy"
-            if checksum_of(file)[1] != plain.field(values, "sha256"):
-                raise ValueError(f"{name}.npy: its checksum is not the one in {LIST}")
+        for file in path.iterdir():
+            name, checksum, _ = file.name.split(".")
+            if checksum_of(file)[1] != checksum:
+                raise ValueError(f"{file.name}: its checksum is not the one in its name")
             # np.load would open zip files too
-            array = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
-            found = {"dtype": array.dtype.str, "shape": list(array.shape)}
-            if any(plain.field(values, one) != value for one, value in found.items()):
-                raise ValueError(f"{name}.npy: found {found}, but {LIST} has another type or shape")
-            arrays[name] = array
+            arrays[name] = np.lib.format.open_memmap(file, mode="r").view(np.ndarray)
         if reason := fault(arrays):
             raise ValueError(reason)
     except (OSError, ValueError) as error:
@@ -150,7 +137,7 @@ def _read(path: Path, key: str, fault: Fault) -> Arrays:
     return arrays
 
 
-def _write(path: Path, key: str, arrays: Arrays) -> None:
+def _write(path: Path, arrays: Arrays) -> None:
     own = f"{path}.tmp-{socket.gethostname()}-"
     # This process holds the lock, so the folders of this node were left by killed processes.
     for remains in glob.glob(glob.escape(own) + "*"):
@@ -158,18 +145,11 @@ def _write(path: Path, key: str, arrays: Arrays) -> None:
     tmp = Path(f"{own}{os.getpid()}")
     tmp.mkdir()
     try:
-        listed = {}
         for name, array in arrays.items():
-            file = tmp / f"{name}.npy"
+            file = tmp / "array.npy"
             np.save(file, array, allow_pickle=False)
             sync(file)
-            listed[name] = {
-                "dtype": array.dtype.str,
-                "shape": array.shape,
-                "sha256": checksum_of(file)[1],
-            }
-        write_synced(tmp / LIST, json.dumps(listed, indent=1).encode())
-        write_synced(tmp / KEY, key.encode())
+            file.rename(tmp / f"{name}.{checksum_of(file)[1]}.npy")
         sync(tmp)
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

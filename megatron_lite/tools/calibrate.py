@@ -43,6 +43,7 @@ from megatron_lite.tools.command import check_ending, tool
 # The smallest dimension varies most, because the fit is a function of it.
 SHAPES = ((1024, 1024, 1024), (512, 512, 512), (1024, 1024, 128), (128, 1024, 1024), (64, 512, 512))
 ELEMENTS = 1 << 24  # of memory-bound kernels
+SECONDS = 1.0  # of each of about 12 measurements
 LARGER = 8  # on a GPU every dimension and the elements are so many times as many
 BAND = 0.2  # relative error that a plan is expected to have before a larger run says more
 # The steps that tell the pace.
@@ -61,22 +62,10 @@ RUN = {
 def _add_flags(parser: Parser) -> None:
     parser.add_argument("--output", required=True, metavar="FILE", help="a file that ends in .json")
     parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="default: cuda where there is a GPU",
-    )
-    parser.add_argument(
         "--links-of",
         metavar="MACHINE",
         help="the machine whose networks and other figures are taken: "
         f"{', '.join(machine_names())} (default: cpu, or that of the GPU's name)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=1.0,
-        help="time of each of about 12 measurements (default: 1)",
     )
 
 
@@ -88,17 +77,13 @@ main = tool(
 )
 
 
-def run(output: str, *, device: str, links_of: str | None, seconds: float) -> None:
+def run(output: str, links_of: str | None = None) -> None:
     """Writes the figures of this machine to the file `output`.
 
-    Raises InputError for settings that cannot be measured, and for a file that cannot be written.
+    Raises InputError for a machine that is of another kind, and for a file that cannot be written.
     """
     check_ending("--output", output, ".json")  # so that it can be given by its path
-    if not 0.0 < seconds <= 60.0:
-        raise InputError(f"--seconds must be above 0 and at most 60 (got {seconds})")
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: torch sees no GPU; give --device cpu")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
     if links_of is None and kind == "cuda":
         like = machine_of_gpu(torch.cuda.get_device_name(0))
     else:
@@ -108,7 +93,7 @@ def run(output: str, *, device: str, links_of: str | None, seconds: float) -> No
             f"--links-of: name a known machine of this device, {kind}, whose networks and other "
             f"figures are taken: one of {', '.join(machine_names())}"
         )
-    machine = measure(kind, seconds, like)
+    machine = measure(kind, like)
     pace = _pace(machine)
     save_hardware(dataclasses.replace(machine, pace=pace), output)
     for rates, name in ((machine.bf16, "bfloat16"), (machine.fp32, "float32")):
@@ -142,24 +127,21 @@ def _pace(machine: Hardware) -> float:
     return float(found["step_ms_measured"] / found["step_ms_predicted"])
 
 
-def measure(device: str, seconds: float, like: Hardware) -> Hardware:
-    """Returns the figures of this machine.
-
-    seconds: the time of each measurement. like: the machine whose other figures are taken.
-    """
+def measure(device: str, like: Hardware) -> Hardware:
+    """Returns the figures of this machine. like: the machine whose other figures are taken."""
     cuda = device == "cuda"
     elements = ELEMENTS * (LARGER if cuda else 1)
     source = torch.ones(elements, device=device)
     target = torch.empty_like(source)
-    copied = 2 * source.nbytes / _seconds(lambda: target.copy_(source), seconds)
+    copied = 2 * source.nbytes / _seconds(lambda: target.copy_(source))
     pinned = torch.empty(elements, pin_memory=cuda)
     # An update reads a weight, its gradient and two moments, and writes all but the gradient.
     weight, grad, mean, square = ([torch.ones(elements)] for _ in range(4))
     rates: Any = dict(lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8)
     kernel: Any = dict(fused=True, amsgrad=False, maximize=False)
     update = partial(adamw, weight, grad, mean, square, [], [torch.ones(())], **kernel, **rates)
-    updated = 7 * source.nbytes / _seconds(update, seconds)
-    to_host = source.nbytes / _seconds(lambda: pinned.copy_(source, non_blocking=True), seconds)
+    updated = 7 * source.nbytes / _seconds(update)
+    to_host = source.nbytes / _seconds(lambda: pinned.copy_(source, non_blocking=True))
     ranks = torch.cuda.device_count() if cuda else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
     return dataclasses.replace(
@@ -173,8 +155,8 @@ def measure(device: str, seconds: float, like: Hardware) -> Hardware:
         tile_m=1,
         tile_n=1,
         tile_s=0.0,
-        bf16=_matmuls(like.bf16, device, torch.bfloat16, seconds),
-        fp32=_matmuls(like.fp32, device, torch.float32, seconds),
+        bf16=_matmuls(like.bf16, device, torch.bfloat16),
+        fp32=_matmuls(like.fp32, device, torch.float32),
         band=BAND,
         band_of_several=max(BAND, like.band_of_several),
         pace=1.0,
@@ -190,10 +172,10 @@ def measure(device: str, seconds: float, like: Hardware) -> Hardware:
     )
 
 
-def _seconds(action: Callable[[], object], seconds: float) -> float:
+def _seconds(action: Callable[[], object]) -> float:
     """Returns the time of the fastest block of calls: other programs disturb that one least."""
     timer = Timer("action()", globals=dict(action=action), num_threads=torch.get_num_threads())
-    return min(timer.blocked_autorange(min_run_time=seconds).times)
+    return min(timer.blocked_autorange(min_run_time=SECONDS).times)
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -211,14 +193,14 @@ def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return float(np.sum(rates**2) / np.sum(rates)), 0.0
 
 
-def _matmuls(like: Matmuls, device: str, dtype: torch.dtype, seconds: float) -> Matmuls:
+def _matmuls(like: Matmuls, device: str, dtype: torch.dtype) -> Matmuls:
     """Returns the measured rates of matmuls in one format. like: those of another machine."""
     samples, larger = [], LARGER if device == "cuda" else 1
     for shape in SHAPES:
         m, n, k = (larger * one for one in shape)
         x = torch.randn(m, k, device=device).to(dtype)
         weight = torch.randn(n, k, device=device).to(dtype)
-        taken = _seconds(partial(F.linear, x, weight), seconds)
+        taken = _seconds(partial(F.linear, x, weight))
         samples.append((min(m, n, k), 2.0 * m * n * k / taken))
     peak, half_dimension = fit(samples)
     return dataclasses.replace(

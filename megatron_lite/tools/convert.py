@@ -1,8 +1,8 @@
 """Converts weights between formats: `python -m megatron_lite.tools.convert --from hf --to
 megatron-lite --load DIR --save DIR`.
 
-Tensors are read, converted and written one at a time. The target appears complete, or not at all: a
-killed conversion can be run again. docs/convert.md has the formats and the model families.
+The target appears complete, or not at all: a killed conversion can be run again. docs/convert.md
+has the formats and the model families.
 """
 
 from __future__ import annotations
@@ -62,13 +62,12 @@ def formats() -> dict[str, Format]:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Converts, and prints what to run next.
+    """Converts.
 
     Raises InputError for a fault in the flags, in the source or in the target. A signal ends it
     after the tensor that is being converted.
     """
-    # Imported late: the modules import torch, which --help does not need.
-    from megatron_lite.convert.native import next_lines
+    # Imported late: the module imports torch, which --help does not need.
     from megatron_lite.convert.target import check_absent
 
     known = formats()
@@ -106,8 +105,6 @@ def convert(args: argparse.Namespace) -> None:
         target.write(source, save, advance, **options)
         check()
     print(f"{save}: converted from {load} ({args.source} -> {args.target})", flush=True)
-    if args.target == "megatron-lite":
-        print(*next_lines(save), sep="\n", flush=True)
 
 
 def _add_flags(parser: Parser) -> None:
@@ -134,7 +131,7 @@ def _add_flags(parser: Parser) -> None:
 
 main = tool(
     "python -m megatron_lite.tools.convert",
-    "Converts weights between formats, one tensor at a time.",
+    "Converts weights between formats.",
     _add_flags,
     convert,
     epilog="formats:\n" + "".join(f"  {name:16} {text}\n" for name, text in FORMAT_HELP.items()),

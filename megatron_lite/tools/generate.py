@@ -14,14 +14,12 @@ import sys
 from collections.abc import Sequence
 
 from megatron_lite.config.checks import flag
-from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run_flags import Parser, add_flag, add_settings, fields_of, taken
 from megatron_lite.config.setting import Settings, setting, switch
 from megatron_lite.tools.command import exit_status, rank_0_speaks
 
 PROGRAM = "python -m megatron_lite.tools.generate"
-OF_A_RUN = ("tokenizer_model", "vocab_file", "merge_file", "distributed_backend")
 
 
 def parse(argv: Sequence[str] | None, program: str = PROGRAM) -> argparse.Namespace:
@@ -31,26 +29,21 @@ def parse(argv: Sequence[str] | None, program: str = PROGRAM) -> argparse.Namesp
     """
     parser = Parser(
         prog=program,
-        description="Continues texts with the model of a checkpoint, on as many tensor-parallel "
+        description="Continues a text with the model of a checkpoint, on as many tensor-parallel "
         "ranks as are started.",
     )
     add = parser.add_argument
     add("--load", required=True, metavar="DIR", help="checkpoint directory, the --save of a run")
-    add("--iteration", type=int, metavar="N", help="which checkpoint in it; default: the latest")
-    text = "text to continue; may be given several times; - reads standard input"
-    add("--prompt", required=True, action="append", metavar="TEXT", help=text)
+    add("--prompt", required=True, metavar="TEXT", help="text to continue")
     add("--seed", type=int, default=1234, help="default: 1234")
-    files = parser.add_argument_group("instead of what the checkpoint holds")
     add_settings(parser, Sampling)
-    for field in (*fields_of(TokenizerConfig), *fields_of(ParallelConfig)):
-        if field.name in OF_A_RUN:
-            add_flag(files, field)
+    for field in fields_of(ParallelConfig):
+        if field.name == "distributed_backend":
+            add_flag(parser, field)
     args = parser.parse_args(argv)
-    others = " and ".join(flag(name) for name in ("temperature", "top_k", "top_p") if name in args)
+    others = " and ".join(flag(name) for name in ("temperature", "top_p") if name in args)
     if "greedy" in args and others:
         parser.error(f"--greedy takes the likeliest token: leave out {others}")
-    if args.prompt.count("-") > 1:
-        parser.error("--prompt - is given twice, but standard input can be read once")
     try:
         args.sampling = taken(Sampling, args)
     except ValueError as error:
@@ -71,8 +64,8 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 class Sampling(Settings):
     """The rule that chooses the next token.
 
-    The order is: divide by the temperature, keep the top_k likeliest tokens (0: all), then keep the
-    fewest of those whose probabilities reach top_p. `greedy` takes the likeliest token instead.
+    The order is: divide by the temperature, then keep the fewest tokens whose probabilities reach
+    top_p. `greedy` takes the likeliest token instead.
     """
 
     max_new_tokens: int = setting("most tokens of a continuation", 64, least=1)
@@ -83,7 +76,6 @@ class Sampling(Settings):
         above=0,
         why="use --greedy for the likeliest token",
     )
-    top_k: int = setting("draw from the K likeliest tokens; 0: all", 0, least=0)
     top_p: float = setting(
         "draw from the likeliest tokens that together reach P",
         0.9,

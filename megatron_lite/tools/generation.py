@@ -1,4 +1,4 @@
-"""Loads the model of a checkpoint and continues texts with it: the work of `generate`.
+"""Loads the model of a checkpoint and continues a text with it: the work of `generate`.
 
 The tensor-parallel size is the number of ranks, at any parallel size of the checkpoint.
 """
@@ -16,16 +16,16 @@ from torch import Tensor
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.state import load_weights
+from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import InputError, flag, input_faults
-from megatron_lite.config.data_settings import READ_FILES, TokenizerConfig
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.tokenizer_files import read_from
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.parallel.collectives import all_gather_bytes, broadcast_
+from megatron_lite.parallel.collectives import broadcast_
 from megatron_lite.parallel.launch import read_launch
 from megatron_lite.parallel.rng import derive_seed
 from megatron_lite.parallel.state import ParallelState, parallel_state
@@ -52,21 +52,6 @@ def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfi
         )
 
 
-def tokenizer_with_files(saved: TokenizerConfig, flags: argparse.Namespace) -> TokenizerConfig:
-    """Returns the saved tokenizer's config with the files that the flags name.
-
-    Raises InputError for a file that this type of tokenizer does not have.
-    """
-    names = ("tokenizer_model", "vocab_file", "merge_file")
-    moved = {name: getattr(flags, name) for name in names if hasattr(flags, name)}
-    for name in moved:
-        if name not in READ_FILES[str(saved.tokenizer_type)]:
-            raise InputError(
-                f"{flag(name)} is no part of the checkpoint's {saved.tokenizer_type}: leave it out"
-            )
-    return replace(saved, **moved)
-
-
 def load_model(step: Path, config: RunConfig, parallel: ParallelState) -> GPTModel:
     """Returns this rank's shard of the saved model, in evaluation mode (no dropout)."""
     model = build_model(config, parallel)
@@ -79,12 +64,12 @@ def load_model(step: Path, config: RunConfig, parallel: ParallelState) -> GPTMod
 
 
 def run(args: argparse.Namespace) -> None:
-    """Continues every prompt of a parsed command line. Rank 0 prints."""
-    step, notices = find_step(args.load, args.iteration)
+    """Continues the prompt of a parsed command line. Rank 0 prints."""
+    step, notices = find_step(args.load)
     num_ranks = dist.get_world_size() if dist.is_initialized() else read_launch().world_size
     backend = getattr(args, "distributed_backend", "auto")
     config = config_for_ranks(read_config(step), num_ranks, backend)
-    tokenizer = build_tokenizer(tokenizer_with_files(read_from(config.tokenizer, step), args))
+    tokenizer = build_tokenizer(read_from(config.tokenizer, step))
     model_size = config.tokenizer.true_vocab_size
     if tokenizer.vocab_size > model_size:
         raise InputError(
@@ -105,48 +90,35 @@ def run(args: argparse.Namespace) -> None:
         model = load_model(step, config, parallel)
         say("".join(f"{notice}\n" for notice in notices), to_errors=True)
         window = config.data.seq_length
-        for number, text in enumerate(args.prompt):
-            prompt = read_prompt(parallel) if text == "-" else text
-            with input_faults():
-                tokens = tokenizer.tokenize(prompt)
-            if not tokens and eod is not None:  # an empty prompt is the start of a document
-                tokens = [eod]
-            if not tokens:
-                raise InputError(
-                    "--prompt is empty and the tokenizer has no end-of-document token to start "
-                    "from: give a text"
-                )
-            if len(tokens) + args.sampling.max_new_tokens > window:
-                say(
-                    f"note: the model sees the last {window} tokens only (its --seq-length), fewer "
-                    f"than the prompt's {len(tokens)} and --max-new-tokens "
-                    f"{args.sampling.max_new_tokens} together\n",
-                    to_errors=True,
-                )
-            new_tokens = generate_tokens(
-                model,
-                tokens,
-                sampling=args.sampling,
-                window=window,
-                eod=eod,
-                generator=torch.Generator().manual_seed(derive_seed(args.seed, number)),
-                parallel=parallel,
+        with input_faults():
+            tokens = tokenizer.tokenize(args.prompt)
+        if not tokens and eod is not None:  # an empty prompt is the start of a document
+            tokens = [eod]
+        if not tokens:
+            raise InputError(
+                "--prompt is empty and the tokenizer has no end-of-document token to start from: "
+                "give a text"
             )
-            say(f"{'-' * 40}\n{prompt}" if number else prompt)
-            for piece in text_pieces(tokenizer, tokens, new_tokens):
-                say(piece)
-            say("\n")
-
-
-def read_prompt(parallel: ParallelState) -> str:
-    """Returns rank 0's standard input on every rank, without the final newline that a shell adds.
-
-    Issues one exchange over all ranks. Raises InputError unless the input is UTF-8.
-    """
-    own = sys.stdin.buffer.read() if parallel.rank == 0 else b""
-    text = all_gather_bytes(own, parallel.world_group)[0]
-    with input_faults("--prompt -: standard input is not UTF-8 text (", ")"):
-        return text.decode().removesuffix("\n")
+        if len(tokens) + args.sampling.max_new_tokens > window:
+            say(
+                f"note: the model sees the last {window} tokens only (its --seq-length), fewer "
+                f"than the prompt's {len(tokens)} and --max-new-tokens "
+                f"{args.sampling.max_new_tokens} together\n",
+                to_errors=True,
+            )
+        new_tokens = generate_tokens(
+            model,
+            tokens,
+            sampling=args.sampling,
+            window=window,
+            eod=eod,
+            generator=torch.Generator().manual_seed(derive_seed(args.seed, 0)),
+            parallel=parallel,
+        )
+        say(args.prompt)
+        for piece in text_pieces(tokenizer, tokens, new_tokens):
+            say(piece)
+        say("\n")
 
 
 def text_pieces(
@@ -192,8 +164,8 @@ def generate_tokens(
             logits = model(context)[0, -1].float().cpu()
         if not logits.isfinite().all():
             raise InputError(
-                "the model's logits are not finite: its training has diverged. Load an earlier "
-                "--iteration"
+                "the model's logits are not finite: its training has diverged. Name an earlier "
+                f"iteration in {LATEST}"
             )
         chosen = torch.tensor([next_token(logits, sampling, generator)], device=parallel.device)
         token = int(broadcast_(chosen, parallel.tp_group))
@@ -217,15 +189,13 @@ def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -
 
 
 def token_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Returns the probability of each token after temperature, top-k and top-p.
+    """Returns the probability of each token after temperature and top-p.
 
     The result is [V] float64 and sums to 1. logits: [V].
     """
     ordered, ids = torch.sort(logits.double(), descending=True, stable=True)
     # At most 0: a low temperature cannot overflow upwards.
     ordered = (ordered - ordered[0]) / sampling.temperature
-    if sampling.top_k:
-        ordered[sampling.top_k :] = -torch.inf
     kept = ordered.softmax(0)
     if sampling.top_p < 1.0:
         # A token is dropped if the tokens before it reach top_p already.

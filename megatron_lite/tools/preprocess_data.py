@@ -126,10 +126,7 @@ class PreprocessSettings(InputSettings):
 
     output_prefix: str = required("files are named PREFIX_KEY_document.bin and .idx")
     append_eod: bool = switch("end documents with the end-of-document token")
-    workers: int = setting("processes that tokenize", 1, least=1, multiple_of=("partitions",))
-    partitions: int = setting(
-        "the order of documents: lines n with equal n % PARTITIONS together", 1, least=1
-    )
+    workers: int = setting("processes that tokenize", 1, least=1)
     log_interval: int = setting("documents between two log lines", 1000, least=1)
 
     def __post_init__(self) -> None:
@@ -166,7 +163,7 @@ def preprocess(flags: argparse.Namespace) -> None:
             stack.enter_context(IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size)))
             for prefix in prefixes
         ]
-        blocks = _line_blocks(source, args.partitions, args.max_line_bytes)
+        blocks = _line_blocks(source, args.max_line_bytes)
         encoded_blocks = _encode_all(encode, blocks, args.workers)
         for block, size in stack.enter_context(contextlib.closing(encoded_blocks)):
             for document in block:
@@ -198,26 +195,17 @@ def preprocess(flags: argparse.Namespace) -> None:
         )
 
 
-def _line_blocks(path: str, partitions: int, max_line_bytes: int) -> Iterator[list[Line]]:
-    """Yields the lines of the file in blocks of about BLOCK_BYTES.
-
-    Partition p holds every line n with n % partitions == p, counted from 0. All lines of one
-    partition come before the next one. Megatron's tool gives this order when it merges its
-    partitions.
-    """
-    # The file is read once for each partition, so that no partition is held in memory.
-    for partition in range(partitions):
-        block, size = [], 0
-        for line in lines_of(path, max_line_bytes):
-            if (line[0] - 1) % partitions != partition:
-                continue
-            block.append(line)
-            size += len(line[1])
-            if size >= BLOCK_BYTES:
-                yield block
-                block, size = [], 0
-        if block:
+def _line_blocks(path: str, max_line_bytes: int) -> Iterator[list[Line]]:
+    """Yields the lines of the file in blocks of about BLOCK_BYTES."""
+    block, size = [], 0
+    for line in lines_of(path, max_line_bytes):
+        block.append(line)
+        size += len(line[1])
+        if size >= BLOCK_BYTES:
             yield block
+            block, size = [], 0
+    if block:
+        yield block
 
 
 def _encode_all(

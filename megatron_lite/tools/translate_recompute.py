@@ -3,20 +3,18 @@
 
 The file is a whole config of torchtune, torchtitan, Modalities, DeepSpeed, OSLO or of Hugging
 Face's trainers (Trainer, TRL, axolotl, Automodel), or its part on activation checkpointing, as
-JSON, TOML or YAML; of torchtitan's Python configs the literals are read. The tool prints the flags
-on stdout, quoted for a shell. It prints a note on stderr for each value without a counterpart, and
-for each key elsewhere in the file that concerns recomputation, offloading or wrapping. It does not
+JSON, TOML or YAML. A Python config is not run: write its part as JSON. The tool prints the flags on
+stdout, quoted for a shell. It prints a note on stderr for each value without a counterpart, and for
+each key elsewhere in the file that concerns recomputation, offloading or wrapping. It does not
 import torch.
 
 The file comes from somebody else, so it is treated as untrusted data. No text is evaluated: YAML is
-read by PyYAML's safe loader, and of Python only literals are read. The file's size, its depth, the
-values that YAML aliases expand to and the parts of a TOML key are bounded before they can cost time
-or memory. A duplicate key is an error in all formats, since a reader that takes the last one hides
-the first one.
+read by PyYAML's safe loader. The file's size, its depth, the values that YAML aliases expand to and
+the parts of a TOML key are bounded before they can cost time or memory. A duplicate key is an error
+in all formats, since a reader that takes the last one hides the first one.
 """
 
 import argparse
-import ast
 import shlex
 import sys
 from collections.abc import Callable
@@ -45,13 +43,11 @@ TOO_MANY = f"more than {MAX_VALUES} values, aliases included"
 # Python's TOML reader takes time quadratic in the parts of a key such as a.b.c: 3 s for 8,000.
 MAX_DOTS = 200
 LONGEST_FAULT = 150  # characters of a parser's own message
-FAULTS = (ValueError, KeyError, SyntaxError, yaml.YAMLError, RecursionError, MemoryError)
+FAULTS = (ValueError, yaml.YAMLError, RecursionError, MemoryError)
 NOT_RUN = (
-    ". A Python config is not run: give FILE.py:NAME of a function that says it in literals, or "
-    'write it as JSON, such as {"activation_checkpoint": {"mode": "full"}}'
+    "a Python config is not run: write its part as JSON, such as "
+    '{"activation_checkpoint": {"mode": "full"}}'
 )
-# The modes of torchtitan's classes.
-MODES = {"FullAC": "full", "SelectiveAC": "selective", "ActivationCheckpointConfig": "selective"}
 
 
 def _add_flags(parser: Parser) -> None:
@@ -61,8 +57,7 @@ def _add_flags(parser: Parser) -> None:
         nargs="?",
         metavar="FILE",
         help="the config, or its part on activation checkpointing: .json, "
-        ".toml or .yaml, or FILE.py:NAME, a function of torchtitan; a file with another ending is "
-        "told by its contents",
+        ".toml or .yaml; a file with another ending is told by its contents",
     )
     add("--json", "--config", dest="named_file", metavar="FILE", help="the same, as a flag")
     add(
@@ -125,23 +120,23 @@ def read_config_file(path: str) -> Any:
     """Returns the content of the file as plain data.
 
     The file's ending decides the format (.json, .toml, .yaml, .yml). With another ending it is the
-    first of the three formats that the file fits. FILE.py:NAME is a function of torchtitan's.
+    first of the three formats that the file fits.
     Raises OSError if the file cannot be read. Raises InputError, which names the file, if it is too
     large, is not text, or cannot be parsed.
     """
-    file, name = path.rsplit(":", 1) if ".py:" in path else (path, "")
-    text = read_input_text(file, MAX_FILE_BYTES)
-    ending = Path(file).suffix[1:].upper().replace("YML", "YAML")
-    parsers = {"PY": partial(_read_python, name)} if ending == "PY" else PARSERS
+    text = read_input_text(path, MAX_FILE_BYTES)
+    ending = Path(path).suffix[1:].upper().replace("YML", "YAML")
+    if ending == "PY":
+        raise InputError(f"{path}: {NOT_RUN}")
     faults = []
-    for kind in [ending] if ending in parsers else parsers:
+    for kind in [ending] if ending in PARSERS else PARSERS:
         try:
-            config = parsers[kind](text)
+            config = PARSERS[kind](text)
             _check_size(config)
             return config
         except FAULTS as error:
             faults.append(f"not {kind} ({' '.join(str(error).split())[:LONGEST_FAULT]})")
-    raise InputError(f"{path}: {'; '.join(faults)}{NOT_RUN * (ending == 'PY')}")
+    raise InputError(f"{path}: {'; '.join(faults)}")
 
 
 class _Loader(yaml.SafeLoader):
@@ -166,32 +161,6 @@ class _Loader(yaml.SafeLoader):
                     raise ValueError(f"the key {key.value[:40]!r} stands twice in one mapping")
                 found.add(key.value)
         return node
-
-
-def _read_python(name: str, text: str) -> dict[str, Any]:
-    """Returns what a function says of activation checkpointing.
-
-    Newer versions of torchtitan have no selective_ac_option: they do what it calls op.
-    """
-    said = []
-    body = [one for one in ast.parse(text).body if getattr(one, "name", "") == name]
-    for node in ast.walk(ast.Module(body, [])):
-        match node:
-            case ast.keyword("activation_checkpoint", value) | ast.Assign(
-                [ast.Attribute(attr="activation_checkpoint")], value
-            ):
-                said.append(value)
-    match said:
-        case [ast.Constant(value=None)]:
-            table = {"mode": "none"}
-        case [ast.Call(func=function, args=[], keywords=given)]:
-            table = {str(one.arg): ast.literal_eval(one.value) for one in given}
-            default = MODES[ast.unparse(function).removesuffix(".Config")]
-            if table.setdefault("mode", default) == "selective":
-                table.setdefault("selective_ac_option", "op")
-        case _:
-            raise ValueError(f"no function {name!r} says activation_checkpoint once")
-    return {"activation_checkpoint": table}
 
 
 def _read_toml(text: str) -> Any:

@@ -7,12 +7,10 @@ the log lists the differences.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_lite.checkpointing.metadata import Metadata, read_config
-from megatron_lite.config.checks import input_faults
-from megatron_lite.config.run import RunConfig
+from megatron_lite.checkpointing.metadata import read_config
+from megatron_lite.config.checks import InputError
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.parallel.state import ParallelState
 
@@ -35,15 +33,21 @@ def follow_schedule(course: Course, parallel: ParallelState) -> Course:
     if options.no_load_optim or "optimizer" in metadata.missing:
         before = start.progress.consumed_samples
         return course._replace(schedule=replace(schedule, skipped_samples=before))
-    if metadata.schedule is not None:
-        schedule = replace(schedule, skipped_samples=metadata.schedule.skipped_samples)
-    settings = config.lr_schedule
+    settings, held = config.lr_schedule, metadata.schedule
+    if held is None:  # it was converted
+        if settings.use_checkpoint_opt_param_scheduler:
+            raise InputError(
+                f"--use-checkpoint-opt_param-scheduler: {step} does not hold its schedule: leave "
+                "the flag out, and give --lr and the like"
+            )
+        return course
+    schedule = replace(schedule, skipped_samples=held.skipped_samples)
     if not settings.use_checkpoint_opt_param_scheduler:
-        if metadata.schedule is not None and not settings.override_opt_param_scheduler:
-            course = course._replace(notices=_differences(schedule, metadata.schedule))
+        if not settings.override_opt_param_scheduler:
+            course = course._replace(notices=_differences(schedule, held))
         return course._replace(schedule=schedule)
     saved = parallel.together("--load", lambda: read_config(step))
-    taken = schedule.taken_from(metadata.schedule or _schedule_of(saved, metadata, step))
+    taken = schedule.taken_from(held)
     weight_decay = saved.optimizer.weight_decay
     changed = taken.changed_from(schedule)
     if weight_decay != config.optimizer.weight_decay:
@@ -70,16 +74,3 @@ def _differences(schedule: LrSchedule, saved: LrSchedule) -> tuple[str, ...]:
         f"flags, lengths in samples: {', '.join(changed)}); "
         "--use-checkpoint-opt_param-scheduler follows the checkpoint",
     )
-
-
-def _schedule_of(saved: RunConfig, metadata: Metadata, step: Path) -> LrSchedule:
-    """Returns the schedule of a checkpoint that does not hold it, by the flags of its run."""
-    with input_faults(
-        f"--use-checkpoint-opt_param-scheduler: {step} does not tell its schedule (",
-        "): leave the flag out, and give --lr and the like",
-    ):
-        batches = saved.batch_schedule(metadata.dp_size)
-        length = saved.training.train_samples
-        if length is None:
-            length = batches.consumed_after(saved.training.num_iterations(batches))
-        return LrSchedule.build(saved.lr_schedule, train_samples=length, batches=batches)

@@ -11,8 +11,6 @@ import platform
 import shlex
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -149,7 +147,6 @@ def _multiplies_16_bits(precision: str) -> bool:
     return not hasattr(torch.ops.mkldnn, question) or bool(getattr(torch.ops.mkldnn, question)())
 
 
-GAIN = 0.8  # of the measured time: a graph that takes less is worth a word
 FIRST_STEPS = 2  # whose times do not count: kernels compile, and the peak is measured
 
 
@@ -159,7 +156,6 @@ class RunSummary(NamedTuple):
     peak_bytes_*: the peak of a step on the rank that holds most, and what the allocator of a GPU
         reserved.
     step_ms_*: the time of a step; the measured one is the median of the steps after the second.
-    step_ms_as_graph: the time that is predicted with --cuda-graph-impl, if the run lacks it.
     machine: the name of the machine for which the time was predicted.
     num_ranks: the ranks of the run.
     """
@@ -169,7 +165,6 @@ class RunSummary(NamedTuple):
     peak_bytes_reserved: int | None = None
     step_ms_predicted: float | None = None
     step_ms_measured: float | None = None
-    step_ms_as_graph: float | None = None
     machine: str | None = None
     num_ranks: int | None = None
 
@@ -189,12 +184,6 @@ class RunSummary(NamedTuple):
                 f"{self.step_ms_measured:.1f} ms measured, {self.step_ms_predicted:.1f} ms "
                 f"predicted for {self.machine} ({share:.1%} of it)"
             )
-            graph = self.step_ms_as_graph
-            if graph is not None and graph < GAIN * self.step_ms_measured:
-                found["step time"] += (
-                    f"; --cuda-graph-impl full_iteration spares the host its launches: {graph:.1f} "
-                    "ms predicted"
-                )
         return found
 
 
@@ -203,7 +192,6 @@ def summary_of(
 ) -> RunSummary:
     """Returns the figures of a run. seconds: the times of all its steps."""
     machine, predicted, later = None, None, seconds[FIRST_STEPS:]
-    as_graph = None
     if config.logging.machine is not None or parallel.device.type == "cuda":
         # Imported late: only such a run has a machine for which times are predicted.
         from megatron_lite.plan.hardware import load_hardware, machine_of_gpu
@@ -215,11 +203,6 @@ def summary_of(
             machine = machine_of_gpu(torch.cuda.get_device_name(parallel.device))
         if machine is not None:
             predicted = 1000.0 * step_time(config, machine, parallel.world_size).seconds
-            if config.training.cuda_graph_impl == "none" and parallel.device.type == "cuda":
-                with suppress(ValueError):  # what no graph has, such as tensors in host memory
-                    training = replace(config.training, cuda_graph_impl="full_iteration")
-                    graph = replace(config, training=training)
-                    as_graph = 1000.0 * step_time(graph, machine, parallel.world_size).seconds
     peak_predicted, measured, reserved = peak or (None, None, None)
     return RunSummary(
         peak_bytes_predicted=peak_predicted,
@@ -227,7 +210,6 @@ def summary_of(
         peak_bytes_reserved=reserved or None,
         step_ms_predicted=predicted,
         step_ms_measured=1000.0 * statistics.median(later) if later else None,
-        step_ms_as_graph=as_graph,
         machine=None if machine is None else machine.name,
         num_ranks=parallel.world_size,
     )

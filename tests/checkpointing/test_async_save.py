@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from megatron_lite.checkpointing import saver
+from megatron_lite.checkpointing import saver, shards
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.logging_settings import LOG_FILE
@@ -126,12 +126,12 @@ def fail_on_rank_1(rank, world_size, config, held, ended):
             else:
                 assert ended.acquire(timeout=HANG_S)
 
-    @replaces("save_file", saver)
-    def failing(save_file, tensors, path):
-        if rank == 1 and "iter_0000004" in path:
+    @replaces("save_file", shards)
+    def failing(save_file, tensors, path, metadata):
+        if rank == 1 and "iter_0000004" in str(path):
             steps.wait_until(held)
             raise OSError("disk full")
-        save_file(tensors, path)
+        save_file(tensors, path, metadata)
 
     with pytest.MonkeyPatch.context() as patch, parallel_state(config.parallel, seed=1) as parallel:
         steps = Steps(patch)

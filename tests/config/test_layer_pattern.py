@@ -70,9 +70,7 @@ def test_the_layers_are_those_of_megatron_core():
 
 
 numbers = st.integers(0, 4).map(str)
-lists = st.lists(st.one_of(numbers, st.just("1*1"), st.just("0+1")), max_size=3).map(
-    lambda items: f"[{','.join(items)}]"
-)
+lists = st.lists(numbers, max_size=3).map(lambda items: f"[{','.join(items)}]")
 expressions = st.recursive(
     lists,
     lambda inner: st.one_of(

@@ -27,7 +27,7 @@ def fault(arrays):
 
 
 def arrays_equal(one, other):
-    return list(one) == list(other) and all(
+    return set(one) == set(other) and all(
         one[name].dtype == other[name].dtype and np.array_equal(one[name], other[name])
         for name in one
     )
@@ -94,10 +94,9 @@ def _device(path):
     path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("name", ["arrays.json", "key.json", "sample_starts.npy"])
 @pytest.mark.parametrize("damage", [Path.unlink, _cut, _link, _pipe, _device])
-def test_a_damaged_file_is_built_again_with_a_notice(cache, name, damage, capsys):
-    damage(cache.path / name)
+def test_a_damaged_file_is_built_again_with_a_notice(cache, damage, capsys):
+    damage(next(cache.path.glob("sample_starts.*")))
     assert arrays_equal(cache.read(), build())
     (line,) = capsys.readouterr().err.splitlines()
     assert "is damaged" in line and str(cache.path) in line

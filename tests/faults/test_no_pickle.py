@@ -102,7 +102,7 @@ def test_in_data_and_in_its_cache(tmp_path, mark):
     config = tiny_run(train_iters=1, eval_iters=0, **data)
     run_to_end(config)
     arrays = sorted((tmp_path / "cache").rglob("*.*"))
-    assert {path.suffix for path in arrays} == {".npy", ".json", ".lock"}
+    assert {path.suffix for path in arrays} == {".npy", ".lock"}
     for path in filter(Path.is_file, arrays):
         for form in FORMS if path.suffix == ".npy" else FORMS[:1]:
             path.write_bytes(form(mark))

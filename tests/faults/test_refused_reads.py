@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from megatron_lite.checkpointing import saver
+from megatron_lite.checkpointing import saver, shards
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config import input_file
 from megatron_lite.config.checks import InputError
@@ -86,16 +86,16 @@ def test_a_read_that_is_refused_for_a_moment_is_tried_again(number, name, steps,
 
 
 def failing_saves(patch, number, *, times):
-    real, calls = saver.save_file, 0
+    real, calls = shards.save_file, 0
 
-    def failing(tensors, path):
+    def failing(tensors, path, metadata):
         nonlocal calls
         calls += 1
         if calls <= times:
             raise OSError(number, os.strerror(number))
-        real(tensors, path)
+        real(tensors, path, metadata)
 
-    patch.setattr(saver, "save_file", failing)
+    patch.setattr(shards, "save_file", failing)
     patch.setattr(saver, "PAUSES_S", (0.0,))
 
 

@@ -23,7 +23,7 @@ PLACES = {
     "replay": (MATMUL, "forward"),
     "step": (loop, "train_step"),
     "evaluation": (StageRunner, "evaluate"),
-    "saving": (saver, "_write_tensors"),
+    "saving": (saver, "write_tensors"),
     "index": (gpt, "build_sample_index"),
     "model": (build, "build_stages"),
 }

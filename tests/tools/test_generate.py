@@ -1,19 +1,14 @@
 """Sampling against a naive oracle, and the command on checkpoints of a small trained model."""
 
-import argparse
-import io
 import itertools
 import json
 import math
-import sys
-from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_lite.checkpointing.metadata import read_config
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools.generate import Sampling, main
@@ -25,12 +20,10 @@ from megatron_lite.tools.generation import (
     next_token,
     text_pieces,
     token_probabilities,
-    tokenizer_with_files,
 )
 from tests.support.commands import Ended, ended, fault_of
 from tests.support.equality import LATENT
 from tests.support.pairs import in_one_test
-from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
@@ -38,11 +31,9 @@ LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 2.0, -3.0, 0.0])
 PROMPT = "5 17 3"
 
 
-def run_main(folder, flags, *prompts):
+def run_main(folder, flags, prompt=PROMPT):
     words = ["--load", folder, *flags.split(), "--distributed-backend", "gloo"]
-    for prompt in prompts or (PROMPT,):
-        words += ["--prompt", prompt]
-    return ended(main, words)
+    return ended(main, [*words, "--prompt", prompt])
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +50,10 @@ def checkpoint(tmp_path_factory):
 # --- sampling ---
 
 
-def naive_nucleus(logits, temperature, top_k, top_p):
-    """Likeliest first, ties by id: the top_k, then the shortest prefix that reaches top_p."""
+def naive_nucleus(logits, temperature, top_p):
+    """Likeliest first, ties by id: the shortest prefix that reaches top_p."""
     weights = [math.exp(logit / temperature) for logit in logits]
-    ranked = sorted(range(len(weights)), key=lambda token: (-weights[token], token))[
-        : top_k or len(weights)
-    ]
+    ranked = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
     total, prefix = sum(weights[token] for token in ranked), []
     for token in ranked:
         prefix.append(token)
@@ -74,13 +63,10 @@ def naive_nucleus(logits, temperature, top_k, top_p):
     return [weights[token] / mass if token in prefix else 0.0 for token in range(len(weights))]
 
 
-@in_one_test(
-    "temperature, top_k, top_p",
-    itertools.product((0.3, 1.0, 2.5), (0, 1, 3, 20), (0.05, 0.35, 0.7, 0.95, 1.0)),
-)
-def test_probabilities_are_those_of_a_naive_nucleus(temperature, top_k, top_p):
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    expected = naive_nucleus(LOGITS.tolist(), temperature, top_k, top_p)
+@in_one_test("temperature, top_p", itertools.product((0.3, 1.0, 2.5), (0.05, 0.35, 0.7, 0.95, 1.0)))
+def test_probabilities_are_those_of_a_naive_nucleus(temperature, top_p):
+    sampling = Sampling(temperature=temperature, top_p=top_p)
+    expected = naive_nucleus(LOGITS.tolist(), temperature, top_p)
     assert token_probabilities(LOGITS, sampling).tolist() == pytest.approx(expected, rel=1e-12)
 
 
@@ -178,7 +164,7 @@ def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_b
 
 def greedy_by_hand(folder, prompt, count):
     """argmax of the model's last logits over contexts of at most 16 tokens, written out."""
-    step = find_step(folder, None).step
+    step = find_step(folder).step
     with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
         model = load_model(step, config_for_ranks(read_config(step), 1, "gloo"), parallel)
         tokens = list(prompt)
@@ -190,11 +176,11 @@ def greedy_by_hand(folder, prompt, count):
 
 @pytest.mark.runs(ci=1)
 @pytest.mark.parametrize(
-    "sampling", ["--seed 3 --temperature 1.5 --top-k 9", "--greedy", "--seed 3"]
+    "sampling", ["--seed 3 --temperature 1.5 --top-p 0.99", "--greedy", "--seed 3"]
 )
 def test_tp_2_prints_what_tp_1_prints(checkpoint, sampling):
     """30 tokens past a context of 16: the window slides. Only rank 0 prints."""
-    arguments = (checkpoint, f"--max-new-tokens 30 {sampling}", PROMPT, "8 1")
+    arguments = (checkpoint, f"--max-new-tokens 30 {sampling}")
     alone = run_main(*arguments)
     assert alone.status == 0 and len(alone.out.split()) >= 20
     first, second = run_ranks(lambda rank, size: run_main(*arguments), 2, detail=False)
@@ -240,18 +226,6 @@ def test_the_seed_decides_the_draw(checkpoint):
     assert one == again != other
 
 
-def test_a_prompt_is_read_from_standard_input_on_every_rank(checkpoint):
-    def prepare(rank):
-        sys.stdin = io.TextIOWrapper(io.BytesIO(f"{PROMPT}\n".encode() if rank == 0 else b""))
-
-    words = f"--load {checkpoint} --greedy --prompt - --distributed-backend gloo".split()
-    done = run_program(*words, ranks=2, prepare=prepare, main=main)
-    assert done.returncode == 0, done.stderr
-    # torch 2.8 prints lines about connections.
-    printed = [line for line in done.stdout.splitlines(True) if not line.startswith("[Gloo]")]
-    assert "".join(printed) == run_main(checkpoint, "--greedy").out
-
-
 # --- bad input ---
 
 
@@ -262,9 +236,7 @@ def test_faults_end_with_status_2_and_one_line(checkpoint, tmp_path, monkeypatch
         assert output.err.count("\n") == 1
 
     check(run_main(str(tmp_path), ""), f"--load {tmp_path}")
-    check(run_main(checkpoint, "--iteration 7"), "7: no such checkpoint in")
     check(run_main(checkpoint, "", "word"), "token ids")
-    check(run_main(checkpoint, "--tokenizer-model x"), "--tokenizer-model is no part of the")
     results = run_ranks(lambda rank, size: run_main(checkpoint, ""), 3)
     assert [result.status for result in results] == [2, 2, 2]
     check(results[0], "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3")
@@ -280,16 +252,7 @@ def test_faults_end_with_status_2_and_one_line(checkpoint, tmp_path, monkeypatch
         ("--greedy --top-p 0.5", "leave out --top-p"),
         ("--temperature 0", "--temperature must be above 0"),
         ("--top-p 1.1", "--top-p must be above 0 and at most 1"),
-        ("--prompt - --prompt -", "read once"),
     ],
 )
 def test_flags_that_contradict_are_refused(arguments, message):
     assert message in fault_of(main, f"--load x --prompt 1 {arguments}")
-
-
-def test_moved_tokenizer_files_replace_the_saved_ones():
-    saved = TokenizerConfig(
-        tokenizer_type="HuggingFaceTokenizer", tokenizer_model="old.json", vocab_size=50
-    )
-    moved = tokenizer_with_files(saved, argparse.Namespace(tokenizer_model="new.json"))
-    assert moved == replace(saved, tokenizer_model="new.json")

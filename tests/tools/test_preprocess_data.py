@@ -57,26 +57,18 @@ def test_each_key_gets_a_dataset(tmp_path, flag):
     assert sequences(tmp_path / "out_text_document") == [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
 
 
-@pytest.mark.runs
-@pytest.mark.parametrize("partitions", [1, 2])
-def test_workers_do_not_change_a_byte(tmp_path, partitions):
+def test_workers_do_not_change_a_byte(tmp_path):
     source = write_jsonl(
         tmp_path / "in.jsonl", [" ".join(map(str, range(number % 13, 50))) for number in range(200)]
     )
     written = []
-    for workers in (partitions, 2 * partitions):
-        flags = f"--workers {workers} --partitions {partitions}"
+    for workers in (1, 2):
+        flags = f"--workers {workers}"
         assert preprocess(tmp_path, flags, source=source, block_bytes=40).status == 0
         written.append(
             [(tmp_path / f"out_text_document.{ending}").read_bytes() for ending in ("bin", "idx")]
         )
     assert written[0] == written[1]
-
-
-def test_partitions_deal_the_lines_out_in_turn(tmp_path):
-    source = write_jsonl(tmp_path / "in.jsonl", [str(number) for number in range(8)])
-    assert preprocess(tmp_path, "--workers 3 --partitions 3", source=source).status == 0
-    assert [row[0] for row in sequences(tmp_path / "out_text_document")] == [0, 3, 6, 1, 4, 7, 2, 5]
 
 
 BAD_LINES = {
@@ -122,7 +114,6 @@ def test_a_bad_line_in_a_worker_ends_the_run_too(tmp_path):
         ),
         (f"--vocab-size {'9' * 18}", f"--vocab-size must be at most {2**48} (got {'9' * 18})"),
         ("--workers 0", "--workers must be at least 1"),
-        ("--workers 3 --partitions 2", "--workers 3 is not divisible by --partitions 2"),
         (HF, f"{HF} needs --tokenizer-model"),
         (f"{HF} --tokenizer-model none", "--tokenizer-model none: no such file"),
     ],

@@ -58,8 +58,8 @@ from megatron_lite.convert.weights import (
     Advance,
     WeightSource,
     check_layers,
-    copy_tensors,
     layer_of,
+    read_checked,
 )
 from megatron_lite.parallel.torch_internals import storage_info
 
@@ -225,8 +225,9 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
                 place = storage_info()(SHARDS, start, file.tell() - start)
                 places[dcp.MetadataIndex(name, offsets)] = place
 
-            def put(name: str, values: Tensor) -> None:
-                name, _, key = name.partition("/")
+            for stored in source.tensors():
+                name, _, key = stored.name.partition("/")
+                values = read_checked(source, stored.name, advance)
                 values = megatron_args.with_padding(name, values, padded)
                 shape, offsets, (layer, _) = values.shape, (0,) * values.dim(), layer_of(name)
                 if layer is not None and has_stacks(model):  # a chunk of the tensor of all layers
@@ -238,8 +239,6 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
                 chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), values.shape)
                 tensors.setdefault(full, whole).chunks.append(chunk)
                 save(full, values.clone(), chunk.offsets)  # of a view, all values would be saved
-
-            copy_tensors(source, put, advance)
             for full in (one for name in source.specs for one in _extra_states(name, model)):
                 tensors[full] = dcp.BytesStorageMetadata()
                 save(full, [None])

@@ -5,15 +5,14 @@ DIR/iter_0000040/mp_rank_00/model_optim_rng.pt     without pipeline parallelism
                  mp_rank_01_003/..                 TP rank 1 of pipeline rank 3
                  mp_rank_01_003_002/..             and expert rank 2, with expert parallelism
 
-What is written is for Megatron's local layer spec, with a module for each expert. The files of all
-ranks are made first, with empty places for their tensors (torch's `skip_data`). Each tensor is then
-read once, split, and written to its places, so that only one is in memory.
+What is written is for Megatron's local layer spec, with a module for each expert. The tensors of
+one rank are in memory at a time, so each tensor is read once for every TP rank.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -48,19 +47,19 @@ from megatron_lite.convert.weights import (
     Advance,
     WeightSource,
     check_layers,
-    copy_tensors,
     is_buffer,
     layer_of,
     parameter_specs,
+    read_checked,
 )
 from megatron_lite.parallel.parameter_spec import ParameterSpec
-from megatron_lite.parallel.torch_internals import FakeTensorMode, tree_leaves
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
 # With virtual stages each has a chunk of its own.
 CHUNKS = ("model", *(f"model{number}" for number in range(1000)))
 COMPARED = 256  # numbers of each parameter
+OF_AN_EXPERT = 4  # parameters
 Ranks = tuple[int, ...]  # a TP rank, a pipeline rank and an expert rank
 Named = tuple[str, Tensor]
 
@@ -299,58 +298,48 @@ def write_legacy(
         )
         specs = parameter_specs(source.model, padded, tp_size=tp_size)
         held = stages(parallel, source.model.num_layers)
-    places: dict[str, list[tuple[int, int | None, Tensor]]] = defaultdict(list)
-    made = {}  # by the tensor's id
 
-    def empty(name: str, expert: int | None, key: str = "") -> Tensor:
-        shape = specs[name].local_shape(tp_size)[0 if expert is None else 1 :]
-        found = torch.empty(shape, dtype=torch.float32 if key else source.dtypes[name])
-        made[id(found)] = (f"{name}/{key}" if key else name, expert)
-        return found
-
-    def put(name: str, whole: Tensor) -> None:
-        parameter = name.partition("/")[0]
-        whole, spec = megatron_args.with_padding(parameter, whole, padded), specs[parameter]
-        parts = [whole] * tp_size
-        if (dim := spec.tp_dim) is not None:
-            ranks = whole.unflatten(dim, (spec.tp_blocks, tp_size, -1)).unbind(dim + 1)
-            parts = [part.flatten(dim, dim + 1) for part in ranks]
-        for tp_rank, expert, tensor in places[name]:
-            tensor.copy_(parts[tp_rank] if expert is None else parts[tp_rank][expert])
+    def part(full: str, tp_rank: int) -> Tensor:
+        name = full.partition("/")[0]
+        whole = read_checked(source, full, lambda size: advance(size // tp_size))
+        whole = megatron_args.with_padding(name, whole, padded)
+        dim, blocks = specs[name].tp_dim, specs[name].tp_blocks
+        if dim is None:
+            return whole
+        ranks = whole.unflatten(dim, (blocks, tp_size, -1))
+        return ranks.select(dim + 1, tp_rank).flatten(dim, dim + 1)
 
     with megatron_args.new_iteration(source, path) as folder:
         for stage, tp_rank in product(held, range(tp_size)):
             file = folder / _folder((tp_rank, stage.rank), (tp_size, pp_size)) / MODEL_FILES[0]
             file.parent.mkdir()
-            # Fake tensors have sizes and no numbers, so the whole model is never in memory. The
-            # file gets room for each of them.
-            with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-                value = megatron_args.common_values(source, tp_size=tp_size, pp_size=pp_size)
-                value |= _state_dict(source, specs, stage, empty)
-                torch.save(value, file)
-            room = tree_leaves(read_torch_file(Window(file), shared=True))
-            for fake, tensor in zip(tree_leaves(value), room, strict=True):
-                if isinstance(fake, Tensor):
-                    name, expert = made[id(fake)]
-                    places[name].append((tp_rank, expert, tensor))
-        copy_tensors(source, put, advance)
+            value = megatron_args.common_values(source, tp_size=tp_size, pp_size=pp_size)
+            # The modules of one expert follow those of another.
+            own = lru_cache(OF_AN_EXPERT)(partial(part, tp_rank=tp_rank))
+            torch.save(value | _state_dict(source, specs, stage, own), file)
 
 
 def _state_dict(
     source: WeightSource,
     specs: Mapping[str, ParameterSpec],
     stage: Stage,
-    empty: Callable[..., Tensor],
+    part: Callable[[str], Tensor],
 ) -> dict[str, Any]:
     """Returns the model and the optimizer in the file of a TP rank of a pipeline stage.
 
-    empty: makes a tensor of a parameter, an expert or None, and the key of a state.
+    part: returns this TP rank's part of a parameter or of one of its states.
     """
+
+    def of(name: str, expert: int | None, key: str = "") -> Tensor:
+        found = part(f"{name}/{key}" if key else name)
+        # Of a view, the values of all experts would be saved.
+        return (found if expert is None else found[expert]).clone()
+
     held = _held(specs, stage)
-    model = {theirs: empty(*one) for theirs, *one in held}
+    model = {theirs: of(name, expert) for theirs, name, expert in held}
     if OUTPUT not in specs and stage.is_last and not stage.is_first:
         held.append((OUTPUT, WORDS, None))
-        model[OUTPUT] = empty(WORDS, None)
+        model[OUTPUT] = of(WORDS, None)
     if not source.state_keys:
         return {"model": model}
     groups, masters = megatron_args.groups(source), []
@@ -363,10 +352,11 @@ def _state_dict(
         ]
         group["params"] = [*range(len(states), len(states) + len(own))]
         for number, one in zip(group["params"], own, strict=True):
-            states[number] = {key: empty(*one, key) for key in megatron_args.ADAM}
-        masters.append([empty(*one, megatron_args.MASTER) for one in own])
+            states[number] = {key: of(*one, key) for key in megatron_args.ADAM}
+        if megatron_args.MASTER in source.state_keys:
+            masters.append([of(*one, megatron_args.MASTER) for one in own])
     optimizer = {"state": states, "param_groups": groups}
-    if megatron_args.MASTER in source.state_keys:
+    if masters:
         optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
     return {"model": model, "optimizer": optimizer}
 

@@ -87,14 +87,13 @@ class Window(NamedTuple):
         return str(self.path) if self.start == 0 else f"{self.path} (from byte {self.start})"
 
 
-def read_torch_file(window: Window, *, shared: bool = False) -> Any:
+def read_torch_file(window: Window) -> Any:
     """Returns the value in a file of torch.save. Bytes of tensors are read when they are used.
 
-    shared: whether the file, which this process has made, gets what is written to its tensors.
     Raises InputError if the file cannot be read, is of another kind, or names code to run.
     """
     with crafted(str(window)):
-        contents = _mapped(window, shared)
+        contents = _mapped(window)
         # zipfile looks for the archive at the end, so the file before it is no trouble.
         with zipfile.ZipFile(cast(IO[bytes], contents)) as archive:
             members = {one.filename: one for one in archive.infolist()}
@@ -133,12 +132,11 @@ def read_torch_file(window: Window, *, shared: bool = False) -> Any:
         return read_pickle(member(name), str(window), storage)
 
 
-def _mapped(window: Window, shared: bool) -> mmap.mmap:
+def _mapped(window: Window) -> mmap.mmap:
     """Returns a memory map of the file up to the window's end."""
-    with window.path.open("r+b") if shared else open_input(window.path) as file:
+    with open_input(window.path) as file:
         end = 0 if window.length is None else window.start + window.length  # 0: that of the file
-        access = mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY
-        found = mmap.mmap(file.fileno(), end, access=access)
+        found = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_COPY)
     if found[window.start : window.start + len(SIGNATURE)] != SIGNATURE:
         raise InputError(
             f"{window}: is no zip archive as torch.save writes it since torch 1.6. If it is an "
