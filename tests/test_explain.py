@@ -32,7 +32,6 @@ def test_with_a_vocabulary_size_the_tokenizers_files_may_be_missing():
     assert found.status == 0 and "V 128, fp32" in found.out  # 98 ids, rounded up
     error = fault_of(main, [*EXPLAIN[:-2], *missing])
     assert "--vocab-file nowhere.json: no such file" in error
-    assert error.endswith("With --vocab-size N it is not needed here\n")
 
 
 def test_the_last_lines_name_the_planner_which_takes_the_run(tmp_path):

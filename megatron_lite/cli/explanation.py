@@ -7,7 +7,6 @@ The subcommand `megatron-lite explain` is --explain-recompute of the program tha
 """
 
 import itertools
-import os
 import re
 import sys
 import textwrap
@@ -17,7 +16,7 @@ from functools import partial
 
 from megatron_lite.cli import pretrain
 from megatron_lite.cli.flags import ParsedArguments
-from megatron_lite.config.checks import InputError, input_faults
+from megatron_lite.config.checks import input_faults
 from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.notices import notices as notices_of
@@ -131,17 +130,10 @@ def _complete(config: RunConfig, world_size: int, device: str) -> tuple[RunConfi
     """Returns the run with the size of its vocabulary and the policy that `auto` chooses, and a
     line about the policy.
 
-    With `--vocab-size` the files of the tokenizer may be missing: nothing else is read of them.
+    With `--vocab-size` the files of the tokenizer may be missing: nothing else would be read.
     """
-    tokenizer = config.tokenizer
-    files = (tokenizer.vocab_file, tokenizer.merge_file, tokenizer.tokenizer_model)
-    is_missing = any(path is not None and not os.path.exists(path) for path in files)
-    try:
-        if not is_missing or tokenizer.vocab_size is None:
-            config = replace(config, tokenizer=resolve_vocabulary(tokenizer))
-    except InputError as error:
-        advice = ". With --vocab-size N it is not needed here" if is_missing else ""
-        raise InputError(f"{error}{advice}") from None
+    if config.tokenizer.vocab_size is None:
+        config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
     if not config.recompute.is_to_be_chosen:
         return config, []
     machine = machine_for_policy(config.logging.machine, device=device, gpu_name=None)

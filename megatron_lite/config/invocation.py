@@ -11,6 +11,7 @@ Standard library only.
 import importlib
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,41 +33,33 @@ def subcommand(name: str) -> list[str]:
     return [COMMAND, name] if started() == COMMAND else ["python", *MODULE, name]
 
 
-def training_command(num_ranks: int = 1) -> list[str]:
-    """Returns the words that start a training on some ranks of this machine.
-
-    The script stays the script. Any other program names a subcommand of the package.
-    """
-    own = [SCRIPT] if started() == SCRIPT else [*MODULE, "train"]
-    if num_ranks > 1:
-        return ["torchrun", "--nproc-per-node", str(num_ranks), *own]
-    return subcommand("train") if started() == COMMAND else ["python", *own]
+def training_command() -> list[str]:
+    """Returns the words that start a training."""
+    return ["python", SCRIPT] if started() == SCRIPT else subcommand("train")
 
 
 COMMAND_WIDTH = 80  # columns of a line
 
 
-def shell_lines(words: Sequence[str], program: str = "-m") -> str:
+def shell_lines(words: Sequence[str]) -> str:
     """Returns a command as lines of a shell, with as many flags a line as fit COMMAND_WIDTH.
 
-    program: the word with which the program begins, such as -m of `-m megatron_lite train`. The
-        words before it are the launcher's, and keep their shell variables, such as $NODE_RANK.
+    The words before -m are the launcher's, and keep their shell variables, such as $NODE_RANK.
     """
-    place = words.index(program) if program in words else 0
-    items: list[str] = []  # a flag with its values
+    place = words.index("-m") if "-m" in words else 0
+    text = ""
     for number, word in enumerate(words):
         shown = word if number < place else shlex.quote(word)
-        if word.startswith("--") or not items:
-            items.append(shown)
-        else:
-            items[-1] += f" {shown}"
-    rows = items[:1]
-    for item in items[1:]:
-        if len(rows[-1]) + len(item) > COMMAND_WIDTH - len("  \\"):
-            rows.append(f"    {item}")
-        else:
-            rows[-1] += f" {item}"
-    return " \\\n".join(rows)
+        # Lines break before flags alone.
+        text += (" " if word.startswith("--") else "\0") + shown.replace(" ", "\0")
+    rows = textwrap.wrap(
+        text[1:],
+        COMMAND_WIDTH - 1,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return " \\\n".join(rows).replace("\0", " ")
 
 
 CHECKOUT = Path(__file__).resolve().parents[2]

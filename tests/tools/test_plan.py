@@ -173,7 +173,7 @@ def test_models_come_from_presets_files_runs_and_flags(tmp_path):
         (["--gpu", "h100", "--seq-length", "8"], "missing --num-layers.*give a model"),
         (["--model", "gpt2"], "give the machine once: --gpu NAME"),
         (["--model", "gpt2", "--gpu", "h900"], "no machine is called 'h900': give one of a100"),
-        (["--model", "gpt9", "--gpu", "h100"], "'gpt9' is not known: did you mean gpt2"),
+        (["--model", "gpt9", "--gpu", "h100"], "'gpt9' is not known: give one of gpt2"),
         ([*SMALL, "--gpus", "0"], "--gpus '0': give up to"),
         ([*SMALL, "--gpus", "8", "--tensor-model-parallel-size", "5"], "8 GPUs: .*5"),
         ([*SMALL, "--gpus", "8", "--reserve", "90GiB"], "leaves nothing"),
