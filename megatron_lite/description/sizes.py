@@ -6,8 +6,10 @@ Standard library only.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import exchange_of
 from megatron_lite.config.row_blocks import has_gradient_tensor, product_rows
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
@@ -44,8 +46,8 @@ class Sizes:
         computes no logits again.
     has_embedding: whether the stage holds the embedding.
     has_head: whether the stage holds the final norm, the output projection and the loss.
-    first_layer: the number of the stage's first layer in the whole model, counted from 0; 0 if all
-        layers are alike, so that the stages share what is cached.
+    first_layer: the number of the stage's first layer in the whole model, counted from 0, or of
+        the first layers like those of the stage, so that alike stages share what is cached.
     sums_gradients: whether the gradient of a parameter is added to the rank's sum of gradients and
         freed as soon as it is complete, as in training. If not, it stays alive.
     adds_by_itself: whether the backward of a linear layer adds its weight's gradient to that sum by
@@ -105,7 +107,6 @@ class Sizes:
         Raises ValueError if the size of the vocabulary is not known.
         """
         tp_size = config.parallel.tensor_model_parallel_size
-        differ = layers_differ(config.model, config.parallel.cp_comm_type)
         return cls(
             micro_batch_size=config.training.micro_batch_size,
             seq_length=config.data.seq_length,
@@ -125,7 +126,7 @@ class Sizes:
             loss_in_one_pass=config.loss_in_one_pass,
             has_embedding=stage is None or stage.is_first,
             has_head=stage is None or stage.is_last,
-            first_layer=stage.first_layer if stage and differ else 0,
+            first_layer=first_like_stage(config, stage) if stage else 0,
             masks_loss=config.data.eod_mask_loss,
             resets_positions=config.data.reset_position_ids and config.model.positions.learned,
             resets_attention=config.data.reset_attention_mask,
@@ -238,14 +239,47 @@ def allocated(num_bytes: int, device: str) -> int:
     return num_bytes + rest if rest <= BLOCK_UNIT // 2 else num_bytes
 
 
-def layers_differ(model: ModelConfig, exchange: str | tuple[str, ...]) -> bool:
-    """Tells whether a layer's number decides what it computes. exchange: --cp-comm-type."""
-    return (
-        model.window_size is not None
-        or model.no_rope_freq is not None
-        or model.moe_layer_freq != 1
-        or not isinstance(exchange, str)
-    )
+@lru_cache(256)
+def alike_layers(
+    model: ModelConfig, seq_length: int, exchange: str | tuple[str, ...]
+) -> tuple[int, ...]:
+    """Returns, for each layer of the model, the number of the first layer that computes the same.
+
+    exchange: --cp-comm-type.
+    """
+    kinds = [
+        (
+            model.layer_reach(layer, seq_length),
+            model.layer_rotates(layer),
+            model.layer_is_local(layer),
+            model.layer_has_experts(layer),
+            exchange_of(exchange, layer),
+        )
+        for layer in range(model.num_layers)
+    ]
+    return tuple(map(kinds.index, kinds))
+
+
+def first_alike(model: ModelConfig, sizes: Sizes, first_layer: int, num_layers: int) -> int:
+    """Returns the first layer of the model from which on so many layers are like these."""
+    alike = alike_layers(model, sizes.seq_length, sizes.cp_comm_type)
+    return _first_alike(alike, first_layer, num_layers)
+
+
+@lru_cache(4096)
+def _first_alike(alike: tuple[int, ...], first_layer: int, num_layers: int) -> int:
+    own = alike[first_layer : first_layer + num_layers]
+    return next(n for n in range(first_layer + 1) if alike[n : n + len(own)] == own)
+
+
+def layers_of(config: RunConfig) -> tuple[int, ...]:
+    """Returns `alike_layers` of a run."""
+    return alike_layers(config.model, config.data.seq_length, config.parallel.cp_comm_type)
+
+
+def first_like_stage(config: RunConfig, stage: Stage) -> int:
+    """Returns the first layer from which on layers are like those of a stage."""
+    return _first_alike(layers_of(config), stage.first_layer, stage.num_layers)
 
 
 # The bytes of the tensors of a model on one rank, for one micro-batch, and collectives of them.

@@ -27,7 +27,7 @@ from megatron_lite.description.operations import (
     RegionEntry,
 )
 from megatron_lite.description.self_attention import attention_operations, attention_output
-from megatron_lite.description.sizes import Shape, Sizes, layers_differ
+from megatron_lite.description.sizes import Shape, Sizes, alike_layers
 
 LINEAR_FC1, LINEAR_FC2 = "linear_fc1", "linear_fc2"
 
@@ -40,43 +40,30 @@ def describe_layers(
     Layers that are alike share one description.
     tiles: those of the MLP of each layer (`RecomputePlan.tiles`); (): 1 each.
     """
-    alike = {}
-    layers = []
-    for layer in range(sizes.first_layer, sizes.first_layer + num_layers):
-        kind = (
-            *layer_kind(model, layer, sizes.seq_length, sizes.cp_comm_type),
-            sizes.rows_of_experts(layer),
-            tiles[layer - sizes.first_layer] if tiles else 1,
-        )
-        if kind not in alike:
-            alike[kind] = describe_layer(model, sizes, layer, kind[-1])
-        layers.append(alike[kind])
-    return tuple(layers)
+    alone, numbers = first_numbers(model, sizes, num_layers)
+    parts = tiles or (1,) * num_layers
+    return tuple(describe_layer(model, alone, *one) for one in zip(numbers, parts, strict=True))
 
 
-def layer_kind(
-    model: ModelConfig, layer: int, seq_length: int, exchange: str | tuple[str, ...]
-) -> tuple[object, ...]:
-    """Returns what a layer's number decides. exchange: --cp-comm-type."""
-    return (
-        model.layer_reach(layer, seq_length),
-        model.layer_rotates(layer),
-        model.layer_is_local(layer),
-        model.layer_has_experts(layer),
-        exchange_of(exchange, layer),
-    )
+def first_numbers(model: ModelConfig, sizes: Sizes, num_layers: int) -> tuple[Sizes, Sequence[int]]:
+    """Returns sizes and layers of the model, of which `describe_layer` gives these layers.
+
+    A layer stands for all that are like it, in every stage.
+    """
+    layers = slice(sizes.first_layer, sizes.first_layer + num_layers)
+    if sizes.expert_rows:  # each layer has its own
+        return sizes, range(model.num_layers)[layers]
+    alike = alike_layers(model, sizes.seq_length, sizes.cp_comm_type)
+    return replace(sizes, first_layer=0), alike[layers]
 
 
 def describe_kinds(
     model: ModelConfig, sizes: Sizes, num_layers: int
 ) -> list[tuple[LayerDescription, int]]:
-    """Returns each kind of layer among `num_layers` with how many there are, for sums over them.
-
-    A model whose layers are all alike is described once, however many layers it has.
-    """
-    if not layers_differ(model, sizes.cp_comm_type):
-        return [(describe_layer(model, sizes, sizes.first_layer), num_layers)]
-    return list(Counter(describe_layers(model, sizes, num_layers)).items())
+    """Returns each kind of layer among `num_layers` with how many there are, for sums over them."""
+    alone, numbers = first_numbers(model, sizes, num_layers)
+    counts = Counter(numbers).items()
+    return [(describe_layer(model, alone, number), count) for number, count in counts]
 
 
 @lru_cache(1024)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
+from megatron_lite.description.sizes import layers_of
 from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.policies import least_seconds
@@ -102,13 +103,18 @@ def least_replays(run: Run, budget_bytes: int) -> list[float] | None:
     """Returns a lower bound of the seconds of the replays of a micro-batch by pipeline rank, or
     None if no policy fits: only states and activations are counted."""
     search, fsdp = RankMixes(run), run.config.data_parallel.use_torch_fsdp2
-    found = []
+    found, alike = [], layers_of(run.config)
+    usual = max(alike, key=alike.count)
     for rank in range(search.size):
         states = rank_states(run.config, search.alike(rank), dp_cp_size=run.dp_cp_size)
         # Under FSDP2 no gradients exist before the first backward.
         space = budget_bytes - states.total + (states.gradients if fsdp else 0)
-        layers, in_flight = search.stages[rank].num_layers, search.in_flight(rank)
-        bound = least_seconds(search.choices, layers, in_flight, space)
+        # The choices are those of the most frequent kind of layer: others may cost less.
+        layers = min(
+            alike[one.first_layer :][: one.num_layers].count(usual)
+            for one in search.stages[rank :: search.size]
+        )
+        bound = least_seconds(search.choices, layers, search.in_flight(rank), space)
         if bound is None:
             return None
         found.append(bound.seconds * len(search.stages) / search.size)

@@ -11,11 +11,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from megatron_lite.config.optimizer_settings import FLOAT32
+from megatron_lite.config.optimizer_settings import FORMATS as BYTES
 from megatron_lite.config.parallel import CP_COMM_TYPES, no_flash_across_ranks
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
+from megatron_lite.description.sizes import ELEMENT_BYTES
 from megatron_lite.memory.predict.flops import forward_flops, logits_flops
-from megatron_lite.memory.predict.states import rank_states
+from megatron_lite.memory.predict.states import parameter_count, rank_states
 from megatron_lite.plan.problem import (
     AWARE,
     CONTEXT,
@@ -123,6 +126,32 @@ def states_on_host(config: RunConfig, num_ranks: int, pp_rank: int) -> int:
     parallel = config.parallel
     size = parallel.data_parallel_size(num_ranks) * parallel.context_parallel_size
     return rank_states(config, pp_rank, dp_cp_size=size).on_host
+
+
+def least_states(config: RunConfig, num_ranks: int) -> float:
+    """Returns a lower bound of the bytes of states on the fullest rank, however layers are cut into
+    stages: the mean of all ranks."""
+    parallel, optimizer, model = config.parallel, config.optimizer, config.model
+    tp_size, kind = parallel.tensor_model_parallel_size, kind_of(config)
+    own = parameter_count(
+        model,
+        config.tokenizer.rows(tp_size),
+        tp_size=tp_size,
+        ep_size=parallel.expert_model_parallel_size,
+        expert_tp_size=parallel.expert_tensor_parallel,
+    )
+    element = ELEMENT_BYTES[config.training.precision]
+    whole = element + BYTES[optimizer.main_grads_dtype]  # of a parameter on each rank
+    shared = BYTES[optimizer.main_params_dtype] * (element < FLOAT32)
+    shared = (shared + sum(optimizer.state_bytes(of_matrix=True))) * (
+        not optimizer.optimizer_cpu_offload
+    )
+    if kind == FSDP2:
+        whole, shared = 0, shared + FLOAT32 * (element == FLOAT32)
+    elif kind == REPLICATED:
+        whole, shared = whole + shared, 0
+    every = parameter_count(model, config.tokenizer.true_vocab_size)
+    return own * whole / parallel.pipeline_model_parallel_size + every * shared / num_ranks
 
 
 def resorts(problem: Problem) -> Iterator[Iterator[Problem]]:

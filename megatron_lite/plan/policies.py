@@ -31,7 +31,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.regions import ACTIVATION, MLP_REGION, POINTWISE, REGIONS, nested
 from megatron_lite.config.run import RunConfig
-from megatron_lite.description.sizes import Shape, Sizes
+from megatron_lite.description.sizes import Shape, Sizes, layers_of
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.plan.stage_time import layer_sizes, replay_time
 from megatron_lite.plan.work import Clock
@@ -193,10 +193,12 @@ def layer_choices(config: RunConfig, clock: Clock, *, host: bool) -> tuple[Layer
     """Returns the choices of a layer that can be the best of some mix.
 
     A choice is left out if another one keeps no more, rebuilds no more and is no slower. If layers
-    differ (windows, rotary embeddings), the first layer stands for all.
+    differ (windows, rotary embeddings, experts), one of the most frequent kind stands for all.
     host: whether kept tensors may go to host memory.
     """
     sizes = layer_sizes(Sizes.of(config, clock.hardware.device))
+    alike = layers_of(config)
+    sizes = replace(sizes, first_layer=max(alike, key=alike.count))
     recompute = config.recompute
     host = host and config.training.cuda_graph_impl == "none"  # a graph cannot wait for copies
     skip_tail = recompute.recompute_tail_skip and not recompute.recompute_verify

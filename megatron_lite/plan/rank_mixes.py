@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Layers, Policy, Rule
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, first_like_stage
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.policies import (
@@ -128,11 +128,15 @@ class RankMixes:
         self.clock = Clock.of(config, run.hardware)
         self.choices = layer_choices(config, self.clock, host=run.host_bytes > 0)
         self.on_device = tuple(one for one in self.choices if not one.on_host)
+        kinds = [
+            [(one.is_first, one.is_last, first_like_stage(config, one)) for one in own]
+            for own in (self.stages[rank :: self.size] for rank in range(self.size))
+        ]
+        self._alike = [kinds.index(one) for one in kinds]
 
     def alike(self, rank: int) -> int:
         """Returns the rank whose bytes besides activations stand for those of this one."""
-        # The ranks between hold neither end of the model.
-        return rank if rank in (0, self.size - 1) else 1
+        return self._alike[rank]
 
     def spaces(self, mixes: Sequence[StageMix], budget_bytes: int) -> dict[int, int]:
         """Returns the bytes that activations may take, by rank of `alike`.

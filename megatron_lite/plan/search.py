@@ -23,7 +23,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import StepPeak
@@ -31,6 +31,7 @@ from megatron_lite.plan.auto_policy import fitted, least_replays
 from megatron_lite.plan.layouts import (
     kind_of,
     layouts,
+    least_states,
     most_virtual,
     recuts,
     savers,
@@ -40,7 +41,6 @@ from megatron_lite.plan.layouts import (
 )
 from megatron_lite.plan.problem import Problem
 from megatron_lite.plan.rank_mixes import Chosen, Run, with_policy
-from megatron_lite.plan.stage_time import FSDP, HOST_PACE
 from megatron_lite.plan.step_time import StepTime, step_time
 
 SMALLEST_TRIED = 4
@@ -92,9 +92,9 @@ class Search:
             left -= max(states_on_host(config, self.num_ranks, rank) for rank in ranks)
         return Run(config, self.problem.hardware, self.num_ranks, max(0, left))
 
-    def time(self, config: RunConfig, *, bound: bool = False, sends: bool = True) -> StepTime:
-        """Returns the step time. bound: a lower bound of it, in less time; see `step_time`."""
-        return step_time(config, self.problem.hardware, self.num_ranks, bound=bound, sends=sends)
+    def time(self, config: RunConfig, **facts: Any) -> StepTime:
+        """Returns the step time. facts: see `step_time`."""
+        return step_time(config, self.problem.hardware, self.num_ranks, **facts)
 
     def plan(self, chosen: Chosen) -> Plan:
         """Returns the plan of a chosen policy."""
@@ -127,6 +127,7 @@ class Search:
         """
         problem, ranks = self.problem, self.num_ranks
         number = itertools.count()  # decides between equal bounds
+        hopeless: list[tuple[float, int, RunConfig]] = []
         heap: list[tuple[float, int, int, RunConfig, StepTime, Plan | None]] = []
 
         def push(
@@ -141,6 +142,10 @@ class Search:
 
         def push_new(configs: Iterable[RunConfig], station: int) -> None:
             for config in configs:
+                # A layout of an early station has the fewest states of those that it stands for.
+                if station < 2 and (states := least_states(config, ranks)) > budget_bytes:
+                    hopeless.append((states, next(number), config))
+                    continue
                 time = self.time(config, bound=True, sends=station > 0)
                 chunks = most_virtual(problem, config)
                 # At later stations the cut of the layers is that of the layout.
@@ -194,6 +199,8 @@ class Search:
                     plan = self.plan(chosen)
                     push(plan.time.seconds, 5, config, time, plan)
                     fastest[shape] = min(fastest[shape], plan.time.seconds)
+        if not plans and not too_large:
+            too_large = [config for *_, config in heapq.nsmallest(SMALLEST_TRIED, hopeless)]
         return list(plans.values()), too_large
 
     def _balanced(self, config: RunConfig, time: StepTime, chunks: int | None = None) -> float:
@@ -218,12 +225,7 @@ class Search:
         replays = least_replays(self.run(config), budget_bytes)
         if replays is None:
             return None
-        size = config.parallel.data_parallel_size(self.num_ranks)
-        times = self.problem.hardware.pace * config.training.num_microbatches(size)
-        # A replay also hides gathers, and waits for the host.
-        hidden = sum(time.terms.get(term, 0.0) for term in (FSDP, HOST_PACE))
-        ranks = zip(time.busy, replays, strict=True)
-        return max(time.seconds, *(busy - hidden + times * replay for busy, replay in ranks))
+        return self.time(config, bound=True, replays=replays).seconds
 
     def _smallest(self, too_large: list[RunConfig]) -> Plan | None:
         """Returns the plan with the smallest peak among the most promising layouts."""

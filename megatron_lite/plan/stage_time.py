@@ -11,6 +11,7 @@ again and again, so their times are cached. Standard library only.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -28,8 +29,12 @@ from megatron_lite.description.operations import (
     Collective,
     Operation,
 )
-from megatron_lite.description.sizes import Shape, Sizes, layers_differ
-from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
+from megatron_lite.description.sizes import Shape, Sizes, first_alike
+from megatron_lite.description.transformer_layer import (
+    describe_layer,
+    describe_layers,
+    first_numbers,
+)
 from megatron_lite.memory.predict.kept_tensors import (
     activation_terms,
     replayed_calls,
@@ -60,6 +65,13 @@ class StageTime(NamedTuple):
 
     forward: Work
     backward: Work
+
+    def longer(self, replay: float) -> float:
+        """Returns the least seconds of the backward with so many seconds of replays, beside which
+        the host catches up and gathers run."""
+        terms = self.backward.terms
+        hidden = sum(terms.get(term, 0.0) for term in (FSDP, HOST_PACE))
+        return self.backward.seconds + max(0.0, replay - hidden)
 
     @classmethod
     def of(cls, parts: Iterable[tuple[StageTime, float]]) -> StageTime:
@@ -167,8 +179,14 @@ def _ends(model: ModelConfig, sizes: Sizes, clock: Clock) -> StageTime:
 
 @lru_cache(CACHED)
 def _layers(model: ModelConfig, sizes: Sizes, num_layers: int, clock: Clock) -> StageTime:
-    kinds = describe_kinds(model, sizes, num_layers)
-    return StageTime.of((_passes(layer.operations, clock), count) for layer, count in kinds)
+    alone, numbers = first_numbers(model, sizes, num_layers)
+    counts = Counter(numbers).items()
+    return StageTime.of((_layer(model, alone, number, clock), count) for number, count in counts)
+
+
+@lru_cache(CACHED)
+def _layer(model: ModelConfig, sizes: Sizes, number: int, clock: Clock) -> StageTime:
+    return _passes(describe_layer(model, sizes, number).operations, clock)
 
 
 def _passes(operations: Sequence[Operation], clock: Clock) -> StageTime:
@@ -183,17 +201,18 @@ def replay_time(
 ) -> Work:
     """Returns the work that backward does again of a segment."""
     # alike layers are replayed in the same time wherever they lie
-    if not layers_differ(model, sizes.cp_comm_type):
-        segment = replace(segment, first_layer=0)
-    return _replay(model, segment, skip_tail, clock, sizes)
+    first, number = sizes.first_layer + segment.first_layer, segment.num_layers
+    first = first_alike(model, sizes, first, number)
+    sizes = replace(sizes, first_layer=first)
+    return _replay(model, replace(segment, first_layer=0), skip_tail, clock, sizes)
 
 
 @lru_cache(CACHED)
 def _replay(
     model: ModelConfig, segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes
 ) -> Work:
-    stop = segment.numbers.stop
-    layers = describe_layers(model, sizes, stop, (segment.tiles,) * stop)
+    number = segment.num_layers
+    layers = describe_layers(model, sizes, number, (segment.tiles,) * number)
     works = [
         clock.pointwise(one, REPLAYED_MEMORY_BOUND, backward=False)
         for one in replayed_operations(layers, segment, skip_tail)

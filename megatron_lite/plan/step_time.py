@@ -24,7 +24,7 @@ from megatron_lite.description.operations import (
     Collective,
     Matmul,
 )
-from megatron_lite.description.sizes import Shape, Sizes, layers_differ
+from megatron_lite.description.sizes import Shape, Sizes, first_like_stage
 from megatron_lite.description.transformer_layer import describe_kinds
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.memory.predict.states import stage_parameters
@@ -87,6 +87,7 @@ def step_time(
     transfer_bytes: int | None = None,
     bound: bool = False,
     sends: bool = True,
+    replays: Sequence[float] = (),
 ) -> StepTime:
     """Returns the time of one step of the full batch.
 
@@ -96,6 +97,8 @@ def step_time(
     bound: whether to return a lower bound, in less time: the pipeline's longest simple path instead
         of a simulation.
     sends: whether what context- and expert-parallel ranks exchange takes time.
+    replays: seconds that the backward of a micro-batch takes longer at least, by pipeline rank,
+        apart from what it hides. They count among the waits.
     Raises ValueError if the ranks or the batch do not divide, or if the vocabulary is not known.
     """
     parallel, model = config.parallel, config.model
@@ -119,7 +122,14 @@ def step_time(
         transfer if p > 1 else 0.0,
         parallel.overlap_p2p_comm,
     )
-    ends = (shortest_pipeline if bound else run_pipeline)(durations, num_microbatches)
+    passed = durations
+    if replays:
+        longer = [
+            [one.longer(replay / len(own)) for one in own]
+            for replay, own in zip(replays, passages, strict=True)
+        ]
+        passed = durations._replace(backward=longer)
+    ends = (shortest_pipeline if bound else run_pipeline)(passed, num_microbatches)
     halves = [*zip(*(map(sum, half) for half in durations[:2]), strict=True)]
     busy = [num_microbatches * (forward + backward) for forward, backward in halves]
     # A tied embedding is on the first and the last pipeline rank, which are p - 1 strides apart.
@@ -210,14 +220,13 @@ def _alike(config: RunConfig, all_stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """
     if any(rule.stage is not None for rule in config.recompute.policy.rules):
         return tuple(all_stages)
-    differ = layers_differ(config.model, config.parallel.cp_comm_type)
     return tuple(
         Stage(
             number=0 if stage.is_first else 1,
             count=1 + (not stage.is_first) + (not stage.is_last),
             rank=0,
             chunk=0,
-            first_layer=stage.first_layer * differ,
+            first_layer=first_like_stage(config, stage),
             num_layers=stage.num_layers,
         )
         for stage in all_stages

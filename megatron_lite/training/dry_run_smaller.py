@@ -21,7 +21,7 @@ from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import most_in_flight
-from megatron_lite.description.sizes import Sizes, layers_differ
+from megatron_lite.description.sizes import Sizes, layers_of
 from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, STATES, StepPeakMeasured
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.states import rank_states, update_memory
@@ -140,7 +140,7 @@ def _smaller(whole: StepSize, place: RankPlace) -> tuple[StepSize, list[tuple[St
     whole.
     """
     config, rank = whole.config, place.pp_rank
-    model, recompute = config.model, config.recompute
+    recompute = config.recompute
     all_stages = config.stages()
     stage, *others = config.stages_of_rank(rank)
     partial = recompute.num_microbatches_with_partial_activation_checkpoints is not None
@@ -149,8 +149,7 @@ def _smaller(whole: StepSize, place: RankPlace) -> tuple[StepSize, list[tuple[St
     segments = plan_stage(recompute, stage.num_layers, stage.number).segments
     rows = [list(row) for _, row in groupby(segments, lambda one: replace(one, first_layer=0))]
     # Layers can be left out if all are alike, and all stages equally long.
-    alike = not layers_differ(model, config.parallel.cp_comm_type)
-    alike = alike and len({one.num_layers for one in all_stages}) == 1
+    alike = len({*layers_of(config)}) == len({one.num_layers for one in all_stages}) == 1
     long_rows = [number for number, row in enumerate(rows) if alike and len(row) > REPEATS]
     in_flight = most_in_flight(
         size=whole.pipeline_size, rank=rank, num_microbatches=whole.num_microbatches

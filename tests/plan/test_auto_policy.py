@@ -41,15 +41,31 @@ REGION_ACTIONS = ("none", "layernorm+activation", "mlp+layernorm", "full")
 TILE_ACTIONS = ("none", "mlp/4", "full+mlp/4", "full")
 
 
-@pytest.mark.runs(daily=2, ci=3)
-@pytest.mark.parametrize(
-    ("parallel", "micro", "actions"),
-    [({}, 8, REGION_ACTIONS), ({}, 16, TILE_ACTIONS), (PP2, 8, REGION_ACTIONS)],
-    ids=["p1", "tiles", "p2"],
+EXPERT_ACTIONS = ("none", "layernorm+moe_act", "layernorm+moe", "full")
+EXPERTS = dict(
+    swiglu=True,
+    add_bias_linear=False,
+    num_experts=8,
+    moe_router_topk=4,
+    moe_ffn_hidden_size=1024,
+    moe_layer_freq=(0, 1, 1, 1),
 )
-def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel, micro, actions):
+
+
+@pytest.mark.runs(daily=2, ci=4)
+@pytest.mark.parametrize(
+    ("parallel", "micro", "actions", "model"),
+    [
+        ({}, 8, REGION_ACTIONS, {}),
+        (PP2, 8, EXPERT_ACTIONS, EXPERTS),
+        ({}, 16, TILE_ACTIONS, {}),
+        (PP2, 8, REGION_ACTIONS, {}),
+    ],
+    ids=["p1", "a dense layer before experts", "tiles", "p2"],
+)
+def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel, micro, actions, model):
     """Every assignment of four actions to the layers is tried, in any order and on both ranks."""
-    config = small_run(layers=4 if parallel else 3, parallel=parallel, micro=micro)
+    config = small_run(layers=4 if parallel else 3, parallel=parallel, micro=micro, **model)
     num_ranks = parallel.get("pipeline_model_parallel_size", 1)
     layers = config.model.num_layers // num_ranks
     tried = []

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
-from megatron_lite.description.sizes import Sizes, layers_differ
-from megatron_lite.description.transformer_layer import layer_kind
+from megatron_lite.description.sizes import Sizes, first_like_stage
 from megatron_lite.memory.predict.flops import replay_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, activation_terms
 from megatron_lite.memory.predict.stage_course import replays_of
@@ -190,16 +189,12 @@ def distinct_ranks(config: RunConfig) -> Iterator[int]:
 
     Such a rank has fewer forwards in flight, so its peak is not higher.
     """
-    model, exchange, seen = config.model, config.parallel.cp_comm_type, set()
+    seen = set()
 
     def likeness(stage: Stage) -> tuple[object, ...]:
         """Returns a key that alike stages share."""
-        kinds = [
-            layer_kind(model, layer, config.data.seq_length, exchange)
-            for layer in range(stage.first_layer, stage.first_layer + stage.num_layers)
-            if layers_differ(model, exchange)
-        ]
-        return stage.is_first, stage.is_last, stage_plan(config, stage), tuple(kinds)
+        first = first_like_stage(config, stage)
+        return stage.is_first, stage.is_last, stage_plan(config, stage), first
 
     for rank in range(config.parallel.pipeline_model_parallel_size):
         alike = tuple(map(likeness, config.stages_of_rank(rank)))
