@@ -108,22 +108,23 @@ class Search:
 
     def find(self, budget_bytes: int) -> SearchResult:
         """Returns the fastest plans of so many ranks."""
-        tried: list[tuple[RunConfig, StepTime]] = []
+        tried: list[tuple[RunConfig, float]] = []
         plans, too_large = self._ranked(tried, budget_bytes)
         if not plans:
             return SearchResult((), len(tried), smallest=self._smallest(too_large))
         limit = BETTER * plans[0].time.seconds
-        by_time = sorted(tried, key=lambda one: one[1].seconds)
-        faster = [config for config, time in by_time if time.seconds < limit]
+        by_time = sorted(tried, key=lambda one: one[1])
+        faster = [config for config, seconds in by_time if seconds < limit]
         larger = None if self.fixed_policy else self._larger(faster, budget_bytes, limit)
         return SearchResult(tuple(plans), len(tried), larger=larger)
 
     def _ranked(
-        self, tried: list[tuple[RunConfig, StepTime]], budget_bytes: int
+        self, tried: list[tuple[RunConfig, float]], budget_bytes: int
     ) -> tuple[list[Plan], list[RunConfig]]:
         """Returns the fastest plans, and the layouts that were found not to fit until then.
 
-        tried: a list to which the layouts are added.
+        tried: a list to which the layouts are added, each with a lower bound of its time. Those
+            whose states do not fit have no bound.
         """
         problem, ranks = self.problem, self.num_ranks
         number = itertools.count()  # decides between equal bounds
@@ -145,13 +146,14 @@ class Search:
                 # A layout of an early station has the fewest states of those that it stands for.
                 if station < 2 and (states := least_states(config, ranks)) > budget_bytes:
                     hopeless.append((states, next(number), config))
+                    tried.append((config, math.inf))
                     continue
                 time = self.time(config, bound=True, sends=station > 0)
                 chunks = most_virtual(problem, config)
                 # At later stations the cut of the layers is that of the layout.
                 seconds = time.seconds if station > 1 else self._balanced(config, time, chunks)
                 if station:
-                    tried.append((config, time))
+                    tried.append((config, time.seconds))
                 push(seconds, station, config, time)
 
         push_new(layouts(problem, ranks), 0)

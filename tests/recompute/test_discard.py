@@ -56,6 +56,13 @@ class Example:
         return [self.leaf.grad, self.weight.grad, self.after.grad]
 
 
+def kept_grads(example, *consumers):
+    """Those of the same consumers where nothing is discarded."""
+    kept = Example(after=example.after.detach().requires_grad_())
+    kept.forward(*(getattr(kept, name) for name in consumers), discard=False)[0].backward()
+    return kept.grads()
+
+
 def equal(first, second):
     return all(
         torch.equal(mine, other) if mine is not None and other is not None else mine is other
@@ -78,6 +85,34 @@ def test_in_each_backward_all_consumers_share_one_rebuild_of_a_tensor_that_was_f
             and example.calls == ["norm"] * (1 + backwards)
             and equal(example.grads(), kept.grads())
         )
+
+
+def test_backward_reads_nothing_that_the_forward_left_behind():
+    """Not even where the caller keeps the discarded tensor, and spoils it."""
+    example = Example()
+    with discarding() as discard_output:
+        y = checkpoint(example.norm, example.leaf * 1, example.weight, rng=None)
+        discard_output(y)
+        output = example.linear(y).sum()
+    y.detach().fill_(torch.nan)
+    output.backward()
+    assert equal(example.grads(), kept_grads(example, "linear"))
+
+
+def test_a_gradient_that_misses_the_discarded_tensor_rebuilds_it_for_a_later_backward():
+    example = Example()
+    output, _ = example.forward(example.linear)
+    (alone,) = torch.autograd.grad(output, [example.after], retain_graph=True)
+    assert (
+        example.calls == ["norm"] * 2 and example.leaf.grad is None and example.weight.grad is None
+    )
+    output.backward()
+    expected = kept_grads(example, "linear")
+    assert (
+        example.calls == ["norm"] * 2
+        and equal(example.grads(), expected)
+        and torch.equal(alone, expected[2])
+    )
 
 
 def test_after_the_layer_nothing_is_held_for_discarding():
