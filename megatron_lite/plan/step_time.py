@@ -83,12 +83,17 @@ def step_time(
     hardware: Hardware,
     num_ranks: int,
     *,
+    all_stages: Sequence[Stage] | None = None,
+    transfer_bytes: int | None = None,
     bound: bool = False,
     sends: bool = True,
     replays: Sequence[float] = (),
 ) -> StepTime:
     """Returns the time of one step of the full batch.
 
+    all_stages: other stages than the flags describe, in the order of the model.
+    transfer_bytes: the bytes that a rank sends to the next stage, if they are not its hidden
+        states.
     bound: whether to return a lower bound, in less time: the pipeline's longest simple path instead
         of a simulation.
     sends: whether what context- and expert-parallel ranks exchange takes time.
@@ -106,9 +111,9 @@ def step_time(
         clock = clock._replace(cp=Group(1), ep=Group(1))
     run = TimedRun(config, clock, Group(dp_size * parallel.context_parallel_size, t))
     pipeline = Group(p, run.data_parallel.size * t)
-    own_stages = _alike(config)
+    own_stages = _alike(config, all_stages or config.stages())
     passages = _passages(run, own_stages, num_microbatches)
-    sent = Shape(model, Sizes.of(config, hardware.device)).residual
+    sent = transfer_bytes or Shape(model, Sizes.of(config, hardware.device)).residual
     link = hardware.inside if pipeline.is_inside_a_node(hardware) else hardware.between
     transfer = link.latency_s + sent / link.bandwidth
     durations = Durations(
@@ -208,13 +213,13 @@ def _terms(
     return {term: pace * seconds for term, seconds in terms.items() if seconds > 0.0}
 
 
-def _alike(config: RunConfig) -> tuple[Stage, ...]:
+def _alike(config: RunConfig, all_stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """Returns the stages with alike ones as one, so that caches of their times find them.
 
     Without rules that name a stage, only its layers count, and which end of the model it holds.
     """
     if any(rule.stage is not None for rule in config.recompute.policy.rules):
-        return config.stages()
+        return tuple(all_stages)
     return tuple(
         Stage(
             number=0 if stage.is_first else 1,
@@ -224,7 +229,7 @@ def _alike(config: RunConfig) -> tuple[Stage, ...]:
             first_layer=first_like_stage(config, stage),
             num_layers=stage.num_layers,
         )
-        for stage in config.stages()
+        for stage in all_stages
     )
 
 
