@@ -28,13 +28,13 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 300_800,
+    "tokens of the library": 301_350,
     "files of the library": 262,
-    "tokens of tests": 277_100,
+    "tokens of tests": 277_300,
     "tokens of benchmarks": 22_950,
     "own files in one plain step": 32,
     "own functions in one plain step": 129,
-    "tokens that a training process has loaded": 117_200,
+    "tokens that a training process has loaded": 117_700,
     "own calls in one forward of a column-parallel linear layer": 4,
     "functions named *notices*": 1,
     "places that read JSON": 1,

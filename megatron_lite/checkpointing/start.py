@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, Metadata, Progress, read_config
-from megatron_lite.checkpointing.step_files import CONFIG, LATEST, METADATA, saved_step, saved_steps
+from megatron_lite.checkpointing.step_files import (
+    CONFIG,
+    LATEST,
+    METADATA,
+    STEP_NAME,
+    saved_step,
+    saved_steps,
+)
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input, regular_path
@@ -32,7 +39,7 @@ from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
 
 MOST_REPORTED = 5
-FOLDER = "give the folder that --save of the run named"
+NAMED = 3  # folders that a message lists
 
 
 class Start(NamedTuple):
@@ -137,7 +144,8 @@ def find_step(load: str) -> FoundStep:
     there = candidates(root)
     if not there.steps:
         raise InputError(
-            f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): {FOLDER}"
+            f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): "
+            f"{load_advice(load)}"
         )
     return newest_good_step(root, there, step_fault, fallback=True)
 
@@ -292,7 +300,7 @@ def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
         return f"--load {options.load}: no checkpoint there, starting from scratch"
     raise InputError(
         f"--load {options.load}: no checkpoint there (no {LATEST}): "
-        f"{FOLDER}. To begin without a checkpoint add "
+        f"{load_advice(options.load or '')}. To begin without a checkpoint add "
         "--allow-fresh-start"
     )
 
@@ -330,3 +338,26 @@ def megatron_format(root: Path) -> str | None:
         elif DIST_METADATA in names:
             found = "megatron-dist"
     return found
+
+
+def load_advice(load: str) -> str:
+    """Returns what to do about a folder without a checkpoint, as the end of a message."""
+    root = Path(load)
+    if not root.exists():
+        return "no such folder: give the folder that --save of the run named"
+    if not root.is_dir():
+        return "it is a file: give the folder that --save of the run named"
+    step = STEP_NAME.fullmatch(root.resolve().name)
+    if step and (root.resolve().parent / LATEST).is_file():
+        return f"it is the checkpoint of iteration {int(step[1])}: give --load {root.parent}"
+    inside = sorted(pointer.parent for pointer in root.glob(f"*/{LATEST}"))
+    if inside:
+        more = ", ..." if len(inside) > NAMED else ""
+        return f"did you mean --load {' or '.join(map(str, inside[:NAMED]))}{more}?"
+    if (root / "config.json").is_file():
+        words = ("--from", "hf", "--to", "megatron-lite", "--load", load, "--save", "NEW_FOLDER")
+        return (
+            "it looks like a model of Hugging Face, which this command converts: "
+            f"{shlex.join([*subcommand('convert'), *words])}"
+        )
+    return "give the folder that --save of the run named"

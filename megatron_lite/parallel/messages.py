@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from megatron_lite.config.checks import PeerError
 
@@ -92,3 +93,49 @@ def by_rank(texts: Sequence[str]) -> str:
     told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     more = len(told) - MOST_NAMED
     return "; ".join(told[:MOST_NAMED]) + f"; and {more} more ranks" * (more > 0)
+
+
+@contextmanager
+def told_if_slow(what: str, say: Callable[[str], object]) -> Iterator[None]:
+    """Calls `say` with a line while the block runs, if it runs long, and once when it has ended.
+
+    A thread of its own calls `say`; it has ended when the block has.
+    what: names the work, such as "building the model".
+    """
+    ended, began, told = threading.Event(), time.monotonic(), threading.Event()
+
+    def watch() -> None:
+        due = FIRST_AFTER_S
+        while not ended.wait(max(0.0, began + due - time.monotonic())):
+            try:
+                say(f"{what}: {time.monotonic() - began:.0f} s so far")
+            except OSError:  # standard output is full or closed, and the run goes on
+                return
+            told.set()
+            due *= GROWTH
+
+    thread = threading.Thread(target=watch, name="slow work", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if told.is_set():
+        say(f"{what}: done after {time.monotonic() - began:.1f} s")
+
+
+def told_by_rank_0(what: str, rank: int) -> AbstractContextManager[None]:
+    """Returns the context of work before the log is open. Rank 0 prints its lines."""
+    return nullcontext() if rank else told_if_slow(what, print_line)
+
+
+def told_on_terminal(what: str) -> AbstractContextManager[None]:
+    """Returns the context of a tool's work: lines on standard error, if it is a terminal.
+
+    A file or a pipe gets none, so that the output of a tool does not depend on the machine's speed.
+    what: names the work and what is counted, such as "plans for 16 GPUs (number 2 of 3)".
+    """
+    if not sys.stderr.isatty():
+        return nullcontext()
+    return told_if_slow(what, lambda line: print(line, file=sys.stderr, flush=True))

@@ -35,7 +35,7 @@ from megatron_lite.config.checks import InputError, PeerError, flag
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.messages import print_line, ranks_text
+from megatron_lite.parallel.messages import print_line, ranks_text, told_by_rank_0
 
 # Flags that may differ between ranks. Each node may keep indices in its own place. Only rank 0
 # writes to the other paths.
@@ -148,14 +148,16 @@ def _await_address(launch: Launch, seconds: float, *, connects: bool) -> None:
         "set it to a name or an address of rank 0's host that every host knows",
     )
     if connects:  # one rank of each host tells that it waits
-        _repeat(
-            seconds,
-            lambda: socket.create_connection(address, timeout=min(seconds, 5.0)).close(),
-            f"nobody listens at {_place(launch)} after "
-            f"--distributed-timeout-minutes {seconds / 60.0:g}",
-            "see what rank 0 says, and whether MASTER_ADDR is its host and MASTER_PORT open "
-            "between the hosts",
-        )
+        what = f"[rank {launch.rank}] waiting for rank 0 at {_place(launch)}"
+        with told_by_rank_0(what, launch.local_rank):
+            _repeat(
+                seconds,
+                lambda: socket.create_connection(address, timeout=min(seconds, 5.0)).close(),
+                f"nobody listens at {_place(launch)} after "
+                f"--distributed-timeout-minutes {seconds / 60.0:g}",
+                "see what rank 0 says, and whether MASTER_ADDR is its host and MASTER_PORT open "
+                "between the hosts",
+            )
 
 
 def _repeat(seconds: float, attempt: Callable[[], object], fault: str, fix: str) -> None:

@@ -11,7 +11,7 @@ output. The exit status is 0 if a plan fits, and 1 if one fits only in a part of
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,12 +39,14 @@ from megatron_lite.config.setting import Settings, check_settings, setting, sett
 from megatron_lite.config.units import parse_bytes
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.document import GIB, document, picture, printable
+from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.plan.auto_policy import Budget, default_reserve
 from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names
 from megatron_lite.plan.problem import LOSS_CHUNK, SEARCHED, Problem, Values, problem_of
 from megatron_lite.plan.verdict import (
     DOES_NOT_FIT,
     MOST_RANKS,
+    FitVerdict,
     fewest_ranks,
     smallest_machine,
     status,
@@ -174,8 +176,7 @@ def _plan(args: Namespace, notes: list[str]) -> int:
     problem, budget = _problem(own, flags, notes)
     tokens = None if own.train_tokens is None else round(own.train_tokens)
     training = Training(tokens, own.price_per_gpu_hour)
-    verdicts = [verdict(problem, count, budget) for count in own.gpus]
-    verdicts = verdicts or [smallest_machine(problem, budget)]
+    verdicts = [*_verdicts(problem, budget, own.gpus)]
     plain: dict[str, Any] = {
         "machine": problem.hardware.name,
         "verdicts": [plain_verdict(one, problem.hardware, training) for one in verdicts],
@@ -193,11 +194,26 @@ def _plan(args: Namespace, notes: list[str]) -> int:
             print("\n".join(["", *lines(shown_verdict)]))
         if own.gpus and all(one.word == DOES_NOT_FIT for one in verdicts):
             tried = max(own.gpus)
-            found = fewest_ranks(problem, budget, above=tried)
+            with told_on_terminal(
+                f"searching the fewest GPUs that are enough, of more than {tried}"
+            ):
+                found = fewest_ranks(problem, budget, above=tried)
             count = found and found.num_ranks
             more = f"It fits on {count} GPUs, the fewest of 2, 4, 8, ...: give --gpus {count}"
             print("", paragraph(more if found else MORE_DO_NOT_HELP), sep="\n")
     return status(verdicts)
+
+
+def _verdicts(problem: Problem, budget: Budget, counts: Sequence[int]) -> Iterator[FitVerdict]:
+    if not counts:
+        with told_on_terminal("searching the fewest GPUs that are enough, of 1, 2, 4, ..."):
+            yield smallest_machine(problem, budget)
+        return
+    for place, count in enumerate(counts, start=1):
+        with told_on_terminal(
+            f"searching the plans for {count} GPUs (number {place} of {len(counts)})"
+        ):
+            yield verdict(problem, count, budget)
 
 
 def _problem(

@@ -12,6 +12,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run_flags import add_settings, taken
 from megatron_lite.config.setting import required, setting
 from megatron_lite.data.durable_files import replacing
+from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.tools.command import tool
 from megatron_lite.tools.preprocess_data import InputSettings, lines_of, parse_line
 
@@ -51,9 +52,10 @@ def train(args: TokenizerSettings) -> None:
     ]
     if not any(texts):
         raise InputError(f"--input {args.input}: no text in it")
-    tokenizer.train_from_iterator(
-        texts, args.vocab_size, 0, show_progress=False, special_tokens=[END_OF_DOCUMENT]
-    )
+    with told_on_terminal(f"merging tokens of {len(texts)} texts, up to {args.vocab_size}"):
+        tokenizer.train_from_iterator(
+            texts, args.vocab_size, 0, show_progress=False, special_tokens=[END_OF_DOCUMENT]
+        )
     os.makedirs(args.output, exist_ok=True)
     path = os.path.join(args.output, "tokenizer.json")
     with replacing(path) as tmp:

@@ -23,6 +23,7 @@ from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.compiled import CompiledKernels, compiler_fault
+from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.supervision.exits import Pulse
@@ -244,9 +245,11 @@ def _build(
         check_fits(config, parallel, most)
     rules = document_rules(config)
     with told_where_memory_runs_out(config, parallel, most, lambda: "while the run was built"):
-        datasets = _build_datasets(config, parallel, course)
-        model = build_stages(config, parallel)
-        optimizer = build_optimizer(config, parallel, model)
+        with told_by_rank_0("reading the data and building its sample index", parallel.rank):
+            datasets = _build_datasets(config, parallel, course)
+        with told_by_rank_0("building the model and its optimizer", parallel.rank):
+            model = build_stages(config, parallel)
+            optimizer = build_optimizer(config, parallel, model)
         runner = StageRunner.of(config, model, parallel)
         accumulation = fuse_weight_gradients_(
             training, parallel, model, optimizer, compiled_layers=config.compiles_layers

@@ -46,7 +46,8 @@ def log_loss(trainer: Trainer, name: str) -> str | None:
 
     work = f"evaluating the {name} loss over {training.eval_iters} global batches"
     log.detail(f"{work} (--eval-iters)")
-    result = mean_loss(trainer, dataset, where=where, stops=stops)
+    with log.slow(work):
+        result = mean_loss(trainer, dataset, where=where, stops=stops)
     if result is None:
         log.line(f"the {name} loss is left unfinished: {reason}")
         return reason

@@ -20,6 +20,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import ByteUnit
+from megatron_lite.parallel.messages import told_if_slow
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.iteration_line import (
     Evaluation,
@@ -201,6 +203,10 @@ class RunLog:
         """
         self._show(text if self._config.log_style == "megatron" else short)
         self.to_file(text)
+
+    def slow(self, what: str) -> AbstractContextManager[None]:
+        """Returns a context that tells of work that takes more than a few seconds."""
+        return nullcontext() if self._terminal is None else told_if_slow(what, self.line)
 
     def measured(self, predicted: int, measured: int, *, is_peak: bool) -> None:
         """Takes the bytes of the rows' last column: the peak of a step, or the kept bytes."""

@@ -21,6 +21,7 @@ from megatron_lite.data.datasets import Datasets
 from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, set_timeout
 from megatron_lite.parallel.torch_internals import compiler_settings
 from megatron_lite.supervision.exits import Exits, Pulse
@@ -212,7 +213,8 @@ class Trainer:
         while iteration < self.num_iterations:
             batch_size = self.batches.at(self.progress.consumed_samples)
             is_first = self._num_steps == 0
-            self._started.append(self._start_step())
+            with log.slow("the first step of this start") if is_first else nullcontext():
+                self._started.append(self._start_step())
             if is_first:
                 self._tell_compiled_kernels()
             iteration = self.progress.iteration
@@ -480,14 +482,15 @@ class Trainer:
             return []
         from megatron_lite.checkpointing.state import load_checkpoint
 
-        notices = load_checkpoint(
-            self.start,
-            self.config,
-            self.parallel,
-            self.model,
-            self.optimizer,
-            data=self.datasets.identity,
-        )
+        with told_by_rank_0("loading the checkpoint", self.parallel.rank):
+            notices = load_checkpoint(
+                self.start,
+                self.config,
+                self.parallel,
+                self.model,
+                self.optimizer,
+                data=self.datasets.identity,
+            )
         self.progress, metadata = self.start.progress, self.start.metadata
         if self.config.checkpoint.continues and metadata is not None:
             self._saved_at = self.progress.iteration
@@ -517,19 +520,20 @@ class Trainer:
         self.pulse.at(f"iteration {iteration} (saving)", limited=False)
         log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
         began = time.perf_counter()
-        snapshot = take_snapshot(
-            self.config,
-            self.parallel,
-            self.model,
-            self.optimizer,
-            self.progress,
-            data=self.datasets.identity,
-            copy=saver.copies,
-            schedule=self.schedule,
-            computed_on=described(self.parallel.device),
-            tokenizer=self.tokenizer,
-        )
-        saver.save(snapshot)
+        with log.slow("saving the checkpoint"):
+            snapshot = take_snapshot(
+                self.config,
+                self.parallel,
+                self.model,
+                self.optimizer,
+                self.progress,
+                data=self.datasets.identity,
+                copy=saver.copies,
+                schedule=self.schedule,
+                computed_on=described(self.parallel.device),
+                tokenizer=self.tokenizer,
+            )
+            saver.save(snapshot)
         if saver.copies:
             log.line(
                 f"  training waited {(time.perf_counter() - began) * 1000.0:.1f} ms for the "

@@ -156,14 +156,24 @@ def made(root):
     return root
 
 
-@pytest.mark.parametrize("load", ["nowhere", "file", "empty"])
-def test_the_answer_has_what_to_give(tmp_path, load):
+@pytest.mark.parametrize(
+    ("load", "answer"),
+    [
+        ("nowhere", "no such folder: give the folder that --save"),
+        ("file", "it is a file: give the folder that --save"),
+        ("empty", ": give the folder that --save"),
+        ("run", "did you mean --load {root}/run/checkpoint?"),
+        ("run/checkpoint/iter_0000020", "iteration 20: give --load {root}/run/checkpoint"),
+        ("hf", "convert --from hf --to megatron-lite --load {root}/hf --save NEW_FOLDER"),
+    ],
+)
+def test_the_answer_has_what_to_give(tmp_path, load, answer):
     root = made(tmp_path)
     with pytest.raises(InputError) as caught:
         find_step(str(root / load))
     text = str(caught.value)
     assert text.startswith(f"--load {root}/{load}: no checkpoint there (no {LATEST}): ")
-    assert "give the folder that --save of the run named" in text
+    assert answer.format(root=root) in text
 
 
 def write(prefix, seed=1, documents=40):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.parallel import startup
+from megatron_lite.parallel import messages, startup
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.startup import check_start, join_store, own_place, settings_of
 from megatron_lite.parallel.state import parallel_state
@@ -227,3 +227,14 @@ def test_ranks_that_disagree_on_the_groups_stop_before_they_make_any():
     first, *others = run_ranks(_join, 4, runs)
     assert "--tensor-model-parallel-size: 2 on ranks 0-2; 1 on rank 3" in first
     assert others == ["the start: rank 0 has found a fault, and says which"] * 3
+
+
+def test_slow_work_is_told_while_it_runs_and_when_it_has_ended(monkeypatch):
+    said, told = [], threading.Event()
+    with messages.told_if_slow("short work", said.append):
+        pass
+    monkeypatch.setattr(messages, "FIRST_AFTER_S", 0.01)
+    with messages.told_if_slow("an index", lambda line: (said.append(line), told.set())):
+        assert told.wait(HANG_S)
+    assert said[0].endswith("so far") and "done after" in said[-1]
+    assert all(line.startswith("an index: ") for line in said)
