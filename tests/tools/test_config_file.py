@@ -66,14 +66,7 @@ def test_the_three_formats_give_the_same_values(tmp_path, name):
     "name, text, message",
     [
         ("a.json", b"[" * 100_000, "not JSON"),
-        (
-            "a.py",
-            b"x = ",
-            "not PY (invalid syntax (<unknown>, line 1)). A Python config is not run",
-        ),
-        ("a.py", b"x = " + b"-" * 100_000 + b"1", "not PY ("),
-        ("a.py", b"x = a" + b".b" * 50_000, "A Python config is not run"),
-        ("a.py", b"x = 1", "no function '' says activation_checkpoint once"),
+        ("a.py", b"x = 1", "a Python config is not run"),
         ("a.json", b"[" * 60 + b"]" * 60, "more than 50 levels deep"),
         ("a.json", b'{"a": 1, "a": 2}', "'a' is given twice"),
         ("a.json", b'{"a": "\xe9"}', "not a text in UTF-8 (byte 7)"),
