@@ -66,16 +66,17 @@ class Measurement:
         *,
         ranks: Ranks | None = None,
         buckets: int = 0,
-        has_values: bool = True,
+        around: Callable[..., list[Span]] | None = None,
     ) -> None:
         """optimizer: see fit/update.py. gauge: makes what reads the device (gauges.py).
 
         ranks: those that are fitted together.
         buckets: the bytes that data parallelism holds beside weights and gradients.
-        has_values: whether tensors are real. Fake ones neither need a first run nor prove replays.
+        around: runs a step on fake tensors, which neither need a first run nor prove replays. It
+            gets the step, what makes a gauge, and the actions of the layers.
         Raises ValueError if the step runs no backward through the layers.
         """
-        self._model, self._lists, self._has_values = model, lists, has_values
+        self._model, self._lists, self._around = model, lists, around
         self._device, self._gauge, self._ranks = device, gauge, ranks or Ranks()
         self._layers = [*{layer: None for one in lists for layer in one.layers}]
         self._step = Step(model, self._layers, partial(self._ranks.agreed, step))
@@ -132,7 +133,8 @@ class Measurement:
         return names[self._layers[self._order[place]]]
 
     def _apply_(self, actions: Sequence[str], *, verify: bool = False) -> dict[str, str]:
-        rest, policies = dict(zip(self._layers, actions, strict=True)), {}
+        self._actions, policies = actions, {}
+        rest = dict(zip(self._layers, actions, strict=True))
         for name, layers in self._lists:
             # A layer may stand in a list twice.
             policies[name] = policy_text([rest.pop(layer, "none") for layer in layers])
@@ -140,18 +142,22 @@ class Measurement:
         return policies
 
     def _read(self) -> list[Span]:
-        if self._has_values:
+        if not self._around:
             self._step.run()
         gc.collect()  # memory in cycles of the step before would be counted, or not, by chance
         # The step may free the gradients that are there when it begins.
         there = [weakref.ref(x.grad) for x in self._model.parameters() if x.grad is not None]
-        gauge = self._gauge(self._device, lambda: self._held + bytes_of(one() for one in there))
-        return self._step.run(gauge, takes_notes=not self._has_values)
+        make = partial(
+            self._gauge, self._device, lambda: self._held + bytes_of(one() for one in there)
+        )
+        if self._around:
+            return self._around(self._step, make, self._actions)
+        return self._step.run(make(), takes_notes=False)
 
     def _measured(self, actions: Sequence[str]) -> list[Span]:
         """Returns the parts of a step with these actions, and leaves the model without a policy."""
         try:
-            if self._has_values and set(actions) != {FULL}:
+            if not self._around and set(actions) != {FULL}:
                 self._apply_(actions, verify=True)
                 self._step.run()
                 remove_policy_(self._model)

@@ -27,16 +27,18 @@ class Sharing:
     tensors: the storages of a layer's arguments and results. arguments: how many are arguments.
     kept: the places in `tensors` of those that the layer keeps.
     forms: the shapes of the arguments, and whether they need gradients.
+    saved: the numbers of all that is saved for backward, with shapes and types.
     """
 
     def __init__(self) -> None:
         self._storages: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # and its bytes
         self._numbers: dict[int, int] = {}  # by address
-        self._calls: dict[int, tuple[ExitStack, set[int]]] = {}
+        self._calls: dict[int, ExitStack] = {}
         self.arguments: dict[int, int] = {}
         self.tensors: dict[int, list[int]] = {}
         self.kept: dict[int, frozenset[int]] = {}
         self.forms: dict[int, tuple[Any, ...]] = {}
+        self.saved: dict[int, list[tuple[int, Any]]] = {}
 
     @contextmanager
     def noting(self, layers: Sequence[nn.Module]) -> Iterator[None]:
@@ -75,16 +77,20 @@ class Sharing:
             self.forms[layer] = tuple((each.shape, each.requires_grad) for each in given)
             self.tensors[layer] = [*map(self._number_of, given)]
             self.arguments[layer] = len(given)
-            saved, call = set[int](), stack.enter_context(ExitStack())  # a failing step closes it
-            call.enter_context(exchanging(lambda tensor: saved.add(self._number_of(tensor))))
-            self._calls[layer] = call, saved
+            saved = self.saved.setdefault(layer, [])
+
+            def note(tensor: Tensor) -> None:
+                saved.append((self._number_of(tensor), (tensor.shape, tensor.dtype)))
+
+            self._calls[layer] = call = stack.enter_context(ExitStack())  # a failing step closes it
+            call.enter_context(exchanging(note))
 
     def _end(self, layer: int, module: Any, args: Any, results: Any) -> None:
         if layer in self._calls:
-            call, saved = self._calls.pop(layer)
-            call.close()
+            self._calls.pop(layer).close()
             held = tensors_of(results) or tensors_of(getattr(results, "__dict__", ()))
             self.tensors[layer] += map(self._number_of, held)
+            saved = {number for number, _ in self.saved[layer]}
             found = enumerate(self.tensors[layer])
             self.kept[layer] = frozenset(place for place, number in found if number in saved)
 

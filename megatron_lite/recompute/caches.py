@@ -25,6 +25,11 @@ from megatron_lite.recompute.saved import Args, Kwargs
 CACHES = "transformers.cache_utils"
 
 
+def kind_of_caches() -> Any:
+    """Returns the class of caches; no value is an instance of ()."""
+    return getattr(sys.modules.get(CACHES), "Cache", ())
+
+
 def with_own_caches(
     forward: Callable[..., Any], args: Args, kwargs: Kwargs, notify: Callable[[str], None]
 ) -> tuple[Callable[..., Any], Args, Kwargs]:
@@ -35,7 +40,7 @@ def with_own_caches(
 
     notify: called with a message for the user if a cache is among the arguments.
     """
-    kind = getattr(sys.modules.get(CACHES), "Cache", ())  # no value is an instance of ()
+    kind = kind_of_caches()
     places: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
     # The graph holds `run`, so it must not hold the tensors in the dictionaries.
     found = {place: _filled(each, {}) for place, each in places if isinstance(each, UserDict)}
@@ -44,7 +49,7 @@ def with_own_caches(
         return forward, args, kwargs
 
     def copied(value: Any) -> Any:
-        return _copied(value) if isinstance(value, kind) else value
+        return own_cache(value) if isinstance(value, kind) else value
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +80,7 @@ def _filled(like: Any, data: dict[Any, Any]) -> Any:
     return own
 
 
-def _copied(cache: Any) -> Any:
+def own_cache(cache: Any) -> Any:
     """Returns a copy of a cache with the same tensors, but with its own lists and entries.
 
     Keys, values and states that a layer puts into the copy do not reach the original.
@@ -93,4 +98,4 @@ def _own(value: Any) -> Any:
         return [_own(each) for each in value]
     # Families have entries of their own, which are classes of their modules (DeepSeek-V4).
     is_entry = any(kind.__module__ == CACHES for kind in type(value).__mro__)
-    return _copied(value) if is_entry else value
+    return own_cache(value) if is_entry else value

@@ -6,10 +6,11 @@ the weights that are gathered at the peak.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -22,13 +23,16 @@ from torch.utils.flop_counter import flop_registry
 from megatron_lite.config.checks import InputError, quoted
 from megatron_lite.config.plain import shown
 from megatron_lite.fit.gauges import Reading
-from megatron_lite.fit.layers import LayerList, layer_lists
+from megatron_lite.fit.layers import LayerList, kind_of, layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import Fit, fitted
+from megatron_lite.fit.sharing import Sharing
+from megatron_lite.fit.step import Span, Step, bytes_of
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.step_meter import SimulatedTensors, StepMeter
 from megatron_lite.parallel.torch_internals import NeedsValues, fake_store, grouped_operator
 from megatron_lite.plan.hardware import Hardware
+from megatron_lite.recompute.caches import kind_of_caches, own_cache
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.tools.fit import FitSettings
 
@@ -103,6 +107,110 @@ def _is_known(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() and tensor.numel() <= MOST_KNOWN
 
 
+class Ran(NamedTuple):
+    """What a call of a layer has shown.
+
+    layer: its number. kept: the bytes that it keeps besides its arguments.
+    kind: of the results, which are one tensor or a tuple. forms: the shape, the strides and the
+        type of each.
+    """
+
+    layer: int
+    kept: int
+    kind: type
+    forms: list[Any]
+
+
+class StandIns:
+    """Runs a step in which stand-ins take the places of most layers that are rebuilt.
+
+    Of layers that are alike, and that have alike neighbours, with the same actions, two run. Each
+    other one only makes results of the same form, keeps as many bytes, and makes gradients. Its
+    peaks and its time are those of the second one. If its forward or its backward does not change
+    the bytes as there, the step runs again without stand-ins.
+
+    keys: of the layers; those of one key are alike.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], keys: Sequence[Hashable]) -> None:
+        self._layers, self._keys, self._are_right = layers, keys, True
+
+    def __call__(
+        self, step: Step, gauge: Callable[[], FakeGauge], actions: Sequence[str]
+    ) -> list[Span]:
+        """Returns the parts of the step."""
+        if self._are_right:
+            self._gauge, self._ran = gauge(), defaultdict[Any, list[Ran | None]](list)
+            self._replaced: dict[int, int] = {}  # the layer that ran, by the one that did not
+            own = [None, *zip(self._keys, actions, strict=True), None]
+            with ExitStack() as stack:
+                for number, key in enumerate(zip(own, own[1:], own[2:], strict=False)):
+                    layer = self._layers[number]
+                    if actions[number] != "none":  # such a layer may fill a cache
+                        stack.callback(setattr, layer, "forward", layer.forward)
+                        layer.forward = partial(self._call, number, key, layer.forward)
+                spans = step.run(self._gauge)
+            self._are_right = self._complete(spans)
+        return spans if self._are_right else step.run(gauge())
+
+    def _call(self, number: int, key: Any, policy: Any, *args: Any, **kwargs: Any) -> Any:
+        layer, ran, given = self._layers[number], self._ran[key], tensors_of((args, kwargs))
+        if len(ran) == 2 and ran[1]:
+            self._replaced[number] = ran[1].layer
+            every, kind = (*args, *kwargs.values()), kind_of_caches()
+            held = [own_cache(each) for each in every if isinstance(each, kind)]
+            held.append(torch.empty(ran[1].kept, dtype=torch.uint8))
+            results = _StandIn.apply(ran[1].forms, held, len(given), *given, *layer.parameters())
+            return results if ran[1].kind is tuple else results[0]
+        before, stand_in, layer.forward = self._gauge.total_bytes(), layer.forward, policy
+        result = layer.forward(*args, **kwargs)
+        layer.forward = stand_in
+        if torch.is_grad_enabled():
+            results = result if type(result) is tuple else (result,)
+            is_usual = not {*map(id, results)} & {*map(id, given)} and all(
+                isinstance(each, Tensor) and each.requires_grad for each in results
+            )
+            kept = self._gauge.total_bytes() - before - bytes_of(results if is_usual else ())
+            forms = [(x.shape, x.stride(), x.dtype) for x in results] if is_usual else []
+            ran.append(Ran(number, kept, type(result), forms) if is_usual else None)
+        return result
+
+    def _complete(self, spans: list[Span]) -> bool:
+        """Gives stand-ins their peaks and times. Returns whether the bytes changed alike."""
+        parts: dict[int, list[int]] = {}
+        for place, span in enumerate(spans):
+            parts.setdefault(span.layer, []).append(place)
+        for number, like in self._replaced.items():
+            changes = [
+                [(spans[place].name, spans[place].end - spans[place].start) for place in parts[one]]
+                for one in (number, like)
+            ]
+            if changes[0] != changes[1]:
+                return False
+            for place, other in zip(parts[number], parts[like], strict=True):
+                peak = spans[place].start + spans[other].peak - spans[other].start
+                time = spans[other].nanoseconds
+                spans[place] = spans[place]._replace(peak=peak, nanoseconds=time)
+        return True
+
+
+class _StandIn(torch.autograd.Function):
+    """Makes results and gradients, and keeps the arguments. held: what the graph holds besides."""
+
+    @staticmethod
+    def forward(ctx: Any, forms: Any, held: Any, num_given: int, *inputs: Tensor) -> Any:
+        ctx.save_for_backward(*inputs[:num_given])
+        ctx.held, ctx.like = held, [(each.shape, each.dtype) for each in inputs]
+        return tuple(torch.empty_strided(*form[:2], dtype=form[2]) for form in forms)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.held = None
+        needed = zip(ctx.like, ctx.needs_input_grad[3:], strict=True)
+        made = [torch.empty(size, dtype=dtype) if need else None for (size, dtype), need in needed]
+        return None, None, None, *made
+
+
 class LowRank(nn.Module):
     """A frozen linear layer and its trainable adapter of low rank (LoRA, 2106.09685)."""
 
@@ -148,7 +256,10 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
         def step() -> None:
             _loss(model(**batch)).backward()  # the logits are not held meanwhile
 
-        _try(model, step)  # in its first step FSDP2 learns the order of its units
+        layers = [*{layer: None for one in lists for layer in one.layers}]
+        notes = _try(model, layers, step)  # in its first step FSDP2 learns the order of its units
+        forms = [[form for _, form in notes.saved.get(n, ())] for n in range(len(layers))]
+        keys = [(kind_of(layer), *forms[n], notes.forms.get(n)) for n, layer in enumerate(layers)]
         model.zero_grad()
         measured = Measurement(
             model,
@@ -158,16 +269,19 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
             device,
             gauge,
             buckets=0 if given.fsdp or given.gpus == 1 else trained,
-            has_values=False,
+            around=StandIns(layers, keys),
         )
         return fitted(model, measured, budget)
 
 
-def _try(model: Any, step: Callable[[], None]) -> None:
-    """Runs a step: without a cache of keys if the model has one that fails."""
+def _try(model: Any, layers: Sequence[nn.Module], step: Callable[[], None]) -> Sharing:
+    """Runs a step: without a cache of keys if the model has one that fails. Returns notes on it."""
     for has_cache in (True, False):
+        notes = Sharing()
         try:
-            return step()
+            with notes.noting(layers):
+                step()
+            return notes
         except Exception as error:  # what a model needs beyond a batch of its usual kind
             if has_cache and not isinstance(error, NeedsValues):
                 model.config.get_text_config().use_cache = model.config.use_cache = False
@@ -178,6 +292,7 @@ def _try(model: Any, step: Callable[[], None]) -> None:
                 f"{type(model).__name__} cannot run on fake tensors{decides} ({said}): call "
                 "fit_memory_ with a batch of your own"
             ) from error
+    raise AssertionError("the second try returns or raises")
 
 
 def shard_(model: nn.Module, lists: list[LayerList], mesh: DeviceMesh) -> None:

@@ -12,7 +12,7 @@ from megatron_lite.api import fit_memory_
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.plan.hardware import load_hardware
-from megatron_lite.tools.fake_fit import FakeGauge, add_adapters_, fit_config, shard_
+from megatron_lite.tools.fake_fit import FakeGauge, StandIns, add_adapters_, fit_config, shard_
 from megatron_lite.tools.fit import FitSettings
 from tests.support.ranks import run_ranks
 
@@ -26,6 +26,12 @@ MIXTRAL = dict(
 T5 = dict(
     model_type="t5", architectures=["T5ForConditionalGeneration"], vocab_size=200, num_layers=3,
     d_model=64, d_kv=16, d_ff=128, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
+)  # fmt: skip
+
+# Its step takes several choices and one label.
+MULTIPLE_CHOICE = dict(
+    model_type="bert", architectures=["BertForMultipleChoice"], vocab_size=200, hidden_size=32,
+    num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
 )  # fmt: skip
 
 
@@ -109,6 +115,45 @@ def test_images_and_spectra_are_made_as_the_configuration_says(config):
     assert fit.plan.peak == pytest.approx(fit.measured, rel=0.01)
 
 
+@pytest.mark.runs
+@pytest.mark.parametrize("trainable", ["all", "lora:4"])
+@pytest.mark.parametrize("config", [MIXTRAL, LLAMA])
+def test_stand_ins_for_alike_layers_change_no_figure(config, trainable, monkeypatch):
+    config, replaced = {**config, "num_hidden_layers": 5}, []
+    machine, settings = load_hardware("h100"), given(seq_length=32, trainable=trainable)
+    complete = StandIns._complete
+
+    def noted(self, spans):
+        replaced.append(self._replaced and complete(self, spans))
+        return replaced[-1] is not False
+
+    monkeypatch.setattr(StandIns, "_complete", noted)
+    quick = fit_config(config, machine, None, settings)
+    assert any(replaced) and False not in replaced
+    monkeypatch.setattr(StandIns, "__call__", lambda self, step, gauge, actions: step.run(gauge()))
+    whole = fit_config(config, machine, None, settings)
+    assert quick.measured == whole.measured
+    for one, other in zip(figures(quick), figures(whole), strict=True):
+        assert one == other
+
+
+def figures(fit):
+    """Returns the options of the layers without their times, and the peaks of plans."""
+    options = [one._replace(nanoseconds=0, keeps=len(one.keeps)) for one in fit.plan.choice]
+    peaks = [fit.plan.peak, fit.plain.peak, *(one.peak for one in (fit.smaller,) if one)]
+    return [*options, *peaks]
+
+
+def test_a_decoder_without_its_encoder_runs_without_a_cache():
+    config = dict(
+        model_type="blenderbot", architectures=["BlenderbotForCausalLM"], vocab_size=200,
+        decoder_layers=2, encoder_layers=1, d_model=32, decoder_attention_heads=4,
+        decoder_ffn_dim=48, encoder_attention_heads=4, encoder_ffn_dim=48,
+    )  # fmt: skip
+    fit = fit_config(config, load_hardware("h100"), None, given(seq_length=16))
+    assert [*fit.policies] == ["model.decoder.layers"]
+
+
 def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     words = ["fit", "--hf-config", str(tmp_path), "--gpu", "h100-80gb", "--seq-length", "64"]
@@ -133,6 +178,7 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys)
         ([], {**LLAMA, "hidden_size": "a"}, "transformers cannot build this model"),
         ([], {**LLAMA, "num_attention_heads": 0}, "transformers cannot build this model"),
         ([], {**LLAMA, "model_type": "unheard"}, "transformers cannot build this model"),
+        ([], MULTIPLE_CHOICE, "BertForMultipleChoice cannot run on fake tensors (RuntimeError: "),
         ([], {**LLAMA, "architectures": ["logging"]}, "'logging' is no model of transformers"),
     ],
 )
