@@ -175,7 +175,8 @@ def read():
 
 @in_one_test("topic, field", FIELDS)
 def test_the_field_is_read(topic, field, read):
-    # Activations are read through the table of their names; the others are second ways to say a
-    # granularity and a kind of graph, or allow other settings.
+    # Activations and a tokenizer's files are read through tables of their names; the others are
+    # second ways to say a granularity and a kind of graph, or allow other settings.
     others = ("recompute_activations", "cuda_graph_modules", "use_precision_aware_optimizer")
+    others += ("tokenizer_model", "vocab_file", "merge_file")
     assert field in read or field in (*SWITCHED_ACTIVATIONS, *others)
