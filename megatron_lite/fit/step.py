@@ -27,6 +27,7 @@ from megatron_lite.parallel.torch_internals import address_of, write_count_of
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.randomness import drawn_again, global_states
+from megatron_lite.recompute.saved import has_values
 
 FORWARD_END, BACKWARD_END, MODEL_END = range(4, 7)
 PATIENCE = 5.0  # seconds between two lines that tell which run it is
@@ -179,7 +180,10 @@ def _kept(tensor: Tensor | None) -> Callable[[], Tensor | None]:
         found = reference()
         if found is None:
             return values.to(device)
-        if write_count_of(found) != version:
+        # Kernels of BatchNorm do not count their writes, nor does `.data`.
+        here, before = local_part(found), local_part(values)
+        can_tell = has_values(here) and here.layout == torch.strided
+        if write_count_of(found) != version or (can_tell and not torch.equal(here.cpu(), before)):
             with torch.no_grad():
                 found.copy_(values)
         return found

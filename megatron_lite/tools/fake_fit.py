@@ -111,13 +111,13 @@ class Ran(NamedTuple):
     """What a call of a layer has shown.
 
     layer: its number. kept: the bytes that it keeps besides its arguments.
-    kind: of the results, which are one tensor or a tuple. forms: the shape, the strides and the
+    is_tuple: whether the results are a tuple, not a tensor. forms: the shape, the strides and the
         type of each.
     """
 
     layer: int
     kept: int
-    kind: type
+    is_tuple: bool
     forms: list[Any]
 
 
@@ -161,7 +161,7 @@ class StandIns:
             held = [own_cache(each) for each in every if isinstance(each, kind)]
             held.append(torch.empty(ran[1].kept, dtype=torch.uint8))
             results = _StandIn.apply(ran[1].forms, held, len(given), *given, *layer.parameters())
-            return results if ran[1].kind is tuple else results[0]
+            return results if ran[1].is_tuple else results[0]
         before, stand_in, layer.forward = self._gauge.total_bytes(), layer.forward, policy
         result = layer.forward(*args, **kwargs)
         layer.forward = stand_in
@@ -170,9 +170,11 @@ class StandIns:
             is_usual = not {*map(id, results)} & {*map(id, given)} and all(
                 isinstance(each, Tensor) and each.requires_grad for each in results
             )
-            kept = self._gauge.total_bytes() - before - bytes_of(results if is_usual else ())
-            forms = [(x.shape, x.stride(), x.dtype) for x in results] if is_usual else []
-            ran.append(Ran(number, kept, type(result), forms) if is_usual else None)
+            ran.append(None)
+            if is_usual:
+                kept = self._gauge.total_bytes() - before - bytes_of(results)
+                forms = [(x.shape, x.stride(), x.dtype) for x in results]
+                ran[-1] = Ran(number, kept, results is result, forms)
         return result
 
     def _complete(self, spans: list[Span]) -> bool:

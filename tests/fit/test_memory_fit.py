@@ -68,6 +68,18 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
 
 
+class Normed(Block):
+    """It has running statistics, whose writes torch does not count."""
+
+    def __init__(self, width, inner):
+        super().__init__(width, inner)
+        self.statistics = nn.BatchNorm1d(width)
+
+    def forward(self, hidden):
+        """Returns [b, s, width]."""
+        return self.statistics(super().forward(hidden).flatten(0, 1)).view_as(hidden)
+
+
 class Looped(Block):
     """It runs three times."""
 
@@ -545,3 +557,11 @@ def test_tensor_parallel_ranks_may_divide_the_inputs_of_layers():
     whole = ids().numel() * 32 * 4
     for held in run_ranks(split_on_rank, 2):
         assert held == [whole // 2] * 2
+
+
+def test_writes_that_torch_does_not_count_are_undone():
+    model = with_layers(Model([48]), Normed(32, 48), Normed(32, 48))
+    before = {name: each.clone() for name, each in model.named_buffers()}
+    fit_memory_(model, None, step=lambda: model(ids()).backward()).remove()
+    for name, each in model.named_buffers():
+        assert torch.equal(each, before[name]), name
