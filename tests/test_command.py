@@ -12,6 +12,7 @@ import pytest
 from megatron_lite import __main__ as command
 from megatron_lite import __version__
 from megatron_lite.cli import pretrain
+from megatron_lite.config.invocation import shell_lines
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, ended, fault_of, python, run
 
 # What a wheel holds besides Python's modules.
@@ -62,6 +63,21 @@ def test_a_fault_begins_with_the_command_as_typed(words, tmp_path, monkeypatch):
         assert error.startswith(f"{name} {words.split()[0]}: error: "), error
         assert "pretrain_gpt.py: " not in error and "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_in_lines_has_the_words_that_it_was_given():
+    words = [
+        "python",
+        "-m",
+        "megatron_lite",
+        "train",
+        "--save",
+        "a  b\tc\nd",
+        *["--x-y", "-1"] * 30,
+    ]
+    lines = shell_lines(words)
+    assert shlex.split(lines.replace("\\\n", "")) == words
+    assert max(map(len, lines.splitlines())) <= 80 and lines.count("\\\n") >= 3
 
 
 def test_train_and_explain_are_pretrain_gpt():

@@ -41,6 +41,11 @@ def training_command() -> list[str]:
 COMMAND_WIDTH = 80  # columns of a line
 
 
+# What stands for white space within words while lines are wrapped.
+SPACES, KEPT = " \t\n\r\v\f", "\0\1\2\3\4\5"
+TO_KEPT, FROM_KEPT = str.maketrans(SPACES, KEPT), str.maketrans(KEPT, SPACES)
+
+
 def shell_lines(words: Sequence[str]) -> str:
     """Returns a command as lines of a shell, with as many flags a line as fit COMMAND_WIDTH.
 
@@ -51,7 +56,7 @@ def shell_lines(words: Sequence[str]) -> str:
     for number, word in enumerate(words):
         shown = word if number < place else shlex.quote(word)
         # Lines break before flags alone.
-        text += (" " if word.startswith("--") else "\0") + shown.replace(" ", "\0")
+        text += (" " if word.startswith("--") else KEPT[0]) + shown.translate(TO_KEPT)
     rows = textwrap.wrap(
         text[1:],
         COMMAND_WIDTH - 1,
@@ -59,7 +64,7 @@ def shell_lines(words: Sequence[str]) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return " \\\n".join(rows).replace("\0", " ")
+    return " \\\n".join(rows).translate(FROM_KEPT)
 
 
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -54,7 +54,7 @@ def parse_pattern(flag: str, text: str) -> Pattern:
                 break
     if re.fullmatch(r"\d{1,10}", left):
         return int(left)
-    if not re.fullmatch(rf"\[{ITEMS}\]", left):
+    if len(left) > LONGEST_TEXT or not re.fullmatch(rf"\[{ITEMS},?\]", left):
         raise ValueError(
             f"{flag} {quoted(text)}: give a whole number, or a list with one number for each layer "
             "(at most some thousands), such as ([0]*3+[1])*2"

@@ -260,14 +260,12 @@ def alike_layers(
     return tuple(map(kinds.index, kinds))
 
 
-def first_alike(model: ModelConfig, sizes: Sizes, first_layer: int, num_layers: int) -> int:
-    """Returns the first layer of the model from which on so many layers are like these."""
-    alike = alike_layers(model, sizes.seq_length, sizes.cp_comm_type)
-    return _first_alike(alike, first_layer, num_layers)
-
-
 @lru_cache(4096)
-def _first_alike(alike: tuple[int, ...], first_layer: int, num_layers: int) -> int:
+def first_alike(alike: tuple[int, ...], first_layer: int, num_layers: int) -> int:
+    """Returns the first layer of the model from which on so many layers are like these.
+
+    alike: those of `alike_layers`.
+    """
     own = alike[first_layer : first_layer + num_layers]
     return next(n for n in range(first_layer + 1) if alike[n : n + len(own)] == own)
 
@@ -279,7 +277,7 @@ def layers_of(config: RunConfig) -> tuple[int, ...]:
 
 def first_like_stage(config: RunConfig, stage: Stage) -> int:
     """Returns the first layer from which on layers are like those of a stage."""
-    return _first_alike(layers_of(config), stage.first_layer, stage.num_layers)
+    return first_alike(layers_of(config), stage.first_layer, stage.num_layers)
 
 
 # The bytes of the tensors of a model on one rank, for one micro-batch, and collectives of them.

@@ -95,7 +95,7 @@ def fitted(run: Run, budget_bytes: int) -> Chosen:
             nearer = max if low else min
             spaces = {rank: nearer(space, corrected[rank]) for rank, space in spaces.items()}
             if high and found.peak.rank not in spaces:  # the correction has not seen this rank
-                spaces[search.alike(found.peak.rank)] -= lacks
+                spaces[search.alike[found.peak.rank]] -= lacks
     return best or search.smallest()
 
 
@@ -106,7 +106,7 @@ def least_replays(run: Run, budget_bytes: int) -> list[float] | None:
     found, alike = [], layers_of(run.config)
     usual = max(alike, key=alike.count)
     for rank in range(search.size):
-        states = rank_states(run.config, search.alike(rank), dp_cp_size=run.dp_cp_size)
+        states = rank_states(run.config, search.alike[rank], dp_cp_size=run.dp_cp_size)
         # Under FSDP2 no gradients exist before the first backward.
         space = budget_bytes - states.total + (states.gradients if fsdp else 0)
         # The choices are those of the most frequent kind of layer: others may cost less.

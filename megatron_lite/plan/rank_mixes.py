@@ -119,7 +119,10 @@ class StageMix(NamedTuple):
 
 
 class RankMixes:
-    """The search for the mixes of all pipeline ranks of a run. All stages of a rank are alike."""
+    """The search for the mixes of all pipeline ranks of a run. All stages of a rank are alike.
+
+    alike: for each rank the one whose bytes besides activations stand for those of this one.
+    """
 
     def __init__(self, run: Run) -> None:
         config = run.config
@@ -129,14 +132,13 @@ class RankMixes:
         self.choices = layer_choices(config, self.clock, host=run.host_bytes > 0)
         self.on_device = tuple(one for one in self.choices if not one.on_host)
         kinds = [
-            [(one.is_first, one.is_last, first_like_stage(config, one)) for one in own]
-            for own in (self.stages[rank :: self.size] for rank in range(self.size))
+            [
+                (one.is_first, one.is_last, one.num_layers, first_like_stage(config, one))
+                for one in self.stages[rank :: self.size]
+            ]
+            for rank in range(self.size)
         ]
-        self._alike = [kinds.index(one) for one in kinds]
-
-    def alike(self, rank: int) -> int:
-        """Returns the rank whose bytes besides activations stand for those of this one."""
-        return self._alike[rank]
+        self.alike = [kinds.index(one) for one in kinds]
 
     def spaces(self, mixes: Sequence[StageMix], budget_bytes: int) -> dict[int, int]:
         """Returns the bytes that activations may take, by rank of `alike`.
@@ -148,7 +150,7 @@ class RankMixes:
             rank: budget_bytes
             - self.run.rank_peak(config, rank).num_bytes
             + mixes[rank].peak(self.in_flight(rank))
-            for rank in {self.alike(rank) for rank in range(self.size)}
+            for rank in {*self.alike}
         }
 
     def in_flight(self, rank: int) -> int:
@@ -170,7 +172,7 @@ class RankMixes:
         """Returns the fastest mix of every rank, or None if one has none."""
         found = []
         for rank in range(self.size):
-            mix = self._best(self.stages[rank], self.in_flight(rank), spaces[self.alike(rank)])
+            mix = self._best(self.stages[rank], self.in_flight(rank), spaces[self.alike[rank]])
             if mix is None:
                 return None
             found.append(mix)
@@ -232,7 +234,7 @@ class RankMixes:
             return with_policy(self.run.config, None)
         text = self._text(rules)
         if len(text) > MAX_LENGTH:
-            text = self._text([rules[self.alike(rank)] for rank in range(self.size)])
+            text = self._text([rules[rank] for rank in self.alike])
         return with_policy(self.run.config, text if len(text) <= MAX_LENGTH else "*:full")
 
     def _text(self, rules: Sequence[tuple[Rule, ...]]) -> str:

@@ -29,7 +29,7 @@ from megatron_lite.description.operations import (
     Collective,
     Operation,
 )
-from megatron_lite.description.sizes import Shape, Sizes, first_alike
+from megatron_lite.description.sizes import Shape, Sizes, alike_layers, first_alike
 from megatron_lite.description.transformer_layer import (
     describe_layer,
     describe_layers,
@@ -202,8 +202,8 @@ def replay_time(
     """Returns the work that backward does again of a segment."""
     # alike layers are replayed in the same time wherever they lie
     first, number = sizes.first_layer + segment.first_layer, segment.num_layers
-    first = first_alike(model, sizes, first, number)
-    sizes = replace(sizes, first_layer=first)
+    alike = alike_layers(model, sizes.seq_length, sizes.cp_comm_type)
+    sizes = replace(sizes, first_layer=first_alike(alike, first, number))
     return _replay(model, replace(segment, first_layer=0), skip_tail, clock, sizes)
 
 

@@ -41,7 +41,7 @@ def parse(argv: Sequence[str] | None, program: str = PROGRAM) -> argparse.Namesp
         if field.name == "distributed_backend":
             add_flag(parser, field)
     args = parser.parse_args(argv)
-    others = " and ".join(flag(name) for name in ("temperature", "top_p") if name in args)
+    others = " and ".join(flag(name) for name in ("temperature", "top_k", "top_p") if name in args)
     if "greedy" in args and others:
         parser.error(f"--greedy takes the likeliest token: leave out {others}")
     try:
@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 class Sampling(Settings):
     """The rule that chooses the next token.
 
-    The order is: divide by the temperature, then keep the fewest tokens whose probabilities reach
-    top_p. `greedy` takes the likeliest token instead.
+    The order is: divide by the temperature, keep the top_k likeliest tokens (0: all), then keep the
+    fewest of those whose probabilities reach top_p. `greedy` takes the likeliest token instead.
     """
 
     max_new_tokens: int = setting("most tokens of a continuation", 64, least=1)
@@ -76,6 +76,7 @@ class Sampling(Settings):
         above=0,
         why="use --greedy for the likeliest token",
     )
+    top_k: int = setting("draw from the K likeliest tokens; 0: all", 0, least=0)
     top_p: float = setting(
         "draw from the likeliest tokens that together reach P",
         0.9,

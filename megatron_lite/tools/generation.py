@@ -189,13 +189,15 @@ def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -
 
 
 def token_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Returns the probability of each token after temperature and top-p.
+    """Returns the probability of each token after temperature, top-k and top-p.
 
     The result is [V] float64 and sums to 1. logits: [V].
     """
     ordered, ids = torch.sort(logits.double(), descending=True, stable=True)
     # At most 0: a low temperature cannot overflow upwards.
     ordered = (ordered - ordered[0]) / sampling.temperature
+    if sampling.top_k:
+        ordered[sampling.top_k :] = -torch.inf
     kept = ordered.softmax(0)
     if sampling.top_p < 1.0:
         # A token is dropped if the tokens before it reach top_p already.

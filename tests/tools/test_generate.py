@@ -50,10 +50,11 @@ def checkpoint(tmp_path_factory):
 # --- sampling ---
 
 
-def naive_nucleus(logits, temperature, top_p):
-    """Likeliest first, ties by id: the shortest prefix that reaches top_p."""
+def naive_nucleus(logits, temperature, top_k, top_p):
+    """Likeliest first, ties by id: the top_k, then the shortest prefix that reaches top_p."""
     weights = [math.exp(logit / temperature) for logit in logits]
     ranked = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
+    ranked = ranked[: top_k or len(weights)]
     total, prefix = sum(weights[token] for token in ranked), []
     for token in ranked:
         prefix.append(token)
@@ -63,10 +64,13 @@ def naive_nucleus(logits, temperature, top_p):
     return [weights[token] / mass if token in prefix else 0.0 for token in range(len(weights))]
 
 
-@in_one_test("temperature, top_p", itertools.product((0.3, 1.0, 2.5), (0.05, 0.35, 0.7, 0.95, 1.0)))
-def test_probabilities_are_those_of_a_naive_nucleus(temperature, top_p):
-    sampling = Sampling(temperature=temperature, top_p=top_p)
-    expected = naive_nucleus(LOGITS.tolist(), temperature, top_p)
+@in_one_test(
+    "temperature, top_k, top_p",
+    itertools.product((0.3, 1.0, 2.5), (0, 1, 3, 20), (0.05, 0.35, 0.7, 0.95, 1.0)),
+)
+def test_probabilities_are_those_of_a_naive_nucleus(temperature, top_k, top_p):
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    expected = naive_nucleus(LOGITS.tolist(), temperature, top_k, top_p)
     assert token_probabilities(LOGITS, sampling).tolist() == pytest.approx(expected, rel=1e-12)
 
 
@@ -176,7 +180,7 @@ def greedy_by_hand(folder, prompt, count):
 
 @pytest.mark.runs(ci=1)
 @pytest.mark.parametrize(
-    "sampling", ["--seed 3 --temperature 1.5 --top-p 0.99", "--greedy", "--seed 3"]
+    "sampling", ["--seed 3 --temperature 1.5 --top-k 9", "--greedy", "--seed 3"]
 )
 def test_tp_2_prints_what_tp_1_prints(checkpoint, sampling):
     """30 tokens past a context of 16: the window slides. Only rank 0 prints."""
