@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import statistics
 from dataclasses import replace
 from functools import partial
 
@@ -549,8 +550,9 @@ def split_on_rank(rank, world_size):
         assert not any(one.keeps for one in found)  # the whole inputs
         return [one.held for one in found]
 
-    # A thread of gloo may still hold its copies where a layer begins or ends.
-    return [min(tries) for tries in zip(*(held() for _ in range(3)), strict=True)]
+    # A thread of gloo may still hold its copies where a layer begins or ends: the figure that
+    # comes most often is the layer's own.
+    return [statistics.mode(tries) for tries in zip(*(held() for _ in range(5)), strict=True)]
 
 
 def test_tensor_parallel_ranks_may_divide_the_inputs_of_layers():
