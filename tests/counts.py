@@ -28,7 +28,7 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 302_600,
+    "tokens of the library": 302_300,
     "files of the library": 262,
     "tokens of tests": 277_950,
     "tokens of benchmarks": 22_950,

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lite.checkpointing.shards import FIELDS, SavedLayout
 from megatron_lite.checkpointing.step_files import (
@@ -120,7 +120,6 @@ class Metadata:
         path = step / METADATA
         with damaged(path):
             values = parse_formatted(path)
-            del values["format"]
             plain.field(values, "data")  # without it, other data would be taken for the same
             for name in ("iteration", "consumed_samples"):  # a default would be another place
                 plain.field(plain.as_object(plain.field(values, "progress"), "progress"), name)
@@ -181,16 +180,24 @@ MOST_FILE_BYTES = 2**50
 MOST_STARTS = 2**31
 
 
-class FileRow(NamedTuple):
-    """The size and the checksum of one file."""
+@dataclass(frozen=True)
+class FileRow:
+    """The size and the checksum of one file. Raises ValueError if one is malformed."""
 
     bytes: int
     sha256: str
 
+    def __post_init__(self) -> None:
+        plain.as_whole(self.bytes, "bytes", 0, MOST_FILE_BYTES)
+        if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
+            raise ValueError(
+                f"sha256 must have 64 hexadecimal digits (got {plain.quoted(self.sha256)})"
+            )
+
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json.
+    """The content of manifest.json. Raises ValueError if a number or a file's name is malformed.
 
     iteration: the iteration of the step.
     files: a row for each file of the step, by the file's name.
@@ -204,11 +211,20 @@ class Manifest:
     start: int = 0
     started_at: int = MOST_ITERATIONS
 
+    def __post_init__(self) -> None:
+        for name in ("iteration", "started_at"):
+            plain.as_whole(getattr(self, name), name, 0, MOST_ITERATIONS)
+        plain.as_whole(self.start, "start", 0, MOST_STARTS)
+        for name in self.files:
+            if not re.fullmatch(r"\w[\w.-]{0,250}", name, re.ASCII):
+                raise ValueError(
+                    "the name of a file must have letters, digits, '_', '-' and '.' alone (got "
+                    f"{plain.quoted(name)})"
+                )
+
     def to_json(self) -> str:
         """Returns the text of manifest.json."""
-        return json.dumps(
-            {"format": FORMAT, **vars(self), "files": rows_to_plain(self.files)}, indent=1
-        )
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
     def read(cls, step: Path) -> Manifest:
@@ -217,14 +233,10 @@ class Manifest:
         Raises InputError if it is missing, damaged or of another format.
         """
         path = step / MANIFEST
-        values = {"start": 0, "started_at": MOST_ITERATIONS, **parse_formatted(path)}
         with damaged(path):
-            return cls(
-                plain.whole(values, "iteration", 0, MOST_ITERATIONS),
-                rows_from_plain(plain.field(values, "files")),
-                plain.whole(values, "start", 0, MOST_STARTS),
-                plain.whole(values, "started_at", 0, MOST_ITERATIONS),
-            )
+            # Manifests of other versions have a course.
+            found: Manifest = plain.from_plain(cls, parse_formatted(path), MANIFEST, ["course"])
+            return found
 
     @classmethod
     def read_or_empty(cls, step: Path) -> Manifest:
@@ -273,31 +285,6 @@ def row_of(path: Path) -> FileRow:
     return FileRow(*checksum_of(path))
 
 
-def rows_to_plain(rows: Mapping[str, FileRow]) -> dict[str, dict[str, object]]:
-    """Returns the rows as a JSON object."""
-    return {name: row._asdict() for name, row in sorted(rows.items())}
-
-
-def rows_from_plain(values: object) -> dict[str, FileRow]:
-    """Reads the rows that `rows_to_plain` wrote.
-
-    Raises ValueError if a name is a path, or if a size or a checksum is malformed.
-    """
-    rows = {}
-    for name, row in plain.as_object(values, "files").items():
-        row = plain.as_object(row, f"files[{plain.quoted(name)}]")
-        size, sha256 = plain.whole(row, "bytes", 0, MOST_FILE_BYTES), plain.field(row, "sha256")
-        if not re.fullmatch(r"\w[\w.-]{0,250}", name, re.ASCII) or not (
-            isinstance(sha256, str) and re.fullmatch(r"[0-9a-f]{64}", sha256)
-        ):
-            raise ValueError(
-                "a file must have a name of letters, digits, '_', '-' and '.', and a sha256 of 64 "
-                f"hexadecimal digits (got {plain.quoted(name)}, {plain.quoted(sha256)})"
-            )
-        rows[name] = FileRow(size, sha256)
-    return rows
-
-
 def parse_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object that a file holds.
 
@@ -307,13 +294,13 @@ def parse_json(path: Path) -> dict[str, Any]:
 
 
 def parse_formatted(path: Path) -> dict[str, Any]:
-    """Returns the JSON object that a file holds, after a check of its format number.
+    """Returns the JSON object that a file holds, without its format number, which is checked.
 
     Raises InputError if the file cannot be read, is damaged, or is not of this version's format.
     """
     with damaged(path):
         values = parse_json(path)
-        found = plain.field(values, "format")
+    found = values.pop("format", None)
     if type(found) is not int or found != FORMAT:
         raise InputError(
             f"{path}: format {plain.quoted(found)}, but this version reads format {FORMAT}"

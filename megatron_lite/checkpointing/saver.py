@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from megatron_lite.checkpointing.directory import Claim
-from megatron_lite.checkpointing.metadata import (
-    MANIFEST,
-    FileRow,
-    Manifest,
-    row_of,
-    rows_from_plain,
-    rows_to_plain,
-)
+from megatron_lite.checkpointing.metadata import MANIFEST, FileRow, Manifest, row_of
 from megatron_lite.checkpointing.shards import write_tensors
 from megatron_lite.checkpointing.state import Snapshot
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
@@ -193,7 +187,7 @@ class Saver:
         try:
             self._everywhere(snapshot, lambda: self._make_folder(temporary))
             for own in self._everywhere(snapshot, lambda: _write_files(temporary, snapshot)):
-                rows |= rows_from_plain(own)
+                rows |= {name: FileRow(**row) for name, row in own.items()}
             published = self._everywhere(
                 snapshot, lambda: self._publish(temporary, snapshot.iteration, rows)
             )
@@ -288,4 +282,4 @@ def _write_files(temporary: Path, snapshot: Snapshot) -> dict[str, Any]:
     for name, content in snapshot.texts.items():
         write_synced(temporary / name, content)
     names = (*snapshot.tensors, *snapshot.texts)
-    return rows_to_plain({name: row_of(temporary / name) for name in names})
+    return {name: asdict(row_of(temporary / name)) for name in names}

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron_lite.checkpointing.metadata import Metadata, Progress, read_config
+from megatron_lite.checkpointing.metadata import AXES, Metadata, Progress, read_config
 from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, owned_rows
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.checkpointing.step_files import (
@@ -29,6 +29,7 @@ from megatron_lite.checkpointing.step_files import (
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.optimizer_settings import SGD
+from megatron_lite.config.plain import shown
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
@@ -37,8 +38,6 @@ from megatron_lite.parallel.generators import RngSnapshot
 from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
 from megatron_lite.parallel.rng import DEFAULT
 from megatron_lite.parallel.state import ParallelState
-
-LONGEST_SHOWN = 200
 
 
 def load_checkpoint(
@@ -270,8 +269,7 @@ def _differing(
 
 
 def _shown(value: Any) -> str:
-    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + ".."
+    return shown(" ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
 
 
 class Snapshot(NamedTuple):
@@ -309,10 +307,7 @@ def take_snapshot(
     """
     metadata = Metadata(
         progress=progress,
-        tp_size=parallel.tp_size,
-        dp_size=parallel.dp_size,
-        pp_size=parallel.pp_size,
-        cp_size=parallel.cp_size,
+        **{axis: getattr(parallel, axis) for axis in AXES},
         num_updates=optimizer.num_updates,
         parameters={
             name: SavedLayout(spec_of(parameter), parallel.pp_rank)

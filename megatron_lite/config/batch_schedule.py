@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_lite.config.plain import shown
+from megatron_lite.config.checks import quoted
 
 STEP = re.compile(
     r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([KMBT]?):([0-9]{1,15}(?:\.[0-9]{1,9})?)([KMBT]?)",
@@ -38,7 +38,7 @@ def parse_steps(text: str) -> tuple[tuple[int, int], ...]:
 
     Raises ValueError for any other text, and unless the first step is at 0 tokens.
     """
-    name = f"--step-batch-size-schedule {shown(repr(text))}"
+    name = f"--step-batch-size-schedule {quoted(text)}"
     words = text.replace(",", " ").split()
     if len(words) > MOST_STEPS:
         raise ValueError(f"{name}: {len(words)} steps are too many, give at most {MOST_STEPS}")
@@ -47,8 +47,7 @@ def parse_steps(text: str) -> tuple[tuple[int, int], ...]:
         found = STEP.fullmatch(word)
         if found is None:
             raise ValueError(
-                f"{name}: {shown(repr(word))} is no TOKENS:SAMPLES; give steps such as "
-                "'0:768 250B:1536'"
+                f"{name}: {quoted(word)} is no TOKENS:SAMPLES; give steps such as '0:768 250B:1536'"
             )
         # This float product is rounded exactly as Megatron's.
         tokens, size = (
@@ -92,11 +91,6 @@ class BatchSchedule:
 
     steps: tuple[tuple[int, int], ...]
     samples_per_microbatch: int = 1
-
-    @classmethod
-    def constant(cls, batch_size: int, *, samples_per_microbatch: int = 1) -> BatchSchedule:
-        """Returns a schedule with the same batch size in every iteration."""
-        return cls(steps=((0, batch_size),), samples_per_microbatch=samples_per_microbatch)
 
     @property
     def full(self) -> int:

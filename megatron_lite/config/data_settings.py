@@ -32,7 +32,9 @@ READ_FILES = {
 }
 TOKENIZER_TYPES = tuple(READ_FILES)
 OF_ONE_FILE = "/".join(kind for kind, files in READ_FILES.items() if "tokenizer_model" in files)
-NEEDED_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+# The tokens that every vocabulary of tiktoken has, in this order unless
+# --tokenizer-special-tokens names them.
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 ONE_SPLIT = "the same as --data-path for the {} split alone, without --split"
 TIKTOKEN_PATTERNS = ("v1", "v2")
 OF_BPE, OF_TIKTOKEN = "tokenizer_type=GPT2BPETokenizer", "tokenizer_type=TikTokenizer"
@@ -230,7 +232,7 @@ class TokenizerConfig(Settings):
             if unread and not condition(unread, vars(self)).holds:
                 object.__setattr__(self, one.name, one.default)
         names = self.tokenizer_special_tokens
-        missing = [name for name in NEEDED_TOKENS if name not in names]
+        missing = [name for name in SPECIAL_TOKENS if name not in names]
         if names and missing:
             raise ValueError(
                 f"--tokenizer-special-tokens {' '.join(names)}: {missing[0]} is missing; name it"

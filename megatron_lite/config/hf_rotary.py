@@ -1,6 +1,5 @@
 """The rotary embedding of a Hugging Face model: rules of hf_rules.py. Standard library only."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -209,8 +208,5 @@ def _original_length(found: Mapping[str, Any], config: Config) -> int:
 
 def _whole_number(key: str, value: Any) -> int:
     """Returns a number that may be written as a float but must be whole."""
-    if type(value) not in (int, float) or not math.isfinite(value) or value != int(value):
-        raise ValueError(f"{key} must be a whole number (got {quoted(value)})")
-    if abs(value) > MOST_SIZE:
-        raise ValueError(f"{key} must be at most {MOST_SIZE} (got {quoted(value)})")
-    return int(value)
+    is_whole = type(value) is float and value.is_integer()
+    return as_whole(int(value) if is_whole else value, key, -MOST_SIZE, MOST_SIZE)

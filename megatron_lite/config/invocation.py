@@ -70,13 +70,10 @@ def shell_lines(words: Sequence[str]) -> str:
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def install_advice(extra: str, root: Path = CHECKOUT) -> str:
-    """Returns the command that installs an extra, such as "plot".
-
-    root: the folder of the package's own folder. It is a checkout if it has a setup.py.
-    """
-    if (root / "setup.py").is_file():
-        at = "" if root == Path.cwd() else f" (in {root})"
+def install_advice(extra: str) -> str:
+    """Returns the command that installs an extra, such as "plot"."""
+    if (CHECKOUT / "setup.py").is_file():
+        at = "" if Path.cwd() == CHECKOUT else f" (in {CHECKOUT})"
         return f"pip install -e '.[{extra}]'{at}"
     return f"pip install './FILE.whl[{extra}]', with the wheel that was installed for FILE.whl"
 

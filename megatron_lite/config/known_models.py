@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_lite.config.checks import InputError, input_faults
-from megatron_lite.config.plain import LARGEST_TEXT, parse_json, shown
+from megatron_lite.config.checks import InputError, input_faults, quoted
+from megatron_lite.config.plain import LARGEST_TEXT, parse_json
 
 if TYPE_CHECKING:
     from megatron_lite.config.hf_config import HfModel
@@ -45,7 +45,7 @@ def preset(name: str) -> Preset:
     """
     if name not in PRESETS:
         raise InputError(
-            f"--model {shown(repr(name))} is not known: give one of {', '.join(PRESETS)}; for "
+            f"--model {quoted(name)} is not known: give one of {', '.join(PRESETS)}; for "
             "another model give --hf-config FILE, or the flags of its sizes"
         )
     return PRESETS[name]

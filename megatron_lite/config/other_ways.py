@@ -12,7 +12,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_lite.config.checks import InputError, flag, input_faults, quoted
+from megatron_lite.config.checks import InputError, flag, input_faults
+from megatron_lite.config.hf_rules import Config
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.megatron_flags import (
     ACCOUNTED,
@@ -49,7 +50,6 @@ COMMAND = re.compile(
     r"(?:^|(?<=\0))(?:(?:[A-Za-z_]\w*=[^\0]*|(?:[^\0]*/)?(?:env|srun|\w+run|mpiexec|deepspeed|"
     rf"accelerate|ray|python[\d.]*))\0|{PROGRAM.pattern})"
 )
-NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def translate_others(given: Given, *, has_file: bool) -> Iterator[str]:
@@ -109,14 +109,8 @@ def _taken(found: Given, keys: tuple[str, ...], kind: type) -> Any:
     """
     for key in keys[:-1]:
         found = as_object(found.get(key, {}), key)
-    value = found.pop(keys[-1], None)
-    if value is None or value == AUTO:
-        return None
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
-        raise ValueError(f"{'.'.join(keys)} must be {NAMES[kind]} (got {quoted(value)})")
-    return value
+    value, name = found.pop(keys[-1], None), ".".join(keys)
+    return None if value == AUTO else Config({name: value}).value(name, kind, None)
 
 
 def _tokens(given: Given) -> Iterator[str]:

@@ -75,7 +75,7 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = {}
     for name, value in pairs:
         if name in values:
-            raise ValueError(f"{shown(repr(name))} is given twice")
+            raise ValueError(f"{quoted(name)} is given twice")
         values[name] = value
     return values
 
@@ -132,14 +132,6 @@ def as_whole(value: object, name: str, low: int, high: int) -> int:
     return value
 
 
-def whole(values: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Returns the field's value if it is a whole number from `low` to `high`.
-
-    Raises ValueError otherwise.
-    """
-    return as_whole(field(values, name), name, low, high)
-
-
 def as_line(value: object, name: str) -> str:
     """Returns the value if it is a text of one line that a terminal can show.
 
@@ -159,9 +151,8 @@ def from_plain(cls: type, values: Any, where: str, ignored: Collection[str] = ()
     where: the path of the object in the file, for error messages.
     ignored: fields that an older version had, and that have no effect any more.
     """
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: expected an object, got {type(values).__name__}")
-    values = {name: value for name, value in values.items() if name not in ignored}
+    given = as_object(values, where).items()
+    values = {name: value for name, value in given if name not in ignored}
     hints = types_of(cls)
     if unknown := sorted(set(values) - set(hints)):
         raise ValueError(
@@ -192,12 +183,14 @@ def _value(hint: Any, value: Any, where: str, ignored: Collection[str]) -> Any:
         # JSON has no tuple: a list stands for it.
         if origin is tuple and type(value) is list and {*map(type, value)} <= {inside[0]}:
             return tuple(value)
-        kinds = {*map(type, value.values())} if type(value) is dict else None
-        if origin is Mapping and kinds is not None and (inside[1] is Any or kinds <= {inside[1]}):
-            return value
-        if type(value) is kind:
+        if origin is Mapping and type(value) is dict:
+            return {
+                name: _value(inside[1], one, f"{where}[{quoted(name)}]", ignored)
+                for name, one in value.items()
+            }
+        if type(value) is kind or kind is Any:
             return value
         if kind is float and type(value) is int:  # may be written without a decimal point
             return float(value)
     said = str(hint) if typing.get_args(hint) else hint.__name__
-    raise ValueError(f"{where}: expected {said}, got {shown(repr(value))}")
+    raise ValueError(f"{where}: expected {said}, got {quoted(value)}")

@@ -6,8 +6,6 @@ run_flags.py makes the parsers, the help, the command line of a run and docs/fla
 facts, and `check_settings` checks the values. Standard library only.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -3,8 +3,7 @@
 import itertools
 
 from megatron_lite.config.batch_schedule import MOST_STEPS, BatchSchedule, parse_steps, ramp_steps
-from megatron_lite.config.checks import ContradictionError, resolve
-from megatron_lite.config.plain import shown
+from megatron_lite.config.checks import ContradictionError, quoted, resolve
 from megatron_lite.config.setting import Settings, check_settings, required, setting, switch
 from megatron_lite.config.units import parse_bytes
 
@@ -191,7 +190,7 @@ class TrainingConfig(Settings):
     def _check_steps(self, text: str) -> None:
         steps = parse_steps(text)
         resolve(self, "global_batch_size", steps[-1][1])
-        name = f"--step-batch-size-schedule {shown(repr(text))}"
+        name = f"--step-batch-size-schedule {quoted(text)}"
         if self.global_batch_size != steps[-1][1]:
             raise ContradictionError(
                 f"{name} ends with a batch of {steps[-1][1]} samples, and --global-batch-size is "
@@ -288,21 +287,20 @@ class TrainingConfig(Settings):
         """
         self.num_microbatches(data_parallel_size)
         full, step = self.batch_size(data_parallel_size), self.micro_batch_size * data_parallel_size
+        steps: tuple[tuple[int, int], ...] = ((0, full),)
         if self.step_batch_size_schedule is not None:
             assert seq_length is not None
             steps = self.batch_steps(seq_length)
-            return BatchSchedule(steps=steps, samples_per_microbatch=step)
-        if not self.rampup_batch_size:
-            return BatchSchedule.constant(full, samples_per_microbatch=step)
-        start, increment, samples = self.rampup_batch_size
-        for what, size in (("start", start), ("increment", increment)):
-            if size % step:
-                raise ValueError(
-                    f"--rampup-batch-size {start} {increment} {samples}: the {what} {size} is not "
-                    f"divisible by --micro-batch-size {self.micro_batch_size} x data-parallel size "
-                    f"{data_parallel_size} = {step}"
-                )
-        steps = ramp_steps(start, increment, samples, full)
+        elif self.rampup_batch_size:
+            start, increment, samples = self.rampup_batch_size
+            for what, size in (("start", start), ("increment", increment)):
+                if size % step:
+                    raise ValueError(
+                        f"--rampup-batch-size {start} {increment} {samples}: the {what} {size} is "
+                        f"not divisible by --micro-batch-size {self.micro_batch_size} x "
+                        f"data-parallel size {data_parallel_size} = {step}"
+                    )
+            steps = ramp_steps(start, increment, samples, full)
         return BatchSchedule(steps=steps, samples_per_microbatch=step)
 
     def batch_steps(self, seq_length: int) -> tuple[tuple[int, int], ...]:
@@ -317,7 +315,7 @@ class TrainingConfig(Settings):
         for (samples, _), (following, _) in itertools.pairwise(steps):
             if samples == following:
                 raise ValueError(
-                    f"--step-batch-size-schedule {shown(repr(text))}: two steps are at sample "
+                    f"--step-batch-size-schedule {quoted(text)}: two steps are at sample "
                     f"{samples} of --seq-length {seq_length} tokens; give steps that are further "
                     "apart"
                 )

@@ -20,16 +20,18 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError, chosen, flag, input_faults
-from megatron_lite.config.data_settings import READ_FILES, SENTENCEPIECE_TYPES, TokenizerConfig
+from megatron_lite.config.data_settings import (
+    READ_FILES,
+    SENTENCEPIECE_TYPES,
+    SPECIAL_TOKENS,
+    TokenizerConfig,
+)
 from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.plain import parse_json
 from megatron_lite.data.tokenizer_files import LARGEST_ID, contents_of, merges_of, read_files
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
 USUAL_VOCABULARY = 2**17  # of tiktoken
-# The tokens that every vocabulary of tiktoken has, in this order unless
-# --tokenizer-special-tokens names them.
-SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 WORD = r"[^\r\n\p{L}\p{N}]?"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 # How a text is split before its pieces are encoded: --tiktoken-pattern.

@@ -3,8 +3,6 @@
 Composed of torch's own operations they would keep one more tensor with f channels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -20,8 +20,6 @@ attention of one rank runs between: with windows, documents or dropout, by any k
 of heads and of query groups must be divisible by c t.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

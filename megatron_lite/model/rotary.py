@@ -1,8 +1,6 @@
 """Rotary position embedding (arXiv 2104.09864) in the half-split layout of Megatron and Llama, or
 with pairs of neighbours (--rotary-interleaved). A model without it does not load this file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache, partial

@@ -26,8 +26,6 @@ sum of torch over such parameters, as in torch.nn.utils.clip_grad_norm_, covers 
 part. optim/layouts.py updates the rows.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence

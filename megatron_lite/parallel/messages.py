@@ -8,8 +8,6 @@ longest. After the ranks have joined the run, the store decides who reports (sup
 Standard library only, so that tools without torch use it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

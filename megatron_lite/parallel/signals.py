@@ -3,8 +3,6 @@
 A command first cleans up, and then ends by the same signal, so that its shell sees which one.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

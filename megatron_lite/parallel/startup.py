@@ -12,8 +12,6 @@ fault becomes one error, within a bounded time.
                    disagree on the groups.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import hashlib
 import ipaddress

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError, input_faults
+from megatron_lite.config.checks import InputError, input_faults, quoted
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.plain import from_plain, shown
 from megatron_lite.data.durable_files import write_text
@@ -294,7 +294,7 @@ def load_hardware(name: str) -> Hardware:
     path = Path(name) if name.endswith(".json") else MACHINES / f"{name}.json"
     if not name.endswith(".json") and name not in machine_names():
         raise InputError(
-            f"no machine is called {shown(repr(name))}: give one of {', '.join(machine_names())}, "
+            f"no machine is called {quoted(name)}: give one of {', '.join(machine_names())}, "
             "or the path of a .json file (python -m megatron_lite.tools.calibrate writes one)"
         )
     with input_faults(f"{path}: "):

@@ -7,8 +7,6 @@ multiples of 16 bytes, and not every torch has it for every device. Otherwise on
 expert does the same, and the host waits for the number of rows of each.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

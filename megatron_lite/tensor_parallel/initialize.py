@@ -6,8 +6,6 @@ generator. A rank draws only the blocks that overlap its shard, so t ranks split
 model, and the threads of a rank draw the blocks of a large tensor side by side.
 """
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -28,8 +28,6 @@ matmuls. `||` means that a collective runs beside a matmul.
 The gathered input is not stored (2205.05198 sec. 4.2.2). A group of None issues no collective.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -10,8 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import shown
+from megatron_lite.config.checks import InputError, quoted
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.parallel.launch import read_launch
 from megatron_lite.parallel.messages import await_turn, print_fault, silent_unless
@@ -78,7 +77,7 @@ def tool(
 def check_ending(flag: str, path: str, *endings: str) -> None:
     """Raises InputError if the name of a file has another ending."""
     if os.path.splitext(path)[1] not in endings:
-        raise InputError(f"{flag} {shown(repr(path))} must end in {' or '.join(endings)}")
+        raise InputError(f"{flag} {quoted(path)} must end in {' or '.join(endings)}")
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ fits, and 2 if it does not or if the input has a fault.
 import re
 from pathlib import Path
 
-from megatron_lite.config.checks import InputError, input_faults
+from megatron_lite.config.checks import InputError, input_faults, quoted
 from megatron_lite.config.input_file import read_json
-from megatron_lite.config.plain import shown
 from megatron_lite.config.run_flags import add_settings, taken
 from megatron_lite.config.setting import Settings, check_settings, required, setting, switch
 from megatron_lite.config.units import parse_bytes
@@ -41,7 +40,7 @@ class FitSettings(Settings):
     def __post_init__(self) -> None:
         check_settings(self)
         if not re.fullmatch(r"all|lora:0*[1-9]\d*", self.trainable):
-            raise ValueError(f"--trainable {shown(repr(self.trainable))}: give all, or lora:16")
+            raise ValueError(f"--trainable {quoted(self.trainable)}: give all, or lora:16")
 
 
 main = tool(

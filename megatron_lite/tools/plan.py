@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_lite.config.checks import InputError, input_faults
+from megatron_lite.config.checks import InputError, input_faults, quoted
 from megatron_lite.config.known_models import PRESETS, Preset, model_of, stored_values
 from megatron_lite.config.megatron_flags import (
     add_flags_without_effect,
@@ -74,7 +74,7 @@ def _counts(text: str) -> tuple[int, ...]:
         counts = (0,)
     if min(counts) < 1 or max(counts) > MOST_RANKS or len(counts) > MOST_COUNTS:
         raise ValueError(
-            f"--gpus {shown(repr(text))}: give up to {MOST_COUNTS} numbers from 1 to {MOST_RANKS}, "
+            f"--gpus {quoted(text)}: give up to {MOST_COUNTS} numbers from 1 to {MOST_RANKS}, "
             "such as 8 or 8,16,32"
         )
     return counts

@@ -35,13 +35,6 @@ from megatron_lite.training.iteration_line import Interval, IterationRecord, Run
 if TYPE_CHECKING:
     from megatron_lite.training.skipped import SkippedUpdate
 
-# A row has these fields only if they are known.
-OPTIONAL = (
-    *("decoupled_learning_rate", "params_norm", "num_zeros", "attended"),
-    *("load_balancing_loss", "z_loss", "expert_imbalance", "expert_rank_imbalance"),
-    "activation_bytes_balanced",
-)
-
 
 @contextmanager
 def _opening(path: Path, name: str) -> Iterator[None]:
@@ -105,11 +98,12 @@ def metrics_file(path: str, iteration: int, *, flag: str = "--metrics-jsonl") ->
 
 
 def row_text(record: IterationRecord | SkippedUpdate) -> str:
-    """Returns a record as JSON. Floats have all their digits; NaN and infinity are null."""
+    """Returns the known fields of a record as JSON. Floats have all their digits; NaN and infinity
+    are null."""
     row = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record._asdict().items()
-        if value is not None or key not in OPTIONAL
+        if value is not None
     }
     return json.dumps(row)
 

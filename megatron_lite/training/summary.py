@@ -121,7 +121,7 @@ def described(device: torch.device) -> str:
     threads = torch.get_num_threads()
     return (
         f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}, "
-        f"{threads} {'thread' if threads == 1 else 'threads'} a rank, torch {torch.__version__}, "
+        f"{plural(threads, 'thread')} a rank, torch {torch.__version__}, "
         f"bits {BITS}"
     )
 

@@ -60,15 +60,13 @@ def test_the_others_name_it_and_the_resumed_run_equals_an_uninterrupted_one(
 
 @pytest.mark.runs
 @pytest.mark.parametrize("more", [[], ["--async-save"]], ids=["sync", "async"])
-@pytest.mark.parametrize(
-    ("victim", "function"), [(1, "row_of"), (1, "rows_from_plain"), (0, "sync")]
-)
+@pytest.mark.parametrize(("victim", "function"), [(1, "row_of"), (1, "FileRow"), (0, "sync")])
 def test_a_rank_that_dies_in_a_save_ends_the_others(tmp_path, victim, function, more):
     """In the middle of a rank's files, once every rank knows all files, and after the manifest."""
 
     def prepare(rank):
         if rank == victim:
-            setattr(saver, function, lambda *_: _dies())
+            setattr(saver, function, lambda *_, **__: _dies())
 
     with program([*_into(tmp_path), *more], ranks=2, prepare=prepare) as run:
         assert run.wait(victim, 1 - victim) == [-signal.SIGKILL, 1], run.everything()

@@ -18,7 +18,7 @@ def schedule(num_iterations=10, batch_size=4, **config):
     return LrSchedule.build(
         LrScheduleConfig(**{"lr": 1.0, **config}),
         train_samples=num_iterations * batch_size,
-        batches=BatchSchedule.constant(batch_size),
+        batches=BatchSchedule(steps=((0, batch_size),)),
     )
 
 
@@ -92,7 +92,7 @@ def test_a_schedule_taken_from_a_checkpoint_equals_megatron_core(style, wsd_styl
         oracle = megatrons_scheduler(config, groups, use_checkpoint_opt_param_scheduler=True)
         oracle.load_state_dict(state)
         built = [
-            LrSchedule.build(one, train_samples=120, batches=BatchSchedule.constant(6))
+            LrSchedule.build(one, train_samples=120, batches=BatchSchedule(steps=((0, 6),)))
             for one in (config, saved)
         ]
         lr = built[0].taken_from(built[1])

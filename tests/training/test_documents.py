@@ -234,7 +234,7 @@ def test_an_evaluation_is_the_mean_over_the_tokens_that_count():
         run = SimpleNamespace(
             config=tiny_run(eval_iters=2, micro_batch_size=BATCH, global_batch_size=BATCH),
             runner=runner,
-            batches=BatchSchedule.constant(2 * BATCH, samples_per_microbatch=BATCH),
+            batches=BatchSchedule(steps=((0, 2 * BATCH),), samples_per_microbatch=BATCH),
             rules=ALL,
         )
         found = mean_loss(run, Texts())
