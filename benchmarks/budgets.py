@@ -45,9 +45,11 @@ from benchmarks.harness import (
     spread,
 )
 from megatron_lite.api import apply_policy_, fit_memory_, remove_policy_
+from megatron_lite.data.durable_files import write_text
 from megatron_lite.fit.gauges import CpuGauge, CudaGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.step import bytes_of
+from megatron_lite.pages.document import svg_text
 
 SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)  # of the way from the least to the most
 BUDGETS = (0.0, 0.3, 0.6)  # of torch's compiler
@@ -228,14 +230,11 @@ def rows_of(name, args, progress):
 
 def draw(rows, file):
     """Draws one picture for each model: memory to the right, time upwards."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "budgets"
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(row["what"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(names), figsize=(4.2 * len(names), 3.6), squeeze=False)
+    figure = Figure(figsize=(4.2 * len(names), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(names), squeeze=False)[0]
     marks = {
         "none": ("k*", "none"),
         "budget": ("o-", "megatron_lite's budget"),
@@ -244,7 +243,7 @@ def draw(rows, file):
         "SAC": ("^:", "SAC"),
         "compiler's": ("v:", "torch's compiler"),
     }
-    for name, axis in zip(names, axes[0], strict=True):
+    for name, axis in zip(names, axes, strict=True):
         for start, (mark, label) in marks.items():
             found = [row for row in rows if row["what"] == name and row["name"].startswith(start)]
             axis.plot(
@@ -254,15 +253,14 @@ def draw(rows, file):
                 label=label,
             )
         axis.set(title=name, xlabel="peak of a step, MiB", ylabel="time / plain")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize="small")
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
-    figure.savefig(file, metadata={"Date": None} if file.endswith("svg") else None)
+    legend = dict(loc="outside lower center", ncols=len(marks), fontsize="small")
+    figure.legend(*axes[0].get_legend_handles_labels(), **legend)
+    write_text(file, svg_text(figure))
 
 
 def main(argv=None):
     """Runs the benchmark. Returns 0, or 1 if a step took more than its budget."""
-    parser = plain_parser("budgets.py", (__doc__ or "").partition("\n")[0], repeats=5)
+    parser = plain_parser(__doc__, repeats=5)
     parser.add_argument("--device", default="auto", help="default: cuda where there is one")
     parser.add_argument("--models", nargs="+", choices=MODELS | ON_A_GPU, default=list(MODELS))
     parser.add_argument("--picture", metavar="FILE.svg", help="memory against time, drawn")

@@ -109,7 +109,7 @@ def measure_stall(one, clock, repeats, *, steps):
 
 
 def parse(argv):
-    parser = plain_parser("checkpoint.py", (__doc__ or "").partition("\n")[0], repeats=7)
+    parser = plain_parser(__doc__, repeats=7)
     add_preset(parser, "medium")
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default="bf16", help="of the weights; default: bf16"

@@ -80,6 +80,14 @@ def build_contestants(setting, skipped, *, peers=tuple(PEERS), compiled=False):
     yield from _ours(model, optimizer, setting, [f"ours, {name}" for name in OUR_POLICIES])
 
 
+def as_graph(step, rng, batches):
+    """Returns the step as a CUDA graph, which the host launches at once."""
+    recorder = Recorder(step, rng)
+    for _ in range(LEAST_WARMUP + 1):
+        recorder.run(batches, learning_rate=0.0)  # the others begin with the same weights
+    return recorder.run
+
+
 def _built(name, skipped, build):
     """Yields what `build` returns, or notes why there is nothing."""
     try:
@@ -115,12 +123,9 @@ def _ours(model, optimizer, setting, names, *, mode=""):
             return train_step(runner, optimizer, batches, learning_rate=learning_rate).loss
 
     def called(way):
-        if mode != GRAPH:
-            return partial(way, (batch,), learning_rate=LEARNING_RATE)
-        recorder = Recorder(way, parallel.rng)
-        for _ in range(LEAST_WARMUP + 1):
-            recorder.run((batch,), learning_rate=0.0)  # the others begin with the same weights
-        return partial(recorder.run, (batch,), learning_rate=LEARNING_RATE)
+        if mode == GRAPH:
+            way = as_graph(way, parallel.rng, (batch,))
+        return partial(way, (batch,), learning_rate=LEARNING_RATE)
 
     for name in names:
         policy = RecomputeConfig(recompute_policy=f"*:{name.split(', ')[1]}")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
-from benchmarks.data_engines import OURS, Sizes, tasks_of
+from benchmarks.data_engines import OURS, tasks_of
 from benchmarks.harness import (
     add_number,
     clock_of,
@@ -84,7 +84,7 @@ def measure(task, repeats, clock):
 
 
 def parse(argv):
-    parser = plain_parser("data.py", (__doc__ or "").partition("\n")[0], repeats=5)
+    parser = plain_parser(__doc__, repeats=5)
     for flag, default, text in (
         ("--lines", 20_000, "documents to tokenize"),
         ("--documents", 10_000_000, "documents of the dataset"),
@@ -103,10 +103,9 @@ def parse(argv):
 def main(argv=None):
     """Runs the benchmark. Returns 0."""
     args = parse(argv)
-    sizes = Sizes(**{name: getattr(args, name) for name in Sizes.__dataclass_fields__})
     report, clock = new_report(args), clock_of(args)
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
-        for task in tasks_of(Path(folder), sizes):
+        for task in tasks_of(Path(folder), args):
             if (args.only or "") in task.what:
                 publish(report, measure(task, args.repeats, clock), args.json)
     return 0

@@ -23,24 +23,6 @@ OURS, THEIRS = "megatron_lite", "megatron-core"
 VOCAB_SIZE = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """How much each row does.
-
-    lines: documents of the text that is tokenized.
-    documents: documents of the dataset that is opened and indexed.
-    reads: samples that are read from it.
-    blend: samples of a blend of `datasets` datasets.
-    """
-
-    lines: int
-    documents: int
-    reads: int
-    blend: int
-    datasets: int
-    seq_length: int
-
-
 @dataclass(frozen=True)
 class Task:
     """A row of the table. count: how many of `unit` an action works through."""
@@ -74,7 +56,11 @@ def write_dataset(prefix, documents):
 
 
 def tasks_of(folder, sizes):
-    """Writes the files and yields the rows. Rows of megatron-core are left out without it."""
+    """Writes the files and yields the rows. Rows of megatron-core are left out without it.
+
+    sizes: how much each row does: `lines` documents of a text, `documents` of the dataset that is
+        opened and indexed, `reads` samples of it, `blend` samples of a blend of `datasets`.
+    """
     engines = {OURS: Ours(folder, sizes)}
     with contextlib.suppress(ImportError):
         engines[THEIRS] = Megatron(folder, sizes)

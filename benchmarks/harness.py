@@ -109,9 +109,10 @@ def in_rounds(measured, rounds, until=math.inf):
     return {name: found[:whole] for name, found in samples.items() if found}
 
 
-def plain_parser(program, description, *, repeats):
-    """Returns a parser with the options that every timing command has."""
-    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
+def plain_parser(about, *, repeats):
+    """Returns a parser with the options that every timing command has. about: its docstring."""
+    description = about.partition("\n")[0]
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     add_number(parser, "--repeats", repeats, "rounds, in each of which every engine is timed once")
     add_number(parser, "--threads", None, "CPU threads; default: torch's choice")
     parser.add_argument(
@@ -143,9 +144,9 @@ def add_preset(parser, default):
     )
 
 
-def benchmark_parser(program, description, *, repeats):
+def benchmark_parser(about, *, repeats):
     """Returns a parser with the options of a benchmark of models."""
-    parser = plain_parser(program, description, repeats=repeats)
+    parser = plain_parser(about, repeats=repeats)
     parser.add_argument(
         "--device", default="auto", help="cpu, cuda, cuda:1 ..; default: cuda where there is one"
     )

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
-from benchmarks.contestants import GRAPH
+from benchmarks.contestants import GRAPH, as_graph
 from benchmarks.engines import SEED, Setting
 from benchmarks.harness import (
     OutOfTime,
@@ -39,7 +39,6 @@ from megatron_lite.config.model import ATTENTION_BACKENDS
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.graphs import LEAST_WARMUP, Recorder
 
 aten = torch.ops.aten
 # torch counts the FLOPs of CUDA's flash kernels, but has no formula for the flash kernel of a CPU.
@@ -81,15 +80,6 @@ def footprint(engine, streams, start):
     )
 
 
-def as_graph(engine, rng):
-    """Returns the step of an engine of ours as a CUDA graph, which the host launches at once."""
-    recorder = Recorder(lambda *_, **__: engine.step(), rng)
-    replay = partial(recorder.run, (), learning_rate=0.0)
-    for _ in range(LEAST_WARMUP + 1):
-        replay()
-    return replay
-
-
 def measure(setting, parallel, args):
     """Measures all engines of one setting. Returns their rows, and who is left out and why.
 
@@ -100,30 +90,24 @@ def measure(setting, parallel, args):
         engine is not ours. Above 1 ours is faster.
     """
     built, skipped = build_engines(setting, parallel)
-    engines = [
-        engine
-        for engine in built
-        if not args.engines or engine.name in args.engines or engine.name.endswith(NONE)
-    ]
+    chosen = args.engines or [one.name for one in built]
+    engines = [one for one in built if one.name in chosen or one.name.endswith(NONE)]
     start, footprints, progress = parallel.rng.snapshot(), {}, Progress()
+    steps, clock = {}, clock_of(args)
     with garbage_kept():
         with suppress(OutOfTime):
-            for engine in engines:
-                progress(f"bytes and FLOPs of {engine.name}")
-                footprints[engine.name] = footprint(engine, parallel.rng, start)
-        clock, steps = clock_of(args), {}
-        for one in engines:
-            progress(f"warming up {one.name}")
-            if one.name in footprints:
-                steps[one.name] = one, one.step
+            for one in engines:
+                progress(f"bytes and FLOPs of {one.name}")
+                footprints[one.name] = footprint(one, parallel.rng, start)
+                steps[one.name] = partial(clock.ms, one.step)
                 if args.cuda_graph and one.rival is None and "@host" not in one.name:
-                    steps[one.name + GRAPH] = one, as_graph(one, parallel.rng)
-        samples = in_rounds(
-            {name: partial(clock.ms, step) for name, (_, step) in steps.items()}, args.repeats
-        )
-    rows = []
-    skipped |= {one.name: "no time left" for one in engines if one.name not in steps}
-    for name, (engine, _) in steps.items():
+                    graph = as_graph(lambda *_, one=one, **__: one.step(), parallel.rng, ())
+                    replay = partial(graph, (), learning_rate=0.0)
+                    steps[one.name + GRAPH] = partial(clock.ms, replay)
+        samples = in_rounds(steps, args.repeats)
+    rows, by_name = [], {one.name: one for one in engines}
+    for name in {**by_name, **steps}:
+        engine = by_name[name.removesuffix(GRAPH)]
         base = footprints.get(f"transformers, {NONE}" if name.startswith("transf") else NONE)
         none = NONE + GRAPH if name.endswith(GRAPH) else NONE
         if base is None or none not in samples or name not in samples:
@@ -149,7 +133,7 @@ def measure(setting, parallel, args):
 
 
 def parse(argv):
-    parser = benchmark_parser("recompute.py", (__doc__ or "").partition("\n")[0], repeats=9)
+    parser = benchmark_parser(__doc__, repeats=9)
     parser.add_argument(
         "--attention-backend",
         choices=ATTENTION_BACKENDS,

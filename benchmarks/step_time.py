@@ -38,6 +38,10 @@ from benchmarks.harness import (
     publish,
     spread,
 )
+from megatron_lite.description.model_ends import head_operations
+from megatron_lite.description.self_attention import CORE
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.parallel.torch_internals import grouped_product
 
@@ -50,32 +54,28 @@ def linear_layers(setting):
 
     Those of experts are grouped products of balanced rows.
     """
-    config, shape, tokens = setting.model_config(), setting.shape, setting.tokens
-    h, heads = config.hidden_size, config.num_attention_heads * config.head_dim
-    experts, wide = (
-        config.num_experts,
-        config.expert_size if config.num_experts else config.ffn_size,
-    )
-    mlp = [(h, 2 * wide if config.swiglu else wide), (wide, h)]
-    each = [(h, heads + 2 * config.query_groups * config.head_dim), (heads, h)]
-    each += [] if experts else mlp
-    sizes = each * shape.num_layers + [(h, shape.vocab_size)]
+    config, shape = setting.model_config(), setting.shape
+    b, s, layers = shape.batch_size, shape.seq_length, shape.num_layers
+    sizes = Sizes(micro_batch_size=b, seq_length=s, padded_vocab_size=shape.vocab_size)
+    described = [layer.operations for layer in describe_layers(config, sizes, layers)]
+    operations = itertools.chain(*described, head_operations(config, sizes))
+    calls = [call for one in operations if one.name != CORE for call in one.calls]
+    matmuls = [one for call in calls for one in call.matmuls]
     drawn = partial(torch.randn, device=setting.device, dtype=DTYPES[setting.dtype])
-    operands = {(m, n): (drawn(tokens, m), drawn(n, m)) for m, n in set(sizes)}
-    grouped, rows = [], tokens * config.moe_router_topk
-    if experts:
-        ends = torch.arange(1, experts + 1, device=setting.device) * rows // experts
-        grouped = [(drawn(rows, m), drawn(experts, m, n), ends.int()) for m, n in mlp]
+    products = {}
+    for one in set(matmuls):
+        rows, weight = drawn(one.m, one.k), (one.n, one.k)
+        products[one] = partial(F.linear, rows, drawn(*weight))
+        if one.groups > 1:
+            ends = torch.arange(1, one.groups + 1, device=setting.device) * one.m // one.groups
+            experts = drawn(one.groups, *weight[::-1])
+            products[one] = partial(grouped_product, rows, experts, offs=ends.int())
 
     def run():
-        for size in sizes:
-            F.linear(*operands[size])
-        for left, right, offs in grouped * shape.num_layers:
-            grouped_product(left, right, offs=offs)
+        for one in matmuls:
+            products[one]()
 
-    flops = 2 * tokens * sum(m * n for m, n in sizes)
-    of_experts = 2 * rows * sum(m * n for m, n in mlp) * shape.num_layers if experts else 0
-    return run, flops + of_experts
+    return run, sum(one.flops for one in matmuls)
 
 
 def kernels(one, device):
@@ -176,7 +176,7 @@ def measure(setting, args, skipped):
 
 
 def parse(argv):
-    parser = benchmark_parser("step_time.py", (__doc__ or "").partition("\n")[0], repeats=9)
+    parser = benchmark_parser(__doc__, repeats=9)
     parser.add_argument("--family", choices=list(SETTINGS), default="gpt", help="default: gpt")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--compile", action="store_true", help="also torch.compile's contestants")

@@ -46,6 +46,7 @@ from megatron_lite.optim.lr_schedule import LrSchedule
 
 AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
 MOST_UPDATES = 10**9 - 1
+LONGEST_LINE = 400
 PARTS = ("optimizer", "rng")
 
 
@@ -128,7 +129,9 @@ class Metadata:
                 plain.as_whole(getattr(found, axis), axis, 1, plain.MOST_RANKS)
             plain.as_whole(found.world_size, " x ".join(AXES), 1, plain.MOST_RANKS)
             plain.as_whole(found.num_updates, "num_updates", 0, MOST_UPDATES)
-            plain.as_line(found.computed_on, "computed_on")
+            text = found.computed_on
+            if len(text) > LONGEST_LINE or not f"{text} ".isprintable():
+                raise ValueError(f"computed_on must be one line (got {plain.quoted(text)})")
             found.progress.check()
             if not {*found.missing} <= {*PARTS}:
                 raise ValueError(

@@ -170,11 +170,6 @@ class ExpertSettings(Settings):
         return size
 
     @property
-    def balances_experts(self) -> bool:
-        """Tells whether there is a load-balancing loss."""
-        return bool(self.balance_losses)
-
-    @property
     def balance_losses(self) -> tuple[tuple[str, float], ...]:
         """The load-balancing losses that have an effect, and the factor on each."""
         kinds, factors = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff

@@ -85,7 +85,6 @@ STRICT: dict[str, Any] = dict(
     parse_constant=_refuse_constant,
     object_pairs_hook=without_repetition,
 )
-LONGEST_LINE = 400
 # A reader builds something for each layer that a file names. No model has more layers than this.
 MOST_LAYERS = 2**16
 MOST_SIZE, MOST_RANKS = 2**48, 2**20
@@ -129,16 +128,6 @@ def as_whole(value: object, name: str, low: int, high: int) -> int:
         raise ValueError(
             f"{name} must be a whole number from {low} to {high} (got {quoted(value)})"
         )
-    return value
-
-
-def as_line(value: object, name: str) -> str:
-    """Returns the value if it is a text of one line that a terminal can show.
-
-    Raises ValueError otherwise, and if it is longer than LONGEST_LINE.
-    """
-    if not isinstance(value, str) or len(value) > LONGEST_LINE or not (value + " ").isprintable():
-        raise ValueError(f"{name} must be one line of text (got {quoted(value)})")
     return value
 
 

@@ -65,7 +65,9 @@ class ExpertShape(Shape):
             model.chosen_rows(sizes.local_tokens, imbalance) * (self.tokens // sizes.local_tokens)
             for imbalance in (sizes.expert_imbalance, 1.0)
         )
-        self.rows, self.sent = sizes.rows_of_experts(layer) or (fullest, balanced)
+        self.rows, self.sent = fullest, balanced
+        if sizes.expert_rows:
+            self.rows, self.sent = sizes.expert_rows[layer - sizes.first_layer]
         self.width = model.expert_size // self.tp_size
         self.scores = ROUTER_BYTES.get(model.moe_router_dtype or "", self.element)
         self.permuted = self.rows * model.hidden_size * self.element

@@ -163,11 +163,6 @@ class Sizes:
         """Returns the bytes that torch's allocator counts for a tensor of a step."""
         return allocated(num_bytes, self.device) if self.in_step else num_bytes
 
-    def rows_of_experts(self, layer: int) -> tuple[int, int] | None:
-        """Returns the rows that the experts of a layer compute, and those that the rank sends;
-        None: as many as in a balance."""
-        return self.expert_rows[layer - self.first_layer] if self.expert_rows else None
-
     @property
     def is_rounded(self) -> bool:
         """Whether activations and gradients have 16 bits."""

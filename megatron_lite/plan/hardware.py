@@ -274,10 +274,6 @@ class Group(NamedTuple):
         """Returns how many ranks of the group share a node."""
         return max(1, min(self.size, hardware.ranks_per_node // self.stride))
 
-    def is_inside_a_node(self, hardware: Hardware) -> bool:
-        """Returns whether all ranks of the group share a node."""
-        return self.per_node(hardware) == self.size
-
 
 def machine_names() -> tuple[str, ...]:
     """Returns the names of the machines that come with the package."""

@@ -114,7 +114,7 @@ def step_time(
     own_stages = _alike(config, all_stages or config.stages())
     passages = _passages(run, own_stages, num_microbatches)
     sent = transfer_bytes or Shape(model, Sizes.of(config, hardware.device)).residual
-    link = hardware.inside if pipeline.is_inside_a_node(hardware) else hardware.between
+    link = hardware.inside if pipeline.per_node(hardware) == p else hardware.between
     transfer = link.latency_s + sent / link.bandwidth
     durations = Durations(
         [[one.forward.seconds for one in own] for own in passages],

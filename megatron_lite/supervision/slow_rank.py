@@ -226,25 +226,21 @@ class ReplicaCheck(NamedTuple):
     def _groups(self, held: list[_HeldTensor]) -> list[tuple[Tensor, ProcessGroup]]:
         """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
         parallel = self.parallel
-        # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those that
-        # are not split, and the first and the last stage of a tied weight.
-        # A view of the ranks for experts has groups of its own (parallel/expert_groups.py).
-        apart = [spec.of_experts and parallel.experts is not None for _, _, spec, _ in held]
-        kinds = list(zip(apart, (share for *_, share in held), strict=True))
-        experts = parallel if parallel.experts is None else parallel.experts
-        chosen = (
-            (parallel.dp_cp_group, [one == (False, False) for one in kinds]),
-            (experts.dp_cp_group, [one == (True, False) for one in kinds]),
-            (parallel.replica_group, [one == (False, True) for one in kinds]),
-            (experts.replica_group, [one == (True, True) for one in kinds]),
-            (
-                parallel.tp_group,
-                [spec.tp_dim is None and not spec.of_experts for _, _, spec, _ in held],
-            ),
-            (parallel.embedding_group, [spec.tied for _, _, spec, _ in held]),
-        )
+        found: dict[tuple[int, ProcessGroup | None], list[int]] = {}
+        for number, (_, _, spec, is_share) in enumerate(held):
+            # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those
+            # that are not split, and the first and the last stage of a tied weight.
+            of_data = parallel.holding(spec)
+            is_whole = spec.tp_dim is None and not spec.of_experts
+            groups = (
+                of_data.replica_group if is_share else of_data.dp_cp_group,
+                parallel.tp_group if is_whole else None,
+                parallel.embedding_group if spec.tied else None,
+            )
+            for one in enumerate(groups):
+                found.setdefault(one, []).append(number)
         return [
-            (torch.tensor(here, device=parallel.device).nonzero().view(-1), group)
-            for group, here in chosen
-            if group is not None and any(here)
+            (torch.tensor(found[one], device=parallel.device), one[1])
+            for one in sorted(found, key=lambda one: one[0])
+            if one[1] is not None
         ]

@@ -68,7 +68,8 @@ def tool(
     def main(argv: Sequence[str] | None = None, name: str = program) -> int:
         parser = Parser(prog=name, description=description, **options)
         add_flags(parser)
-        args = parser.parse_args(argv)
+        with rank_0_speaks():
+            args = parser.parse_args(argv)
         return exit_status(lambda: run(args), name)
 
     return main

@@ -11,27 +11,15 @@ This module reads the command line, without torch. generation.py does the work.
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from megatron_lite.config.checks import flag
+from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run_flags import Parser, add_flag, add_settings, fields_of, taken
 from megatron_lite.config.setting import Settings, setting, switch
-from megatron_lite.tools.command import exit_status, rank_0_speaks
-
-PROGRAM = "python -m megatron_lite.tools.generate"
+from megatron_lite.tools.command import tool
 
 
-def parse(argv: Sequence[str] | None, program: str = PROGRAM) -> argparse.Namespace:
-    """Returns the flags, with the sampling that they ask for as `sampling`.
-
-    Ends the process with status 2 if they break a rule.
-    """
-    parser = Parser(
-        prog=program,
-        description="Continues a text with the model of a checkpoint, on as many tensor-parallel "
-        "ranks as are started.",
-    )
+def _add_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("--load", required=True, metavar="DIR", help="checkpoint directory, the --save of a run")
     add("--prompt", required=True, metavar="TEXT", help="text to continue")
@@ -40,25 +28,26 @@ def parse(argv: Sequence[str] | None, program: str = PROGRAM) -> argparse.Namesp
     for field in fields_of(ParallelConfig):
         if field.name == "distributed_backend":
             add_flag(parser, field)
-    args = parser.parse_args(argv)
+
+
+def _generate(args: argparse.Namespace) -> None:
     others = " and ".join(flag(name) for name in ("temperature", "top_k", "top_p") if name in args)
     if "greedy" in args and others:
-        parser.error(f"--greedy takes the likeliest token: leave out {others}")
-    try:
-        args.sampling = taken(Sampling, args)
-    except ValueError as error:
-        parser.error(str(error))
-    return args
-
-
-def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """Runs the command line. Returns the exit status."""
-    with rank_0_speaks():
-        args = parse(argv, program)
+        raise InputError(f"--greedy takes the likeliest token: leave out {others}")
+    args.sampling = taken(Sampling, args)
     # Imported late: the module imports torch, which --help does not need.
     from megatron_lite.tools.generation import run
 
-    return exit_status(lambda: run(args), program)
+    run(args)
+
+
+main = tool(
+    "python -m megatron_lite.tools.generate",
+    "Continues a text with the model of a checkpoint, on as many tensor-parallel ranks as are "
+    "started.",
+    _add_flags,
+    _generate,
+)
 
 
 class Sampling(Settings):

@@ -95,11 +95,6 @@ class DryRank(NamedTuple):
         """The measured bytes of the four kinds of states that `states` has."""
         return sum(self.measured.held[kind] for kind in STATES)
 
-    @property
-    def peak_difference(self) -> int:
-        """The measured peak minus the closed form."""
-        return self.measured.peak.num_bytes - self.predicted.num_bytes
-
 
 def dry_run(
     config: RunConfig,
@@ -358,7 +353,7 @@ def _column(rank: DryRank, unit: ByteUnit) -> Iterator[tuple[str, str]]:
     yield "  peak", unit.number(peak.num_bytes)
     yield "  peak, bytes", f"{peak.num_bytes:,}"
     yield "  closed form, bytes", f"{rank.predicted.num_bytes:,}"
-    yield "  difference", f"{rank.peak_difference / peak.num_bytes:+.2%}"
+    yield "  difference", f"{1 - rank.predicted.num_bytes / peak.num_bytes:+.2%}"
     yield "  rounding and cuBLAS", unit.number(rank.predicted.beside_tensors)
     yield "host memory, at most", unit.number(measured.host_bytes)
 

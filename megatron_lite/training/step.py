@@ -364,7 +364,7 @@ class StageRunner:
             is_split=context.sequence_parallel,
             num_calls=(config.num_layers - config.num_dense_layers) * num_microbatches,
         )
-        has = {"load_balancing_loss": config.balances_experts, "z_loss": config.moe_z_loss_coeff}
+        has = {"load_balancing_loss": config.balance_losses, "z_loss": config.moe_z_loss_coeff}
         return {name: figure for name, figure in figures.items() if has.get(name, True)}
 
     @torch.no_grad()
