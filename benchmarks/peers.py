@@ -87,17 +87,14 @@ def plain(setting, weights, *, compiled):
     """Returns GPT-2 in plain torch, and the same model compiled if `compiled`."""
     with setting.device:
         model = PlainGPT(setting).to(DTYPES[setting.dtype]).train()
-    parameters = dict(model.named_parameters())
+    parameters = list(model.parameters())  # in the order of ours
     with torch.no_grad():
-        for name, weight in weights.items():
-            for ours, own in PLAIN_NAMES.items():
-                name = name.replace(ours, own)
-            if ".qkv." in name:  # ours has the rows of a head together
+        for parameter, (name, weight) in zip(parameters, weights.items(), strict=True):
+            if ".linear_qkv." in name:  # ours has the rows of a head together
                 rows = weight.unflatten(0, (setting.shape.num_attention_heads, 3, -1))
                 weight = rows.transpose(0, 1).flatten(0, 2)
-            parameters[name].copy_(weight)
-    losses = {"plain torch": of_logits(model, setting)}
-    return sharing(losses, list(model.parameters()), compiled=compiled)
+            parameter.copy_(weight)
+    return sharing({"plain torch": of_logits(model, setting)}, parameters, compiled=compiled)
 
 
 def transformers(setting, weights, *, compiled):
@@ -268,19 +265,6 @@ LITGPT_NAMES = {
     "mlp.fc_2": "mlp.up_proj",
     "mlp.proj": "mlp.down_proj",
 }
-# Parts of our names, and those of PlainGPT.
-PLAIN_NAMES = {
-    "embedding.word_embeddings": "tokens",
-    "embedding.position_embeddings": "positions",
-    "decoder.final_layernorm": "norm",
-    "decoder.layers": "layers",
-    "input_layernorm": "norm1",
-    "self_attention.linear_qkv": "qkv",
-    "self_attention.linear_proj": "proj",
-    "pre_mlp_layernorm": "norm2",
-    "mlp.linear_fc1": "fc1",
-    "mlp.linear_fc2": "fc2",
-}
 
 
 class Logits(nn.Module):
@@ -301,9 +285,10 @@ class PlainLayer(nn.Module):
         super().__init__()
         h = shape.hidden_size
         self.num_heads, self.dropout = shape.num_attention_heads, dropout
-        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.norm1 = nn.LayerNorm(h)
         self.qkv = nn.Linear(h, 3 * h)
         self.proj = nn.Linear(h, h)
+        self.norm2 = nn.LayerNorm(h)
         self.fc1 = nn.Linear(h, 4 * h)
         self.fc2 = nn.Linear(4 * h, h)
 

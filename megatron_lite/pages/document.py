@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.invocation import module_of_extra, shell_lines
+from megatron_lite.config.units import GIB
 
-GIB = 2**30
 LONGEST_TEXT = 4000
 STYLE = {
     "font.size": 9,

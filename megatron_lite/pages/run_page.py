@@ -15,7 +15,8 @@ from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import input_size, open_input, read_input
-from megatron_lite.pages.document import GIB, document, number, picture
+from megatron_lite.config.units import GIB
+from megatron_lite.pages.document import document, number, picture
 
 # Reads what the page of a run shows, from the metrics file and the logs of the run.
 #

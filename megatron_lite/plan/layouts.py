@@ -15,10 +15,10 @@ from megatron_lite.config.optimizer_settings import FLOAT32
 from megatron_lite.config.optimizer_settings import FORMATS as BYTES
 from megatron_lite.config.parallel import CP_COMM_TYPES, no_flash_across_ranks
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import stages
+from megatron_lite.config.stages import stages, whole_model
 from megatron_lite.description.sizes import ELEMENT_BYTES
 from megatron_lite.memory.predict.flops import forward_flops, logits_flops
-from megatron_lite.memory.predict.states import parameter_count, rank_states
+from megatron_lite.memory.predict.states import parameter_count, rank_states, stage_parameters
 from megatron_lite.plan.problem import (
     AWARE,
     CONTEXT,
@@ -132,14 +132,8 @@ def least_states(config: RunConfig, num_ranks: int) -> float:
     """Returns a lower bound of the bytes of states on the fullest rank, however layers are cut into
     stages: the mean of all ranks."""
     parallel, optimizer, model = config.parallel, config.optimizer, config.model
-    tp_size, kind = parallel.tensor_model_parallel_size, kind_of(config)
-    own = parameter_count(
-        model,
-        config.tokenizer.rows(tp_size),
-        tp_size=tp_size,
-        ep_size=parallel.expert_model_parallel_size,
-        expert_tp_size=parallel.expert_tensor_parallel,
-    )
+    kind = kind_of(config)
+    own = stage_parameters(config, whole_model(model.num_layers))
     element = ELEMENT_BYTES[config.training.precision]
     whole = element + BYTES[optimizer.main_grads_dtype]  # of a parameter on each rank
     shared = BYTES[optimizer.main_params_dtype] * (element < FLOAT32)

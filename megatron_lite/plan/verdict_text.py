@@ -12,6 +12,7 @@ from megatron_lite.config.invocation import shell_lines
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
+from megatron_lite.config.units import GIB
 from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.memory.predict.step_peak import PeakTerm
 from megatron_lite.plan.hardware import Hardware
@@ -22,7 +23,6 @@ from megatron_lite.plan.search import Plan
 from megatron_lite.plan.step_time import HOST_UPDATE
 from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, FitVerdict
 
-GIB = 2**30
 WIDTH = 100
 MOST_STAGES = 64
 STATES = ("weights", "main weights", "gradients", "optimizer states")

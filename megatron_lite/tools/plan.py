@@ -36,9 +36,9 @@ from megatron_lite.config.run_flags import (
     taken,
 )
 from megatron_lite.config.setting import Settings, check_settings, setting, settings_of
-from megatron_lite.config.units import parse_bytes
+from megatron_lite.config.units import GIB, parse_bytes
 from megatron_lite.data.durable_files import write_text
-from megatron_lite.pages.document import GIB, document, picture, printable
+from megatron_lite.pages.document import document, picture, printable
 from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.plan.auto_policy import Budget, default_reserve
 from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names

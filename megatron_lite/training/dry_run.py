@@ -174,16 +174,13 @@ def dry_run(
 
 def check_can_run_dry(config: RunConfig) -> None:
     """Raises InputError for a setting that a run without values cannot follow."""
-    for is_set, flag, reason in (
-        (
-            config.compiles_layers,
-            "--activation-memory-budget",
-            "what a compiled layer keeps is not known",
-        ),
-        (config.recompute.recompute_verify, "--recompute-verify", "a dry run has no values"),
-    ):
-        if is_set:
-            raise InputError(f"--dry-run-memory cannot follow {flag}: {reason}. Leave it out")
+    reason = None
+    if config.compiles_layers:
+        reason = "--activation-memory-budget: what a compiled layer keeps is not known"
+    elif config.recompute.recompute_verify:
+        reason = "--recompute-verify: a dry run has no values"
+    if reason:
+        raise InputError(f"--dry-run-memory cannot follow {reason}. Leave it out")
 
 
 @contextmanager
