@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import quoted
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import MOST_LAYERS
+from megatron_lite.config.plain import MOST_LAYERS, as_object
 
 Values = dict[str, Any]
 
@@ -59,10 +59,7 @@ class Config:
 
     def object(self, key: str) -> Values:
         """Returns an object inside the config; {} if it is missing."""
-        value = self.get(key) or {}
-        if not isinstance(value, dict):
-            raise ValueError(f"{key} must be an object (got {quoted(value)})")
-        return value
+        return as_object(self.get(key) or {}, key)
 
 
 # A rule is a fact of a model that is not one key: it has `read(config, fields)`, which adds to the
