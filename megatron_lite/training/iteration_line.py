@@ -23,7 +23,7 @@ from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import ByteUnit, plural
+from megatron_lite.config.units import plural
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
 from megatron_lite.parallel.state import ParallelState
@@ -60,7 +60,8 @@ class RunFacts(NamedTuple):
 
 
 class IterationRecord(NamedTuple):
-    """The figures of one iteration, which every part of the log gets.
+    """The figures of one iteration, which every part of the log gets. A row of the metrics file
+    leaves out those that are None.
 
     lm_loss: the mean over the global batch, in nats per token.
     grad_norm: the global 2-norm before clipping.
@@ -71,8 +72,6 @@ class IterationRecord(NamedTuple):
     activation_bytes_*: the kept bytes of one micro-batch in device memory, the most of any rank.
         They are measured on the run's first micro-batch.
     activation_host_bytes_*: those in host memory. None unless a policy moves tensors there.
-
-    A row of the metrics file has the following fields only if they are not None.
     decoupled_learning_rate: that of the word embedding and the output layer. None without
         --decoupled-lr.
     params_norm, num_zeros: only on logged iterations, and only if asked for.
@@ -196,9 +195,10 @@ def iteration_line(interval: Interval, facts: RunFacts, *, throughput: bool) -> 
         fields[name] = f"{percent:.1f}%"
     predicted, measured = last.activation_bytes_predicted, last.activation_bytes_measured
     if predicted is not None and measured is not None:
-        unit = ByteUnit.of(max(predicted, measured))
-        both = f"{unit.number(predicted)}/{unit.number(measured)}"
-        fields[f"activation {unit.name} predicted/measured"] = both
+        is_large = max(predicted, measured) >= 0.1 * 2**30
+        name, unit = ("GiB", 2**30) if is_large else ("MiB", 2**20)
+        both = f"{predicted / unit:.3f}/{measured / unit:.3f}"
+        fields[f"activation {name} predicted/measured"] = both
     fields[f"peak GiB {PEAK_OF[device.type]}"] = f"{peak_gib(device):.2f}"
     fields["ETA"] = interval.eta
     start = f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}"
