@@ -7,6 +7,7 @@ it is far below the prediction.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.plans import ENDLESS, Plan, fastest, neighbours, smallest
 from megatron_lite.fit.ranks import all_ranks
+from megatron_lite.fit.step import unchanged
 from megatron_lite.parallel.torch_internals import compiled_call_of
 from megatron_lite.recompute.apply import remove_policy_
 
@@ -92,7 +94,7 @@ def fit_memory_(
     """Puts on the model the fastest recompute policy with which a step fits the budget.
 
     The step runs 7 times, on a CPU 11 times, and more often with few equal layers. Weights,
-    gradients, buffers and generators are then as before.
+    gradients, generators and all that modules hold are then as before.
     Under torch.distributed every rank calls this function. The highest peak of all ranks decides,
     and all ranks get the same policy.
 
@@ -118,11 +120,10 @@ def fit_memory_(
     lists = layer_lists(model, layers_fqn)
     gauge = CudaGauge if device.type == "cuda" else CpuGauge
 
-    with all_ranks() as ranks:
-
-        def measured(run: Callable[[], Any]) -> Measurement:
-            return Measurement(model, lists, run, optimizer, device, gauge, ranks=ranks)
-
+    with all_ranks() as ranks, unchanged(model):
+        measured = partial(
+            Measurement, model, lists, optimizer=optimizer, device=device, gauge=gauge, ranks=ranks
+        )
         if not maximize or not limit:
             return fitted(model, measured(step), limit)
         return _largest_batch(model, lambda batch: measured(lambda: step(batch)), limit)
@@ -238,10 +239,10 @@ def _largest_batch(model: nn.Module, measured: Callable[[int], Measurement], bud
             plan = fastest(measured(batch).problem, budget)
         except torch.OutOfMemoryError:
             plan = None
-        if not plan:
-            above = batch
-        else:
+        if plan:
             fits = batch
+        else:
+            above = batch
     if fits + 1 == MOST_SAMPLES:
         raise ValueError(f"maximize 'batch': step(n) fits for every n up to {fits}: does it use n?")
     for batch in range(max(1, fits), 0, -1):

@@ -12,20 +12,20 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_lite.fit.gauges import Gauge, Reading
 from megatron_lite.fit.plans import AFTER, BACKWARD, CALL, FORWARD, OUTSIDE
 from megatron_lite.fit.sharing import Sharing
-from megatron_lite.parallel.torch_internals import address_of, write_count_of
+from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.weights import local_part
-from megatron_lite.recompute.contents import tensors_of
+from megatron_lite.recompute.contents import Contents, Part, mapped, sharded, tensors_of
 from megatron_lite.recompute.randomness import drawn_again, global_states
 from megatron_lite.recompute.saved import has_values
 
@@ -97,7 +97,7 @@ class Step:
         if time.monotonic() - self._told > PATIENCE and os.environ.get("RANK", "0") == "0":
             self._told = time.monotonic()
             print(f"fit_memory_: run {len(self._shapes)} of the step", file=sys.stderr, flush=True)
-        with unchanged(self._model), warnings.catch_warnings(), ExitStack() as stack:
+        with repeatable(self._model), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Layers under a recompute policy keep no k")
             see = partial(self._see_inputs, is_read=gauge is not None)
             stack.callback(self._model.register_forward_pre_hook(see, with_kwargs=True).remove)
@@ -140,7 +140,7 @@ class Step:
             calls[layer] += name == FORWARD
             if name == FORWARD:
                 # FSDP2 has gathered the weights, so other ranks hold parts of them.
-                if dist.is_available() and dist.is_initialized():
+                if "torch.distributed.tensor" in sys.modules:
                     from megatron_lite.recompute.split_inputs import tensor_parallel_group
 
                     self.is_divided |= tensor_parallel_group(self._layers[layer]) is not None
@@ -169,21 +169,17 @@ class Step:
             )
 
 
-def _kept(tensor: Tensor | None) -> Callable[[], Tensor | None]:
+def _kept(tensor: Tensor) -> Callable[[], Tensor]:
     """Returns what gives a tensor back with its present values, or a new one if it is gone."""
-    if tensor is None:
-        return lambda: None
-    reference, version, device = weakref.ref(tensor), write_count_of(tensor), tensor.device
+    reference, device = weakref.ref(tensor), tensor.device
     values = tensor.detach().to("cpu", copy=True)
 
     def again() -> Tensor:
         found = reference()
         if found is None:
             return values.to(device)
-        # Kernels of BatchNorm do not count their writes, nor does `.data`.
-        here, before = local_part(found), local_part(values)
-        can_tell = has_values(here) and here.layout == torch.strided
-        if write_count_of(found) != version or (can_tell and not torch.equal(here.cpu(), before)):
+        here = local_part(found)  # not all writes are counted: not BatchNorm's, not those by .data
+        if here.layout != torch.strided or not torch.equal(here.cpu(), local_part(values)):
             with torch.no_grad():
                 found.copy_(values)
         return found
@@ -193,36 +189,66 @@ def _kept(tensor: Tensor | None) -> Callable[[], Tensor | None]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restores gradients, buffers and generators after the block, bit by bit.
+    """Restores bit by bit after the block what the modules of a model hold: buffers, attributes,
+    containers, objects of Python, generators. A policy that is on the model stays on.
 
-    Raises ValueError if an optimizer is about to update weights in the block, and after the block
-    if the model itself has written to a parameter.
+    The block is for all runs of a step: what the first one makes for good, such as a mask, is there
+    in the others, as in training.
+    Raises ValueError after the block if a parameter is not what it was.
     """
-    parameters = dict(model.named_parameters())
-    versions = [write_count_of(each) for each in parameters.values()]
-    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    buffers = [*map(_kept, tensors_of([buffers for _, buffers in held]))]
-    gradients = [(each, _kept(each.grad)) for each in parameters.values()]
-    devices = {each.device for each in parameters.values() if each.device.type == "cuda"}
+    contents, named = Contents(), dict(model.named_parameters())
+    if not sharded(model, "FullyShardedDataParallel"):  # FSDP1 exchanges attributes by itself
+        contents.add("", model)
+    parts = contents.parts.items()
+    others = [*model.buffers(), *(each.value for name, each in parts if name not in named)]
+    arrays = [(each, copy(each)) for each in others if not isinstance(each, Tensor)]
+    kept = {
+        id(each): _kept(each) for each in others if isinstance(each, Tensor) and has_values(each)
+    }
+    contents.parts = {name: Part(name, "", each) for name, each in named.items()}
+    contents.hash_values({})
+    del others  # no tensor is held: the step may free it
+
+    def exchange(values: dict[int, Any]) -> None:
+        for each in contents.containers:
+            each.items[:] = [mapped(one, lambda x: values.get(id(x), x)) for one in each.items]
+
+    with drawn_again([state for _, state in contents.generators]), contents.restored():
+        exchange(kept)
+        try:
+            yield
+        finally:
+            for array, values in arrays:
+                array[... if hasattr(array, "ndim") else slice(None)] = values
+            exchange({id(each): each() for each in kept.values()})
+            held = map(vars, model.modules())
+            policies = [(each, each["forward"]) for each in held if "forward" in each]
+    for part in contents.written({}):
+        raise ValueError(
+            f"the step wrote to the parameter {part.name}, which cannot be undone: leave out of "
+            "the step what changes weights"
+        )
+    for layer, policy in policies:
+        layer["forward"] = policy
+
+
+@contextmanager
+def repeatable(model: nn.Module) -> Iterator[None]:
+    """Restores gradients and generators after the block, bit by bit.
+
+    Raises ValueError if an optimizer is about to update weights in the block.
+    """
+    parameters = [*model.parameters()]
+    gradients = [None if each.grad is None else _kept(each.grad) for each in parameters]
+    devices = {each.device for each in parameters if each.device.type == "cuda"}
     hook = register_optimizer_step_pre_hook(_refuse_update)
     with torch.random.fork_rng(devices), drawn_again(global_states()):
         try:
             yield
         finally:
             hook.remove()
-            for present, before in held:
-                present.clear()
-                present.update(before)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient()
-            for restored in buffers:
-                restored()
-    for (name, each), version in zip(parameters.items(), versions, strict=True):
-        if write_count_of(each) != version:
-            raise ValueError(
-                f"the step wrote to the parameter {name}, which cannot be undone: leave out of the "
-                "step what changes weights"
-            )
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient and gradient()
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:

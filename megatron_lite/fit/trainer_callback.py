@@ -4,8 +4,6 @@ trainer.add_callback(MemoryBudgetCallback("70GiB"))
 """
 
 import sys
-from collections import deque
-from copy import deepcopy
 from itertools import islice
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from megatron_lite.fit.memory_fit import Fit, fit_memory_
-from megatron_lite.recompute.contents import PLAIN, tensors_of
+from megatron_lite.recompute.contents import Contents, tensors_of
 from megatron_lite.recompute.randomness import drawn_again, global_states
 
 LOOKED_AT = 8  # batches, of which the largest is measured
@@ -45,14 +43,15 @@ class MemoryBudgetCallback(TrainerCallback):
         if getattr(model, "is_gradient_checkpointing", False):  # TRL turns it on by default
             model.gradient_checkpointing_disable()
             told = "gradient_checkpointing is off in this training: the policy takes its place\n"
-        before = {name: deepcopy(each) for name, each in vars(trainer).items() if _is_plain(each)}
-        trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
+        held = Contents({""})  # the Trainer's own numbers and lists
+        held.add("", trainer)
 
         def step() -> None:
             for _ in range(min(2, args.gradient_accumulation_steps)):
                 trainer.training_step(trainer.model_wrapped, dict(batch))
 
-        try:
+        with held.restored():
+            trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
             self.fit = fit_memory_(
                 model,
                 self._budget,
@@ -60,8 +59,6 @@ class MemoryBudgetCallback(TrainerCallback):
                 optimizer=getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]),
                 **self._settings,
             )
-        finally:
-            vars(trainer).update(before)
         if trainer.is_world_process_zero():
             print(f"{told}{self.fit}")
 
@@ -79,10 +76,3 @@ def _trainer() -> Any:
         if isinstance(frame.f_locals.get("self"), Trainer):
             return frame.f_locals["self"]
     raise ValueError("MemoryBudgetCallback needs a Trainer of transformers: call fit_memory_ here")
-
-
-def _is_plain(value: Any) -> bool:
-    """Tells whether a value is a number, a text, or made of these."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return all(map(_is_plain, value)) if isinstance(value, (list, deque)) else type(value) in PLAIN

@@ -34,7 +34,8 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
     try:
         new = copy.copy(optimizer) if is_made else optimizer(stand_ins)
         new.state = defaultdict(dict)
-        new.param_groups = stand_ins if is_made else new.param_groups
+        if is_made:
+            new.param_groups = stand_ins
         for group in new.param_groups:
             for each in group["params"]:
                 each.grad = torch.empty_like(each)
@@ -42,7 +43,7 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
             is_fused = group.get("fused")
             if device.type == "cuda" and group.get("foreach", 0) is None:
                 group["foreach"] = not is_fused
-            group["fused"] = False if is_fused else is_fused
+            group["fused"] = is_fused and False
         with LiveStorages() as live:
             type(new).step(new)
             states = bytes_of(tensors_of(list(new.state.values())))

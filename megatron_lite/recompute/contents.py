@@ -229,8 +229,10 @@ class Contents:
         elif isinstance(value, (*CONTAINERS, nn.Module)) or not _is_of_library(value):
             if not isinstance(value, CONTAINERS):
                 owner = owner or name
-                if self._room <= 0 or (self._objects is not None and owner not in self._objects):
+                if self._objects is not None and owner not in self._objects:
                     return
+            if owner and self._room <= 0:
+                return
             if isinstance(value, nn.Module):
                 self._add_modules(name, value, owner)
                 return
@@ -331,19 +333,16 @@ class Contents:
             yield
         finally:
             if not (is_same and self.is_as_found()):
-                for value, _, now in pairs or self._restorable(is_same):
-                    _refill(value, now)
+                for value, items, now in pairs or self._restorable():
+                    _refill(value, items if is_same else now)
 
-    def _restorable(self, is_same: bool = False) -> Iterator[Any]:
-        """Yields the containers that can be restored, with their items then and now.
-
-        is_same: whether they had the same ones until now.
-        """
+    def _restorable(self) -> Iterator[Any]:
+        """Yields the containers that can be restored, with their items then and now."""
         for _, _, value, items in self.containers:
             if type(value) in RESTORED or not isinstance(value, CONTAINERS):
-                yield value, items, items if is_same or _has(value, items) else _items(value)
+                yield value, items, items if _has(value, items) else _items(value)
         for _, value in self._empty:
-            yield value, [], [] if is_same else _items(value)
+            yield value, [], _items(value)
 
 
 def mapped(item: Any, function: Callable[[Any], Any]) -> Any:

@@ -34,26 +34,24 @@ Mark = Any  # the end of a copy: an event of the device, or None if the copy is 
 class CopyStreams:
     """Copies between device and host. This class serves a CPU, where each copy is synchronous.
 
-    A subclass copies beside the computation, in order within each direction. Each copy begins no
-    earlier than its mark `after`, and returns the mark of its own end.
+    A subclass copies beside the computation, in order within each direction.
     """
 
-    def out(self, host: Tensor, source: Tensor, *, after: Mark) -> Mark:
-        """Copies `source` to the host, after all computation issued so far."""
-        host.copy_(source)
+    def copy(self, target: Tensor, source: Tensor, *, after: Mark, back: bool) -> Mark:
+        """Copies `source` to `target`, after all computation issued so far and after a mark.
+        Returns the mark of the copy's own end.
 
-    def back(self, target: Tensor, host: Tensor, *, after: Mark) -> Mark:
-        """Copies `host` to the device, after all computation issued so far.
-
-        That computation may still use the memory of `target`, if the allocator used it before.
+        back: whether the copy is from the host to the device. The computation so far may still use
+            the memory of `target`, if the allocator used it before.
         """
-        target.copy_(host)
+        target.copy_(source)
 
     def wait(self, mark: Mark) -> None:
         """Makes all computation issued from here on run after the copy."""
 
     def forsake(self, target: Tensor) -> None:
-        """Protects the memory of `target`, which is freed without any wait for its copy."""
+        """Protects the memory of `target` on the device, which is freed without any wait for its
+        copy."""
 
 
 class CudaCopyStreams(CopyStreams):
@@ -63,16 +61,15 @@ class CudaCopyStreams(CopyStreams):
         self._device = device
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def out(self, host: Tensor, source: Tensor, *, after: Mark) -> Mark:
-        """Copies `source` to the host, after all work on the current stream so far."""
-        return self._copy(self._out, host, source, after)
-
-    def back(self, target: Tensor, host: Tensor, *, after: Mark) -> Mark:
-        """Copies `host` to the device, after all work on the current stream so far.
-
-        That work may still use the memory of `target`, if the allocator used it before.
-        """
-        return self._copy(self._back, target, host, after)
+    def copy(self, target: Tensor, source: Tensor, *, after: Mark, back: bool) -> Mark:
+        """Copies `source` to `target`, after all work on the current stream so far."""
+        stream = self._back if back else self._out
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
 
     def wait(self, mark: Mark) -> None:
         """Makes the current stream wait for the copy."""
@@ -81,14 +78,6 @@ class CudaCopyStreams(CopyStreams):
     def forsake(self, target: Tensor) -> None:
         """Keeps the allocator from using the memory of `target` again before the copy has ended."""
         target.record_stream(self._back)
-
-    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Mark) -> Mark:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        if after is not None:
-            stream.wait_event(after)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        return stream.record_event()
 
 
 def copy_streams_of(device: torch.device) -> CopyStreams:
@@ -223,8 +212,8 @@ class _OnHost:
     def copy_out(self, original: Tensor) -> Mark:
         """Starts the copy of the original to the host, and returns the mark of its end."""
         # The slot's last user may still be copied back from it, on the other side stream.
-        self.slot.last_use = self._copy_streams.out(
-            self.slot.memory, bytes_of(original), after=self.slot.last_use
+        self.slot.last_use = self._copy_streams.copy(
+            self.slot.memory, bytes_of(original), after=self.slot.last_use, back=False
         )
         return self.slot.last_use
 
@@ -237,8 +226,8 @@ class _OnHost:
             self._returned = torch.empty(
                 self.slot.memory.numel(), dtype=torch.uint8, device=self._device
             )
-            self.slot.last_use = self._copy_streams.back(
-                self._returned, self.slot.memory, after=self.slot.last_use
+            self.slot.last_use = self._copy_streams.copy(
+                self._returned, self.slot.memory, after=self.slot.last_use, back=True
             )
             self._is_awaited = False
 

@@ -167,14 +167,14 @@ class StandIns:
         layer.forward = stand_in
         if torch.is_grad_enabled():
             results = result if type(result) is tuple else (result,)
-            is_usual = not {*map(id, results)} & {*map(id, given)} and all(
+            one = None
+            if not {*map(id, results)} & {*map(id, given)} and all(
                 isinstance(each, Tensor) and each.requires_grad for each in results
-            )
-            ran.append(None)
-            if is_usual:
+            ):
                 kept = self._gauge.total_bytes() - before - bytes_of(results)
                 forms = [(x.shape, x.stride(), x.dtype) for x in results]
-                ran[-1] = Ran(number, kept, results is result, forms)
+                one = Ran(number, kept, results is result, forms)
+            ran.append(one)
         return result
 
     def _complete(self, spans: list[Span]) -> bool:
@@ -260,8 +260,10 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
 
         layers = [*{layer: None for one in lists for layer in one.layers}]
         notes = _try(model, layers, step)  # in its first step FSDP2 learns the order of its units
-        forms = [[form for _, form in notes.saved.get(n, ())] for n in range(len(layers))]
-        keys = [(kind_of(layer), *forms[n], notes.forms.get(n)) for n, layer in enumerate(layers)]
+        keys = [
+            (kind_of(layer), *[form for _, form in notes.saved.get(n, ())], notes.forms.get(n))
+            for n, layer in enumerate(layers)
+        ]
         model.zero_grad()
         measured = Measurement(
             model,
@@ -276,25 +278,26 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
         return fitted(model, measured, budget)
 
 
-def _try(model: Any, layers: Sequence[nn.Module], step: Callable[[], None]) -> Sharing:
+def _try(
+    model: Any, layers: Sequence[nn.Module], step: Callable[[], None], *, has_cache: bool = True
+) -> Sharing:
     """Runs a step: without a cache of keys if the model has one that fails. Returns notes on it."""
-    for has_cache in (True, False):
-        notes = Sharing()
-        try:
-            with notes.noting(layers):
-                step()
-            return notes
-        except Exception as error:  # what a model needs beyond a batch of its usual kind
-            if has_cache and not isinstance(error, NeedsValues):
-                model.config.get_text_config().use_cache = model.config.use_cache = False
-                continue
-            decides = ", because its forward decides by values" * isinstance(error, NeedsValues)
-            said = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
-            raise InputError(
-                f"{type(model).__name__} cannot run on fake tensors{decides} ({said}): call "
-                "fit_memory_ with a batch of your own"
-            ) from error
-    raise AssertionError("the second try returns or raises")
+    notes = Sharing()
+    try:
+        with notes.noting(layers):
+            step()
+        return notes
+    except Exception as error:  # what a model needs beyond a batch of its usual kind
+        needs_values = isinstance(error, NeedsValues)
+        if has_cache and not needs_values:
+            model.config.get_text_config().use_cache = model.config.use_cache = False
+            return _try(model, layers, step, has_cache=False)
+        decides = ", because its forward decides by values" * needs_values
+        said = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
+        raise InputError(
+            f"{type(model).__name__} cannot run on fake tensors{decides} ({said}): call "
+            "fit_memory_ with a batch of your own"
+        ) from error
 
 
 def shard_(model: nn.Module, lists: list[LayerList], mesh: DeviceMesh) -> None:

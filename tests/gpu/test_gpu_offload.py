@@ -34,10 +34,10 @@ class SlowCopyStreams(CudaCopyStreams):
     """Every copy begins about a millisecond late: what does not wait for it reads, frees or writes
     too early."""
 
-    def _copy(self, stream, target, source, after):
-        with torch.cuda.stream(stream):
+    def copy(self, *tensors, after, back):
+        with torch.cuda.stream(self._back if back else self._out):
             torch.cuda._sleep(2_000_000)  # clock cycles
-        return super()._copy(stream, target, source, after)
+        return super().copy(*tensors, after=after, back=back)
 
 
 def build(policy, device, *, contiguous=False, dtype=torch.float32, **overrides):

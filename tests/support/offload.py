@@ -41,7 +41,10 @@ class Late(CopyStreams):
         self.count = 0
         self.faults = []
 
-    def out(self, host, source, *, after):
+    def copy(self, target, source, *, after, back):
+        return (self._back if back else self._out)(target, source, after)
+
+    def _out(self, host, source, after):
         original = weakref.ref(source.untyped_storage())
 
         def make():
@@ -52,7 +55,7 @@ class Late(CopyStreams):
 
         return self._queue("out", make, after)
 
-    def back(self, target, host, *, after):
+    def _back(self, target, host, after):
         target.fill_(255)  # these bytes are NaN in every floating-point format
         place = weakref.ref(target.untyped_storage())
 
