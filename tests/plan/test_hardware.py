@@ -71,7 +71,7 @@ def test_each_machine_plans_and_says_where_its_figures_are_from(name):
         (dict(ranks_per_node=True), "ranks_per_node: expected .*int"),
         (dict(memory_bandwidth=1e99), "memory_bandwidth must be in"),
         (dict(inside=dict(latency_s=0.0, bandwidth=0.0)), "inside.bandwidth must be in"),
-        (dict(inside=7), "inside: expected an object"),
+        (dict(inside=7), "inside must be an object"),
         (dict(sources=["a"]), "sources: expected collections.abc.Mapping"),
         (dict(like="h900"), "like must be one of a100-80gb, .* .got 'h900'."),
         ("{", "wrong.json"),

@@ -61,9 +61,9 @@ def test_rank_0_reports_a_fault_at_once_and_the_others_after_it(
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_alone_reports_a_bad_command_line(monkeypatch, waits, rank):
     become_rank(monkeypatch, rank)
-    found = ended(generate.main, "--load x --prompt 1 --top-p -1")
+    found = ended(generate.main, "--load x --prompt 1 --top-p much")
     assert found.status == 2
-    assert found.err.count("error: --top-p must be above 0") == (rank == 0)
+    assert found.err.count("error: ") == (rank == 0)
     assert waits == [RANK_0_SPEAKS_FIRST_S] * rank
 
 
