@@ -229,10 +229,8 @@ class Contents:
         elif isinstance(value, (*CONTAINERS, nn.Module)) or not _is_of_library(value):
             if not isinstance(value, CONTAINERS):
                 owner = owner or name
-                if self._objects is not None and owner not in self._objects:
+                if self._room <= 0 or (self._objects is not None and owner not in self._objects):
                     return
-            if owner and self._room <= 0:
-                return
             if isinstance(value, nn.Module):
                 self._add_modules(name, value, owner)
                 return
