@@ -80,7 +80,7 @@ PREDICTED = {
 PREDICTED["gpt_1t"] += [TWICE, f"{POINTWISE} {TWICE}"]
 
 
-@pytest.mark.runs(daily=2, ci=6)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_shape_and_layout_are_the_published_ones(name):
     facts = facts_of(name)

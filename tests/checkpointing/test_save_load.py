@@ -214,7 +214,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.runs(daily=2, ci=6)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_data_is_refused_with_a_table(begun, change):
     folder, data = begun

@@ -1,7 +1,5 @@
 """How many command lines of public launch scripts start here unchanged."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -40,7 +38,7 @@ def failures(name):
     return found
 
 
-@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize("name", LEAST)
 def test_most_command_lines_of_public_scripts_start(name):
     failed, count = failures(name), len(command_lines(name))
@@ -48,7 +46,7 @@ def test_most_command_lines_of_public_scripts_start(name):
     assert count - len(failed) >= LEAST[name], report
 
 
-@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize("name", LEAST)
 def test_a_command_line_that_does_not_start_says_why(name):
     for source, faults in failures(name):

@@ -7,10 +7,8 @@ from megatron_lite.checkpointing.metadata import read_config
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools import generation
-from tests.support.commands import run_command
 from tests.support.conversions import converted
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows
 from tests.support.smollm2 import save_smollm2
 
 pytestmark = pytest.mark.long
@@ -46,21 +44,3 @@ def test_logits_are_those_of_transformers(smollm2):
     found = run_ranks(lambda rank, size: logits(folder / "ours", tokens, size), 3)
     for one in found:
         assert (one - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
-@pytest.mark.weekly
-def test_training_goes_on_alike_under_every_policy(smollm2, tmp_path):
-    _, folder = smollm2
-    theirs, lines = folder / "theirs", []
-    for number, policy in enumerate(("*:none", "*:full", "*:ops(matmul,attention)")):
-        metrics = tmp_path / f"{number}.jsonl"
-        flags = (
-            f"--hf-config {theirs}/config.json --load {folder}/ours "
-            f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {theirs} --mock-data "
-            "--micro-batch-size 1 --global-batch-size 1 --seq-length 64 --train-iters 2 --lr 1e-4 "
-            f"--eval-iters 0 --recompute-policy {policy} --metrics-jsonl {metrics}"
-        )
-        done = run_command(*flags.split())
-        assert done.returncode == 0, done.stderr
-        lines.append([(row["lm_loss"], row["grad_norm"]) for row in rows(metrics)])
-    assert lines[0] == lines[1] == lines[2] and len(lines[0]) == 2

@@ -4,8 +4,6 @@ A dispatch mode watches one forward of a whole model: which module saves which b
 which matmuls it runs, which collectives it issues. The same figures are read from description/.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import product

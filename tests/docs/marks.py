@@ -19,8 +19,6 @@ In a line of text a figure stands between <!--=NAME--> and <!--/-->.
 The benchmarks that write into a page themselves have marks of their own (THEIR_BEGIN, THEIR_END).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

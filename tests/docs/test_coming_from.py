@@ -1,7 +1,5 @@
 """docs/coming-from.md: every row of its tables is translated and priced."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

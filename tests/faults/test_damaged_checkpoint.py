@@ -59,7 +59,7 @@ def ends_as(whole, folder):
     return step_bytes(folder, LAST) == step_bytes(whole, LAST) != {}
 
 
-@pytest.mark.runs(ci=7)
+@pytest.mark.runs(ci=5)
 @pytest.mark.parametrize(
     ("file", "how"),
     [
@@ -110,7 +110,7 @@ def set_pointer(folder, text):
     (folder / LATEST).unlink() if text is None else (folder / LATEST).write_text(text)
 
 
-@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize("text", ["", "14", "4\0", "latest", None])
 def test_a_broken_pointer_is_named_and_the_newest_good_step_is_used(
     tmp_path, begun, whole, text, capsys

@@ -2,8 +2,6 @@
 folder: one clear error, status 2, and no wait. What a tool opens is found by recording, so that no
 new file is forgotten."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -153,7 +151,7 @@ def status(main, words, folder):
     return status_of(main, words.format(folder).split())
 
 
-@pytest.mark.runs(daily=4, ci=11)
+@pytest.mark.runs(daily=4, ci=8)
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_file_that_is_no_file_of_its_folder_is_refused(name, tmp_path, capsys):
     (main, prepare, words), folder = TOOLS[name], tmp_path / "work"

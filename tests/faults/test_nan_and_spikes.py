@@ -160,7 +160,7 @@ def test_so_many_in_a_row_stop_the_run_with_one_message_and_it_goes_on_from_its_
     assert len((parts / f"{SKIPPED_BATCHES}.previous").read_text().splitlines()) == 4
 
 
-@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize(
     ("training", "stops_at"),
     [

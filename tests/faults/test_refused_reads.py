@@ -61,7 +61,7 @@ FILES = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.runs(daily=2, ci=8)
+@pytest.mark.runs(daily=2, ci=4)
 @NUMBERS
 @FILES
 def test_a_read_that_is_always_refused_stops_the_run(number, name, steps, monkeypatch):
@@ -75,7 +75,7 @@ def test_a_read_that_is_always_refused_stops_the_run(number, name, steps, monkey
     assert generate.main(f"--load {steps} --prompt 1 --max-new-tokens 1".split()) == 0
 
 
-@pytest.mark.runs(ci=8)
+@pytest.mark.runs(ci=4)
 @NUMBERS
 @FILES
 def test_a_read_that_is_refused_for_a_moment_is_tried_again(number, name, steps, monkeypatch):
@@ -107,7 +107,7 @@ def test_a_save_that_fails_once_is_tried_again(async_save, tmp_path, monkeypatch
     assert len(list(tmp_path.glob("steps/iter_*"))) == 2
 
 
-@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize(
     "name",
     [LATEST, "lock.json", f"{NEWEST}/new.jsonl", f"{NEWEST}.superseded/new.jsonl", "../link.jsonl"],

@@ -1,8 +1,6 @@
 """A token id outside the vocabulary: one message with rank, iteration, file and document; every
 rank stops; nothing is lost."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch.distributed as dist

@@ -25,6 +25,7 @@ from megatron_lite.memory.measure.live_storages import allocator_peak
 from megatron_lite.parallel.weights import local_part
 from tests.support.foreign_families import FAMILIES, newer
 from tests.support.foreign_layers import LAYERS
+from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
 # A layer keeps some 5 KB of generator states, which weigh in models as small as these.
@@ -179,12 +180,13 @@ def test_the_peak_is_within_the_budget_and_gradients_are_the_same(model):
 
 @pytest.mark.runs
 @pytest.mark.parametrize("name", FIRST + sorted({*FAMILIES, *NEWER} - {*FIRST}))
-def test_every_family_fits_five_budgets(name):
+def test_every_family_fits_its_budgets(name):
     family = FAMILIES.get(name) or newer(name)
     if family is None:
         pytest.skip(f"this transformers has no {name}")
     model = family.build()
-    off = check(model, lambda: family.loss(model, 0).backward(), (0.0, 0.2, 0.4, 0.6, 0.8))
+    shares = sampled((0.0, 0.2, 0.4, 0.6, 0.8), every=3)
+    off = check(model, lambda: family.loss(model, 0).backward(), shares)
     assert off < 0.01
 
 

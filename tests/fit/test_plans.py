@@ -108,7 +108,7 @@ def peak_of(problem, choice):
     )
 
 
-@pytest.mark.runs(daily=8, ci=12)
+@pytest.mark.runs(daily=8, ci=8)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_plan_is_the_fastest_of_all_that_fit(seed):
     problem = drawn(seed)
@@ -130,7 +130,7 @@ def test_the_plan_is_the_fastest_of_all_that_fit(seed):
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "waiting", "budget"), [(96, (CALL, 0), 60_000), (16, (2 * CALL, CALL), 25_000)]
+    ("num_layers", "waiting", "budget"), [(48, (CALL, 0), 35_000), (16, (2 * CALL, CALL), 25_000)]
 )
 def test_a_problem_of_many_layers_is_solved_within_its_budget(num_layers, waiting, budget):
     actions = [

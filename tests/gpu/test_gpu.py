@@ -1,8 +1,6 @@
 """What must hold on a GPU as on the CPU. Each test takes a `device`, so that the CPU run of the
 suite tries the test itself."""
 
-from __future__ import annotations
-
 import io
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """The kernels under attention over context-parallel ranks, on any device: all ranks in one process,
 their exchange in memory."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product

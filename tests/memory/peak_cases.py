@@ -5,8 +5,6 @@ that torch's CPU allocator had at once in the second step (tests/memory/step_pea
 `pytest tests/memory/test_step_peak.py` compares both.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

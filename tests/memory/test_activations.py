@@ -1,8 +1,6 @@
 """Bytes kept for backward: the closed form against what torch's hooks see and against the storages
 that live. No tolerance."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """The moments of a backward against what torch's hooks see in one: bytes held at each save and at
 each rebuilding, exactly."""
 
-from __future__ import annotations
-
 import weakref
 from contextlib import contextmanager
 from typing import NamedTuple

@@ -73,7 +73,7 @@ def report_of(words, device="cuda"):
     return explain(config_of(words), device)
 
 
-@pytest.mark.runs(daily=12, ci=24)
+@pytest.mark.runs(daily=12, ci=12)
 @pytest.mark.parametrize(
     ("run", "policy", "device"),
     [(*case, ("cpu", "cuda")[number % 2]) for number, case in enumerate(CASES)],

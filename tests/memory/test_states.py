@@ -158,7 +158,7 @@ RUNS = {
 }
 
 
-@pytest.mark.runs(daily=5, ci=9)
+@pytest.mark.runs(daily=5, ci=5)
 @pytest.mark.parametrize("name", RUNS)
 def test_states_are_those_predicted(name):
     ranks, runs = RUNS[name]

@@ -88,7 +88,7 @@ def check(case):
         assert abs(row.ratio - 1.0) < BOUND, row
 
 
-@pytest.mark.runs(daily=2, ci=6)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize("case", (*CASES, *CASES_HERE), ids=lambda case: case.name)
 def test_the_peak_of_a_real_step_is_predicted_within_five_per_cent(case):
     check(case)

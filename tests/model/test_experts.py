@@ -115,7 +115,7 @@ POLICIES = ("*:full/2", "*:moe", "*:shared_experts", "*:moe_act+shared_experts+l
 POLICIES += ("*:ops(matmul)", "*:full, verified")
 
 
-@pytest.mark.runs(daily=4, ci=8)
+@pytest.mark.runs(daily=4, ci=4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("variant", ["mixtral", "deepseek"])

@@ -158,7 +158,7 @@ def errors(rank, world_size, case):
     return found
 
 
-@pytest.mark.runs(daily=4, ci=14)
+@pytest.mark.runs(daily=4, ci=8)
 @pytest.mark.parametrize("case", CASES)
 def test_four_steps_equal_those_of_megatron_core(case):
     (found,) = run_ranks(errors, 1, case)

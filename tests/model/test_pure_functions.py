@@ -3,8 +3,6 @@
 They are pairs of pure functions, run by torch's operators and as compiled kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType

@@ -1,8 +1,6 @@
 """Random-init models of `transformers` with their weights copied over: the same logits, loss and
 gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest
@@ -24,6 +22,7 @@ from tests.support.models import (
     tp_state,
     whole_tensor,
 )
+from tests.support.pairs import FULL_GRIDS
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -121,7 +120,8 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name, dtype, tole
     in float32."""
     config, weights, expected = theirs(name, dtype)
     results = [ours(config, weights, dtype, 1), ours_in_stages(config, weights, dtype)]
-    if config.query_groups > 1:  # one group of keys is not split
+    # One group of keys is not split. The default run splits each third family.
+    if config.query_groups > 1 and (FULL_GRIDS or [*PEERS].index(name) % 3 == 0):
         results += run_ranks(lambda rank, world_size: ours(config, weights, dtype, world_size), 2)
     for result in results:
         assert difference(expected.logits, result.logits) < tolerance

@@ -67,7 +67,7 @@ def sent_during_two_micro_batches(config, *, announced=True):
 HALF = (128,)  # two parameters of 40, each aligned to 32
 
 
-@pytest.mark.runs(daily=2, ci=4)
+@pytest.mark.runs(daily=2, ci=2)
 @pytest.mark.parametrize(
     ("config", "announced", "expected"),
     [

@@ -1,8 +1,6 @@
 """Copies of an optimizer on the host that run beside backward and the next forward change no bit,
 and each is waited for before what it brings is read or overwritten."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest
@@ -67,7 +65,7 @@ CASES = {
 }
 
 
-@pytest.mark.runs(ci=3)
+@pytest.mark.runs
 @pytest.mark.parametrize("name", CASES)
 def test_overlap_changes_no_bit(name, tmp_path, monkeypatch):
     """Weights, states and the log of clipped steps of several micro-batches, if copies take place

@@ -61,6 +61,7 @@ def skip(model, optimizer, fault):
     assert optimizer.step(0.1).skipped.item() == 1.0
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("formats", [BF16, dict(BF16, main_grads_dtype="bf16")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_compiled_update_is_the_eager_one(formats, dtype, monkeypatch):

@@ -1,8 +1,6 @@
 """The distributed optimizer: whose weights are gathered, when they are waited for, and what each
 rank keeps."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

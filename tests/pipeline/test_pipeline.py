@@ -14,7 +14,7 @@ from tests.support.models import tiny_config
 from tests.support.pipelines import Layout, train
 from tests.support.ranks import run_ranks
 
-STEPS, MICRO_BATCHES = 3, 4
+STEPS, MICRO_BATCHES = 2, 4
 LAYOUTS = [
     Layout(pp=2),
     Layout(pp=4),
@@ -60,7 +60,7 @@ CASES = [
 ]
 
 
-@pytest.mark.runs(daily=2, ci=8)
+@pytest.mark.runs(daily=2, ci=6)
 @pytest.mark.parametrize(("layout", "variant", "flags"), CASES, ids=str)
 def test_a_pipeline_trains_as_one_process_does(layout, variant, flags):
     expected = single_process(variant, torch.float64)

@@ -49,7 +49,7 @@ def allocations():
         yield made
 
 
-@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_the_same_bits_in_every_step(policy):
     ours, plain = build(policy, micro_batches=2), build("*:none", contiguous=False)

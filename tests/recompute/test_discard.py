@@ -1,8 +1,6 @@
 """Example tensors: gone between forward and backward, rebuilt once a backward, and the same
 gradients to the bit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

@@ -53,7 +53,7 @@ class Outer(InOrder):
         return super().forward(hidden).sin()
 
 
-@pytest.mark.runs(daily=3, ci=8)
+@pytest.mark.runs(daily=3, ci=6)
 @pytest.mark.parametrize("run", [step, twice, second_order])
 @pytest.mark.parametrize("inner", ["*:full", "*:ops(matmul)", "0:full@host"])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -67,7 +67,7 @@ def test_policies_nest(policy, inner, run):
     assert_equal(outcome(nested, policy, run), outcome(lambda: Model(Outer), None, run))
 
 
-@pytest.mark.runs(daily=3, ci=8)
+@pytest.mark.runs(daily=3, ci=6)
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
 )

@@ -29,7 +29,7 @@ def rng():
     return RngStreams(CPU, seed=3)
 
 
-@pytest.mark.runs(daily=3, ci=10)
+@pytest.mark.runs(daily=3, ci=6)
 @pytest.mark.parametrize("policy", [*POLICIES, CONTIGUOUS])
 def test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient(policy):
     """Two steps of two micro-batches in flight, so that buffers are used again."""
@@ -92,7 +92,7 @@ def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng):
     )
 
 
-@pytest.mark.runs(daily=3, ci=9)
+@pytest.mark.runs(daily=3, ci=6)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batches", [(3,), (3, 4, 5)])
 def test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns(policy, batches):
@@ -111,7 +111,7 @@ class Broken(Exception):
     pass
 
 
-@pytest.mark.runs(daily=3, ci=8)
+@pytest.mark.runs(daily=3, ci=6)
 @pytest.mark.parametrize("policy", ["*:full@host", "*:none@host", "*:pointwise@host", CONTIGUOUS])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(policy, in_backward):

@@ -56,7 +56,7 @@ class Dispatched(Dispatches):
 MATMULS = ("addmm", "mm", "baddbmm", "bmm", FLASH)
 
 
-@pytest.mark.runs(daily=4, ci=12)
+@pytest.mark.runs(daily=4, ci=8)
 @pytest.mark.parametrize(
     ("backend", "policy", "per_layer"),
     [

@@ -178,7 +178,7 @@ def without_values_first(model):
     return [*gradients_of_weights(model), *model.buffers()]
 
 
-@pytest.mark.runs(daily=3, ci=14)
+@pytest.mark.runs(daily=3, ci=9)
 @pytest.mark.filterwarnings("ignore:Under a transform of torch", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(

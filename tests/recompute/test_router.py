@@ -78,7 +78,7 @@ def gradients(model, restart, loss):
     return found
 
 
-@pytest.mark.runs(daily=5, ci=10)
+@pytest.mark.runs(daily=5, ci=5)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_router_with_noise_trains_as_in_the_plain_model(name, policy, monkeypatch):

@@ -30,7 +30,7 @@ def gradients(recompute, frozen):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.runs(daily=7, ci=20)
+@pytest.mark.runs(daily=7, ci=14)
 @pytest.mark.parametrize("recompute", [UNITS_OF_ONE, UNITS_OF_TWO, FIRST_TWO, REGIONS, MLP_REGION])
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_frozen_weights_get_no_gradient_and_the_others_the_same(frozen, recompute):

@@ -77,7 +77,7 @@ def test_a_verified_call_sees_a_weight_that_changed_without_a_version():
         loss.backward()
 
 
-@pytest.mark.runs(daily=32, ci=96)
+@pytest.mark.runs(daily=24, ci=48)
 @pytest.mark.parametrize("verify", ["first", False])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)

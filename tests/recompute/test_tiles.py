@@ -83,14 +83,14 @@ def of_policies(rank, world_size, variant, layout):
     return wrong
 
 
-@pytest.mark.runs(ci=3)
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("variant", "layout"),
     [
         ("gpt2", Layout()),
         ("deepseek", Layout()),
-        ("llama", Layout(2)),
         ("olmo", Layout(2, True)),
+        ("llama", Layout(2)),
         ("pythia", Layout(cp=2)),
     ],
 )

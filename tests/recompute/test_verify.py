@@ -243,7 +243,7 @@ def _of_first(change, outputs):
     return change(outputs)
 
 
-@pytest.mark.runs(daily=8, ci=24)
+@pytest.mark.runs(daily=8, ci=16)
 @pytest.mark.parametrize("change", LOST)
 @pytest.mark.parametrize(
     "what", ["a norm's output", "the activation", "the residual", "a linear layer"]

@@ -1,8 +1,6 @@
 """Runs of examples/slurm/ on the test cluster: the flags, the job, its end, and the same run
 without Slurm."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

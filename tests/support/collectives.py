@@ -1,7 +1,5 @@
 """Records every collective that torch dispatches in a block of code, from any caller."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Starts the program as a user does."""
 
-from __future__ import annotations
-
 import io
 import os
 import shlex

@@ -10,8 +10,6 @@ This file depends on no recomputation engine: the argument `prepare` puts one on
 is on in every model that has it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ through a function `follow`, which passes a layer its arguments and reads its ou
 the models are rows of docs/who-is-right.md.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import NamedTuple

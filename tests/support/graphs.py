@@ -8,8 +8,6 @@ capture, nothing may read a value on the host, make a tensor from the host's mem
 generator's state.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple

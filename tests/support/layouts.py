@@ -1,7 +1,5 @@
 """Runs a small training in every layout over data-parallel ranks. Its results are whole tensors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Small models for tests, which run on one rank of a TP group and are compared as whole tensors."""
 
-from __future__ import annotations
-
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

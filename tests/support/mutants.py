@@ -1,7 +1,5 @@
 """Puts a fault into the product and checks that a test fails."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Trains small models as a pipeline, in any layout of ranks, and on one rank."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Makes one rank fail in one iteration of a run, and returns how the run ends on each rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import pytest

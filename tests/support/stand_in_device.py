@@ -12,8 +12,6 @@ values:
 A process cannot give the device back, so `run_watched` must run in a process of `run_ranks`.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple

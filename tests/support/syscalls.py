@@ -1,8 +1,6 @@
 """Records the file-system calls of a save in order: the files and folders that it syncs, and the
 names that it changes."""
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The loss over a sharded vocabulary, with its logits given and with the output projection in
 chunks: against torch over the whole vocabulary in float64."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest
@@ -144,7 +142,7 @@ def sharded(case, tp_size, sequence_parallel, chunk_sizes):
     return joined
 
 
-@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), LAYOUTS)
 def test_losses_and_gradients_are_torchs_at_every_chunk_size(tp_size, sequence_parallel):
     case = sample()
@@ -154,7 +152,7 @@ def test_losses_and_gradients_are_torchs_at_every_chunk_size(tp_size, sequence_p
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.runs(daily=4, ci=12)
+@pytest.mark.runs(daily=4, ci=8)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), LAYOUTS[:3])
 def test_one_chunk_gives_the_bits_of_logits_that_are_kept(tp_size, sequence_parallel, dtype):

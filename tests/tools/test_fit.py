@@ -20,8 +20,10 @@ LLAMA = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=200, num_hidden_layers=2,
     hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
 )  # fmt: skip
+# A step on fake tensors takes as long as it has operators.
+SHALLOW = dict(LLAMA, num_hidden_layers=1)
 MIXTRAL = dict(
-    LLAMA, model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=4,
+    SHALLOW, model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=2,
 )  # fmt: skip
 T5 = dict(
     model_type="t5", architectures=["T5ForConditionalGeneration"], vocab_size=200, num_layers=3,
@@ -39,8 +41,8 @@ def given(**settings):
     return FitSettings(hf_config="model", gpu="h100", **settings)
 
 
-@pytest.mark.runs(ci=3)
-@pytest.mark.parametrize(("config", "rank"), [(LLAMA, 0), (LLAMA, 4), (MIXTRAL, 0), (T5, 0)])
+@pytest.mark.runs
+@pytest.mark.parametrize(("config", "rank"), [(SHALLOW, 4), (LLAMA, 0), (MIXTRAL, 0), (T5, 0)])
 def test_fake_tensors_give_the_peak_of_the_real_step(config, rank):
     machine = load_hardware("h100")
     parsed = transformers.AutoConfig.for_model(**config)
@@ -56,12 +58,11 @@ def test_fake_tensors_give_the_peak_of_the_real_step(config, rank):
     settings = given(seq_length=128, micro_batch_size=2, dtype="fp32", trainable=trainable)
     whole = fit_memory_(model, None, step=step, optimizer=torch.optim.AdamW)
     whole.remove()
-    fake = fit_config(config, machine, None, settings)
+    budget = int(0.95 * whole.measured)
+    fitted = fit_config(config, machine, budget, settings)
     # the states of random generators, 5 KB a layer, are some per cent of so small a T5
     rel = 0.01 if config is T5 else 0.001
-    assert fake.measured == pytest.approx(whole.measured, rel=rel)
-    budget = int(0.95 * fake.measured)
-    fitted = fit_config(config, machine, budget, settings)
+    assert fitted.plain.peak == pytest.approx(whole.measured, rel=rel)
     assert fitted.measured <= budget
     assert fitted.plan.peak == pytest.approx(fitted.measured, rel=1e-4)
 
@@ -94,9 +95,9 @@ def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
     [
         dict(
             model_type="llava", architectures=["LlavaForConditionalGeneration"], image_token_id=98,
-            text_config=LLAMA, vision_config=dict(
+            text_config=SHALLOW, vision_config=dict(
                 model_type="clip_vision_model", hidden_size=32, intermediate_size=48, patch_size=8,
-                num_hidden_layers=2, num_attention_heads=4, image_size=32,
+                num_hidden_layers=1, num_attention_heads=4, image_size=32,
             ),
         ),
         dict(
@@ -115,9 +116,9 @@ def test_images_and_spectra_are_made_as_the_configuration_says(config):
     assert fit.plan.peak == pytest.approx(fit.measured, rel=0.01)
 
 
-@pytest.mark.runs
+@pytest.mark.runs(ci=1)
 @pytest.mark.parametrize("trainable", ["all", "lora:4"])
-@pytest.mark.parametrize("config", [MIXTRAL, LLAMA])
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL])
 def test_stand_ins_for_alike_layers_change_no_figure(config, trainable, monkeypatch):
     config, replaced = {**config, "num_hidden_layers": 5}, []
     machine, settings = load_hardware("h100"), given(seq_length=32, trainable=trainable)
@@ -144,7 +145,7 @@ def figures(fit):
 def test_a_decoder_without_its_encoder_runs_without_a_cache():
     config = dict(
         model_type="blenderbot", architectures=["BlenderbotForCausalLM"], vocab_size=200,
-        decoder_layers=2, encoder_layers=1, d_model=32, decoder_attention_heads=4,
+        decoder_layers=1, encoder_layers=1, d_model=32, decoder_attention_heads=4,
         decoder_ffn_dim=48, encoder_attention_heads=4, encoder_ffn_dim=48,
     )  # fmt: skip
     fit = fit_config(config, load_hardware("h100"), None, given(seq_length=16))
@@ -152,7 +153,7 @@ def test_a_decoder_without_its_encoder_runs_without_a_cache():
 
 
 def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(SHALLOW))
     words = ["fit", "--hf-config", str(tmp_path), "--gpu", "h100-80gb", "--seq-length", "64"]
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -163,7 +164,7 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("words", "config", "text"),
     [
-        (["--memory-budget", "1KiB"], LLAMA, "no policy fits. The smallest reachable peak is"),
+        (["--memory-budget", "1KiB"], SHALLOW, "no policy fits. The smallest reachable peak is"),
         (["--gpu", "h900"], LLAMA, "no machine is called 'h900'"),
         (["--trainable", "lora:x"], LLAMA, "--trainable 'lora:x': give all, or lora:16"),
         (["--micro-batch-size", "0"], LLAMA, "--micro-batch-size must be at least 1 (got 0)"),

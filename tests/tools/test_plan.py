@@ -121,7 +121,7 @@ def test_a_long_sequence_on_one_card_takes_tiles_chunks_and_host_memory_by_itsel
 def test_where_none_fits_a_command_has_the_fewest_gpus_that_are_enough():
     fixed = shlex.split(
         "--reserve 0 --memory-budget 1GiB --context-parallel-size 1 --host-memory 0 "
-        "--tensor-model-parallel-size=1 --pipeline-model-parallel-size 1"
+        "--tensor-model-parallel-size=1 --pipeline-model-parallel-size 1 --micro-batch-size 1"
     )
     text = printed([*SMALL, *fixed, "--gpus", "1"], status=2)
     found = re.search(r"fits on (\d+) GPUs.*: give --gpus (\d+)\n$", text)

@@ -7,6 +7,7 @@ and what it keeps, is then known in milliseconds. The tests marked long compile 
 import re
 import sys
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def faults(rank, world_size, layout, variants, dtype, dropout):
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("layout", "variants"),
-    [(LAYOUTS[0], VARIANTS[:1]), *((layout, VARIANTS) for layout in LAYOUTS)],
+    [(LAYOUTS[0], VARIANTS[:1]), *product(LAYOUTS, (VARIANTS[::2], VARIANTS[1::2]))],
     ids=str,
 )
 def test_kernels_equal_torchs_operators_and_no_policy_changes_a_bit(layout, variants):
@@ -90,7 +91,8 @@ def test_kernels_equal_torchs_operators_and_no_policy_changes_a_bit(layout, vari
 @pytest.mark.long
 @NEEDS_COMPILER
 def test_no_policy_changes_a_bit_of_a_compiled_run():
-    assert faults(0, 1, Layout(), ["gpt2"], torch.bfloat16, DROPOUT) == []
+    """Of nine functions, the fewest of a model: each takes seconds to compile."""
+    assert faults(0, 1, Layout(), ["nemotron"], torch.bfloat16, {}) == []
 
 
 @pytest.mark.runs(daily=2, ci=6)

@@ -86,7 +86,7 @@ def check_short_case(number):
     assert faults_of(SHORT[number]) == {}
 
 
-@pytest.mark.runs
+@pytest.mark.runs(ci=1)
 @pytest.mark.parametrize("number", range(len(SHORT)))
 def test_a_step_reads_nothing_and_stays_on_its_device(number):
     check_short_case(number)

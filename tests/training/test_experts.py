@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -140,22 +142,29 @@ def outcome(path):
     return found
 
 
+@cache
+def of_one_process(**settings):
+    """Returns the outcome and the first row of a run of one process."""
+    with TemporaryDirectory() as folder:
+        metrics = Path(folder) / "run.jsonl"
+        train("", metrics, until=4, **settings)
+        return outcome(metrics), rows(metrics)[0]
+
+
 @pytest.mark.runs(daily=4, ci=8)
 @pytest.mark.parametrize("layout", [*list(LAYOUTS)[:3], *ODD, *list(LAYOUTS)[3:]])
 def test_every_layout_trains_as_one_process_does(layout, tmp_path):
     """Losses, the biases' steps (which the later choices show), and kept bytes to the byte."""
-    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
-    layout, settings = ODD.get(layout, (layout, {}))
-    train("", one, **settings)
-    train(layout, other, **settings)
-    for expected, found in zip(outcome(one), outcome(other), strict=True):
+    metrics, (layout, settings) = tmp_path / "run.jsonl", ODD.get(layout, (layout, {}))
+    train(layout, metrics, until=4, **settings)
+    one, row = of_one_process(**settings)
+    for expected, found in zip(one, outcome(metrics), strict=True):
         assert found == pytest.approx(expected, rel=2e-5)
-    row = rows(one)[0]
     if "moe_expert_capacity_factor" not in settings:  # all rows are here, whoever has them
         assert row["activation_bytes_balanced"] == row["activation_bytes_measured"]
 
 
-@pytest.mark.runs(daily=2, ci=6)
+@pytest.mark.runs(daily=3, ci=3)
 @pytest.mark.parametrize(
     ("action", "layout"),
     [

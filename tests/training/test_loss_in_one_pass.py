@@ -132,7 +132,7 @@ def differing(config):
     return names
 
 
-@pytest.mark.runs(daily=3, ci=10)
+@pytest.mark.runs(daily=3, ci=6)
 @pytest.mark.parametrize(
     ("layout", "model", "policy", "mask", "chunk_size"),
     covered(itertools.product(LAYOUTS, (TIED, UNTIED), POLICIES, MASKS, (5, 100))),
@@ -167,7 +167,7 @@ def kept(config):
         return meter.result(config, parallel)
 
 
-@pytest.mark.runs(daily=3, ci=8)
+@pytest.mark.runs(daily=3, ci=6)
 @pytest.mark.parametrize(
     ("layout", "model", "mask", "chunk_size"),
     covered(itertools.product(("one", "sp", "tp", "pp"), (TIED, UNTIED), MASKS[:2], (5, 100))),

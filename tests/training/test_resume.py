@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize("name", CASES)
 def test_three_iterations_a_restart_and_three_more_equal_six(tmp_path, name):
     """Weights, moments, master weights, random-number streams (dropout is on) and every logged

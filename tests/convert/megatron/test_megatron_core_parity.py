@@ -185,7 +185,7 @@ def load(rank, world_size, root, name, format_name):
         return megatron_core.their_results(model, tokens, labels), states, steps
 
 
-@pytest.mark.runs(daily=2, ci=8)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize(
     ("name", "tp_size"),
     [
