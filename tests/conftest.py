@@ -110,6 +110,12 @@ def what_earlier_files_left_is_out_of_the_collectors_hands():
     gc.freeze()
 
 
+@pytest.fixture
+def two_actions(monkeypatch):
+    """Fits that choose between keeping everything and nothing, which takes a third of the time."""
+    monkeypatch.setattr("megatron_lite.fit.measurement.CANDIDATES", ("none",))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Tells run_ranks whether the test is `long` or `weekly`, or of whole runs. Such a test has the

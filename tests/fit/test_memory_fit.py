@@ -330,6 +330,7 @@ def test_the_call_leaves_model_and_generators_as_they_were():
     assert told(model) == before
 
 
+@pytest.mark.usefixtures("two_actions")
 def test_gradients_that_the_step_clears_count_once():
     model = Model([64] * 3)
     model(ids()).backward()
@@ -347,6 +348,7 @@ def test_gradients_that_the_step_clears_count_once():
     assert fit.measured == bare.measured and fit.plan.peak == bare.plan.peak
 
 
+@pytest.mark.usefixtures("two_actions")
 def test_states_of_an_optimizer_count_whether_they_exist_or_not():
     model = Model([16])
     weights = sum(each.nbytes for each in model.parameters())
@@ -368,6 +370,7 @@ def test_states_of_an_optimizer_count_whether_they_exist_or_not():
     assert peak(torch.optim.SGD) == plain
 
 
+@pytest.mark.usefixtures("two_actions")
 def test_the_largest_batch_is_the_last_that_fits():
     model = Model([64] * 2)
 
@@ -383,6 +386,7 @@ def test_the_largest_batch_is_the_last_that_fits():
         fit_memory_(model, f"{budget.measured}B", step=lambda: step(found.batch + 1))
 
 
+@pytest.mark.usefixtures("two_actions")
 def test_a_step_of_changing_shapes_counts_with_the_largest():
     model, long = Model([64] * 4), ids(2, 60)
     batches = iter([ids(2, 20), long, *[ids(2, 10)] * 99])
@@ -490,6 +494,7 @@ def fit_on_rank(rank, world_size, wrapper):
     return list(fit.policies.values()), fit.measured
 
 
+@pytest.mark.usefixtures("two_actions")
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP1", "FSDP2", "TP"])
 def test_ranks_get_the_policy_of_the_fullest_one(wrapper):
     first, second = run_ranks(fit_on_rank, 2, wrapper)
@@ -571,6 +576,7 @@ def split_on_rank(rank, world_size):
     return [statistics.mode(tries) for tries in zip(*(held() for _ in range(5)), strict=True)]
 
 
+@pytest.mark.usefixtures("two_actions")
 def test_tensor_parallel_ranks_may_divide_the_inputs_of_layers():
     whole = ids().numel() * 32 * 4
     for held in run_ranks(split_on_rank, 2):

@@ -114,7 +114,7 @@ def test_the_plan_is_the_fastest_of_all_that_fit(seed):
     problem = drawn(seed)
     every = [problem.plan(choice) for choice in itertools.product(*problem.options)]
     assert [plan.peak for plan in every] == [peak_of(problem, plan.choice) for plan in every]
-    for budget in range(35, 110, 3):
+    for budget in range(35, 110, 5):
         fit = [plan for plan in every if plan.peak <= budget]
         found = fastest(problem, budget)
         assert (found is None) == (not fit)

@@ -15,6 +15,8 @@ from torch import nn
 from megatron_lite.api import fit_memory_
 from megatron_lite.fit.trainer_callback import MemoryBudgetCallback
 
+pytestmark = pytest.mark.usefixtures("two_actions")
+
 
 def language_model():
     """In eval mode, as `from_pretrained` returns it."""

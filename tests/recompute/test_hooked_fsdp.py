@@ -116,7 +116,6 @@ def faults_in_fsdp1(rank, world_size):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_fsdp1_shards_a_model_with_a_policy_to_the_same_bits():
     run_ranks(faults_in_fsdp1, 2)
 
@@ -147,7 +146,6 @@ def faults_in_dtensors(rank, world_size):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_layers_of_dtensors_train_to_the_same_bits():
     run_ranks(faults_in_dtensors, 2)
 

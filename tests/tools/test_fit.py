@@ -81,6 +81,7 @@ def sharded(rank, world_size):
     return Measurement(model, lists, step, optimizer, torch.device("cpu"), gauge).peak()
 
 
+@pytest.mark.usefixtures("two_actions")
 def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
     first, second = run_ranks(sharded, 2)
     settings = given(seq_length=64, micro_batch_size=2, dtype="fp32", gpus=2, fsdp=True)
@@ -89,6 +90,7 @@ def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
     assert fake.plan.peak == pytest.approx(fake.measured, rel=0.01)
 
 
+@pytest.mark.usefixtures("two_actions")
 @pytest.mark.runs(ci=1)
 @pytest.mark.parametrize(
     "config",
@@ -122,13 +124,14 @@ def test_images_and_spectra_are_made_as_the_configuration_says(config):
 def test_stand_ins_for_alike_layers_change_no_figure(config, trainable, monkeypatch):
     config, replaced = {**config, "num_hidden_layers": 5}, []
     machine, settings = load_hardware("h100"), given(seq_length=32, trainable=trainable)
-    complete = StandIns._complete
+    complete, candidates = StandIns._complete, ("none", "ops(attention)")
 
     def noted(self, spans):
         replaced.append(self._replaced and complete(self, spans))
         return replaced[-1] is not False
 
     monkeypatch.setattr(StandIns, "_complete", noted)
+    monkeypatch.setattr("megatron_lite.fit.measurement.CANDIDATES", candidates)
     quick = fit_config(config, machine, None, settings)
     assert any(replaced) and False not in replaced
     monkeypatch.setattr(StandIns, "__call__", lambda self, step, gauge, actions: step.run(gauge()))
@@ -142,6 +145,7 @@ def figures(fit):
     return options, fit.measured, fit.plan.peak, fit.plain.peak, fit.smaller and fit.smaller.peak
 
 
+@pytest.mark.usefixtures("two_actions")
 def test_a_decoder_without_its_encoder_runs_without_a_cache():
     config = dict(
         model_type="blenderbot", architectures=["BlenderbotForCausalLM"], vocab_size=200,
@@ -152,6 +156,7 @@ def test_a_decoder_without_its_encoder_runs_without_a_cache():
     assert [*fit.policies] == ["model.decoder.layers"]
 
 
+@pytest.mark.usefixtures("two_actions")
 def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(SHALLOW))
     words = ["fit", "--hf-config", str(tmp_path), "--gpu", "h100-80gb", "--seq-length", "64"]
@@ -161,6 +166,7 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys)
     assert 'apply_policy_(model, layers_fqn="model.layers", policy="*:none")' in text
 
 
+@pytest.mark.usefixtures("two_actions")
 @pytest.mark.parametrize(
     ("words", "config", "text"),
     [

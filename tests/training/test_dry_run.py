@@ -49,8 +49,6 @@ CASES = [
     (2, 3, f"{PP} --bf16"),
     (2, 1, "--use-torch-fsdp2 --bf16"),
     (2, 2, f"{ZERO1} --bf16 {ON_HOST} --use-precision-aware-optimizer --exp-avg-dtype bf16"),
-]
-LONG_CASES = [
     (1, 2, f"--bf16 --loss-chunk-size 8 {FULL} uniform --recompute-num-layers 2"),
     (1, 2, "--fp16 --optimizer muon"),
     (1, 3, "--recompute-granularity selective --recompute-modules core_attn mlp"),
@@ -100,7 +98,7 @@ def real_steps(config, world_size, num_microbatches, *, host_apart=False):
 
 
 @pytest.mark.runs(ci=3)
-@pytest.mark.parametrize(("world_size", "num_microbatches", "flags"), [*CASES, *LONG_CASES])
+@pytest.mark.parametrize(("world_size", "num_microbatches", "flags"), CASES)
 def test_each_rank_has_the_memory_of_a_real_one(world_size, num_microbatches, flags):
     # Four layers are for virtual stages, and for units of several layers.
     several = VP in flags or "num-layers" in flags
