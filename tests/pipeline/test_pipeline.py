@@ -125,7 +125,7 @@ def test_no_recompute_policy_changes_a_bit(layout):
                 layout,
                 config,
                 steps=1,
-                micro_batches=MICRO_BATCHES,
+                micro_batches=layout.pp,
                 dtype=torch.float32,
                 num_kept=num_kept,
                 overlap=overlap,

@@ -43,7 +43,7 @@ def of_policies(rank, world_size, variant, layout):
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
     with layout.state() as parallel:
         for text in ("*:none", *POLICIES):
-            for others in OTHERS if "full+mlp" in text else ({},):
+            for others in OTHERS if "full+mlp" in text and layout.ranks == 1 else ({},):
                 case = f"{text} {others}"
                 recompute = RecomputeConfig(recompute_policy=text, **others)
                 plan = plan_stage(recompute, NUM_LAYERS)
