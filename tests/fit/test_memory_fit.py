@@ -243,6 +243,7 @@ def unequal_batches(model):
         model(ids(2, length)).backward()
 
 
+@pytest.mark.usefixtures("two_actions")
 @pytest.mark.parametrize(
     ("step", "build", "bound"),
     [

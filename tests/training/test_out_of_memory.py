@@ -108,8 +108,8 @@ def test_the_limit_holds_within_the_block_and_not_after_it():
         with memory_limited(tiny_run(memory_limit="64MiB"), CPU):
             torch.ones(32 * 2**20, dtype=torch.uint8)
             with pytest.raises(RuntimeError) as fault:
-                torch.ones(2**28, dtype=torch.uint8)
-        torch.ones(2**28, dtype=torch.uint8)
+                torch.empty(2**30, dtype=torch.uint8)
+        torch.empty(2**30, dtype=torch.uint8)
         return is_out_of_memory(fault.value)
 
     assert run_ranks(work, 1) == [True]
