@@ -18,7 +18,7 @@ from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
 from tests.support.limits import HANG_S
 from tests.support.runs import step_bytes
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 RUN = [
     *SMALL_RUN,
     *MOCK,

@@ -224,7 +224,7 @@ def case(name):
 
 EVERY_KIND = test_silent.test_it_is_equal_or_refused
 MUTANTS += [
-    Mutant(a_replay_changes_buffers_once_more, EVERY_KIND, case("BatchNorm")),
+    Mutant(a_replay_changes_buffers_once_more, EVERY_KIND, case("BatchNorm on zeros at first")),
     Mutant(
         the_argument_that_was_written_to_is_replayed,
         EVERY_KIND,
@@ -242,7 +242,7 @@ MUTANTS += [
         dict(name="module"),
         error="a replay is not what its forward was",
     ),
-    Mutant(random_numbers_go_on_in_the_replay, EVERY_KIND, case("dropout alone")),
+    Mutant(random_numbers_go_on_in_the_replay, EVERY_KIND, case("the older spectral norm")),
     Mutant(
         saved_values_are_not_compared,
         test_hooked_refusals.test_verify_sees_other_values_where_the_shapes_agree,

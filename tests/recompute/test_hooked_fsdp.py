@@ -69,7 +69,6 @@ def faults(rank, world_size):
         assert_equal(sharded(rank, world_size, policy, policy_first), expected)
 
 
-@pytest.mark.slow
 def test_fsdp2_shards_a_model_with_a_policy_to_the_same_bits():
     run_ranks(faults, 2)
 

@@ -61,7 +61,6 @@ def test_lazy_layers_train_as_without_a_policy(policy):
 
 
 @pytest.mark.runs
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_layers_that_are_compiled_modules_train_as_without_a_policy(policy):
     assert_right(

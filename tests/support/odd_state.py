@@ -106,25 +106,21 @@ def doubled(module, args, output):
     return 2 * output
 
 
-class HookAgain(Block):
-    """Registers its hook anew in each forward."""
-
-    hook = None
-
-    def forward(self, hidden):
-        if self.hook is not None:
-            self.hook.remove()
-        self.hook = self.first.register_forward_hook(doubled)
-        return self.body(hidden)
-
-
 class InnerHook(Block):
-    hook = None
+    """Registers a hook in its first forward. again: anew in each."""
+
+    hook, again = None, False
 
     def forward(self, hidden):
-        if self.hook is None:
+        if self.again and self.hook:
+            self.hook.remove()
+        if self.again or not self.hook:
             self.hook = self.first.register_forward_hook(doubled)
         return self.body(hidden)
+
+
+class HookAgain(InnerHook):
+    again = True
 
 
 class ReplacesForward(Block):
@@ -193,6 +189,13 @@ class Differentiates(Block):
                 torch.tanh(self.first(point)).square().sum(), point, create_graph=True
             )
         return self.body(hidden) + force.sin()
+
+
+class WritesArgument(Block):
+    def forward(self, hidden):
+        hidden.mul_(2).add_(1)
+        product = self.body(hidden.clone())
+        return product + hidden.mul_(0.5)
 
 
 class WritesProduct(Block):
@@ -744,6 +747,7 @@ CONTEXTS = {
 UNLISTED = {
     "objects with slots, arrays and functions": case(CountsEverywhere),
     "scripted functions and frozen traces": case(Scripted),
+    "an argument, which it writes": case(WritesArgument),
     "a product, which the next layer writes to": case(WritesProduct),
     "a backward into its own parameters": case(AccumulatesInside, may_refuse=True),
     "the older spectral norm": case(OldSpectral),

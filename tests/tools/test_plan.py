@@ -37,7 +37,6 @@ def as_json(arguments, status=0):
     return json.loads(printed([*arguments, "--json", "-"], status))
 
 
-@pytest.mark.slow
 def test_the_printed_command_is_parsed_to_the_plan():
     arguments = [
         *LLAMA,

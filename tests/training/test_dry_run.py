@@ -257,7 +257,6 @@ SLOW_IMPORTS = ("torch._dynamo", "torch._inductor", "sympy", "torch.distributed.
 SLOW_IMPORTS += ("tensorboard", "transformers", "scipy", "matplotlib", "wandb")
 
 
-@pytest.mark.slow
 def test_a_run_with_a_log_and_a_checkpoint_imports_nothing_slow(tmp_path):
     words = [*SMALL_RUN, *MOCK, "--train-iters", "2"]
     words += ["--save", str(tmp_path / "saved"), "--metrics-jsonl", str(tmp_path / "metrics.jsonl")]

@@ -97,7 +97,6 @@ ON_FOUR = (
 )
 ZERO1 = dict(use_distributed_optimizer=True)
 DATA_PARALLEL = {
-    "zero1": ZERO1,
     "fsdp2": dict(use_torch_fsdp2=True),
     "ep2-zero1": dict(
         use_distributed_optimizer=True,
@@ -105,10 +104,10 @@ DATA_PARALLEL = {
         ddp_bucket_size=3000,
         overlap_param_gather=True,
     ),
-    **dict.fromkeys(INSTANCES, ZERO1),
-    "tp4-etp2-zero1": ZERO1,
-    "ep2-zero1-whole": ZERO1,  # one copy of an expert
-    "ep4-tp2-etp1": ZERO1,
+    # "whole": with one copy of an expert
+    **dict.fromkeys(
+        (*INSTANCES, "zero1", "tp4-etp2-zero1", "ep2-zero1-whole", "ep4-tp2-etp1"), ZERO1
+    ),
 }
 
 

@@ -19,14 +19,13 @@ PADDED = dict(
     moe_expert_capacity_factor=0.7,
     moe_pad_expert_input_to_capacity=True,
 )
-RAMP = dict(rampup_batch_size=(2, 2, 8), train_iters=8, num_layers=1, recompute_policy="*:full")
 # by name: ranks, and settings of tiny_run
 RUNS = {
     "none": (1, {}),
     "full": (1, FULL),
     "fp16-parts": (1, dict(PARTS, fp16=True, skip_update_on_spike=2.0)),
     "padded-experts": (1, PADDED),
-    "ramp-up": (1, RAMP),
+    "ramp-up": (1, dict(FULL, rampup_batch_size=(2, 2, 8), train_iters=8, num_layers=1)),
     "tp": (2, dict(PARTS, tp_size=2)),
     "tp-sp": (2, dict(FULL, tp_size=2, sequence_parallel=True)),
     "pp": (2, dict(FULL, pipeline_model_parallel_size=2)),
