@@ -39,7 +39,7 @@ from megatron_lite.plan.problem import (
     with_fields,
 )
 
-MICRO_BATCH_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
+MICRO_BATCH_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 LEAST_CONTEXT = 2048  # tokens of a sequence on one rank; the search splits none into shorter parts
 LOSS_CHUNKS = (1024, 4096, 256)  # of which those count that are shorter than a micro-batch
 MOST_VIRTUAL_STAGES = 8
@@ -149,8 +149,11 @@ def least_states(config: RunConfig, num_ranks: int) -> float:
 
 
 def resorts(problem: Problem) -> Iterator[Iterator[Problem]]:
-    """Yields groups of other problems for a run that does not fit: with host memory, and then with
-    formats of fewer and fewer bits too, as far as the user has decided neither."""
+    """Yields groups of other problems for a run that does not fit: with FSDP2 in pipelines, with
+    host memory, and then with formats of fewer and fewer bits too, as far as the user has decided
+    none of these."""
+    if problem.fixed.keys().isdisjoint((*DATA_PARALLEL, PIPELINE)):
+        yield iter([problem._replace(fixed={**problem.fixed, DATA_PARALLEL[1]: True})])
     yield from _with_host_memory(problem)
     if not problem.base.optimizer.is_rounded and problem.fixed.keys().isdisjoint(FORMATS):
         for chosen in (FORMATS[:1], FORMATS):
@@ -245,8 +248,9 @@ def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
 def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
     """Returns the layers of the first and the last rank in every cut, the most even one first.
 
-    The ranks between hold equally many layers, and these two no more. The last rank may hold fewer
-    by as many as the output layer is worth, and the first one too: most micro-batches wait there.
+    The ranks between hold equally many layers, and these two no more, unless only the ends can take
+    the rest (3, 2, 2, 2, 3). The last rank may hold fewer by as many as the output layer is worth,
+    and the first one too: most micro-batches wait there.
     """
     model, data = problem.base.model, problem.base.data
     if size == 1:
@@ -256,11 +260,12 @@ def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
     head = logits_flops(model, **shape, padded_vocab_size=ids)
     worth = -(-head * layers // forward_flops(model, **shape))
     found: list[Row] = []
-    for each in range(-(-layers // size), -(-(layers + worth) // size) + 2):
+
+    def add(each: int, more: int = 0) -> None:
         rest = layers - (size - 2) * each
         cuts = [(rest - last, last) for last in range(1, rest)]
         for first, last in sorted(cuts, key=lambda cut: abs(cut[0] - cut[1])):
-            most = max(first, last)
+            most = max(first, last) - more
             # With two ranks none lies between: `each` is the larger number of layers.
             fits = most == each if size == 2 else most <= each
             if fits and not any(number % virtual for number in (each, first, last)):
@@ -268,6 +273,11 @@ def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
                     decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last
                 )
                 found.append({} if first == last == each else ends)
+
+    for each in range(-(-layers // size), -(-(layers + worth) // size) + 2):
+        add(each)
+    if not found:
+        add(layers // size, more=layers % size // 2 + 1)
     return found
 
 
@@ -275,7 +285,7 @@ def _kinds(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
     """Yields the kinds of data parallelism.
 
     FSDP2 gathers the weights of a stage again for each micro-batch of a pipeline. The two are
-    tried together only if the user fixes the pipeline.
+    tried together only if the user fixes the pipeline, or if nothing else fits.
     """
     if num_ranks == row[TENSOR] * row[PIPELINE]:
         yield {}

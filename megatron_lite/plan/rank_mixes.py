@@ -14,7 +14,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.description.sizes import Sizes, first_like_stage
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
-from megatron_lite.plan.hardware import Hardware
+from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.policies import (
     KEEP,
     LayerChoice,
@@ -213,7 +213,8 @@ class RankMixes:
 
         It does not count that copies also run beside the replays.
         """
-        timed = TimedRun(self.run.config, self.clock)
+        sharing = Group(self.run.dp_cp_size, self.run.config.parallel.tensor_model_parallel_size)
+        timed = TimedRun(self.run.config, self.clock, sharing)
         time = stage_time(timed, stage, keep_everything(stage.num_layers))
         first = hosted.moved / self.run.hardware.host_bandwidth
         # Nothing runs beside the first copy of a backward, that of the last layer.

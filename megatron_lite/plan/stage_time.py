@@ -88,7 +88,7 @@ class TimedRun(NamedTuple):
 
     config: RunConfig
     clock: Clock
-    data_parallel: Group = Group(1)
+    data_parallel: Group
 
     def shares(self, ranks: Group) -> tuple[Group, Group]:
         """Returns which ranks share out states, and which hold the same share."""

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_lite.config.stages import stages
 from megatron_lite.plan.auto_policy import Budget
 from megatron_lite.plan.layouts import layouts, recuts, savers, variants, virtuals
-from megatron_lite.plan.problem import Problem, usual_batch
+from megatron_lite.plan.problem import INSTANCES, MICRO_BATCH, PIPELINE, Problem, usual_batch
 from megatron_lite.plan.search import Search
 from megatron_lite.plan.verdict import (
     DOES_NOT_FIT,
@@ -93,6 +94,38 @@ def test_states_are_shared_out_in_each_of_several_nodes_where_that_is_faster():
         assert {one.parallel.num_distributed_optimizer_instances for one in found} == {1, nodes}
         best = Search(problem, 8 * nodes).find(80 * GIB).plans[0].config
         assert best.parallel.num_distributed_optimizer_instances == nodes
+
+
+@pytest.mark.parametrize("layers", [2, 5, 9, 16])
+def test_a_pipeline_may_have_any_number_of_stages(layers):
+    """In 16 layers over 7 ranks the two ends have more layers than the ranks between."""
+    problem = Problem(small_run(layers=layers), H100)
+    for size in range(2, layers + 1):
+        cuts = list(layouts(problem._replace(fixed={PIPELINE: size}), size))
+        assert cuts
+        for config in cuts:
+            held = [one.num_layers for one in stages(config.parallel, layers)]
+            assert len(held) == size and sum(held) == layers and min(held) > 0
+
+
+def test_fsdp2_is_tried_in_pipelines_where_nothing_else_fits():
+    run = small_run(batch=2, num_attention_heads=1, vocab_size=63999)
+    problem = Problem(run, H100)  # 8 ranks are a pipeline of at least 4
+    sizes = [
+        Search(problem._replace(fixed=fixed), 8).find(0).smallest.peak.num_bytes
+        for fixed in ({}, {PIPELINE: 4, "use_torch_fsdp2": True})
+    ]
+    assert sizes[0] > sizes[1]
+    found = verdict(problem, 8, Budget(sum(sizes) // 2, 0))
+    assert found.word == FITS and found.plan.config.data_parallel.use_torch_fsdp2
+
+
+def test_host_memory_serves_ranks_with_several_instances_of_the_states():
+    states = {"use_distributed_optimizer": True, INSTANCES: 2}
+    fixed = {PIPELINE: 1, MICRO_BATCH: 1, **states}
+    search = Search(Problem(small_run(), H100, fixed, host_bytes=GIB), 16)
+    found = search.find(search.find(0).smallest.peak.num_bytes)
+    assert "@host" in found.plans[0].config.recompute.recompute_policy
 
 
 def test_a_plan_that_cannot_fit_gives_the_smallest_peak():
