@@ -191,6 +191,10 @@ def _divisors(name: str, number: int, most: int) -> Iterator[Row]:
     return ({name: size} for size in range(1, min(number, most) + 1) if number % size == 0)
 
 
+def _divides(problem: Problem, size: int) -> bool:
+    return problem.base.data.seq_length % size == 0
+
+
 def _ways(problem: Problem) -> tuple[str, ...]:
     """Returns the ways in which context-parallel ranks can exchange keys and values."""
     model, resets = problem.base.model, problem.base.data.reset_attention_mask
@@ -228,8 +232,9 @@ def recuts(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
 
 
 def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
-    """Yields the layout with loss chunks, and with embedding and output layer as units of FSDP2, as
-    far as the user has fixed neither. They save memory.
+    """Yields the layout without sequence parallelism, which saves collectives, and with loss chunks
+    and with embedding and output layer as units of FSDP2, which save memory, as far as the user has
+    fixed none of these.
 
     The variants, their other stages, the savers of both and of those have every combination once.
     """
@@ -237,7 +242,11 @@ def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
         return
     training = config.training
     tokens = problem.base.data.seq_length // config.parallel.context_parallel_size
-    if LOSS_CHUNK not in problem.fixed and training.loss_chunk_size is None:
+    chunked = LOSS_CHUNK not in problem.fixed and training.loss_chunk_size is not None
+    if SEQUENCE not in problem.fixed and config.parallel.sequence_parallel and not chunked:
+        with suppress(ValueError):  # training would refuse it
+            yield with_fields(config, {SEQUENCE: False})
+    if LOSS_CHUNK not in problem.fixed and not chunked:
         for size in LOSS_CHUNKS:
             if size < tokens * training.micro_batch_size:
                 yield with_fields(config, {LOSS_CHUNK: size})
@@ -368,7 +377,12 @@ DIMENSIONS: Sequence[tuple[Sequence[str], Callable[[Problem, int, Row], Iterable
             PIPELINE, ranks // (row[TENSOR] * row[CONTEXT]), problem.base.model.num_layers
         ),
     ),
-    ((SEQUENCE,), lambda _, __, row: [{SEQUENCE: row[TENSOR] > 1}]),
+    (
+        (SEQUENCE,),
+        lambda problem, _, row: [
+            {SEQUENCE: row[TENSOR] > 1 and _divides(problem, row[TENSOR] * row[CONTEXT])}
+        ],
+    ),
     (
         (EXCHANGE,),
         lambda problem, _, row: [{EXCHANGE: _ways(problem)[0]} if row[CONTEXT] > 1 else {}],

@@ -138,8 +138,9 @@ def _layout(plan: Plan) -> str:
     exchange = "" if way == "p2p" else f" {way}"
     context, experts = parallel.context_parallel_size, parallel.expert_model_parallel_size
     instances = parallel.num_distributed_optimizer_instances
+    tensor = parallel.tensor_model_parallel_size
     words = [
-        f"t {parallel.tensor_model_parallel_size}",
+        f"t {tensor}" + " without SP" * (tensor > 1 and not parallel.sequence_parallel),
         f"p {size}" + f" ({first}{between}{last})" * is_uneven,
         *[f"v {len(cut) // size}"] * (len(cut) > size),
         *[f"c {context}{exchange}"] * (context > 1),
