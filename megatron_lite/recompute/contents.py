@@ -211,10 +211,11 @@ class Contents:
                 for key, value in getattr(module, name).items():
                     self.add(f"{prefix}{key}", value, owner)
 
-    def note(self, name: str, value: Any, owner: str = "") -> None:
-        """Adds a container, without what its items hold."""
+    def note(self, name: str, value: Any, owner: str = "") -> list[Any]:
+        """Adds a container, without what its items hold. Returns its items."""
         self._known.add(id(value))
         self.containers.append(_Container(name, owner, value, _items(value)))
+        return self.containers[-1].items
 
     def add(self, name: str, value: Any, owner: str = "") -> None:
         """Adds a value and all that it holds."""
@@ -242,9 +243,10 @@ class Contents:
                 self._add_items(name, attributes, owner or name)
 
     def _add_items(self, name: str, value: Any, owner: str) -> None:
-        if not isinstance(value, (tuple, frozenset)):
-            self.note(name, value, owner)
-        pairs = value.items() if isinstance(value, dict) else enumerate(_items(value))
+        # The items are those that are kept: what is made anew and freed here may have the number
+        # (`id`) of the next object.
+        items = value if isinstance(value, (tuple, frozenset)) else self.note(name, value, owner)
+        pairs = value.items() if isinstance(value, dict) else enumerate(items)
         for number, (key, each) in enumerate(pairs):
             self._room -= bool(owner)
             self.add(f"{name}.{key if type(key) is str else number}", each, owner)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import MethodType
+from types import CellType, MethodType
 
 import numpy as np
 import torch
@@ -647,8 +647,12 @@ class CountsEverywhere(Block):
         self.slots, self.path = Slots(), Path("here")
         self.bytes, self.floats = bytearray(2), array("d", [0.0])
         self.count, self.total = partial(count, [0]), MethodType(total, Collector())
+        self.cells = [CellType([0]) for _ in range(4)]
 
     def forward(self, hidden):
+        for each in self.cells:
+            each.cell_contents[0] += 1
+        hidden = hidden * sum(each.cell_contents[0] % 3 for each in self.cells)
         self.bytes[0] += 1
         self.floats[0] += 1
         counts = self.slots.next() % 5 + self.count() % 5 + self.total() % 3 + self.floats[0] % 2
