@@ -15,6 +15,7 @@ from megatron_lite.config.plain import MOST_LAYERS, as_object
 Values = dict[str, Any]
 
 REQUIRED = object()
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 MOST_SIZE = 2**40  # larger than any size of a model
 SLIDING, FULL = "sliding_attention", "full_attention"
 MLPS = ("dense", "sparse")
@@ -51,7 +52,7 @@ class Config:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise ValueError(f"{key} must be of type {kind.__name__} (got {quoted(value)})")
+            raise ValueError(f"{key} must be {KINDS.get(kind, kind.__name__)} (got {quoted(value)})")
         most = MOST_LAYERS if key in ("num_hidden_layers", "n_layer") else MOST_SIZE
         if isinstance(value, (int, float)) and not -most <= value <= most:
             raise ValueError(f"{key} must be at most {most} (got {quoted(value)})")

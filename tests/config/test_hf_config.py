@@ -122,7 +122,7 @@ def test_what_changes_no_size_becomes_a_note():
         ({}, "model_type None has no counterpart here, only gpt2, llama"),
         ({"model_type": "gemma4_txt"}, "no counterpart here, only .*; the nearest is gemma3_text"),
         ({"model_type": "llama"}, "num_hidden_layers is missing"),
-        (changed(LLAMA_3_8B, hidden_size="4096"), "hidden_size must be of type int"),
+        (changed(LLAMA_3_8B, hidden_size="4096"), "hidden_size must be a whole number"),
         (changed(LLAMA_3_8B, hidden_act="gelu"), "hidden_act 'gelu' has no counterpart: .*SwiGLU"),
         (changed(LLAMA_3_8B, mlp_bias=True), "mlp_bias True with attention_bias False"),
         (changed(LLAMA_3_8B, rope_theta=10000.5), "rope_theta must be a whole number"),

@@ -174,7 +174,7 @@ CASES = {
     ),
     "a list of texts": (
         sizes(rope_parameters=dict(rope_type="longrope", short_factor=["1"], long_factor=[])),
-        "short_factor must be of type float (got '1')",
+        "short_factor must be a number (got '1')",
     ),
     "too few divisors": (
         sizes(rope_parameters=dict(rope_type="longrope", short_factor=[1.0], long_factor=[])),
