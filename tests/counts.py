@@ -28,9 +28,9 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 302_100,
+    "tokens of the library": 302_250,
     "files of the library": 262,
-    "tokens of tests": 277_950,
+    "tokens of tests": 278_300,
     "tokens of benchmarks": 22_700,
     "own files in one plain step": 32,
     "own functions in one plain step": 129,

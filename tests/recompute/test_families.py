@@ -16,7 +16,7 @@ from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign import SITUATIONS, differences, train
 from tests.support.foreign_families import FAMILIES, NEWER, VARIANTS, newer
 from tests.support.foreign_layers import LAYERS, chain_loss
-from tests.support.foreign_policies import MODELS, POLICIES, faults, policy_on
+from tests.support.foreign_policies import MODELS, POLICIES, faults, policy_on, unclear
 from tests.support.foreign_wrapped import (
     compile_around,
     compile_forwards,
@@ -144,3 +144,24 @@ def test_a_compiled_model_with_a_policy_trains_as_without(name, text, place):
     model = MODELS[name]
     train = partial(train_compiled, model, wrap=wrap, backend="aot_eager", first=first)
     assert differences(train(None), train(policy_on(model, text))) == []
+
+
+@pytest.mark.weekly
+def test_the_default_backend_compiles_a_layer_with_a_policy():
+    from torch._inductor import config
+
+    model = MODELS["a tensor"]
+    with config.patch(fallback_random=True):  # its own random numbers are others than eager's
+        expected = train_compiled(model, None, wrap=compile_layers, backend="inductor")
+        try:
+            found = train_compiled(
+                model, policy_on(model, "*:full"), wrap=compile_layers, backend="inductor"
+            )
+        except (ValueError, RuntimeError) as error:
+            assert unclear(error) == []
+            return
+    for name, one in expected.gradients.items():
+        other = found.gradients[name]
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:  # fused kernels may round in another order
+            assert (one - other).abs().max() <= 1e-5 * one.abs().max()

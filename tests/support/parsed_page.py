@@ -11,9 +11,8 @@ IMAGE = "data:image/svg+xml;base64,"
 class ParsedPage(HTMLParser):
     """An HTML page as its elements.
 
-    faults: end tags without a beginning, elements without an end, tables whose rows differ in
-        their number of cells, scripts, handlers of events, addresses of other files, and pictures
-        that are no well-formed XML or have a script.
+    faults: scripts, handlers of events, addresses of other files, and pictures that are no
+        well-formed XML or have a script.
     rows: the cells of each row of the tables, those of the heads included.
     """
 
@@ -24,10 +23,8 @@ class ParsedPage(HTMLParser):
         self.rows = [[]]  # of cells before the first row
         self.tags = []
         self._open = []
-        self._columns = 0
         self.feed(page)
         self.close()
-        self.faults += [f"<{tag}> has no end" for tag in self._open]
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
@@ -40,20 +37,13 @@ class ParsedPage(HTMLParser):
             self.faults.append(f"<{tag}>")
         if tag not in VOID:
             self._open.append(tag)
-        if tag == "table":
-            self._columns = 0
         if tag == "tr":
             self.rows.append([])
         if tag in ("th", "td"):
             self.rows[-1].append("")
 
     def handle_endtag(self, tag):
-        if not self._open or self._open.pop() != tag:
-            self.faults.append(f"</{tag}> ends no element")
-        if tag == "tr":
-            self._columns = self._columns or len(self.rows[-1])
-            if len(self.rows[-1]) != self._columns:
-                self.faults.append(f"a row of {len(self.rows[-1])} cells")
+        self._open.pop()
 
     def handle_data(self, data):
         if self._open and self._open[-1] in ("th", "td") and self.rows[-1]:
