@@ -63,7 +63,7 @@ def build_parser(program: str = SCRIPT) -> Parser:
     program: the name with which its messages begin.
     """
     parser = Parser(prog=program, exit_on_error=False, argument_default=argparse.SUPPRESS)
-    parser._optionals.title = "general"
+    parser.call_options("general")
     add = parser.add_argument
     add("--dump-config", action="store_true", help="print the run as JSON and stop")
     add(

@@ -54,6 +54,10 @@ class Parser(argparse.ArgumentParser):
         """Returns what the parser takes, in the order in which it was added."""
         return tuple(self._actions)
 
+    def call_options(self, title: str) -> None:
+        """Gives the flags without a group of their own this title."""
+        self._optionals.title = title
+
     def groups(self) -> dict[str, list[argparse.Action]]:
         """Returns the actions by the title of their group."""
         return {group.title or "": group._group_actions for group in self._action_groups}
