@@ -52,7 +52,9 @@ class Config:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise ValueError(f"{key} must be {KINDS.get(kind, kind.__name__)} (got {quoted(value)})")
+            raise ValueError(
+                f"{key} must be {KINDS.get(kind, kind.__name__)} (got {quoted(value)})"
+            )
         most = MOST_LAYERS if key in ("num_hidden_layers", "n_layer") else MOST_SIZE
         if isinstance(value, (int, float)) and not -most <= value <= most:
             raise ValueError(f"{key} must be at most {most} (got {quoted(value)})")

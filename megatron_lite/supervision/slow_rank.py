@@ -226,21 +226,24 @@ class ReplicaCheck(NamedTuple):
     def _groups(self, held: list[_HeldTensor]) -> list[tuple[Tensor, ProcessGroup]]:
         """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
         parallel = self.parallel
-        found: dict[tuple[int, ProcessGroup | None], list[int]] = {}
+        found: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
         for number, (_, _, spec, is_share) in enumerate(held):
             # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those
             # that are not split, and the first and the last stage of a tied weight.
             of_data = parallel.holding(spec)
             is_whole = spec.tp_dim is None and not spec.of_experts
-            groups = (
-                of_data.replica_group if is_share else of_data.dp_cp_group,
-                parallel.tp_group if is_whole else None,
-                parallel.embedding_group if spec.tied else None,
-            )
-            for one in enumerate(groups):
-                found.setdefault(one, []).append(number)
+            # All ranks compare in the order of the keys, whatever tensors they hold.
+            groups = {
+                (0, is_share, of_data is not parallel): (
+                    of_data.replica_group if is_share else of_data.dp_cp_group
+                ),
+                (1,): parallel.tp_group if is_whole else None,
+                (2,): parallel.embedding_group if spec.tied else None,
+            }
+            for key, group in groups.items():
+                if group is not None:
+                    found.setdefault(key, (group, []))[1].append(number)
         return [
-            (torch.tensor(found[one], device=parallel.device), one[1])
-            for one in sorted(found, key=lambda one: one[0])
-            if one[1] is not None
+            (torch.tensor(numbers, device=parallel.device), group)
+            for _, (group, numbers) in sorted(found.items())
         ]
