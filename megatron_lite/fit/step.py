@@ -196,6 +196,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     in the others, as in training.
     Raises ValueError after the block if a parameter is not what it was.
     """
+    while type(model).__module__.startswith("torch.nn.parallel"):  # DDP counts its iterations
+        model = model.module  # type: ignore[assignment]
     contents, named = Contents(), dict(model.named_parameters())
     if not sharded(model, "FullyShardedDataParallel"):  # FSDP1 exchanges attributes by itself
         contents.add("", model)
