@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tokenize
@@ -28,7 +29,7 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 302_250,
+    "tokens of the library": 302_300,
     "files of the library": 262,
     "tokens of tests": 278_300,
     "tokens of benchmarks": 22_700,
@@ -111,6 +112,7 @@ print("COUNTS" + json.dumps([len(files), len(called), sorted(loaded), len(calls)
 
 
 def main():
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it in silence
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT)
     for name, value in counts(parser.parse_args().root.resolve()):
