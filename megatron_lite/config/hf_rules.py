@@ -15,7 +15,7 @@ from megatron_lite.config.plain import MOST_LAYERS, as_object
 Values = dict[str, Any]
 
 REQUIRED = object()
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 MOST_SIZE = 2**40  # larger than any size of a model
 SLIDING, FULL = "sliding_attention", "full_attention"
 MLPS = ("dense", "sparse")

@@ -30,6 +30,7 @@ from megatron_lite.recompute.randomness import drawn_again, global_states
 from megatron_lite.recompute.saved import has_values
 
 FORWARD_END, BACKWARD_END, MODEL_END = range(4, 7)
+LARGE = 2**26
 PATIENCE = 5.0  # seconds between two lines that tell which run it is
 
 
@@ -193,7 +194,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     containers, objects of Python, generators. A policy that is on the model stays on.
 
     The block is for all runs of a step: what the first one makes for good, such as a mask, is there
-    in the others, as in training.
+    in the others, as in training. A tensor or an array of more than LARGE bytes that an object
+    holds, such as a dataset, is left as it is.
     Raises ValueError after the block if a parameter is not what it was.
     """
     while type(model).__module__.startswith("torch.nn.parallel"):  # DDP counts its iterations
@@ -202,7 +204,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     if not sharded(model, "FullyShardedDataParallel"):  # FSDP1 exchanges attributes by itself
         contents.add("", model)
     parts = contents.parts.items()
-    others = [*model.buffers(), *(each.value for name, each in parts if name not in named)]
+    others = list(model.buffers())
+    for name, part in parts:
+        if name not in named and not (part.owner and getattr(part.value, "nbytes", 0) > LARGE):
+            others.append(part.value)
     arrays = [(each, copy(each)) for each in others if not isinstance(each, Tensor)]
     kept = {
         id(each): _kept(each) for each in others if isinstance(each, Tensor) and has_values(each)

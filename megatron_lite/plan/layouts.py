@@ -191,10 +191,6 @@ def _divisors(name: str, number: int, most: int) -> Iterator[Row]:
     return ({name: size} for size in range(1, min(number, most) + 1) if number % size == 0)
 
 
-def _divides(problem: Problem, size: int) -> bool:
-    return problem.base.data.seq_length % size == 0
-
-
 def _ways(problem: Problem) -> tuple[str, ...]:
     """Returns the ways in which context-parallel ranks can exchange keys and values."""
     model, resets = problem.base.model, problem.base.data.reset_attention_mask
@@ -380,7 +376,10 @@ DIMENSIONS: Sequence[tuple[Sequence[str], Callable[[Problem, int, Row], Iterable
     (
         (SEQUENCE,),
         lambda problem, _, row: [
-            {SEQUENCE: row[TENSOR] > 1 and _divides(problem, row[TENSOR] * row[CONTEXT])}
+            {
+                SEQUENCE: row[TENSOR] > 1
+                and problem.base.data.seq_length % (row[TENSOR] * row[CONTEXT]) == 0
+            }
         ],
     ),
     (

@@ -51,7 +51,8 @@ CONSTANT = (
 UNSET = object()  # in the place of a slot without a value
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 RESTORED = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})
-LIBRARIES = frozenset({"torch", "megatron_lite"})  # their objects are not looked into
+# The objects of these are not looked into. Those of trainers hold datasets and optimizers.
+LIBRARIES = {"torch", "megatron_lite", "accelerate", "deepspeed", "lightning", "pytorch_lightning"}
 STANDARD = frozenset(vars(nn.Module()))  # the attributes of every module
 HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("hooks"))
 # What functions hold besides their code. A cell is a variable of the function around one.
