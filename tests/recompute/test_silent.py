@@ -85,6 +85,7 @@ def test_it_is_equal_or_refused(name, policy, verify):
     foreign = CASES[name]
     verify = verify or ("first" if foreign.may_refuse else False)  # it alone sees these
     expected = trained_or_error(foreign, None)
+    assert (expected is None) == (name == "a saved result that it writes afterwards")
     found = trained_or_error(foreign, policy, verify=verify)
     if found is None:
         assert expected is None or (foreign.may_refuse and policy != "*:none@host")

@@ -89,7 +89,7 @@ def put(model, policy, **options):
 
 def batches():
     generator = torch.Generator().manual_seed(5)
-    return [torch.randn(5, 6, generator=generator) for _ in range(3)]
+    return [torch.randn(5, 6, generator=generator, dtype=torch.float32) for _ in range(3)]
 
 
 def outcome(make, policy, run, **options):
