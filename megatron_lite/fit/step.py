@@ -30,7 +30,7 @@ from megatron_lite.recompute.randomness import drawn_again, global_states
 from megatron_lite.recompute.saved import has_values
 
 FORWARD_END, BACKWARD_END, MODEL_END = range(4, 7)
-LARGE = 2**26
+LARGE = 2**26  # bytes of what an object holds, from which on it is not copied
 PATIENCE = 5.0  # seconds between two lines that tell which run it is
 
 

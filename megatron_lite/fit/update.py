@@ -43,7 +43,7 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
             is_fused = group.get("fused")
             if device.type == "cuda" and group.get("foreach", 0) is None:
                 group["foreach"] = not is_fused
-            group["fused"] = is_fused and False
+            group["fused"] = False if is_fused else is_fused
         with LiveStorages() as live:
             type(new).step(new)
             states = bytes_of(tensors_of(list(new.state.values())))

@@ -108,6 +108,11 @@ def test_a_pipeline_may_have_any_number_of_stages(layers):
             assert len(held) == size and sum(held) == layers and min(held) > 0
 
 
+def test_ranks_that_do_not_divide_the_sequence_share_heads_alone():
+    problem = Problem(small_run(seq_length=777), H100, dict(tensor_model_parallel_size=2))
+    assert {one.parallel.sequence_parallel for one in layouts(problem, 2)} == {False}
+
+
 def test_fsdp2_is_tried_in_pipelines_where_nothing_else_fits():
     run = small_run(batch=2, num_attention_heads=1, vocab_size=63999)
     problem = Problem(run, H100)  # 8 ranks are a pipeline of at least 4
@@ -121,8 +126,7 @@ def test_fsdp2_is_tried_in_pipelines_where_nothing_else_fits():
 
 
 def test_host_memory_serves_ranks_with_several_instances_of_the_states():
-    states = {"use_distributed_optimizer": True, INSTANCES: 2}
-    fixed = {PIPELINE: 1, MICRO_BATCH: 1, **states}
+    fixed = {PIPELINE: 1, MICRO_BATCH: 1, INSTANCES: 2, "use_distributed_optimizer": True}
     search = Search(Problem(small_run(), H100, fixed, host_bytes=GIB), 16)
     found = search.find(search.find(0).smallest.peak.num_bytes)
     assert "@host" in found.plans[0].config.recompute.recompute_policy
