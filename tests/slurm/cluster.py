@@ -73,12 +73,12 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 ReturnToService=2
 SlurmdTimeout=6
 MessageTimeout=5
 TCPTimeout=2
-KillWait=5
+KillWait=1
 MinJobAge=3600
 JobRequeue=1
 PreemptType=preempt/partition_prio

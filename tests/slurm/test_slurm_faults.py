@@ -1,5 +1,5 @@
-"""A job that loses a task, a node or its place continues by itself, and ends with the bytes of a
-run that lost nothing."""
+"""A job that loses a task, its time, a node or its place continues by itself, and ends with the
+bytes of a run that lost nothing."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from tests.slurm.jobs import Run
 from tests.support.limits import HANG_S
 
 pytestmark = pytest.mark.long
-FLAGS = ("--train-iters", "40", "--save-interval", "10")
+FLAGS = ("--train-iters", "60", "--save-interval", "10")
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,9 @@ def run(whole, tmp_path):
     return Run(folder=tmp_path / "run", flags=FLAGS, ranks_per_node=1)
 
 
-def in_its_middle(run):
-    """Waits until it has saved, and is not yet near its end."""
-    assert until(lambda: run.iteration > 0, HANG_S) and run.iteration < 30, run.log.read_text()
+def in_its_middle(run, last=0):
+    """Waits until it has saved after the iteration `last`, and is not yet near its end."""
+    assert until(lambda: run.iteration > last, HANG_S) and run.iteration < 50, run.log.read_text()
 
 
 def processes(run, **variables):
@@ -51,62 +51,58 @@ def processes(run, **variables):
             continue
 
 
-def continues(run, cluster, job, whole):
-    """Checks that the job started twice and ends as if nothing had happened. Returns its log."""
-    assert run.complete(cluster, job)["Restarts"] == "1"
+def continues(run, cluster, job, whole, restarts=1):
+    """Checks that the job started again so often and ends as if nothing had happened. Returns its
+    log, and the iterations from which it started."""
+    assert run.complete(cluster, job)["Restarts"] == str(restarts)
     log = run.log.read_text()
     begun = [
         int(number)
-        for number in re.findall(rf"job {job} on .*: start 1 from iteration (\d+) of 40", log)
+        for number in re.findall(rf"job {job} on .*: start 1 from iteration (\d+) of 60", log)
     ]
-    assert (
-        len(begun) == 2
-        and begun[0] == 0 < begun[1]
-        and f"loaded the checkpoint of iteration {begun[1]}" in log
-    )
-    assert "finished: iteration 40 of 40, status 0" in log
+    assert begun[0] == 0 and begun == sorted({*begun}) and len(begun) == restarts + 1
+    assert all(f"loaded the checkpoint of iteration {number}" in log for number in begun[1:])
+    assert "finished: iteration 60 of 60, status 0" in log
     assert run.results() == whole.results()
-    return log
+    return log, begun
 
 
-def test_a_killed_task(cluster, run, whole):
-    job = run.submit(cluster, "torchrun")
+def restarted(run, cluster, job, restarts):
+    """Waits for another start of the job, and until that has saved."""
+    assert until(lambda: cluster.job(job)["Restarts"] == str(restarts), HANG_S), cluster.job(job)
+    in_its_middle(run, run.iteration)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("srun", marks=pytest.mark.weekly)])
+def test_a_job_that_loses_a_task_its_time_and_a_node(cluster, run, whole, launcher):
+    """One after the other. `--signal=B:USR1@180` signals the job's script alone; here a command
+    does so, which need not wait for a minute to pass: the ranks save and end with status 0, and the
+    job must not count as completed. The node is the one where rank 0 and the job's script run, so
+    that Slurm has to notice it by itself."""
+    job = run.submit(cluster, launcher)
     in_its_middle(run)
     victims = list(processes(run, RANK="1"))
     assert len(victims) == 1
     os.kill(victims[0], signal.SIGKILL)
-    log = continues(run, cluster, job, whole)
-    assert f"requeued: job {job} continues from iteration" in log
+    restarted(run, cluster, job, 1)
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+    if cluster.namespaces:  # on the loopback interface a node cannot be killed
+        restarted(run, cluster, job, 2)
+        cluster.kill_node("node1")
+        assert until(lambda: cluster.job(job)["JobState"] == "PENDING", HANG_S), cluster.job(job)
+        assert list(processes(run)) == []
+        cluster.boot_node("node1")
+    log, begun = continues(run, cluster, job, whole, restarts=2 + cluster.namespaces)
+    assert log.count(f"requeued: job {job} continues from iteration") == 2
+    assert f"exiting at iteration {begun[2]}: SIGTERM" in log
 
 
-def test_a_lost_node(cluster, run, whole):
-    """The one where rank 0 and the job's script run, so that Slurm has to notice it by itself."""
-    if not cluster.namespaces:
-        pytest.skip(
-            "needs root and network namespaces: on the loopback interface a node cannot be killed"
-        )
+@pytest.mark.weekly
+def test_a_job_that_another_one_displaces(cluster, run, whole):
+    """Its tasks get SIGTERM. They save and end with status 0."""
     job = run.submit(cluster, "srun")
     in_its_middle(run)
-    cluster.kill_node("node1")
-    assert until(lambda: cluster.job(job)["JobState"] == "PENDING", HANG_S), cluster.job(job)
-    assert list(processes(run)) == []
-    cluster.boot_node("node1")
-    log = continues(run, cluster, job, whole)
-    assert "requeued:" not in log
-
-
-@pytest.mark.parametrize("why", ["its time", pytest.param("another job", marks=pytest.mark.weekly)])
-def test_a_job_that_has_to_stop(cluster, run, whole, why):
-    """`--signal=B:USR1@180` signals the job's script alone; here a command does so, which need not
-    wait for a minute to pass. A pre-empted job's tasks get SIGTERM. They save and end with status
-    0, and the job must not count as completed."""
-    job = run.submit(cluster, "torchrun" if why == "its time" else "srun")
-    in_its_middle(run)
-    if why == "its time":
-        cluster.run("scancel", "--batch", "--signal=USR1", str(job))
-    else:
-        high = ("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null")
-        cluster.submit(*high, "--wrap=true")
-    log = continues(run, cluster, job, whole)
-    saved = re.search(r"exiting at iteration (\d+): SIGTERM", log)
-    assert saved and f"start 1 from iteration {saved[1]} of 40" in log
+    high = ("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null")
+    cluster.submit(*high, "--wrap=true")
+    log, begun = continues(run, cluster, job, whole)
+    assert f"exiting at iteration {begun[1]}: SIGTERM" in log
