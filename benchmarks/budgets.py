@@ -195,8 +195,7 @@ def rows_of(name, args, progress):
         for number in range(args.repeats):
             for which in (0, 1) if number % 2 else (1, 0):
                 times[which].append(clock.ms((other, base)[which]))
-        found = spread(*times)
-        return dict(what=name, name=setting, peak_bytes=peak, time_ratio=found)
+        return dict(what=name, name=setting, peak_bytes=peak, time_ratio=spread(*times))
 
     most = peak_of(model, step, args.device)
     for one in layer_lists(model, None):

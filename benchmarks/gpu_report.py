@@ -16,6 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
 from benchmarks.harness import about, table
+from megatron_lite.data.durable_files import write_text
 
 PACKAGES = ("transformers", "liger-kernel", "litgpt", "megatron-core")
 OUT_OF_TIME = (124, 137)  # of `timeout`
@@ -84,14 +85,10 @@ def main():
     """Writes the report and its page. Returns 0, or 1 if a part failed."""
     *parts, output = map(Path, sys.argv[1:])
     report = joined(parts[0]) if parts else json.loads(output.read_text())
-    for path, text in (
-        (output, json.dumps(report, indent=1)),
-        (output.with_suffix(".md"), "\n".join(page(report))),
-    ):
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(text + "\n")
-        temporary.replace(path)
-    print(f"{output} and {output.with_suffix('.md').name} have the results")
+    beside = output.with_suffix(".md")
+    write_text(str(output), json.dumps(report, indent=1) + "\n")
+    write_text(str(beside), "\n".join([*page(report), ""]))
+    print(f"{output} and {beside.name} have the results")
     return int(any(part["status"] for part in report["parts"].values()))
 
 

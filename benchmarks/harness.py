@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import datetime
 import gc
+import itertools
 import json
 import math
 import platform
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.engines import DTYPES, PRESETS, Shape
+from megatron_lite.data.durable_files import write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +234,28 @@ def about(device):
     }
 
 
+def blocks(args, setting, measure):
+    """Yields the rows of each dtype and dropout, which it has published.
+
+    setting: makes the setting of a block. measure: returns its rows, and gets a dict for those who
+        are left out, with the reasons.
+    """
+    report = new_report(args)
+    end_with_what_there_is()
+    skipped = report["skipped"]
+    for dtype, dropout in itertools.product(args.dtype, args.dropout):
+        rows = []
+        try:
+            one = setting(shape=args.shape, device=args.device, dtype=dtype, dropout=dropout)
+            rows = measure(one, args, skipped)
+        except OutOfTime as reason:
+            skipped["the rest"] = str(reason)
+        publish(report, rows, args.json)
+        yield rows
+    for who, why in skipped.items():
+        print(f"{who} left out: {why}")
+
+
 # The columns of the tables: a field of a row, its heading, and its format. A ratio of times is the
 # median of the rounds, with the least and the most.
 COLUMNS = {
@@ -289,9 +313,7 @@ def publish(report, rows, file, **headings):
     report["rows"] += rows
     if file:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(f"{file}.tmp")
-        temporary.write_text(json.dumps(report, indent=1) + "\n")
-        temporary.replace(file)
+        write_text(file, json.dumps(report, indent=1) + "\n")
 
 
 def device_name(device):

@@ -166,10 +166,10 @@ def megatron(setting, weights, *, compiled):
     if setting.device.type != "cuda":
         raise ImportError("it needs a GPU")
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    shape, ours, batch = setting.shape, setting.model_config(), setting.batch()
+    from tests.support.megatron_core import their_model
+
+    shape, batch = setting.shape, setting.batch()
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -178,32 +178,16 @@ def megatron(setting, weights, *, compiled):
         state = torch.cuda.get_rng_state()  # that of our random streams
         tensor_parallel.model_parallel_cuda_manual_seed(SEED)
         torch.cuda.set_rng_state(state)
-    config = TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        ffn_hidden_size=ours.ffn_size,
-        normalization=ours.normalization,
-        layernorm_epsilon=ours.norm_epsilon,
-        add_bias_linear=ours.add_bias_linear,
-        gated_linear_unit=ours.swiglu,
-        activation_func=F.silu if ours.swiglu else F.gelu,
+    more = dict(
+        gathers=False,  # as their loss takes them
         hidden_dropout=setting.dropout,
         attention_dropout=setting.dropout,
         bf16=setting.dtype == "bf16",
-        params_dtype=DTYPES[setting.dtype],
         bias_activation_fusion=True,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
     )
-    model = GPTModel(
-        config,
-        gpt_layer_specs.get_gpt_layer_local_spec(normalization=ours.normalization),
-        shape.vocab_size,
-        shape.seq_length,
-        position_embedding_type=ours.position_embedding_type,
-        share_embeddings_and_output_weights=not ours.untie_embeddings_and_output_weights,
-    ).to(setting.device, DTYPES[setting.dtype])
+    model = their_model(
+        setting.model_config(), dtype=DTYPES[setting.dtype], padded=shape.vocab_size, **more
+    ).to(setting.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])

@@ -7,7 +7,6 @@ the table.
 """
 
 import gc
-import itertools
 import statistics
 import sys
 from contextlib import suppress
@@ -20,25 +19,21 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
 from benchmarks.contestants import GRAPH, as_graph
-from benchmarks.engines import SEED, Setting
+from benchmarks.engines import Setting, one_rank
 from benchmarks.harness import (
     OutOfTime,
     Progress,
     benchmark_parser,
+    blocks,
     clock_of,
-    end_with_what_there_is,
     garbage_kept,
     in_rounds,
-    new_report,
     parse_benchmark,
-    publish,
     spread,
 )
 from benchmarks.recompute_engines import NONE, build_engines, engine_names
 from megatron_lite.config.model import ATTENTION_BACKENDS
 from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.state import ParallelState
 
 aten = torch.ops.aten
 # torch counts the FLOPs of CUDA's flash kernels, but has no formula for the flash kernel of a CPU.
@@ -80,8 +75,8 @@ def footprint(engine, streams, start):
     )
 
 
-def measure(setting, parallel, args):
-    """Measures all engines of one setting. Returns their rows, and who is left out and why.
+def measure(setting, args, skipped):
+    """Measures all engines of one setting, and returns their rows.
 
     kept_ratio, extra_flops: relative to the same model without recomputation. transformers'
         engines are compared with transformers' model.
@@ -89,7 +84,8 @@ def measure(setting, parallel, args):
     rival_time_ratio: over that of `rival`, the policy of ours that keeps the same tensors, if the
         engine is not ours. Above 1 ours is faster.
     """
-    built, skipped = build_engines(setting, parallel)
+    parallel = one_rank(setting)
+    built = build_engines(setting, parallel, skipped)
     chosen = args.engines or [one.name for one in built]
     engines = [one for one in built if one.name in chosen or one.name.endswith(NONE)]
     start, footprints, progress = parallel.rng.snapshot(), {}, Progress()
@@ -129,7 +125,7 @@ def measure(setting, parallel, args):
                 **found,
             )
         )
-    return rows, skipped
+    return rows
 
 
 def parse(argv):
@@ -161,26 +157,9 @@ def parse(argv):
 def main(argv=None):
     """Runs the benchmark. Returns 0."""
     args = parse(argv)
-    report = new_report(args)
-    end_with_what_there_is()
-    parallel = ParallelState(device=args.device, rng=RngStreams(args.device, seed=SEED))
-    for dtype, dropout in itertools.product(args.dtype, args.dropout):
-        setting = Setting(
-            shape=args.shape,
-            device=args.device,
-            dtype=dtype,
-            dropout=dropout,
-            attention_backend=args.attention_backend,
-            compiled=args.compile,
-        )
-        try:
-            rows, skipped = measure(setting, parallel, args)
-        except OutOfTime as reason:
-            rows, skipped = [], {"the rest": str(reason)}
-        report["skipped"].update(skipped)
-        publish(report, rows, args.json)
-        for name, reason in skipped.items():
-            print(f"{name}: skipped: {reason}")
+    own = dict(attention_backend=args.attention_backend, compiled=args.compile)
+    for _ in blocks(args, partial(Setting, **own), measure):
+        pass
     return 0
 
 

@@ -89,10 +89,9 @@ def engine_names(num_layers):
     return {*policies(num_layers), *peers, f"transformers, {NONE}"}
 
 
-def build_engines(setting, parallel):
-    """Returns the engines that can run here, NONE first, and the others with the reasons."""
+def build_engines(setting, parallel, skipped):
+    """Returns the engines that can run here, NONE first. skipped: gets the others, and why."""
     engines = []
-    skipped = {}
     ours = partial(_ours, setting, parallel, engines)
     for name, config in policies(setting.shape.num_layers).items():
         if name.endswith("@host") and setting.device.type == "cpu":
@@ -108,7 +107,7 @@ def build_engines(setting, parallel):
         engines += _transformers(setting)
     except ImportError as reason:
         skipped["transformers"] = str(reason)
-    return engines, skipped
+    return engines
 
 
 def _ours(setting, parallel, engines, name, config, *, rival=None, prepare=lambda model: None):

