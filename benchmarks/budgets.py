@@ -50,17 +50,13 @@ from megatron_lite.fit.gauges import CpuGauge, CudaGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.step import bytes_of
 from megatron_lite.pages.document import svg_text
+from megatron_lite.recompute.ops import find_operators
 
 SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)  # of the way from the least to the most
 BUDGETS = (0.0, 0.3, 0.6)  # of torch's compiler
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-}
+ATTENTION = find_operators(["attention"])
 DECODER = dict(
     vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=6,
     num_attention_heads=8, num_key_value_heads=4, head_dim=32,

@@ -22,7 +22,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from arguments import parse_args
 from megatron_lite.parallel import weight_gradient
@@ -31,7 +30,8 @@ from megatron_lite.parallel.torch_internals import disable_current_modes, fake_m
 from megatron_lite.tensor_parallel import layers
 from megatron_lite.training import build_trainer
 from megatron_lite.training.step import train_step
-from tests.support.stand_in_device import ALLOCATIONS, _is_view, _tensors, step_on_the_device
+from tests.support.dispatch import Dispatches, tensors_in
+from tests.support.stand_in_device import ALLOCATIONS, _is_view, step_on_the_device
 
 GPT2 = (
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
@@ -43,7 +43,7 @@ NO_KERNEL = ("set_", "detach", "_unsafe_view", "promote_types", "scalar_tensor")
 BY_INDEX = ("gather", "scatter_add_", "embedding")  # they move what the indices name
 
 
-class Launches(TorchDispatchMode):
+class Launches(Dispatches):
     """Counts launches and bytes by kind: "matmul", "attention", or the name of the operator."""
 
     def __init__(self):
@@ -56,24 +56,22 @@ class Launches(TorchDispatchMode):
         self.launches[f"{self.part}: {name}"] += launches
         self.num_bytes[f"{self.part}: {name}"] += num_bytes
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
+    def saw(self, func, args, kwargs, results):
         name = func._schema.name.partition("::")[2]
         if _is_view(func) or name in ALLOCATIONS or name in NO_KERNEL:
-            return results
+            return
         if name in MATMULS or "attention" in name:
             self.add("matmul" if name in MATMULS else "attention", 1, 0)
-            return results
-        moved = {id(one): _nbytes(one) for one in _tensors((args, kwargs))}
-        written = _tensors(results)
+            return
+        moved = {id(one): _nbytes(one) for one in tensors_in((args, kwargs))}
+        written = tensors_in(results)
         moved |= {id(one): _nbytes(one) * (1 + (id(one) in moved)) for one in written}
         if name in BY_INDEX:
-            least = min(_nbytes(one) for one in _tensors((args, kwargs, results)))
+            least = min(_nbytes(one) for one in tensors_in((args, kwargs, results)))
             moved = {0: 2 * (_nbytes(written[0]) if name == "embedding" else least)}
         elif name in ("zero_", "fill_", "copy_", "random_"):  # they do not read what they write
             moved[id(args[0])] = _nbytes(args[0])
         self.add(name, 1, sum(moved.values()))
-        return results
 
 
 def _nbytes(tensor):

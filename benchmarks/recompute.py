@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
@@ -34,17 +34,7 @@ from benchmarks.harness import (
 from benchmarks.recompute_engines import NONE, build_engines, engine_names
 from megatron_lite.config.model import ATTENTION_BACKENDS
 from megatron_lite.memory.measure.live_storages import LiveStorages
-
-aten = torch.ops.aten
-# torch counts the FLOPs of CUDA's flash kernels, but has no formula for the flash kernel of a CPU.
-CPU_FLASH = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: sdpa_flop_count(
-        *shapes[:3]
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *shapes, **_: (
-        sdpa_backward_flop_count(*shapes[:4])
-    ),
-}
+from tests.support.flash_flops import FORMULAS
 
 
 def footprint(engine, streams, start):
@@ -57,7 +47,7 @@ def footprint(engine, streams, start):
     """
     with torch.autograd.set_multithreading_enabled(False):  # a dispatch mode belongs to its thread
         streams.restore(start)
-        with FlopCounterMode(display=False, custom_mapping=CPU_FLASH) as counter:
+        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
             engine.step()
         grads = [one.grad.zero_() for one in engine.model.parameters() if one.grad is not None]
         streams.restore(start)

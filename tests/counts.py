@@ -30,7 +30,7 @@ IGNORED = (
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
     "tokens of the library": 302_300,
-    "files of the library": 262,
+    "files of the library": 260,
     "tokens of tests": 278_400,
     "tokens of benchmarks": 22_700,
     "own files in one plain step": 32,

@@ -31,12 +31,11 @@ from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.caches import with_own_caches
 from megatron_lite.recompute.contents import sharded, tensors_of
 from megatron_lite.recompute.guard import Guard, Verify
-from megatron_lite.recompute.hooked import How, rebuild_saved
+from megatron_lite.recompute.hooked import How, Turns, rebuild_saved
 from megatron_lite.recompute.layer_state import Written
 from megatron_lite.recompute.randomness import DefaultGenerators
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
 from megatron_lite.recompute.saved import Args, Kwargs, has_values
-from megatron_lite.recompute.turns import Turns
 
 if TYPE_CHECKING:
     from megatron_lite.recompute.offload import CopyStreams, Offload

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from enum import Enum
@@ -64,14 +64,49 @@ from megatron_lite.recompute.saved import (
     version_of,
 )
 from megatron_lite.recompute.surroundings import Surroundings
-from megatron_lite.recompute.turns import Turns
 
 if TYPE_CHECKING:
     from megatron_lite.recompute.ops import KeptResults
     from megatron_lite.recompute.witness import Witness
 
 PLAIN = (bool, int, float, str, bytes, type(None), Enum, torch.dtype)  # values of contextvars
+PATIENCE_S = 120.0  # of a thread that waits for another one
 NO_TASK = -1  # torch's number for "not inside a backward"
+
+
+class Turns:
+    """Lets one thread at a time run a forward or a replay of the layers under one policy.
+
+    A replay exchanges the state of its layer and of the generators, and another thread must not see
+    it. The threads in which autograd works for a device are let through: they work for a thread
+    that waits. It can be copied and pickled with a model; the copy has a lock of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
+        return Turns, ()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Waits until no other thread is inside.
+
+        RuntimeError: another thread stays inside; it may wait for this one.
+        """
+        if threading.get_ident() not in {each.ident for each in threading.enumerate()}:
+            yield
+            return
+        if not self._lock.acquire(timeout=PATIENCE_S):
+            raise RuntimeError(
+                "another thread has been inside a layer with a recompute policy for "
+                f"{PATIENCE_S:.0f} s. Layers that wait for each other in several threads cannot be "
+                "recomputed: take them out of the policy"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 @dataclass(kw_only=True)

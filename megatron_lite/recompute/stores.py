@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,8 +214,6 @@ def _parts(
 
     The hooks that tell which module runs are registered for the block alone.
     """
-    from megatron_lite.recompute.running import running_modules
-
     layers, *_ = shared
     # Only the innermost running module counts: the parts name modules, and not their children.
     with ExitStack() as stack:
@@ -234,3 +232,24 @@ def _tensors(shared: Iterable[Any]) -> Iterator[Tensor]:
             yield from weights_in_use(value)
         elif isinstance(value, Tensor):
             yield value
+
+
+@contextmanager
+def running_modules(model: nn.Module | None) -> Iterator[list[str]]:
+    """Yields a list that always holds the qualified names of the modules whose forward is running.
+
+    The outermost comes first. Without a model the list stays empty.
+    """
+    running = []
+
+    def enter(name: str, *_: Any) -> None:
+        running.append(name)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    with ExitStack() as stack:
+        for name, module in [] if model is None else model.named_modules():
+            stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield running

@@ -15,11 +15,6 @@ from megatron_lite.recompute.phase import is_recomputing
 WEIGHT = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture
-def rng():
-    return RngStreams(torch.device("cpu"), seed=3)
-
-
 def noisy(rng, hidden, weight):
     """A function whose backward needs the numbers that its forward drew, on both streams."""
     with rng.fork(TENSOR_PARALLEL):

@@ -11,7 +11,6 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import GROUPS, IN_GROUPS
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.parallel import collectives
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.hooked import How, rebuild_saved
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.ops import KeptResults, find_operators
@@ -30,11 +29,6 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 def rebuilt(function, *args, **how):
     return rebuild_saved(function, args, {}, How(**how))
-
-
-@pytest.fixture
-def rng():
-    return RngStreams(torch.device("cpu"), seed=3)
 
 
 class Dispatched(Dispatches):

@@ -21,11 +21,6 @@ from tests.support.ranks import run_ranks
 UNITS_OF_TWO = "*:full/2"
 
 
-@pytest.fixture
-def rng():
-    return RngStreams(torch.device("cpu"), seed=3)
-
-
 def gpt(policy, *, check=True):
     """Returns a GPT of three layers with dropout; its plan verified, or not."""
     recompute = RecomputeConfig(recompute_policy=policy, recompute_verify=check)

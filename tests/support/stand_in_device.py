@@ -19,9 +19,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.utils.backend_registration as backends
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_lite.memory.measure.step_meter import SimulatedTensors, simulated_rank
 from megatron_lite.optim.optimizer import Optimizer
@@ -34,6 +32,7 @@ from megatron_lite.training.batches import document_rules
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.dry_run import SameTokens, sample_shape
 from megatron_lite.training.step import StageRunner, train_step
+from tests.support.dispatch import tensors_in
 from tests.support.storages import addresses
 from tests.support.streams import MAIN, Streams
 
@@ -55,13 +54,13 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=MappingProxyType({})):
         name = func._schema.name.partition("::")[2]
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         if name in READS and any(tensor.device.type == NAME for tensor in given):
             self.streams.fault(f"{name} reads a value of the device")
         self.inside = True  # torch may print the tensors of an operator for its own messages
         results = func(*args, **kwargs)
         self.inside = False
-        made = _tensors(results)
+        made = tensors_in(results)
         self._check_devices(name, given, made)
         if not _is_view(func) and name not in ALLOCATIONS:
             self._order(func, args, kwargs, made)
@@ -90,9 +89,9 @@ class Watch(TorchDispatchMode):
         for number, argument in enumerate(func._schema.arguments):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
-                written += _tensors(value)
+                written += tensors_in(value)
         self.streams.use(
-            reads=_tensors((args, kwargs)), writes=written, stream=self.streams.current
+            reads=tensors_in((args, kwargs)), writes=written, stream=self.streams.current
         )
 
 
@@ -113,10 +112,6 @@ class _Module(backends._DummyBackendModule):
 
     def get_amp_supported_dtype(self):
         return [torch.float16, torch.bfloat16]
-
-
-def _tensors(tree):
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @contextmanager

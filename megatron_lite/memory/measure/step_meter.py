@@ -53,7 +53,7 @@ from megatron_lite.parallel.torch_internals import (
     schema_of,
 )
 from megatron_lite.recompute.phase import is_allocating_on_host, is_recomputing
-from megatron_lite.recompute.running import running_modules
+from megatron_lite.recompute.stores import running_modules
 
 WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER = "weights", "masters", "gradients", "optimizer"
 OTHER, HOST = "other", "host"
