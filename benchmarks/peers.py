@@ -105,20 +105,13 @@ def transformers(setting, weights, *, compiled):
         for name, parameter in first.model.named_parameters():
             parameter.copy_(theirs[name])
 
-    def another():
-        model = transformers_model(setting)
-        model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
-        model.model.tie_weights()
-        return model
-
-    checkpointing = another()
-    checkpointing.model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointing = transformers_model(setting, like=first, use_reentrant=False)
     losses = {"transformers": of_logits(first, setting), FULL: of_logits(checkpointing, setting)}
     if setting.family == "llama" and setting.device.type == "cuda":
         with contextlib.suppress(ImportError):
             from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-            liger, batch = another().model, setting.batch()
+            liger, batch = transformers_model(setting, like=first).model, setting.batch()
             apply_liger_kernel_to_llama(model=liger)
             given = dict(input_ids=batch.tokens, labels=batch.labels, shift_labels=batch.labels)
             losses["transformers, Liger"] = lambda: liger(**given, use_cache=False).loss
@@ -215,9 +208,11 @@ def as_transformers(weights, setting):
     return found
 
 
-def transformers_model(setting):
+def transformers_model(setting, *, like=None, use_reentrant=None):
     """Returns transformers' model of the shape, on its device, which returns its logits only.
 
+    like: another one, whose weights it shares. use_reentrant: of its checkpoint of each layer;
+        None: it has none.
     The gelu is the one that is one kernel. Its default is a chain of seven pointwise kernels.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -228,7 +223,14 @@ def transformers_model(setting):
     made = AutoConfig.for_model(**config, bos_token_id=0, eos_token_id=0)
     with setting.device:
         model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
-    return Logits(model).to(DTYPES[setting.dtype]).train()
+    model = Logits(model).to(DTYPES[setting.dtype]).train()
+    if like is not None:
+        model.load_state_dict(like.state_dict(keep_vars=True), assign=True)
+        model.model.tie_weights()
+    if use_reentrant is not None:
+        renamed = getattr(model.model, "activation_checkpointing_enable", None)  # transformers 6
+        (renamed or model.model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
+    return model
 
 
 EXPERT_NAMES = {

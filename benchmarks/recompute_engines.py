@@ -144,13 +144,8 @@ def _transformers(setting):
     first = None
     for mode, use_reentrant in {NONE: None, **MODES}.items():
         torch.manual_seed(SEED)
-        model = transformers_model(setting)
+        model = transformers_model(setting, like=first, use_reentrant=use_reentrant)
         first = first or model
-        model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
-        if use_reentrant is not None:
-            # its name from transformers 6 on
-            renamed = getattr(model.model, "activation_checkpointing_enable", None)
-            (renamed or model.model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
         yield Engine(
             name=f"transformers, {mode}",
             forward=of_logits(model, setting),

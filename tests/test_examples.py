@@ -49,7 +49,7 @@ POLICIES = {
 }
 
 
-def run_script(path, *arguments, timeout_s=HANG_S, **environment):
+def run_script(path, *arguments, **environment):
     # From another directory, and with nothing that the caller may have set for the scripts.
     known = {"PATH", "HOME", "TMPDIR"}
     return subprocess.run(
@@ -57,7 +57,7 @@ def run_script(path, *arguments, timeout_s=HANG_S, **environment):
         cwd="/",
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=HANG_S,
         env={**{name: value for name, value in os.environ.items() if name in known}, **environment},
     )
 

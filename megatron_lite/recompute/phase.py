@@ -1,4 +1,4 @@
-"""Records whether this thread runs a replay, or allocates host memory.
+"""Records whether this thread runs a replay, or allocates host memory, and which modules run.
 
 Side effects (counters, logs) check for a replay to happen only once. Measurements check for host
 memory, which on a CPU looks like any other tensor.
@@ -6,7 +6,11 @@ memory, which on a CPU looks like any other tensor.
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
 
 _phase = threading.local()
 
@@ -39,3 +43,24 @@ def allocating_on_host() -> Iterator[None]:
         yield
     finally:
         _phase.on_host = False
+
+
+@contextmanager
+def running_modules(model: nn.Module | None) -> Iterator[list[str]]:
+    """Yields a list that always holds the qualified names of the modules whose forward is running.
+
+    The outermost comes first. Without a model the list stays empty.
+    """
+    running = []
+
+    def enter(name: str, *_: Any) -> None:
+        running.append(name)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    with ExitStack() as stack:
+        for name, module in [] if model is None else model.named_modules():
+            stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield running

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
-from megatron_lite.recompute.phase import allocating_on_host
+from megatron_lite.recompute.phase import allocating_on_host, running_modules
 from megatron_lite.recompute.pool import Memory, Pool, Slot
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.saved import MovedStorage, bytes_of, moving
@@ -232,24 +232,3 @@ def _tensors(shared: Iterable[Any]) -> Iterator[Tensor]:
             yield from weights_in_use(value)
         elif isinstance(value, Tensor):
             yield value
-
-
-@contextmanager
-def running_modules(model: nn.Module | None) -> Iterator[list[str]]:
-    """Yields a list that always holds the qualified names of the modules whose forward is running.
-
-    The outermost comes first. Without a model the list stays empty.
-    """
-    running = []
-
-    def enter(name: str, *_: Any) -> None:
-        running.append(name)
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    with ExitStack() as stack:
-        for name, module in [] if model is None else model.named_modules():
-            stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        yield running

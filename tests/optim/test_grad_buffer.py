@@ -22,10 +22,10 @@ OVERLAP = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=70)
 class Chain(nn.Module):
     """Four vectors of 40 weights, used one after the other."""
 
-    def __init__(self, *, dtype=torch.float32, partial=()):
+    def __init__(self, *, dtype=torch.float32):
         super().__init__()
         for number, name in enumerate(NAMES):
-            spec = ParameterSpec(global_shape=(40,), sum_grad_over_tp=name in partial)
+            spec = ParameterSpec(global_shape=(40,))
             weight = torch.linspace(0.5, 1.5, 40, dtype=dtype) + number
             self.register_parameter(name, mark(nn.Parameter(weight), spec))
 

@@ -4,7 +4,6 @@ device's haste. Its pool grows in the first step only, and every buffer returns.
 import pytest
 import torch
 
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.offload import CopyStreams
 from megatron_lite.recompute.pool import Pool
@@ -22,11 +21,6 @@ from tests.support.offload import (
     equal,
     step,
 )
-
-
-@pytest.fixture
-def rng():
-    return RngStreams(CPU, seed=3)
 
 
 @pytest.mark.runs(daily=3, ci=6)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import address_of
+from megatron_lite.recompute.phase import running_modules
 from megatron_lite.recompute.saved import check_unwritten, version_of
-from megatron_lite.recompute.stores import running_modules
 
 
 class KeptForBackward:

@@ -52,8 +52,7 @@ from megatron_lite.parallel.torch_internals import (
     num_users_of_tensor,
     schema_of,
 )
-from megatron_lite.recompute.phase import is_allocating_on_host, is_recomputing
-from megatron_lite.recompute.stores import running_modules
+from megatron_lite.recompute.phase import is_allocating_on_host, is_recomputing, running_modules
 
 WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER = "weights", "masters", "gradients", "optimizer"
 OTHER, HOST = "other", "host"
