@@ -13,7 +13,6 @@ from tokenizers.models import WordLevel
 from torch import nn
 
 from megatron_lite.api import fit_memory_
-from megatron_lite.fit.trainer_callback import MemoryBudgetCallback
 
 pytestmark = pytest.mark.usefixtures("two_actions")
 
@@ -52,16 +51,25 @@ def check(train, share=0.8):
         assert torch.equal(one, other) and torch.equal(one, each)
 
 
+def callback_of(budget):
+    """Returns a callback with the budget. The import takes seconds of every process that collects
+    this file, so it is late."""
+    from megatron_lite.fit.trainer_callback import MemoryBudgetCallback
+
+    return MemoryBudgetCallback(budget)
+
+
 def trained(trainer, budget):
     """Trains with a budget or without. Returns the weights and the fit."""
-    callback = None if budget is None else MemoryBudgetCallback(budget)
+    callback = None if budget is None else callback_of(budget)
     trainer.add_callback(callback or transformers.TrainerCallback())
     trainer.train()
     return weights(trainer.model), callback and callback.fit
 
 
-class Summed(transformers.Trainer):
-    """A loss of its own, as trainers of preferences have, and a log that it keeps itself."""
+class Summed:
+    """A trainer's loss of its own, as trainers of preferences have, and a log that it keeps
+    itself."""
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
@@ -85,7 +93,8 @@ def test_the_trainer_of_transformers_is_measured_by_its_own_step(tmp_path, capsy
             gradient_accumulation_steps=2, save_strategy="no", use_cpu=True,
             disable_tqdm=True, gradient_checkpointing=budget is not None,
         )  # fmt: skip
-        trainer = Summed(language_model(), settings, train_dataset=rows())
+        kind = type("SummedTrainer", (Summed, transformers.Trainer), {})  # a late import too
+        trainer = kind(language_model(), settings, train_dataset=rows())
         # As the samples stand, so the largest batch is the second one.
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows())
         found = trained(trainer, budget)
@@ -101,7 +110,7 @@ def test_the_trainer_of_transformers_is_measured_by_its_own_step(tmp_path, capsy
 
 def test_a_budget_outside_of_a_trainer_says_what_to_call():
     with pytest.raises(ValueError, match="call fit_memory_"):
-        MemoryBudgetCallback("1GiB").on_train_begin(None, None, None)
+        callback_of("1GiB").on_train_begin(None, None, None)
 
 
 def test_sft_with_an_adapter_trains_to_the_same_bits(tmp_path):
