@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.fit.gauges import CpuGauge, CudaGauge
@@ -132,7 +133,7 @@ def fit_memory_(
 def check_model(model: nn.Module) -> torch.device:
     """Returns the device of a model.
 
-    Raises ValueError if it has several, is compiled, or rebuilds activations already.
+    Raises ValueError if it has several, is lazy or compiled, or rebuilds activations already.
     """
     devices = {each.device for each in model.parameters()}
     if len(devices) != 1:
@@ -144,6 +145,8 @@ def check_model(model: nn.Module) -> torch.device:
                 f"torch.compile is around {name or 'the model'}: compiled code has other memory, "
                 "and layers with a policy run uncompiled. Fit the model before it is compiled"
             )
+        if isinstance(module, LazyModuleMixin):
+            raise ValueError(f"{name} is lazy: run the model once, which makes its weights")
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
                 f"{name or 'the model'} has gradient_checkpointing on, which rebuilds the layers "

@@ -203,11 +203,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     contents, named = Contents(), dict(model.named_parameters())
     if not sharded(model, "FullyShardedDataParallel"):  # FSDP1 exchanges attributes by itself
         contents.add("", model)
-    parts = contents.parts.items()
-    others = list(model.buffers())
-    for name, part in parts:
-        if name not in named and not (part.owner and getattr(part.value, "nbytes", 0) > LARGE):
-            others.append(part.value)
+    others = [
+        part.value
+        for name, part in contents.parts.items()
+        if name not in named and not (part.owner and getattr(part.value, "nbytes", 0) > LARGE)
+    ]
+    others += model.buffers()
     arrays = [(each, copy(each)) for each in others if not isinstance(each, Tensor)]
     kept = {
         id(each): _kept(each) for each in others if isinstance(each, Tensor) and has_values(each)

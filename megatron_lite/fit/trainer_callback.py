@@ -43,7 +43,7 @@ class MemoryBudgetCallback(TrainerCallback):
         if getattr(model, "is_gradient_checkpointing", False):  # TRL turns it on by default
             model.gradient_checkpointing_disable()
             told = "gradient_checkpointing is off in this training: the policy takes its place\n"
-        held = Contents({""})  # the Trainer's own numbers and lists
+        held = Contents(objects=False)  # the Trainer's own numbers and lists
         held.add("", trainer)
 
         def step() -> None:

@@ -225,8 +225,7 @@ class _Recomputed:
         # The first call of a lazy layer makes its parameters, and that of something scripted or
         # traced its final operators. It keeps all that it saves.
         is_first, self._has_run = not self._has_run, True
-        modules = [*layer.modules()]
-        is_lazy = [each for each in modules if isinstance(each, LazyModuleMixin)]
+        is_lazy = any(isinstance(each, LazyModuleMixin) for each in layer.modules())
         if is_lazy or (is_first and _has_script(layer)):
             return forward(*args, **kwargs)
         if is_transformed():
@@ -241,9 +240,7 @@ class _Recomputed:
         with self._elsewhere(layer, given, valued):
             if not self._segment.unit and not self._segment.ops:
                 return forward(*args, **kwargs)
-            given += [
-                each for one in modules for each in one._parameters.values() if each is not None
-            ]
+            given += layer.parameters()
             rng = self._shared.rng or DefaultGenerators({each.device for each in given})
             return self._recomputed(layer, forward, args, kwargs, rng if valued else None)
 

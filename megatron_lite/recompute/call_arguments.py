@@ -89,7 +89,7 @@ class Arguments:
 
     def check_unchanged(self, when: str) -> None:
         """Raises RuntimeError if an object among the arguments has changed, such as a cache."""
-        names = [part.owner or part.name for part in self._others.written({})]
+        names = [part.name for part in self._others.written({})]
         names += [owner or name for name, owner in self._others.changed()]
         for name in names:
             place = int(name.partition(".")[0])

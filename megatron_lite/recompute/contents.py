@@ -17,6 +17,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import copy
+from copyreg import _slotnames  # type: ignore[attr-defined]
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
 from itertools import chain
@@ -31,7 +33,6 @@ from megatron_lite.parallel.torch_internals import (
     disable_current_modes,
     tree_leaves,
     without_torch_function,
-    write_count_of,
 )
 from megatron_lite.recompute.randomness import ARRAYS, GeneratorState, is_generator
 from megatron_lite.recompute.saved import version_of
@@ -49,8 +50,8 @@ CONSTANT = (
     types.ModuleType,
 )
 UNSET = object()  # in the place of a slot without a value
-CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-RESTORED = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})
+CONTAINERS = (OrderedDict, dict, list, tuple, set, frozenset, deque)
+USUAL = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})
 # The objects of these are not looked into. Those of trainers hold datasets and optimizers.
 LIBRARIES = {"torch", "megatron_lite", "accelerate", "deepspeed", "lightning", "pytorch_lightning"}
 STANDARD = frozenset(vars(nn.Module()))  # the attributes of every module
@@ -59,6 +60,7 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("hooks"))
 FUNCTIONS: dict[type, tuple[str, ...]] = {
     types.FunctionType: ("__closure__", "__defaults__", "__kwdefaults__"),
     types.MethodType: ("__self__", "__func__"),
+    types.CellType: ("cell_contents",),
     partial: ("func", "args", "keywords"),
 }
 
@@ -81,7 +83,8 @@ def hash_last(tensors: list[Tensor], known: Hashes) -> list[Tensor]:
         return [hash_once(each, known) for each in tensors[-4:]]
 
 
-class Value(NamedTuple):
+@dataclass(frozen=True)
+class Value:
     """The value of a tensor, without its graph, and its version."""
 
     tensor: Tensor
@@ -112,8 +115,8 @@ class _Container(NamedTuple):
 class Contents:
     """What a value holds at one moment. Each container, tensor and generator is found once.
 
-    objects: the names of the objects of Python that are looked into, of functions, and of modules
-        that are not inside the layer. None: all.
+    objects: whether the objects of Python that modules hold are looked into, their functions, and
+        modules that are not inside the layer.
     constant: further kinds that are never looked into.
     has_graphs: whether a tensor may have the graph of an earlier result.
     found: all items of all containers, with their numbers and the classes of modules, if modules
@@ -123,10 +126,9 @@ class Contents:
     layer: nn.Module
     modes: Any
     _held: list[Any]
+    _others: list[_Container]
 
-    def __init__(
-        self, objects: Collection[str] | None = None, constant: tuple[type, ...] = ()
-    ) -> None:
+    def __init__(self, objects: bool = True, constant: tuple[type, ...] = ()) -> None:
         self._objects, self._known, self._room = objects, set[int](), MAX_PARTS
         self._constant = CONSTANT + constant
         self._modules = set[nn.Module]()
@@ -138,15 +140,17 @@ class Contents:
         self.found: Any = None
 
     @classmethod
-    def of_layer(cls, layer: nn.Module, objects: Collection[str] | None = None) -> Contents:
+    def of_layer(cls, layer: nn.Module, objects: bool = True) -> Contents:
         """Returns what the modules of a layer hold."""
         contents = cls(objects)
         contents.layer = layer
         contents._add_modules("", layer)
-        is_odd = contents._is_odd or contents.has_graphs or contents.generators
-        if not (is_odd or any(each.owner for each in contents.containers)):
-            held = [*map(itemgetter(2), contents.containers)]
+        if not (contents._is_odd or contents.has_graphs or contents.generators):
+            held = [each.value for each in contents.containers if type(each.value) in USUAL]
             contents._held = [*held, *[each.values() for each in held if isinstance(each, dict)]]
+            contents._others = [
+                each for each in contents.containers if each.items and type(each.value) not in USUAL
+            ]
             contents.found = contents._look()
         return contents
 
@@ -159,7 +163,8 @@ class Contents:
         if self.found is None or any(map(itemgetter(1), self._empty)):
             return False
         (before, items), (now, others) = self.found, self._look()
-        return before == now and all(map(is_, items, others))
+        is_so = before == now and all(map(is_, items, others))
+        return is_so and all(_has(value, items) for _, _, value, items in self._others)
 
     def again(self, layer: Any) -> Contents | None:
         """Returns what the modules of a layer hold, if `found` shows that it is the same."""
@@ -199,7 +204,7 @@ class Contents:
             for name, value in found.items():
                 if name not in STANDARD:
                     self.add(f"{prefix}{name}", value, owner)
-                elif name not in exchanged and type(value) in RESTORED:  # not those of a script
+                elif name not in exchanged and type(value) in USUAL:  # not those of a script
                     if not (value or owner):
                         self._empty.append((path, value))
                         continue
@@ -231,13 +236,11 @@ class Contents:
         elif isinstance(value, (*CONTAINERS, nn.Module)) or not _is_of_library(value):
             if not isinstance(value, CONTAINERS):
                 owner = owner or name
-                if self._room <= 0 or (self._objects is not None and owner not in self._objects):
+                if self._room <= 0 or (owner and not self._objects):
                     return
             if isinstance(value, nn.Module):
                 self._add_modules(name, value, owner)
                 return
-            held = FUNCTIONS.get(type(value), ())
-            self._add_items(name, tuple(getattr(value, each) for each in held), owner)
             self._add_items(name, value, owner)
             attributes = getattr(value, "__dict__", None)
             if type(attributes) is dict:
@@ -246,11 +249,13 @@ class Contents:
     def _add_items(self, name: str, value: Any, owner: str) -> None:
         # The items are those that are kept: what is made anew and freed here may have the number
         # (`id`) of the next object.
-        items = value if isinstance(value, (tuple, frozenset)) else self.note(name, value, owner)
-        pairs = value.items() if isinstance(value, dict) else enumerate(items)
-        for number, (key, each) in enumerate(pairs):
-            self._room -= bool(owner)
-            self.add(f"{name}.{key if type(key) is str else number}", each, owner)
+        is_fixed = isinstance(value, (tuple, frozenset))
+        items = _items(value) if is_fixed else self.note(name, value, owner)
+        keys = items[: len(items) // 2] * 2 if isinstance(value, dict) else items
+        for number, (key, each) in enumerate(zip(keys, items, strict=True)):
+            if type(each) not in PLAIN:
+                self._room -= bool(owner)
+                self.add(f"{name}.{key if type(key) is str else number}", each, owner)
 
     def mark(self) -> None:
         """Begins to count writes, without those that torch does not count."""
@@ -289,8 +294,8 @@ class Contents:
             return
         for name, owner, value, items in self.containers:
             if not _has(value, items):
-                before = _dictionary(items) if isinstance(value, dict) else {}
-                keys = [key for key in before if not _is_same(before[key], value.get(key, self))]
+                pairs = _pairs(items) if isinstance(value, dict) else ()
+                keys = [key for key, one in pairs if not _is_same(one, dict.get(value, key, self))]
                 yield ".".join(filter(None, [name, *map(str, keys[:1])])), owner
         yield from ((name, "") for name, value in self._empty if value)
         for owner, state in self.generators:
@@ -298,15 +303,14 @@ class Contents:
                 yield f"a generator of {owner}", owner
 
     def settle(self, owners: Collection[str], *, written: bool) -> None:
-        """Drops what objects hold that are not among `owners`, and graphs of earlier results.
-        Writes count from here on.
+        """Drops the tensors and generators of objects that are not among `owners`, and graphs of
+        earlier results. Writes count from here on.
 
         Otherwise each forward of a layer that assigns `self.aux = ...` would hold the graph of the
         forward before it.
         written: whether a tensor was written to, which may have given it a graph.
         """
         self.has_graphs |= written
-        self.containers = [each for each in self.containers if each.owner in owners]
         self.generators = [each for each in self.generators if each[0] in owners]
         self.parts = {name: each for name, each in self.parts.items() if each.owner in owners}
         if self.has_graphs:
@@ -324,11 +328,9 @@ class Contents:
         exchange: returns what takes the place of a value. None: each value keeps its place.
         """
         is_same = exchange is None and self.is_as_found()
-        pairs = [] if is_same else [*self._restorable()]
+        pairs = [] if is_same else [*self._restorable(exchange)]
         try:
             for value, items, now in pairs:
-                if exchange:
-                    items = [mapped(item, exchange) for item in items]
                 if items is not now:
                     _refill(value, items)
             yield
@@ -337,21 +339,28 @@ class Contents:
                 for value, items, now in pairs or self._restorable():
                     _refill(value, items if is_same else now)
 
-    def _restorable(self) -> Iterator[Any]:
-        """Yields the containers that can be restored, with their items then and now."""
+    def _restorable(self, exchange: Callable[[Any], Any] | None = None) -> Iterator[Any]:
+        """Yields the containers that are restored, with their items then and now."""
         for _, _, value, items in self.containers:
-            if type(value) in RESTORED or not isinstance(value, CONTAINERS):
-                yield value, items, items if _has(value, items) else _items(value)
+            then = [mapped(item, exchange) for item in items] if exchange else items
+            yield value, then, items if _has(value, items) else _items(value)
         for _, value in self._empty:
             yield value, [], _items(value)
 
 
 def mapped(item: Any, function: Callable[[Any], Any]) -> Any:
     """Returns `function(item)`; for a tuple, that of each of its values."""
-    if type(item) is not tuple:
+    if not isinstance(item, tuple):
         return function(item)
-    parts = tuple(mapped(each, function) for each in item)
-    return item if all(map(is_, item, parts)) else parts
+    values, kind = _items(item), type(item)
+    parts = [mapped(each, function) for each in values]
+    if all(map(is_, values, parts)):
+        return item
+    # torch.return_types has a constructor of its own
+    made = kind(parts) if hasattr(kind, "n_fields") else tuple.__new__(kind, parts)
+    if hasattr(item, "__dict__"):
+        made.__dict__ = item.__dict__
+    return made
 
 
 def kind_of(function: Any) -> Any:
@@ -362,12 +371,7 @@ def kind_of(function: Any) -> Any:
 
 def _versions(parts: dict[str, Part]) -> dict[str, Any]:
     """Returns numbers that change with each write: versions of tensors, hashes of arrays."""
-    values = [part.value for part in parts.values()]
-    try:
-        found = [*map(write_count_of, values)]
-    except (AttributeError, RuntimeError):  # of an array, of an inference tensor
-        found = [*map(_version, values)]
-    return dict(zip(parts, found, strict=True))
+    return {name: _version(part.value) for name, part in parts.items()}
 
 
 def _version(value: Any) -> int | None:
@@ -384,19 +388,27 @@ def sharded(layer: nn.Module, kind: str = "FSDPModule") -> list[nn.Module]:
     return [each for each in layer.modules() if fsdp and isinstance(each, getattr(fsdp, kind))]
 
 
+def _base_of(value: Any) -> Any:
+    """Returns the container of Python whose class, or a subclass of it, a value has. The methods of
+    this class tell and change the items, whatever those of the subclass do."""
+    return next((each for each in CONTAINERS if issubclass(type(value), each)), None)
+
+
 def _items(value: Any) -> list[Any]:
     """Returns the items of a container: the keys and then the values of a dictionary, which takes
-    the least time; names with their values for the slots of an object."""
+    the least time; names with their values for a function and the slots of an object."""
+    base = _base_of(value)
+    if base is None:
+        names = *FUNCTIONS.get(type(value), ()), *_slotnames(type(value))
+        return [(name, _slot(value, name)) for name in names]
     if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, CONTAINERS):
-        return [*value]
-    return [(name, _slot(value, name)) for name in _slots_of(type(value))]
+        return [*base.keys(value), *base.values(value)]
+    return [*base.__iter__(value)]
 
 
-def _dictionary(items: list[Any]) -> dict[Any, Any]:
+def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
     half = len(items) // 2
-    return dict(zip(items[:half], items[half:], strict=True))
+    return zip(items[:half], items[half:], strict=True)
 
 
 def _slot(value: Any, name: str) -> Any:
@@ -413,21 +425,9 @@ def _is_of_library(value: Any) -> bool:
     return home.partition(".")[0] in LIBRARIES
 
 
-def _slots_of(kind: type) -> Iterator[str]:
-    """Yields the names of the slots of an object, those of private names as Python stores them."""
-    if kind is types.CellType:
-        yield "cell_contents"
-    for one in kind.__mro__:
-        names = one.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            is_private = name.startswith("__") and not name.endswith("__")
-            if name not in ("__dict__", "__weakref__"):
-                yield f"_{one.__name__.lstrip('_')}{name}" if is_private else name
-
-
 def _without_old_graphs(items: list[Any], now: list[Any]) -> list[Any]:
     """Returns items in which a tensor with a graph is a Value, unless it is among `now` as well."""
-    held = {id(one) for item in now for one in (item if type(item) is tuple else [item])}
+    held = {id(one) for item in now for one in (item if isinstance(item, tuple) else [item])}
 
     def valued(one: Any) -> Any:
         is_old = type(one) is Tensor and one.grad_fn is not None and id(one) not in held
@@ -439,7 +439,7 @@ def _without_old_graphs(items: list[Any], now: list[Any]) -> list[Any]:
 def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    if type(one) is tuple is type(other):
+    if isinstance(one, tuple) and type(one) is type(other):
         return len(one) == len(other) and all(map(_is_same, one, other))
     return type(one) is type(other) and type(one) in PLAIN and bool(one == other)
 
@@ -453,15 +453,20 @@ def _has(value: Any, items: list[Any]) -> bool:
 def _refill(value: Any, items: list[Any]) -> None:
     if _has(value, items):
         return  # somebody may iterate over it
-    if isinstance(value, dict):
-        value.clear()
-        value.update(_dictionary(items))
-    elif type(value) not in RESTORED:  # the slots of an object
+    base = _base_of(value)
+    if type(value) is partial:
+        function: Any = value
+        function.__setstate__((*map(itemgetter(1), items), vars(value)))
+    elif base is None:
         for (name, item), (_, now) in zip(items, _items(value), strict=True):
             if item is UNSET and now is not UNSET:
                 object.__delattr__(value, name)
             elif not _is_same(item, now):
                 object.__setattr__(value, name, item)
     else:
-        value.clear()
-        (value.update if isinstance(value, set) else value.extend)(items)
+        base.clear(value)
+        if isinstance(value, dict):
+            for key, item in _pairs(items):
+                base.__setitem__(value, key, item)
+        else:
+            (base.update if base is set else base.extend)(value, items)

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,7 @@ from megatron_lite.parallel.torch_internals import (
     untraced,
 )
 from megatron_lite.recompute.call_arguments import Arguments
-from megatron_lite.recompute.contents import hash_last
+from megatron_lite.recompute.contents import CONSTANT, hash_last
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.layer_state import LayerState, Written
 from megatron_lite.recompute.randomness import drawn_again
@@ -69,7 +68,6 @@ if TYPE_CHECKING:
     from megatron_lite.recompute.ops import KeptResults
     from megatron_lite.recompute.witness import Witness
 
-PLAIN = (bool, int, float, str, bytes, type(None), Enum, torch.dtype)  # values of contextvars
 PATIENCE_S = 120.0  # of a thread that waits for another one
 NO_TASK = -1  # torch's number for "not inside a backward"
 
@@ -178,7 +176,7 @@ class _LayerCall:
         self._surroundings = Surroundings.now(self._conditions.kinds)
         # Others hold what a library collects during a forward, such as results of inner modules.
         found = copy_context().items()
-        self._variables = [(name, value) for name, value in found if isinstance(value, PLAIN)]
+        self._variables = [(name, value) for name, value in found if isinstance(value, CONSTANT)]
         self._generators = [*map(saved_value, self._conditions.take_states())]
         self._witness: Witness | None = None
         self._choices: KeptChoices | None = None

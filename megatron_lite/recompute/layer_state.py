@@ -7,15 +7,15 @@ before the replay. Examples are BatchNorm statistics, the vectors of a spectral 
 first forward initializes, hooks that it registers. Values are exchanged by assignment, so a replay
 never writes to a tensor that other code holds.
 
-Objects of Python that the modules hold (a statistics collector) are restored by their attributes,
-if the first forward changed one. Two things are not covered: objects whose state is no attribute,
-and tensors that a module changes without owning them. witness.py finds them.
+Objects of Python that the modules hold (a statistics collector) are restored by their attributes.
+Two things are not covered: objects whose state is no attribute, and tensors that a module changes
+without owning them. witness.py finds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -60,7 +60,7 @@ class Written:
             return same
         modules = () if layer is None else layer.modules()
         modes = tuple((type(each), getattr(each, "training", None)) for each in modules)
-        contents = Contents() if layer is None else Contents.of_layer(layer, self.names.get(modes))
+        contents = Contents() if layer is None else Contents.of_layer(layer)
         contents.modes = modes
         for place, holder in others.items():
             contents.found = None
@@ -100,7 +100,7 @@ class LayerState:
         ]
         self._global = [] if layer is None else global_states()
         self._is_settled = False
-        with unobserved() if found or self.is_first else nullcontext():
+        with unobserved():
             self.copies = {
                 name: copied(part.value)
                 for name, part in self._parts.items()
@@ -168,7 +168,7 @@ class LayerState:
 
         def exchanged(value: Any) -> Any:
             if isinstance(value, Value) and id(value) not in again:
-                check_unwritten(*value)
+                check_unwritten(value.tensor, value.version)
                 # an input of the replay that requires grad; gradients are on in a replay
                 again.update(replay_inputs({id(value): value.tensor.detach()})[0])
             return again.get(id(value), value)

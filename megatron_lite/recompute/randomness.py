@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import string_at
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,11 +99,11 @@ _ACCESS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.Generator: (
-        lambda each: each.bit_generator.state,
+        attrgetter("bit_generator.state"),
         lambda each, state: setattr(each.bit_generator, "state", state),
     ),
     np.random.BitGenerator: (
-        lambda each: each.state,
+        attrgetter("state"),
         lambda each, state: setattr(each, "state", state),
     ),
     np.random.RandomState: (

@@ -160,8 +160,11 @@ class Witness:
         run.outputs = [each.detach() for each in run.outputs] if _may_round(run.outputs) else []
         # Those that the results depend on live as long as these. Others, such as a result of an
         # earlier forward in an attribute, would keep the graph of that forward.
-        edges = filter(lambda each: isinstance(each[0], tuple), run.inputs.items())
-        run.inputs = {edge: name for edge, name in edges if name in run.graph.ends}
+        run.inputs = {
+            edge: name
+            for edge, name in run.inputs.items()
+            if isinstance(edge, tuple) and name in run.graph.ends
+        }
         run.given = []
 
     def look(self) -> None:
@@ -287,7 +290,7 @@ class Witness:
 
     def _attributes(self, *, of_objects: bool = False) -> dict[str, Tensor]:
         """Returns the tensors that the layer's modules hold, without parameters."""
-        parts = Contents.of_layer(self._layer, None if of_objects else ()).parts
+        parts = Contents.of_layer(self._layer, of_objects).parts
         return {
             f"tensor {name}": part.value
             for name, part in parts.items()

@@ -428,6 +428,10 @@ def compiled():
     return model
 
 
+def lazy():
+    return nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False))
+
+
 def checkpointed():
     model = FAMILIES["GPT-2"].build()
     model.gradient_checkpointing_enable()
@@ -450,6 +454,7 @@ def checkpointed():
         (lambda: nn.Linear(2, 2), {}, "Linear has no list in which a layer is repeated"),
         (compiled, {}, "torch.compile is around part0.0"),
         (checkpointed, {}, "gradient_checkpointing_disable"),
+        (lazy, {}, "1 is lazy: run the model once"),
     ],
 )
 def test_a_wrong_call_is_refused_with_the_reason(build, settings, text):

@@ -12,7 +12,7 @@ import os
 import random
 import threading
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -123,17 +123,21 @@ class HookAgain(InnerHook):
     again = True
 
 
+def replace_forward(inner):
+    inner.forward = lambda x: F.linear(x, 2 * inner.weight, inner.bias)
+
+
 class ReplacesForward(Block):
     """Changes its inner forward once, in the first call."""
 
     def forward(self, hidden):
         hidden = self.body(hidden)
-        self.first.forward = lambda x: F.linear(x, 2 * self.first.weight, self.first.bias)
+        replace_forward(self.first)
         return hidden
 
 
-class WritesView(nn.Module):
-    """Its list of layers has a layer that gets a tensor and a view of it, and writes the view."""
+class WritesView(Model):
+    """Its first layer gets a tensor and a view of it, and writes the view."""
 
     class Layer(Block):
         def forward(self, hidden, row):
@@ -141,9 +145,7 @@ class WritesView(nn.Module):
             return self.body(hidden)
 
     def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([self.Layer()])
-        self.embedding = nn.Linear(6, 6)
+        super().__init__(self.Layer)
 
     def forward(self, x):
         hidden = self.embedding(x)
@@ -388,17 +390,13 @@ class WritesSaved(Block):
 
 
 class RRelu(Block):
-    def __init__(self):
-        super().__init__()
-        self.relu = nn.RReLU()
-
     def forward(self, hidden):
-        return self.relu(self.body(hidden))
+        return F.rrelu(self.body(hidden), training=True)
 
 
-class RReluBeforeSum(RRelu):
+class RReluBeforeSum(Block):
     def forward(self, hidden):
-        return hidden + self.relu(self.first(hidden))[:, :6]
+        return hidden + F.rrelu(self.first(hidden), training=True)[:, :6]
 
 
 class Doubles(TorchFunctionMode):
@@ -451,10 +449,9 @@ def hook_on_all(model):
 
 @contextmanager
 def replaced(model):
-    inner = model.layers[1].first
-    inner.forward = lambda x: F.linear(x, 2 * inner.weight, inner.bias)
+    replace_forward(model.layers[1].first)
     yield
-    del inner.forward
+    del model.layers[1].first.forward
 
 
 @contextmanager
@@ -625,9 +622,23 @@ class Scripted(Block):
         return self.gated(self.body(hidden)) + self.frozen(hidden)
 
 
+Sums = namedtuple("Sums", ["mean", "add"])
+
+
+class Items(OrderedDict):
+    """Has an attribute for each item, as the outputs of transformers do."""
+
+    clear = update = None
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
 class CountsEverywhere(Block):
     """Counts in objects with slots (its own and Python's), arrays, variables of functions, a
-    partial, and behind a method."""
+    partial, behind a method, in subclasses of containers, in objects that move, and in one that
+    only some calls change."""
 
     def __init__(self):
         super().__init__()
@@ -648,6 +659,9 @@ class CountsEverywhere(Block):
         self.bytes, self.floats = bytearray(2), array("d", [0.0])
         self.count, self.total = partial(count, [0]), MethodType(total, Collector())
         self.cells = [CellType([0]) for _ in range(4)]
+        self.items, self.late = Items(calls=0), Collector()
+        self.rows = deque(Collector() for _ in range(2))
+        self.sums = Sums(torch.zeros(1), partial(torch.Tensor.add_, torch.zeros(1), 1))
 
     def forward(self, hidden):
         for each in self.cells:
@@ -655,6 +669,12 @@ class CountsEverywhere(Block):
         hidden = hidden * sum(each.cell_contents[0] % 3 for each in self.cells)
         self.bytes[0] += 1
         self.floats[0] += 1
+        self.items["calls"] += 1
+        self.rows.rotate()
+        self.rows[0].total += 1
+        self.late.total += self.items.calls % 3 == 0
+        hidden = hidden * (1 + self.sums.mean.add_(self.rows[0].total) % 7 + self.sums.add() % 3)
+        hidden = hidden * (1 + self.late.total + self.items.calls % 2)
         counts = self.slots.next() % 5 + self.count() % 5 + self.total() % 3 + self.floats[0] % 2
         factor = 1 + counts + self.bytes[0] % 3 + len(str(self.path)) + hash(self.path) % 3
         return self.body(hidden * factor / self.slots.cache)
@@ -749,7 +769,7 @@ CONTEXTS = {
 }
 # These have no row on the page.
 UNLISTED = {
-    "objects with slots, arrays and functions": case(CountsEverywhere),
+    "objects with slots, that move or change late, arrays, functions": case(CountsEverywhere),
     "scripted functions and frozen traces": case(Scripted),
     "an argument, which it writes": case(WritesArgument),
     "a product, which the next layer writes to": case(WritesProduct),
