@@ -10,17 +10,12 @@ import torch
 from megatron_lite.model import dropout as module
 from megatron_lite.model.dropout import dropout, keep_mask, keep_scale
 from megatron_lite.parallel.rng import DEFAULT, RngStreams
+from tests.parallel.test_rng import _generator_is_put_back  # noqa: F401
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _generator_is_put_back():
-    with torch.random.fork_rng(devices=[]):
-        yield
 
 
 def model_with_dropout(parallel, *, sequence_parallel=False, **overrides):

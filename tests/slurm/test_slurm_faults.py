@@ -81,7 +81,8 @@ def test_a_job_that_loses_a_task_its_time_and_a_node(cluster, run, whole, launch
     that Slurm has to notice it by itself."""
     job = run.submit(cluster, launcher)
     in_its_middle(run)
-    victims = list(processes(run, RANK="1"))
+    name = "RANK" if launcher == "torchrun" else "SLURM_PROCID"
+    victims = list(processes(run, **{name: "1"}))
     assert len(victims) == 1
     os.kill(victims[0], signal.SIGKILL)
     restarted(run, cluster, job, 1)
