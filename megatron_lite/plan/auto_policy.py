@@ -20,6 +20,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.description.sizes import layers_of
 from megatron_lite.memory.predict.states import rank_states
+from megatron_lite.memory.predict.step_peak import KEPT
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.policies import least_seconds
 from megatron_lite.plan.rank_mixes import Chosen, RankMixes, Run, with_policy
@@ -70,7 +71,15 @@ def choose_policy(config: RunConfig, hardware: Hardware, budget_bytes: int, num_
 def fitted(run: Run, budget_bytes: int) -> Chosen:
     """Returns the run with the fastest policy that fits the budget. If none does, it is that with
     the smallest peak that was found."""
-    whole = run.chosen(with_policy(run.config, None))
+    found = fitting(run, budget_bytes)
+    if found.peak.fits(budget_bytes):
+        return found
+    return min(map(run.chosen, RankMixes(run).units()), key=lambda one: one.peak.num_bytes)
+
+
+def fitting(run: Run, budget_bytes: int) -> Chosen:
+    """Returns the same without a search for the smallest peak: if none fits, any other policy."""
+    whole = run.chosen(with_policy(run.config, None), budget_bytes)
     if whole.peak.fits(budget_bytes):
         return whole
     search = RankMixes(run)
@@ -96,7 +105,13 @@ def fitted(run: Run, budget_bytes: int) -> Chosen:
             spaces = {rank: nearer(space, corrected[rank]) for rank, space in spaces.items()}
             if high and found.peak.rank not in spaces:  # the correction has not seen this rank
                 spaces[search.alike[found.peak.rank]] -= lacks
-    return best or search.smallest()
+    for config in () if best else search.units():
+        found = run.chosen(config, budget_bytes)
+        if found.peak.fits(budget_bytes):
+            best = min(best or found, found, key=lambda one: one.peak.num_bytes)
+        elif sum(one.num_bytes for one in found.peak.terms if one.name != KEPT) > budget_bytes:
+            break  # longer units keep less, and rebuild more at a time
+    return best or whole
 
 
 def least_replays(run: Run, budget_bytes: int) -> list[float] | None:

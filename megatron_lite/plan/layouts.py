@@ -40,7 +40,9 @@ from megatron_lite.plan.problem import (
 )
 
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
-LEAST_CONTEXT = 2048  # tokens of a sequence on one rank; the search splits none into shorter parts
+# Tokens of a sequence on one rank: the search splits none into shorter parts, if the batch divides
+# over all ranks, and if it does not.
+LEAST_CONTEXT = 2048, 256
 LOSS_CHUNKS = (1024, 4096, 256)  # of which those count that are shorter than a micro-batch
 MOST_VIRTUAL_STAGES = 8
 USUAL_HOST_BYTES = 128 * 2**30  # of a GPU, if --host-memory is not given and nothing else fits
@@ -191,6 +193,12 @@ def _divisors(name: str, number: int, most: int) -> Iterator[Row]:
     return ({name: size} for size in range(1, min(number, most) + 1) if number % size == 0)
 
 
+def _contexts(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
+    uneven = (problem.base.training.global_batch_size or 0) % num_ranks > 0
+    most = problem.base.data.seq_length // LEAST_CONTEXT[uneven]
+    return _divisors(CONTEXT, num_ranks // row[TENSOR], max(1, most))
+
+
 def _ways(problem: Problem) -> tuple[str, ...]:
     """Returns the ways in which context-parallel ranks can exchange keys and values."""
     model, resets = problem.base.model, problem.base.data.reset_attention_mask
@@ -253,17 +261,19 @@ def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
 def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
     """Returns the layers of the first and the last rank in every cut, the most even one first.
 
-    The ranks between hold equally many layers, and these two no more, unless only the ends can take
-    the rest (3, 2, 2, 2, 3). The last rank may hold fewer by as many as the output layer is worth,
-    and the first one too: most micro-batches wait there.
+    The ranks between hold equally many layers, and these two no more, unless the ends alone take
+    one or two that are left (3, 2, 2), or all that are (4, 2, 2, 4). Each end may hold fewer by
+    what the output layer is worth: its computation delays the last rank, its gradients the
+    reduction, and most micro-batches wait on the first rank.
     """
-    model, data = problem.base.model, problem.base.data
+    model = problem.base.model
     if size == 1:
         return [{}]
-    layers, shape = model.num_layers, dict(batch=1, seq_length=data.seq_length)
+    layers, shape = model.num_layers, dict(batch=1, seq_length=problem.base.data.seq_length)
     ids = problem.base.tokenizer.true_vocab_size
     head = logits_flops(model, **shape, padded_vocab_size=ids)
-    worth = -(-head * layers // forward_flops(model, **shape))
+    # Twice: a network also takes long to reduce the gradients of the first and the last rank.
+    worth = -(-2 * head * layers // (forward_flops(model, **shape) - head))
     found: list[Row] = []
 
     def add(each: int, more: int = 0) -> None:
@@ -281,7 +291,7 @@ def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
 
     for each in range(-(-layers // size), -(-(layers + worth) // size) + 2):
         add(each)
-    if not found:
+    if not found or (size > 2 and 0 < layers % size < 3):
         add(layers // size, more=layers % size // 2 + 1)
     return found
 
@@ -310,8 +320,8 @@ def _instances(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
         yield {INSTANCES: nodes}
 
 
-def _spreads(problem: Problem, num_ranks: int, row: Row) -> list[Row]:
-    """Returns the ways to spread experts over ranks, the widest one last.
+def _spreads(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
+    """Yields the ways to spread experts over ranks.
 
     Each is whole on one rank, or shared by the tensor-parallel ranks, which helps more only where
     ranks cannot have fewer of them. FSDP2 spreads none. All tokens go to every rank where that
@@ -319,32 +329,22 @@ def _spreads(problem: Problem, num_ranks: int, row: Row) -> list[Row]:
     """
     model, tensor = problem.base.model, row[TENSOR]
     copies = row.get(INSTANCES, 1)
-    found: list[Row] = [{}]
-    if model.num_experts is None or row.get("use_torch_fsdp2"):
-        return found
-    for size in range(1, model.num_experts + 1):
-        for shared in {tensor, 1} if size in (1, model.num_experts) else {1}:
+    yield {}
+    experts = 0 if row.get("use_torch_fsdp2") else model.num_experts or 0
+    for size in range(1, experts + 1):
+        for shared in {tensor, 1} if size in (1, experts) else {1}:
             is_new = size > 1 or shared != tensor
-            rest = model.num_experts % size, num_ranks // row[PIPELINE] % (size * shared * copies)
+            rest = experts % size, num_ranks // row[PIPELINE] % (size * shared * copies)
             if is_new and not any(rest):
                 kind = "allgather" if size <= model.moe_router_topk else "alltoall"
-                found.append(dict(zip(EXPERTS, (size, shared, kind), strict=True)))
-    return found
+                yield dict(zip(EXPERTS, (size, shared, kind), strict=True))
 
 
 def variants(problem: Problem, num_ranks: int, config: RunConfig) -> Iterator[RunConfig]:
-    """Yields a layout of `layouts` with every exchange and spread of experts that are not fixed."""
-    parallel, fixed = config.parallel, problem.fixed.keys()
-    row = vars(parallel) | vars(config.data_parallel)
-    ways: list[Row] = [{}]
-    if parallel.context_parallel_size > 1 and EXCHANGE not in fixed:
-        ways = [{EXCHANGE: kind} for kind in _ways(problem)]
-    if fixed.isdisjoint(EXPERTS):
-        alone = dict(zip(EXPERTS, (1, None, "allgather"), strict=True))
-        spreads = _spreads(problem, num_ranks, row)
-        ways = [{**way, **alone, **spread} for way in ways for spread in spreads]
-    for way in ways:
-        yield from _possible(problem, num_ranks, config, way)
+    """Yields a layout of `layouts` with every exchange that is not fixed."""
+    is_open = config.parallel.context_parallel_size > 1 and EXCHANGE not in problem.fixed
+    for kind in _ways(problem) if is_open else (config.parallel.cp_comm_type,):
+        yield from _possible(problem, num_ranks, config, {EXCHANGE: kind})
 
 
 def _micro_batches(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
@@ -361,12 +361,7 @@ DIMENSIONS: Sequence[tuple[Sequence[str], Callable[[Problem, int, Row], Iterable
         (TENSOR,),
         lambda problem, ranks, _: _divisors(TENSOR, ranks, problem.hardware.ranks_per_node),
     ),
-    (
-        (CONTEXT,),
-        lambda problem, ranks, row: _divisors(
-            CONTEXT, ranks // row[TENSOR], max(1, problem.base.data.seq_length // LEAST_CONTEXT)
-        ),
-    ),
+    ((CONTEXT,), _contexts),
     (
         (PIPELINE,),
         lambda problem, ranks, row: _divisors(
@@ -389,7 +384,7 @@ DIMENSIONS: Sequence[tuple[Sequence[str], Callable[[Problem, int, Row], Iterable
     (VIRTUAL, lambda problem, _, row: _ends(problem, row[PIPELINE], 1)[:1]),
     (DATA_PARALLEL, _kinds),
     ((INSTANCES,), _instances),
-    (EXPERTS, lambda *given: _spreads(*given)[-1:]),
+    (EXPERTS, _spreads),
     ((MICRO_BATCH,), _micro_batches),
     ((WRAPPING, LOSS_CHUNK), lambda *_: [{}]),
 )

@@ -5,7 +5,9 @@ A mix is the number of layers that have each choice (policies.py). Standard libr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -57,20 +59,18 @@ class Run(NamedTuple):
         return self.config.training.most_microbatches(size)
 
     @property
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
+        """What `step_peak` needs to know besides the config and the rank."""
         return dict(
             device=self.hardware.device,
             dp_cp_size=self.dp_cp_size,
             num_microbatches=self.most_microbatches,
         )
 
-    def rank_peak(self, config: RunConfig, rank: int) -> StepPeak:
-        """Returns the peak of a pipeline rank. config: this run with a policy."""
-        return step_peak(config, rank, **self._facts)
-
-    def chosen(self, config: RunConfig) -> Chosen:
-        """Returns the run with a policy and the peak of its fullest rank."""
-        return Chosen(config, fullest_step_peak(config, **self._facts))
+    def chosen(self, config: RunConfig, budget_bytes: float = math.inf) -> Chosen:
+        """Returns the run with a policy and the peak of its fullest rank, or of the first rank that
+        does not fit the budget."""
+        return Chosen(config, fullest_step_peak(config, **self.facts, budget_bytes=budget_bytes))
 
 
 class Chosen(NamedTuple):
@@ -148,7 +148,7 @@ class RankMixes:
         config = self.config(mixes)
         return {
             rank: budget_bytes
-            - self.run.rank_peak(config, rank).num_bytes
+            - step_peak(config, rank, **self.run.facts).num_bytes
             + mixes[rank].peak(self.in_flight(rank))
             for rank in {*self.alike}
         }
@@ -189,14 +189,16 @@ class RankMixes:
                 most = min(most, self.run.host_bytes // (hosted.moved * in_flight))
             for step in range(1, min(most, HOST_STEPS) + 1):
                 count = most * step // min(most, HOST_STEPS)
-                seconds = self._wait(stage, hosted, count) + count * hosted.seconds
-                if best and seconds >= best.seconds:
-                    break  # more hosted layers take longer still
                 # Hosted layers come first, so all others have their bytes on top of theirs.
                 rest = limit - in_flight * count * hosted.kept
                 others = (self.on_device, stage.num_layers - count, in_flight, rest)
                 bound = least_seconds(*others)
-                if bound is None or (best and bound.seconds + seconds >= best.seconds):
+                if bound is None:
+                    continue
+                seconds = self._wait(stage, hosted, count) + count * hosted.seconds
+                if best and seconds >= best.seconds:
+                    break  # more hosted layers take longer still
+                if best and bound.seconds + seconds >= best.seconds:
                     continue
                 mix = StageMix.of(*others)
                 if mix is None:
@@ -250,17 +252,14 @@ class RankMixes:
         ]
         return str(Policy((*special, *common)))
 
-    def smallest(self) -> Chosen:
-        """Returns the run with the smallest peak among units of several lengths."""
-        longest = max(stage.num_layers for stage in self.stages)
+    def units(self) -> Iterator[RunConfig]:
+        """Yields the run with longer and longer units, one of which has the smallest peak."""
+        longest = max(1, *(stage.num_layers for stage in self.stages))
         config = self.run.config
         sizes = Sizes.of(config, self.run.hardware.device)
         tiles = max(tile_counts(config.model, sizes, LayerAction(unit=1)))
         in_tiles = f"+mlp/{tiles}" if tiles > 1 else ""
-        found = [
-            self.run.chosen(with_policy(config, f"*:full/{length}{in_tiles}{store}"))
-            for store in ("", "@host")[: 1 + (self.run.host_bytes > 0)]
-            for length in UNIT_LENGTHS
-            if length <= max(longest, 1)
-        ]
-        return min(found, key=lambda one: one.peak.num_bytes)
+        stores = ("", "@host")[: 1 + (self.run.host_bytes > 0)]
+        for length, store in itertools.product(UNIT_LENGTHS, stores):
+            if length <= longest:
+                yield with_policy(config, f"*:full/{length}{in_tiles}{store}")

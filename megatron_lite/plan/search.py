@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import StepPeak
-from megatron_lite.plan.auto_policy import fitted, least_replays
+from megatron_lite.plan.auto_policy import fitted, fitting, least_replays
 from megatron_lite.plan.layouts import (
     kind_of,
     layouts,
@@ -100,11 +100,13 @@ class Search:
         """Returns the plan of a chosen policy."""
         return Plan(chosen.config, self.num_ranks, chosen.peak, self.time(chosen.config))
 
-    def fit(self, config: RunConfig, budget_bytes: int) -> Chosen:
+    def fit(self, config: RunConfig, budget_bytes: int, *, or_smallest: bool = True) -> Chosen:
         """Returns the layout with its fastest policy that fits, or with the user's policy if it is
-        fixed. If none fits, it has the smallest peak."""
+        fixed. If none fits, it has the smallest peak, or with `or_smallest` False any."""
         run = self.run(config)
-        return run.chosen(config) if self.fixed_policy else fitted(run, budget_bytes)
+        if self.fixed_policy:
+            return run.chosen(config)
+        return (fitted if or_smallest else fitting)(run, budget_bytes)
 
     def find(self, budget_bytes: int) -> SearchResult:
         """Returns the fastest plans of so many ranks."""
@@ -160,7 +162,7 @@ class Search:
         plans: dict[object, Plan] = {}
         fastest = defaultdict[object, float](lambda: math.inf)  # of the plans of a shape so far
         too_large = []
-        fitted = 0
+        number_fitted = 0
         while heap and len(plans) < MOST_PLANS:
             bound, _, station, config, time, plan = heapq.heappop(heap)
             shape = _shape(config)
@@ -170,7 +172,7 @@ class Search:
                 continue
             if plan is not None:  # no bound that is left is lower than its time
                 plans[shape] = plan
-            elif fitted > MORE_FITTED:
+            elif number_fitted > MORE_FITTED:
                 continue
             elif station == 0:
                 push_new(variants(problem, ranks, config), 1)
@@ -193,8 +195,8 @@ class Search:
                     push(seconds, 4, config, time)
                     push_new(savers(problem, config), 3)
             else:
-                fitted += bool(plans)
-                chosen = self.fit(config, budget_bytes)
+                number_fitted += bool(plans)
+                chosen = self.fit(config, budget_bytes, or_smallest=False)
                 if not chosen.peak.fits(budget_bytes):
                     too_large.append(config)
                 else:
@@ -245,7 +247,7 @@ class Search:
     def _larger(self, faster: list[RunConfig], budget_bytes: int, limit: float) -> Plan | None:
         """Returns the plan without recomputation that lacks the fewest bytes."""
         # `faster` begins with the fastest: its end is nearest to the plan that fits.
-        found = [self.run(config).chosen(with_policy(config, None)) for config in faster[-NEAREST:]]
+        found = [self.run(config).chosen(config) for config in faster[-NEAREST:]]
         for chosen in sorted(found, key=lambda one: one.peak.num_bytes):
             if not chosen.peak.fits(budget_bytes):
                 plan = self.plan(chosen)
@@ -272,7 +274,7 @@ def _handicap(config: RunConfig) -> float:
         # It takes more memory, so it has to save 0.4 % more.
         8 * (parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel),
         parallel.pipeline_model_parallel_size > 1,
-        (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1,
+        parallel.num_virtual_stages_per_pipeline_rank is not None,
         parallel.context_parallel_size > 1,
         parallel.cp_comm_type != "p2p",
         parallel.spreads_experts,

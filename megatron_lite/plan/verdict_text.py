@@ -14,7 +14,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
 from megatron_lite.config.units import GIB
 from megatron_lite.memory.predict.flops import PolicyFlops
-from megatron_lite.memory.predict.step_peak import PeakTerm
+from megatron_lite.memory.predict.step_peak import PeakTerm, step_peak
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.layouts import kind_of, states_on_host
 from megatron_lite.plan.problem import Problem
@@ -118,12 +118,14 @@ def plain_stages(problem: Problem, one: FitVerdict) -> list[dict[str, Any]]:
     evenly spread ranks."""
     if one.plan is None:
         return []
-    config, most = one.plan.config, MOST_STAGES - 1
+    config = one.plan.config
     run = Run(config, problem.hardware, one.plan.num_ranks)
     last = config.parallel.pipeline_model_parallel_size - 1
-    ranks = {place * last // most for place in range(most + 1)} | {one.plan.peak.rank}
+    ranks = {place * last // (MOST_STAGES - 1) for place in range(MOST_STAGES)} | {
+        one.plan.peak.rank
+    }
     return [
-        {"rank": rank, "terms": plain_terms(run.rank_peak(config, rank).terms)}
+        {"rank": rank, "terms": plain_terms(step_peak(config, rank, **run.facts).terms)}
         for rank in sorted(ranks)
     ]
 

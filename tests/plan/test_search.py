@@ -108,6 +108,34 @@ def test_a_pipeline_may_have_any_number_of_stages(layers):
             assert len(held) == size and sum(held) == layers and min(held) > 0
 
 
+@pytest.mark.parametrize(("layers", "cut"), [(7, [3, 2, 2]), (16, [3, 9, 4])])
+def test_the_ends_of_a_pipeline_may_have_more_or_far_fewer_layers(layers, cut):
+    fixed = {PIPELINE: 3, MICRO_BATCH: 1}
+    run = small_run(layers=layers, vocab_size=50257, batch=4)
+    problem = Problem(run, H100, {**fixed, "use_torch_fsdp2": False})
+    (first, *_) = layouts(problem, 3)
+    cuts = [[one.num_layers for one in config.stages()] for config in recuts(problem, first)]
+    assert cuts.count(cut) == 1
+
+
+def test_short_sequences_are_split_where_the_batch_does_not_divide():
+    sizes = [
+        {one.parallel.context_parallel_size for one in layouts(Problem(run, H100), 24)}
+        for run in (small_run(batch=40), small_run(batch=48))
+    ]
+    assert sizes == [{1, 2, 4}, {1}]
+
+
+def test_no_way_to_send_computes_faster_than_the_layout_that_stands_for_all():
+    """Many small experts on a rank fill its multiprocessors better than a large share of one."""
+    problem, ranks = Problem(SPREAD, H100), 4
+    search = Search(problem, ranks)
+    for layout in layouts(problem, ranks):
+        least = search.time(layout, bound=True, sends=False).seconds
+        for one in variants(problem, ranks, layout):
+            assert search.time(one, bound=True).seconds >= least
+
+
 def test_ranks_that_do_not_divide_the_sequence_share_heads_alone():
     problem = Problem(small_run(seq_length=777), H100, dict(tensor_model_parallel_size=2))
     assert {one.parallel.sequence_parallel for one in layouts(problem, 2)} == {False}
@@ -115,9 +143,10 @@ def test_ranks_that_do_not_divide_the_sequence_share_heads_alone():
 
 def test_fsdp2_is_tried_in_pipelines_where_nothing_else_fits():
     run = small_run(batch=2, num_attention_heads=1, vocab_size=63999)
-    problem = Problem(run, H100)  # 8 ranks are a pipeline of at least 4
+    whole = dict(context_parallel_size=1)
+    problem = Problem(run, H100, whole)  # 8 ranks are a pipeline of at least 4
     sizes = [
-        Search(problem._replace(fixed=fixed), 8).find(0).smallest.peak.num_bytes
+        Search(problem._replace(fixed=whole | fixed), 8).find(0).smallest.peak.num_bytes
         for fixed in ({}, {PIPELINE: 4, "use_torch_fsdp2": True})
     ]
     assert sizes[0] > sizes[1]

@@ -22,6 +22,7 @@ Alike stages of several calls are taken from a cache, and the actions after the 
 left out. Standard library only.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,7 +89,7 @@ class StepPeak(NamedTuple):
         """The sum of the terms."""
         return sum(term.num_bytes for term in self.terms)
 
-    def fits(self, num_bytes: int, *, at_best: bool = False) -> bool:
+    def fits(self, num_bytes: float, *, at_best: bool = False) -> bool:
         """Returns whether these bytes are enough for the step.
 
         Whoever needs to know asks here: the planner, `--recompute-policy auto`, the message of a
@@ -203,15 +204,25 @@ def step_peak(
 
 
 def fullest_step_peak(
-    config: RunConfig, *, device: str, dp_cp_size: int, num_microbatches: int | None = None
+    config: RunConfig,
+    *,
+    device: str,
+    dp_cp_size: int,
+    num_microbatches: int | None = None,
+    budget_bytes: float = math.inf,
 ) -> StepPeak:
-    """Returns the highest peak of all pipeline ranks; of several equal ones the first."""
-    peaks = (
-        step_peak(
+    """Returns the highest peak of all pipeline ranks; of several equal ones the first.
+
+    budget_bytes: the ranks after the first that exceeds it do not count.
+    """
+    peaks: list[StepPeak] = []
+    for rank in distinct_ranks(config):
+        peak = step_peak(
             config, rank, device=device, dp_cp_size=dp_cp_size, num_microbatches=num_microbatches
         )
-        for rank in distinct_ranks(config)
-    )
+        peaks.append(peak)
+        if not peak.fits(budget_bytes):
+            break
     return max(peaks, key=lambda one: one.num_bytes)
 
 
