@@ -31,7 +31,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 302_300,
     "files of the library": 260,
-    "tokens of tests": 278_550,
+    "tokens of tests": 278_850,
     "tokens of benchmarks": 22_350,
     "own files in one plain step": 32,
     "own functions in one plain step": 129,

@@ -312,7 +312,7 @@ def machine_of_gpu(gpu_name: str) -> Hardware | None:
     """Returns the machine with such GPUs, or None. gpu_name: as CUDA gives it."""
     words = gpu_name.lower().replace(" ", "")
     # GB200 before B200
-    names = sorted({*machine_names()} - {CPU_MACHINE}, key=lambda name: (-len(name), name))
+    names = sorted(machine_names(), key=len, reverse=True)
     return next((load_hardware(name) for name in names if name.split("-")[0] in words), None)
 
 

@@ -291,7 +291,7 @@ def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
 
     for each in range(-(-layers // size), -(-(layers + worth) // size) + 2):
         add(each)
-    if not found or (size > 2 and 0 < layers % size < 3):
+    if not found or 0 < layers % size < 3 <= size:
         add(layers // size, more=layers % size // 2 + 1)
     return found
 

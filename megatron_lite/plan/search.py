@@ -100,7 +100,7 @@ class Search:
         """Returns the plan of a chosen policy."""
         return Plan(chosen.config, self.num_ranks, chosen.peak, self.time(chosen.config))
 
-    def fit(self, config: RunConfig, budget_bytes: int, *, or_smallest: bool = True) -> Chosen:
+    def fit(self, config: RunConfig, budget_bytes: int, or_smallest: bool = True) -> Chosen:
         """Returns the layout with its fastest policy that fits, or with the user's policy if it is
         fixed. If none fits, it has the smallest peak, or with `or_smallest` False any."""
         run = self.run(config)

@@ -14,7 +14,6 @@ from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.plan.auto_policy import Budget
 from megatron_lite.plan.layouts import KINDS, LOSS_CHUNKS, kind_of, layouts, refusal, resorts
 from megatron_lite.plan.problem import LOSS_CHUNK, MICRO_BATCH, Problem, with_fields
-from megatron_lite.plan.rank_mixes import with_policy
 from megatron_lite.plan.search import Plan, Search, SearchResult
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
@@ -70,8 +69,10 @@ def verdict(
             best = found.plans[0]
             largest = largest_micro_batch(search, best, num_bytes)
             # One step away, each with its own best policy. Training would refuse some.
-            base = best.config if search.fixed_policy else with_policy(best.config, None)
-            near = [_neighbour(*change, base, num_bytes) for change in _changes(search, base)]
+            near = [
+                _neighbour(*change, best.config, num_bytes)
+                for change in _changes(search, best.config)
+            ]
             return FitVerdict(word, num_ranks, budget, found, largest, tuple(filter(None, near)))
         # The next round has a chance only if the smallest peak is within its budget.
         if found.smallest is None or not found.smallest.peak.fits(budget.memory_bytes):
