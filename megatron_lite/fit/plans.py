@@ -241,16 +241,20 @@ def fastest(problem: Problem, budget: int) -> Plan | None:
 def smallest(problem: Problem) -> Plan:
     """Returns the plan with the smallest peak, to within 0.1 %."""
     least = [min(options, key=lambda option: option.held) for options in problem.options]
-    return _smallest(problem, problem.plan(least), lambda plan: True)
+    return _leanest(problem, problem.plan(least), lambda plan: True)
 
 
 def neighbours(problem: Problem, plan: Plan) -> tuple[Plan | None, Plan | None]:
     """Returns the plan that is faster for the fewest bytes more, to within 0.1 % of these, and the
     fastest plan with a smaller peak."""
-    best = fastest(problem, ENDLESS)
-    faster = None
-    if best and best.nanoseconds < plan.nanoseconds:
-        faster = _smallest(problem, best, lambda other: other.nanoseconds < plan.nanoseconds)
+    quickest = [min(options, key=lambda option: option.nanoseconds) for options in problem.options]
+    faster: Plan | None = problem.plan(quickest)
+    if faster.nanoseconds < plan.nanoseconds:
+        faster = _leanest(
+            problem, faster, lambda one: one.nanoseconds < plan.nanoseconds, plan.peak
+        )
+    else:
+        faster = None
     return faster, fastest(problem, plan.peak - 1)
 
 
@@ -267,16 +271,21 @@ def policy_text(actions: Sequence[str]) -> str:
     return "; ".join(f"{','.join(named)}:{action}" for action, named in layers.items())
 
 
-def _smallest(problem: Problem, best: Plan, is_right: Callable[[Plan], bool]) -> Plan:
-    """Returns the right plan with the smallest peak. best: the right plan to begin with."""
-    low = 0
+def _leanest(
+    problem: Problem, best: Plan, is_right: Callable[[Plan], bool], near: int = ENDLESS
+) -> Plan:
+    """Returns the right plan with the smallest peak. best: the right plan to begin with.
+
+    near: bytes from which a first search goes up in growing steps, since such a plan is near.
+    """
+    low, step = 0, max(1, best.peak // 1000)
     while best.peak - low > max(1, best.peak // 1000):
-        middle = (low + best.peak) // 2
-        found = fastest(problem, middle)
+        budget = min(near, (low + best.peak) // 2)
+        found = fastest(problem, budget)
         if found and is_right(found):
-            best = found
+            best, near = found, ENDLESS
         else:
-            low = middle
+            low, near, step = budget, near + step, 2 * step
     return best
 
 

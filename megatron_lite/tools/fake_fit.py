@@ -265,11 +265,13 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
             for n, layer in enumerate(layers)
         ]
         model.zero_grad()
+        optimizer = OPTIMIZERS[given.optimizer]
         measured = Measurement(
             model,
             lists,
             step,
-            OPTIMIZERS[given.optimizer],
+            # Without a choice torch updates all tensors of a GPU at once, which takes memory.
+            optimizer and partial(optimizer, foreach=hardware.device == "cuda"),
             device,
             gauge,
             buckets=0 if given.fsdp or given.gpus == 1 else trained,
