@@ -5,6 +5,7 @@ Numbers are not compared, because a layer may hold its own number. What is measu
 a kind holds for all of them.
 """
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
@@ -39,6 +40,17 @@ def layer_lists(model: nn.Module, layers_fqn: str | Sequence[str] | None) -> lis
                 f"{type(model).__name__} has no list in which a layer is repeated, so no policy "
                 "can save memory: name the list of its layers with layers_fqn"
             )
+        # In another stage of the model no two layers of such a list may be alike.
+        alike = {_without_numbers(name) for name in names}
+        lists = {
+            module: name for name, module in model.named_modules() if isinstance(module, LISTS)
+        }
+        lists |= {model.get_submodule(name): name for name in names}
+        names = [
+            name
+            for module, name in lists.items()
+            if _without_numbers(name) in alike and _most_alike([*module.children()])
+        ]
     return [LayerList(name, layers_of(model, name)) for name in names]
 
 
@@ -53,6 +65,10 @@ def kind_of(layer: nn.Module) -> Hashable:
         for module in layer.modules()
     )
     return weights, settings
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "", name)
 
 
 def _outermost(module: nn.Module, name: str, least: int) -> Iterator[tuple[str, list[nn.Module]]]:

@@ -38,9 +38,9 @@ from megatron_lite.tools.fit import FitSettings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATEN = torch.ops.aten
-RANGES = ATEN.arange.default, ATEN.arange.start, ATEN.arange.start_step
-MAKE_INTEGERS = (*RANGES, ATEN.full.default, ATEN.zeros.default, ATEN.ones.default)
-MOST_KNOWN = 1 << 16  # numbers of a tensor
+RANGES = ATEN.arange.default, ATEN.arange.start, ATEN.arange.start_step, ATEN.linspace.default
+MAKE_KNOWN = (*RANGES, ATEN.full.default, ATEN.zeros.default, ATEN.ones.default)
+MOST_INTEGERS, MOST_FLOATS = 1 << 16, 1 << 10  # of a tensor
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 
 
@@ -83,8 +83,8 @@ class FakeGauge(StepMeter):
 
 
 class SimulatedValues(SimulatedTensors):
-    """Fake tensors of which small ones of integers have values, so that a forward may decide by
-    them: by the sizes of images, or by a mask."""
+    """Fake tensors of which small ones have values, so that a forward may decide by them: by the
+    sizes of images, or by a mask. A model may drop layers at rates from a range."""
 
     def may_turn_const(self, t: Tensor) -> bool:
         """Tells torch's mode whether a result keeps its value."""
@@ -97,14 +97,14 @@ class SimulatedValues(SimulatedTensors):
             halves = [one.bfloat16() for one in args[:2]]
             return func(*halves, *args[2:], **kwargs).to(args[0].dtype)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in MAKE_INTEGERS and _is_known(result):
+        if func in MAKE_KNOWN and _is_known(result):
             value = func(*args, **kwargs)  # no mode is active here
             return self.fake_tensor_converter.from_real_tensor(self, value, make_constant=True)
         return result
 
 
 def _is_known(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and tensor.numel() <= MOST_KNOWN
+    return tensor.numel() <= (MOST_FLOATS if tensor.is_floating_point() else MOST_INTEGERS)
 
 
 class Ran(NamedTuple):

@@ -97,7 +97,7 @@ def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
 
 
 @pytest.mark.usefixtures("two_actions")
-@pytest.mark.runs(ci=1)
+@pytest.mark.runs(ci=2)
 @pytest.mark.parametrize(
     "config",
     [
@@ -115,8 +115,12 @@ def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
             max_source_positions=50, pad_token_id=0, bos_token_id=1, eos_token_id=2,
             decoder_start_token_id=1,
         ),
+        dict(  # it drops blocks at rates from a range, and no block of its first stage is repeated
+            model_type="swinv2", architectures=["Swinv2ForImageClassification"], image_size=32,
+            embed_dim=16, depths=[1, 2], num_heads=[2, 4], window_size=4,
+        ),
     ],
-    ids=["vision-language", "speech"],
+    ids=["vision-language", "speech", "stages"],
 )  # fmt: skip
 def test_images_and_spectra_are_made_as_the_configuration_says(config):
     fit = fit_config(config, load_hardware("h100"), None, given(seq_length=32))
