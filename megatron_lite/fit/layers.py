@@ -7,7 +7,7 @@ a kind holds for all of them.
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -30,27 +30,26 @@ def layer_lists(model: nn.Module, layers_fqn: str | Sequence[str] | None) -> lis
     """
     names = [layers_fqn] if isinstance(layers_fqn, str) else layers_fqn
     if names is None:
-        # A model may call one layer again and again.
-        for least in (2, 1):
-            found = _outermost(model, "", least)
-            if names := [*{id(layers[0]): name for name, layers in found}.values()]:
-                break
-        else:
+        lists = {
+            name: [layer for layer in module._modules.values() if layer is not None]
+            for name, module in model.named_modules()
+            if isinstance(module, LISTS)
+        }
+        most = {name: _most_alike(layers) for name, layers in lists.items()}
+        if (least := min(2, max(most.values(), default=0))) < 1:
             raise ValueError(
                 f"{type(model).__name__} has no list in which a layer is repeated, so no policy "
                 "can save memory: name the list of its layers with layers_fqn"
             )
-        # In another stage of the model no two layers of such a list may be alike.
-        alike = {_without_numbers(name) for name in names}
-        lists = {
-            module: name for name, module in model.named_modules() if isinstance(module, LISTS)
-        }
-        lists |= {model.get_submodule(name): name for name in names}
-        names = [
-            name
-            for module, name in lists.items()
-            if _without_numbers(name) in alike and _most_alike([*module.children()])
-        ]
+        # If no list has two, the model may call one layer again and again. In another stage of the
+        # model no two layers of such a list may be alike.
+        alike = {re.sub(r"\d+", "", name) for name in lists if most[name] >= least}
+        found: dict[int, str] = {}
+        for name, layers in lists.items():
+            is_inside = any(name.startswith(f"{other}.") for other in found.values())
+            if not is_inside and most[name] and re.sub(r"\d+", "", name) in alike:
+                found[id(layers[0])] = name
+        names = [*found.values()]
     return [LayerList(name, layers_of(model, name)) for name in names]
 
 
@@ -65,21 +64,6 @@ def kind_of(layer: nn.Module) -> Hashable:
         for module in layer.modules()
     )
     return weights, settings
-
-
-def _without_numbers(name: str) -> str:
-    return re.sub(r"\d+", "", name)
-
-
-def _outermost(module: nn.Module, name: str, least: int) -> Iterator[tuple[str, list[nn.Module]]]:
-    if isinstance(module, LISTS):
-        # children() leaves out a module that stands twice
-        layers = [each for each in module._modules.values() if each is not None]
-        if _most_alike(layers) >= least:
-            yield name, layers
-            return
-    for child, inside in module.named_children():
-        yield from _outermost(inside, f"{name}.{child}" if name else child, least)
 
 
 def _most_alike(layers: list[nn.Module]) -> int:
