@@ -86,9 +86,12 @@ def read_input_text(path: Path | str, limit: int) -> str:
         raise InputError(f"{path}: not a text in UTF-8 (byte {error.start})") from None
 
 
-def read_json(path: Path | str, limit: int = LARGEST_TEXT) -> Any:
-    """Returns the value of a JSON file of at most `limit` bytes. Raises ValueError or OSError."""
-    return parse_json(read_input_text(path, limit), longest=None)
+def read_json(path: Path | str, limit: int = LARGEST_TEXT, *, strict: bool = True) -> Any:
+    """Returns the value of a JSON file of at most `limit` bytes. Raises ValueError or OSError.
+
+    strict: see `parse_json`.
+    """
+    return parse_json(read_input_text(path, limit), longest=None, strict=strict)
 
 
 def read_up_to(file: IO[bytes], limit: int) -> bytes | None:

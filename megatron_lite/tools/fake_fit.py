@@ -5,6 +5,7 @@ FSDP2 its weights, gradients and optimizer states are those of the real `fully_s
 the weights that are gathered at the peak.
 """
 
+import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -338,8 +339,10 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
     if not isinstance(names, list):
         raise InputError(f"architectures must be a list of names (got {quoted(names)})")
     name = str(names[0])
+    # Its later versions write Infinity as an object.
+    decoded = getattr(transformers.PretrainedConfig, "_decode_special_floats", lambda it: it)
     try:
-        parsed = transformers.AutoConfig.for_model(**config)
+        parsed = transformers.AutoConfig.for_model(**decoded(config))
         for part in (parsed, *vars(parsed).values()):
             # A step in which chance drops no layer takes the most.
             for drop in [one for one in getattr(part, "__dict__", ()) if one.endswith("layerdrop")]:
@@ -359,6 +362,7 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
 def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns a batch: token ids of text, and images or spectra as large as the model takes."""
     config, main = model.config, model.main_input_name
+    accepted = inspect.signature(model.forward).parameters
     batch, length = given.micro_batch_size, given.seq_length
     vision: Any = getattr(config, "vision_config", config if main == "pixel_values" else None)
     inputs = {}
@@ -393,7 +397,7 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
             f"{type(model).__name__} reads {main}: only token ids, images, samples of sound and "
             "Whisper's spectra are made here; call fit_memory_ with a batch of your own"
         )
-    if main == "pixel_values" and vision is config:
+    if main == "pixel_values" and "input_ids" not in accepted:
         return inputs
     if length <= image_tokens:
         least = f"{image_tokens + 1}, since an image takes {image_tokens}" if image_tokens else "1"
@@ -406,7 +410,8 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
         inputs["mm_token_type_ids"] = is_image
         ids = is_image * config.image_token_id
         inputs["position_ids"] = torch.arange(length).repeat(3, batch, 1)  # of time, height, width
-    return {**inputs, **({} if main == "input_features" else {"input_ids": ids}), "labels": ids}
+    inputs |= {"labels": ids} | ({} if main == "input_features" else {"input_ids": ids})
+    return {name: one for name, one in inputs.items() if name in accepted}
 
 
 def _loss(output: Any) -> Tensor:

@@ -55,7 +55,8 @@ main = tool(
 def _text(given: FitSettings) -> str:
     path = Path(given.hf_config)
     with input_faults(f"{path}: "):
-        config = read_json(path / "config.json" if path.is_dir() else path)
+        file = path / "config.json" if path.is_dir() else path
+        config = read_json(file, strict=False)  # Mamba's have an Infinity
     if not isinstance(config, dict) or "model_type" not in config:
         raise InputError(f"{path}: no configuration of transformers: model_type is missing")
     hardware = load_hardware(given.gpu)

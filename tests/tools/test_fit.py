@@ -167,6 +167,18 @@ def test_a_decoder_without_its_encoder_runs_without_a_cache():
 
 
 @pytest.mark.usefixtures("two_actions")
+@pytest.mark.parametrize("infinity", [float("inf"), {"__float__": "Infinity"}])
+def test_files_of_mamba_have_an_infinity(infinity, tmp_path):
+    config = dict(
+        model_type="mamba2", architectures=["Mamba2ForCausalLM"], hidden_size=32, num_heads=4,
+        head_dim=16, state_size=8, n_groups=1, chunk_size=8, num_hidden_layers=1, vocab_size=99,
+        time_step_limit=[0.0, infinity],
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["fit", "--hf-config", str(tmp_path), "--gpu", "h100", "--seq-length", "16"]) == 0
+
+
+@pytest.mark.usefixtures("two_actions")
 def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(SHALLOW))
     words = ["fit", "--hf-config", str(tmp_path), "--gpu", "h100-80gb", "--seq-length", "64"]
