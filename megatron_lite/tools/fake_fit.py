@@ -367,26 +367,21 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
     vision: Any = getattr(config, "vision_config", config if main == "pixel_values" else None)
     inputs = {}
     image_tokens = 0
+    sizes = given.image_size or getattr(vision, "image_size", None)
+    if vision is not None and not sizes:
+        raise InputError(
+            f"{type(model).__name__} reads images of any size: give --image-size, the pixels of a "
+            "side"
+        )
     if hasattr(vision, "temporal_patch_size"):  # Qwen2-VL and what descends from it
-        if given.image_size < 1:
-            raise InputError(
-                f"{type(model).__name__} reads images of any size: give --image-size, the pixels "
-                "of a side"
-            )
         merge = vision.spatial_merge_size
-        side = max(1, given.image_size // (vision.patch_size * merge)) * merge
+        side = max(1, sizes // (vision.patch_size * merge)) * merge
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         inputs["pixel_values"] = torch.zeros(batch * side**2, width, dtype=dtype)
         inputs["image_grid_thw"] = torch.tensor([[1, side, side]] * batch)
         image_tokens = (side // merge) ** 2
     elif vision is not None:
-        sides = getattr(vision, "image_size", None)
-        if sides is None:
-            raise InputError(
-                f"{type(model).__name__} reads images of any size, cut into patches: call "
-                "fit_memory_ with a batch of your own"
-            )
-        height, width = (sides, sides) if isinstance(sides, int) else sides
+        height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
         channels = getattr(vision, "num_channels", 3)
         inputs["pixel_values"] = torch.zeros(batch, channels, height, width, dtype=dtype)
     elif main == "input_features" and hasattr(config, "max_source_positions"):

@@ -29,7 +29,7 @@ class FitSettings(Settings):
     gpu: str = required("such as h100-80gb, or a file of calibrate")
     memory_budget: str | None = setting("such as 70GiB (default: the GPU's, less a reserve)")
     seq_length: int = setting("tokens of a sample of text", 0)
-    image_size: int = setting("of images that may have any size", 0)
+    image_size: int = setting("side of images in pixels (default: the model's)", 0)
     micro_batch_size: int = setting("samples", 1, least=1)
     dtype: str = setting("of weights and computation", "bf16", choices=("bf16", "fp16", "fp32"))
     gpus: int = setting("data-parallel GPUs", 1, least=1, most=MOST_GPUS)

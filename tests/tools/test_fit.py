@@ -36,6 +36,7 @@ MULTIPLE_CHOICE = dict(
     model_type="bert", architectures=["BertForMultipleChoice"], vocab_size=200, hidden_size=32,
     num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
 )  # fmt: skip
+SEGFORMER = dict(model_type="segformer", architectures=["SegformerForImageClassification"])
 
 
 def given(**settings):
@@ -206,6 +207,7 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys)
         ([], {**LLAMA, "model_type": "unheard"}, "transformers cannot build this model"),
         ([], MULTIPLE_CHOICE, "BertForMultipleChoice cannot run on fake tensors (RuntimeError: "),
         ([], {**LLAMA, "architectures": ["logging"]}, "'logging' is no model of transformers"),
+        ([], SEGFORMER, "SegformerForImageClassification reads images of any size: give --image-s"),
     ],
 )
 def test_a_fault_ends_with_status_2_and_its_reason(words, config, text, tmp_path, capsys):
