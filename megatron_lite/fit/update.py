@@ -5,13 +5,13 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from megatron_lite.fit.step import bytes_of
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.parallel.weights import local_part
-from megatron_lite.recompute.contents import tensors_of
+from megatron_lite.recompute.contents import tensors_of, unobserved
 
 
 def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tuple[int, int]:
@@ -26,28 +26,29 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
     is_made = isinstance(optimizer, Optimizer)
     trained = [each for each in model.parameters() if each.requires_grad]
     groups = optimizer.param_groups if is_made else [{"params": trained}]
-    stand_ins = [
-        {**group, "params": [nn.Parameter(local_part(each).to("meta")) for each in group["params"]]}
-        for group in groups
-    ]
+    held = [{**group, "params": [*map(local_part, group["params"])]} for group in groups]
     existing = bytes_of(tensors_of(list(optimizer.state.values()))) if is_made else 0
     try:
-        new = copy.copy(optimizer) if is_made else optimizer(stand_ins)
-        new.state = defaultdict(dict)
-        if is_made:
-            new.param_groups = stand_ins
-        for group in new.param_groups:
-            for each in group["params"]:
-                each.grad = torch.empty_like(each)
-            # Without a choice torch updates all tensors of a GPU at once, which takes memory.
-            is_fused = group.get("fused")
-            if device.type == "cuda" and group.get("foreach", 0) is None:
-                group["foreach"] = not is_fused
-            group["fused"] = False if is_fused else is_fused
-        with LiveStorages() as live:
-            type(new).step(new)
-            states = bytes_of(tensors_of(list(new.state.values())))
-            temporary = live.peak_bytes - live.total_bytes()
+        with unobserved():  # fake tensors are ten times as slow
+            stand_ins = [
+                {**group, "params": [*map(_without_memory, group["params"])]} for group in held
+            ]
+            new = copy.copy(optimizer) if is_made else optimizer(stand_ins)
+            new.state = defaultdict(dict)
+            if is_made:
+                new.param_groups = stand_ins
+            for group in new.param_groups:
+                for each in group["params"]:
+                    each.grad = torch.empty_like(each)
+                # Without a choice torch updates all tensors of a GPU at once, which takes memory.
+                is_fused = group.get("fused")
+                if device.type == "cuda" and group.get("foreach", 0) is None:
+                    group["foreach"] = not is_fused
+                group["fused"] = False if is_fused else is_fused
+            with LiveStorages() as live:
+                type(new).step(new)
+                states = bytes_of(tensors_of(list(new.state.values())))
+                temporary = live.peak_bytes - live.total_bytes()
     except (RuntimeError, TypeError) as error:
         if existing:
             return 0, 0
@@ -57,3 +58,8 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
         ) from error
     missing = max(0, states - existing)
     return missing, missing + temporary
+
+
+def _without_memory(tensor: Tensor) -> nn.Parameter:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(made)

@@ -72,6 +72,8 @@ class FakeGauge(StepMeter):
         self.peak_bytes = self._total
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":  # it reads the device of a fake tensor
+            return func(*args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if not func.is_view:
             moved = sum(each.nbytes for each in tensors_of((args, kwargs, result)))
