@@ -26,12 +26,11 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
     is_made = isinstance(optimizer, Optimizer)
     trained = [each for each in model.parameters() if each.requires_grad]
     groups = optimizer.param_groups if is_made else [{"params": trained}]
-    held = [{**group, "params": [*map(local_part, group["params"])]} for group in groups]
     existing = bytes_of(tensors_of(list(optimizer.state.values()))) if is_made else 0
     try:
         with unobserved():  # fake tensors are ten times as slow
             stand_ins = [
-                {**group, "params": [*map(_without_memory, group["params"])]} for group in held
+                {**group, "params": [*map(_without_memory, group["params"])]} for group in groups
             ]
             new = copy.copy(optimizer) if is_made else optimizer(stand_ins)
             new.state = defaultdict(dict)
@@ -60,6 +59,8 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
     return missing, missing + temporary
 
 
-def _without_memory(tensor: Tensor) -> nn.Parameter:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(made)
+def _without_memory(parameter: Tensor) -> nn.Parameter:
+    own = local_part(parameter)
+    return nn.Parameter(
+        torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
+    )
