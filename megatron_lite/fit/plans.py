@@ -19,7 +19,7 @@ with what these layers keep.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -241,21 +241,17 @@ def fastest(problem: Problem, budget: int) -> Plan | None:
 def smallest(problem: Problem) -> Plan:
     """Returns the plan with the smallest peak, to within 0.1 %."""
     least = [min(options, key=lambda option: option.held) for options in problem.options]
-    return _leanest(problem, problem.plan(least), lambda plan: True)
+    return _leanest(problem, problem.plan(least))
 
 
 def neighbours(problem: Problem, plan: Plan) -> tuple[Plan | None, Plan | None]:
     """Returns the plan that is faster for the fewest bytes more, to within 0.1 % of these, and the
     fastest plan with a smaller peak."""
     quickest = [min(options, key=lambda option: option.nanoseconds) for options in problem.options]
-    faster: Plan | None = problem.plan(quickest)
-    if faster.nanoseconds < plan.nanoseconds:
-        faster = _leanest(
-            problem, faster, lambda one: one.nanoseconds < plan.nanoseconds, plan.peak
-        )
-    else:
-        faster = None
-    return faster, fastest(problem, plan.peak - 1)
+    faster, smaller = problem.plan(quickest), fastest(problem, plan.peak - 1)
+    if faster.nanoseconds >= plan.nanoseconds:
+        return None, smaller
+    return _leanest(problem, faster, plan.nanoseconds, near=plan.peak), smaller
 
 
 def policy_text(actions: Sequence[str]) -> str:
@@ -271,18 +267,16 @@ def policy_text(actions: Sequence[str]) -> str:
     return "; ".join(f"{','.join(named)}:{action}" for action, named in layers.items())
 
 
-def _leanest(
-    problem: Problem, best: Plan, is_right: Callable[[Plan], bool], near: int = ENDLESS
-) -> Plan:
-    """Returns the right plan with the smallest peak. best: the right plan to begin with.
+def _leanest(problem: Problem, best: Plan, limit: int = ENDLESS, near: int = ENDLESS) -> Plan:
+    """Returns the plan with the smallest peak of those that are faster than the limit, in ns.
 
-    near: bytes from which a first search goes up in growing steps, since such a plan is near.
+    best: one of them. near: bytes from which a first search goes up in growing steps.
     """
     low, step = 0, max(1, best.peak // 1000)
     while best.peak - low > max(1, best.peak // 1000):
         budget = min(near, (low + best.peak) // 2)
         found = fastest(problem, budget)
-        if found and is_right(found):
+        if found and found.nanoseconds < limit:
             best, near = found, ENDLESS
         else:
             low, near, step = budget, near + step, 2 * step

@@ -369,7 +369,7 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
     vision: Any = getattr(config, "vision_config", config if main == "pixel_values" else None)
     inputs = {}
     image_tokens = 0
-    sizes = given.image_size or getattr(vision, "image_size", None)
+    sizes: Any = given.image_size or getattr(vision, "image_size", None)
     if vision is not None and not sizes:
         raise InputError(
             f"{type(model).__name__} reads images of any size: give --image-size, the pixels of a "
