@@ -151,19 +151,18 @@ class Contents:
             contents._others = [
                 each for each in contents.containers if each.items and type(each.value) not in USUAL
             ]
-            contents.found = contents._look()
+            contents.found = contents._shape(), [*chain.from_iterable(contents._held)]
         return contents
 
-    def _look(self) -> Any:
-        shape = [*map(len, self._held)], [*map(type, self._modules)]
-        return shape, [*chain.from_iterable(self._held)]
+    def _shape(self) -> Any:
+        return [*map(len, self._held)], [*map(type, self._modules)]
 
     def is_as_found(self) -> bool:
         """Tells whether all containers have their items still, as far as `found` shows it."""
         if self.found is None or any(map(itemgetter(1), self._empty)):
             return False
-        (before, items), (now, others) = self.found, self._look()
-        is_so = before == now and all(map(is_, items, others))
+        shape, items = self.found
+        is_so = shape == self._shape() and all(map(is_, items, chain.from_iterable(self._held)))
         return is_so and all(_has(value, items) for _, _, value, items in self._others)
 
     def again(self, layer: Any) -> Contents | None:
@@ -419,10 +418,11 @@ def _slot(value: Any, name: str) -> Any:
 
 
 def _is_of_library(value: Any) -> bool:
-    """Tells whether the code of a function, or the class of an object, is torch's or ours."""
+    """Tells whether the code of a function, or the class of an object, is torch's or ours, or is
+    one of the configurations of transformers, which are large."""
     is_function = isinstance(value, types.FunctionType)
     home = value.__globals__.get("__name__", "") if is_function else type(value).__module__
-    return home.partition(".")[0] in LIBRARIES
+    return home.partition(".")[0] in LIBRARIES or ".configuration_" in home
 
 
 def _without_old_graphs(items: list[Any], now: list[Any]) -> list[Any]:
