@@ -24,7 +24,7 @@ class LayerList(NamedTuple):
 
 def layer_lists(model: nn.Module, layers_fqn: str | Sequence[str] | None) -> list[LayerList]:
     """Returns the lists of layers of a model: those that are named, or the outermost ones in which
-    a layer is repeated.
+    a layer is repeated, with those of the same name in other stages of the model.
 
     Raises ValueError if a name is no module, or if no layer is repeated.
     """

@@ -146,7 +146,9 @@ def check_model(model: nn.Module) -> torch.device:
                 "and layers with a policy run uncompiled. Fit the model before it is compiled"
             )
         if isinstance(module, LazyModuleMixin):
-            raise ValueError(f"{name} is lazy: run the model once, which makes its weights")
+            raise ValueError(
+                f"{name or 'the model'} is lazy: run the model once, which makes its weights"
+            )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
                 f"{name or 'the model'} has gradient_checkpointing on, which rebuilds the layers "

@@ -375,6 +375,8 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
             f"{type(model).__name__} reads images of any size: give --image-size, the pixels of a "
             "side"
         )
+    if vision is None and sizes:
+        raise InputError(f"{type(model).__name__} reads no images: leave --image-size out")
     if hasattr(vision, "temporal_patch_size"):  # Qwen2-VL and what descends from it
         merge = vision.spatial_merge_size
         side = max(1, sizes // (vision.patch_size * merge)) * merge

@@ -197,6 +197,7 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys)
         (["--gpu", "h900"], LLAMA, "no machine is called 'h900'"),
         (["--trainable", "lora:x"], LLAMA, "--trainable 'lora:x': give all, or lora:16"),
         (["--micro-batch-size", "0"], LLAMA, "--micro-batch-size must be at least 1 (got 0)"),
+        (["--image-size", "8"], LLAMA, "LlamaForCausalLM reads no images: leave --image-size out"),
         (["--gpus", "1", "--fsdp"], LLAMA, "--fsdp needs --gpus > 1"),
         (["--seq-length", "0"], LLAMA, "--seq-length must be at least 1 (got 0)"),
         (["--memory-budget", "-1"], LLAMA, "--memory-budget '-1': give a number of bytes"),
