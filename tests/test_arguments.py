@@ -2,7 +2,6 @@
 than it says."""
 
 import itertools
-import shlex
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from arguments import build_parser, parse_args, supported_flags, topics
 from megatron_lite.cli.help import EXAMPLE, MOST_USED, TOPICS
 from megatron_lite.config.megatron_flags import NO_EFFECT, ONLY_VALUE, REFUSED, WHOSE
 from megatron_lite.config.run import RunConfig
-from tests.support.commands import ended, fault_of
+from tests.support.commands import ended, fault_of, parsed_line
 from tests.support.pairs import in_one_test, sampled
 
 RUN = (
@@ -38,7 +37,7 @@ def faults_of(words):
 
 
 def parse(words):
-    return parse_args(f"{RUN} {words}".split())
+    return parsed_line(f"{RUN} {words}")
 
 
 def test_all_missing_flags_are_named_at_once():
@@ -183,8 +182,8 @@ def test_another_way_to_say_it_gives_the_same_run(old, today):
 
 
 def test_vocabulary_files_alone_mean_the_gpt2_tokenizer_as_in_megatron():
-    run = RUN.replace("--vocab-size 99", "--vocab-file vocab.json --merge-file merges.txt").split()
-    assert parse_args(run).config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    run = RUN.replace("--vocab-size 99", "--vocab-file vocab.json --merge-file merges.txt")
+    assert parsed_line(run).config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
 
 
 def help_of(words):
@@ -206,7 +205,7 @@ def test_help_alone_is_short_and_its_command_line_is_a_run():
     assert text.count("\n") <= 55
     assert flags_in(text) >= {*MOST_USED} and len(MOST_USED) == 10
     assert all(f"\n  {topic} " in text for topic in TOPICS)
-    assert parse_args(shlex.split(EXAMPLE.replace("\\\n", " "))).notices == ()
+    assert parsed_line(EXAMPLE.replace("\\\n", " ")).notices == ()
 
 
 def test_the_topics_of_help_share_out_all_flags():
@@ -243,16 +242,16 @@ def test_a_dumped_run_is_read_back_equal_and_flags_override_it(tmp_path):
     config = parse(f"{MANY} --seed 7").config
     path = tmp_path / "run.json"
     path.write_text(config.to_json())
-    assert parse_args(["--config-json", str(path)]).config == config
+    assert parsed_line(f"--config-json {path}").config == config
     # a flag overrides the file, also with its default
-    read = parse_args(["--config-json", str(path), "--seed", "1234"]).config
+    read = parsed_line(f"--config-json {path} --seed 1234").config
     assert read == replace(config, training=replace(config.training, seed=1234))
 
 
 def test_sizes_that_follow_from_others_follow_an_overriding_flag(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(parse("").config.to_json())
-    model = parse_args(["--config-json", str(path), "--hidden-size", "32"]).config.model
+    model = parsed_line(f"--config-json {path} --hidden-size 32").config.model
     assert (model.kv_channels, model.ffn_hidden_size) == (8, 128)
 
 

@@ -17,6 +17,7 @@ from megatron_lite.config.megatron_flags import OTHER_WAYS
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flag_of, flags_of, run_fields
+from tests.support.commands import parsed_line
 from tests.support.pairs import in_one_test
 
 FOLDER = Path(__file__).parent / "command_lines"
@@ -56,7 +57,7 @@ def actions():
 
 @functools.cache
 def parsed_fields(words):
-    config = parse_args(f"{BASE} {words}".split()).config
+    config = parsed_line(f"{BASE} {words}").config
     assert parse_args(flags_of(config)).config == config, "the way back is exact"
     text = config.to_json()
     assert RunConfig.from_json(text) == config and RunConfig.from_json(text).to_json() == text

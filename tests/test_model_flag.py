@@ -12,15 +12,15 @@ from megatron_lite.config.hf_config import from_hf
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.model import ModelConfig
 from tests.config.test_hf_config import GPT2, LLAMA_3_8B, QWEN2_0_5B
-from tests.support.commands import ended, fault_of
+from tests.support.commands import ended, fault_of, parsed_line
 from tests.support.pairs import in_one_test
 
-RUN = ["--seq-length", "64", "--micro-batch-size", "1"]
+RUN = "--seq-length 64 --micro-batch-size 1"
 
 
 @in_one_test("flag, name", itertools.product(["--model", "--preset"], PRESETS))
 def test_the_name_gives_the_model_and_its_vocabulary(flag, name):
-    parsed = parse_args([*RUN, flag, name])
+    parsed = parsed_line(f"{RUN} {flag} {name}")
     assert parsed.config.model == ModelConfig(**preset(name).fields)
     assert parsed.config.tokenizer.true_vocab_size == preset(name).vocab_size
     assert not [notice for notice in parsed.notices if "--model" in notice]
@@ -30,16 +30,16 @@ def test_the_name_gives_the_model_and_its_vocabulary(flag, name):
 def test_the_name_means_bf16_in_every_command_unless_a_flag_says_otherwise():
     """`plan` and `explain` assume it, and weights in float32 would not fit where they say."""
     for words, precision in (
-        ([], "bf16"),
-        (["--bf16"], "bf16"),
-        (["--fp16"], "fp16"),
-        (["--no-bf16"], "fp32"),
+        ("", "bf16"),
+        ("--bf16", "bf16"),
+        ("--fp16", "fp16"),
+        ("--no-bf16", "fp32"),
     ):
-        parsed = parse_args([*RUN, "--model", "gpt2", *words])
+        parsed = parsed_line(f"{RUN} --model gpt2 {words}")
         assert parsed.config.training.precision == precision
         told = "--bf16 is assumed for this model (--no-bf16 trains in float32)"
-        assert (told in parsed.notices) == (words == [])
-        assert ("--bf16" in assumed_words(["--model", "gpt2", *words])) == (words == [])
+        assert (told in parsed.notices) == (not words)
+        assert ("--bf16" in assumed_words(["--model", "gpt2", *words.split()])) == (not words)
 
 
 @pytest.mark.parametrize("flag", ["--gpu", "--machine"])
@@ -54,7 +54,7 @@ def test_explain_is_of_the_gpu_that_is_named(flag):
 
 
 def test_flags_override_the_model_and_a_notice_names_both():
-    parsed = parse_args([*RUN, "--model", "llama3-8b", "--num-layers", "4", "--squared-relu"])
+    parsed = parsed_line(f"{RUN} --model llama3-8b --num-layers 4 --squared-relu")
     assert parsed.config.model.num_layers == 4
     assert parsed.config.model.activation == "squared_relu"
     assert [notice for notice in parsed.notices if "--model" in notice] == [
@@ -64,7 +64,7 @@ def test_flags_override_the_model_and_a_notice_names_both():
 
 
 def test_an_unknown_name_gets_the_known_ones():
-    error = fault_of(parse_args, [*RUN, "--model", "llama3-7b"])
+    error = fault_of(parse_args, f"{RUN} --model llama3-7b")
     assert "--model 'llama3-7b' is not known: give one of " in error and "llama3-8b" in error
 
 
@@ -79,17 +79,17 @@ def test_the_file_gives_the_model_and_its_vocabulary(text, tmp_path):
     path = written(tmp_path, text)
     expected = from_hf(json.loads(text))
     for source in (path, str(tmp_path)):
-        parsed = parse_args([*RUN, "--hf-config", source])
+        parsed = parsed_line(f"{RUN} --hf-config {source}")
         assert parsed.config.model == ModelConfig(**expected.fields)
         assert parsed.config.tokenizer.true_vocab_size == expected.vocab_size
         assert not [notice for notice in parsed.notices if "--hf-config" in notice]
 
 
 def test_what_does_not_map_exactly_is_refused(tmp_path):
-    def fault(*flags):
-        return fault_of(parse_args, [*RUN, "--hf-config", *flags])
+    def fault(flags):
+        return fault_of(parse_args, f"{RUN} --hf-config {flags}")
 
     path = written(tmp_path, LLAMA_3_8B, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert "does not map exactly: rope_scaling 'dynamic', which depends" in fault(path)
-    assert "No such file" in fault(str(tmp_path / "gone"))
-    assert "each describe the model: give one" in fault(path, "--config-json", path)
+    assert "No such file" in fault(tmp_path / "gone")
+    assert "each describe the model: give one" in fault(f"{path} --config-json {path}")

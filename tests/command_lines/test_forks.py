@@ -6,7 +6,7 @@ import time
 import pytest
 
 from arguments import parse_args
-from tests.support.commands import fault_of
+from tests.support.commands import fault_of, parsed_line
 from tests.test_arguments import RUN
 
 MOE = "--num-experts 4 --disable-bias-linear"
@@ -91,7 +91,7 @@ ULYSSES = "--context-parallel-algo ulysses_cp_algo"
 )
 def test_a_flag_of_a_fork_is_the_same_run_as_flags_of_megatron(theirs, ours):
     words = RUN.replace("--train-iters 10", "") if "--train" in theirs else RUN
-    found, expected = (parse_args([*words.split(), *one.split()]) for one in (theirs, ours))
+    found, expected = (parsed_line(f"{words} {one}") for one in (theirs, ours))
     assert found.config == expected.config
     is_told = theirs == ours or found.notices
     assert is_told or "--zero-stage 0" in theirs or ours.endswith("a2a")
@@ -138,7 +138,7 @@ def test_a_flag_that_would_change_numbers_is_refused(words, fault):
 
 
 def test_a_padded_vocabulary_has_the_rows_that_were_given():
-    config = parse_args([*RUN.split(), "--padded-vocab-size", "120"]).config
+    config = parsed_line(f"{RUN} --padded-vocab-size 120").config
     assert config.tokenizer.rows(1) == config.tokenizer.rows(2) == 120
 
 
@@ -146,9 +146,9 @@ def test_a_deepspeed_file_is_read_and_may_not_contradict(tmp_path):
     file = tmp_path / "ds.json"
     says = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "steps_per_print": 3}
     file.write_text(json.dumps({**says, "gradient_clipping": 0.5, "train_batch_size": "auto"}))
-    parsed = parse_args([*RUN.split(), "--deepspeed-config", str(file)])
+    parsed = parsed_line(f"{RUN} --deepspeed-config {file}")
     ours = "--use-distributed-optimizer --bf16 --clip-grad 0.5"
-    assert parsed.config == parse_args([*RUN.split(), *ours.split()]).config
+    assert parsed.config == parsed_line(f"{RUN} {ours}").config
     assert any("not read: steps_per_print" in one for one in parsed.notices)
     for wrong, said in (
         ({"bf16": {"enabled": "true"}}, "bf16.enabled must be true or false (got 'true')"),
@@ -160,12 +160,12 @@ def test_a_deepspeed_file_is_read_and_may_not_contradict(tmp_path):
     ):
         bad = tmp_path / "bad.json"
         bad.write_text(json.dumps(wrong))
-        assert said in fault_of(parse_args, [*RUN.split(), "--deepspeed-config", str(bad)])
+        assert said in fault_of(parse_args, f"{RUN} --deepspeed-config {bad}")
     none = tmp_path / "none.json"
     none.write_text('{"gradient_clipping": 0.0}')
-    config = parse_args([*RUN.split(), "--deepspeed-config", str(none)]).config
+    config = parsed_line(f"{RUN} --deepspeed-config {none}").config
     assert config.optimizer.clip_grad == 0.0
-    contradicts = [*RUN.split(), "--clip-grad", "1", "--deepspeed-config", str(file)]
+    contradicts = f"{RUN} --clip-grad 1 --deepspeed-config {file}"
     assert "gradient_clipping 0.5 contradicts --clip-grad 1.0" in fault_of(parse_args, contradicts)
 
 
@@ -177,7 +177,7 @@ def test_a_script_is_checked_flag_by_flag(tmp_path, capsys):
         "  --use-mc2 --goldfish-loss --xyz 3 --zero-stage 7 --softmax-type vanilla  # --geglu\n"
     )
     with pytest.raises(SystemExit) as end:
-        parse_args([f"--check-line={script}", *RUN.split()])
+        parsed_line(f"{RUN} --check-line={script}")
     printed = " ".join(capsys.readouterr().out.split())  # at any width of the terminal
     assert end.value.code == 1
     for line in (
@@ -201,5 +201,5 @@ def test_a_script_of_many_launchers_takes_no_quadratic_time(tmp_path):
     script.write_text("srun " * 40_000 + "--xyz 3")  # a minute of 200 kB, if it is looked at twice
     began = time.process_time()
     with pytest.raises(SystemExit):
-        parse_args([f"--check-line={script}", *RUN.split()])
+        parsed_line(f"{RUN} --check-line={script}")
     assert time.process_time() - began < 5.0

@@ -2,13 +2,12 @@
 says what it replaces."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
 
 from arguments import parse_args
-from tests.support.commands import ended
+from tests.support.commands import ended, parsed_line
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 "
@@ -23,21 +22,21 @@ CASES = json.loads(Path(__file__).with_name("alternatives.json").read_text())
 
 def dumped(words, folder):
     path = folder / "run.json"
-    path.write_text(parse_args(words.split()).config.to_json())
-    return ["--config-json", str(path)]
+    path.write_text(parsed_line(words).config.to_json())
+    return f"--config-json {path}"
 
 
 @pytest.mark.parametrize(("stored", "flags", "alone"), CASES)
 def test_a_flag_replaces_every_stored_alternative(stored, flags, alone, tmp_path):
     stored = stored.replace("BASE ", BASE)
-    read = parse_args([*dumped(stored, tmp_path), *shlex.split(flags)])
+    read = parsed_line(f"{dumped(stored, tmp_path)} {flags}")
     whole = alone if "--num-layers" in alone.split() else BASE + alone
-    assert read.config == parse_args(whole.split()).config
+    assert read.config == parsed_line(whole).config
 
 
 def test_what_is_replaced_is_said_once_and_only_where_something_is(tmp_path):
     for flags, count in (("--recompute-policy *:mlp", 3), ("--recompute-num-layers 4", 0)):
-        found = parse_args([*dumped(BASE + FULL, tmp_path), *flags.split()]).notices
+        found = parsed_line(f"{dumped(BASE + FULL, tmp_path)} {flags}").notices
         assert len([notice for notice in found if "which the flags replace" in notice]) == count
 
 
@@ -48,7 +47,7 @@ def test_a_flag_replaces_no_size_of_the_stored_model(tmp_path):
         *("--tensor-model-parallel-size 4", "--num-attention-heads 5", "--hidden-size 2"),
         *("--micro-batch-size 3", "--parallel-residual", "--lr 1e-9"),
     ):
-        assert flags.split()[0] in ended(parse_args, [*file, *flags.split()]).err
+        assert flags.split()[0] in ended(parse_args, f"{file} {flags}").err
 
 
 def test_alternatives_on_the_command_line_itself_are_still_refused(tmp_path):
@@ -61,4 +60,4 @@ def test_alternatives_on_the_command_line_itself_are_still_refused(tmp_path):
         ("--train-iters 4 --train-samples 8", "both give the length of the run"),
         ("--recompute-policy *:ful", "--recompute-policy: expected an action"),
     ):
-        assert message in ended(parse_args, [*file, *flags.split()]).err
+        assert message in ended(parse_args, f"{file} {flags}").err

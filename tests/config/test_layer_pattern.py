@@ -1,8 +1,6 @@
 """Windows and layers without rotary embedding: what the flags' text means, which layers it names,
 and what is refused."""
 
-import warnings
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,11 +31,9 @@ def test_a_window_reaches_nothing_less_where_the_sequence_ends_before_it():
 
 
 def test_the_layers_are_those_of_megatron_core():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
-        pytest.importorskip("megatron.core")
-        from megatron.core.transformer.transformer_config import TransformerConfig
-        from megatron.core.transformer.utils import is_layer_window_attention
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.utils import is_layer_window_attention
 
     def theirs(pattern):
         return list(pattern) if isinstance(pattern, tuple) else pattern

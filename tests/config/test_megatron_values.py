@@ -9,7 +9,7 @@ from arguments import parse_args
 from megatron_lite.config.megatron_flags import translate_values
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
-from tests.support.commands import ended
+from tests.support.commands import ended, parsed_line
 
 BASE = (
     "--num-layers 6 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 "
@@ -18,7 +18,7 @@ BASE = (
 
 
 def parsed(flags):
-    return parse_args([*BASE.split(), *flags.split()])
+    return parsed_line(f"{BASE} {flags}")
 
 
 def fault(flags):

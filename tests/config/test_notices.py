@@ -2,14 +2,13 @@
 function gives all of a run."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
 
-from arguments import parse_args
 from megatron_lite.config.notices import notices
 from megatron_lite.training.summary import here
+from tests.support.commands import parsed_line
 from tests.support.pairs import in_one_test
 from tests.support.runs import tiny_run
 
@@ -25,7 +24,7 @@ HASH = "--check-weight-hash-across-dp-replicas-interval compares nothing over da
 
 @in_one_test("words, beginnings", NOTICES)
 def test_a_command_line_gives_these_notices_and_no_other(words, beginnings):
-    notices = parse_args([*RUN.split(), *shlex.split(words)]).notices
+    notices = parsed_line(f"{RUN} {words}").notices
     assert len(notices) == len(beginnings)
     assert all(map(str.startswith, notices, beginnings)), notices
 

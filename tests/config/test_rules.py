@@ -21,7 +21,7 @@ from megatron_lite.config.run_flags import fields_of, run_fields, topics
 from megatron_lite.config.setting import spelling
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.config.units import parse_bytes
-from tests.support.commands import fault_of
+from tests.support.commands import fault_of, parsed_line
 from tests.support.pairs import in_one_test
 from tests.support.runs import tiny_run
 
@@ -40,7 +40,7 @@ def test_a_broken_rule_is_one_line_with_flag_value_and_fix(broken, message, kept
     assert message in fault
     flags = [word.partition("=")[0] for word in shlex.split(broken) if word.startswith("--")]
     assert any(flag in fault for flag in flags) or "follows no flag" in fault
-    parse_args([*RUN.split(), *shlex.split(kept)])
+    parsed_line(f"{RUN} {kept}")
 
 
 def test_the_reason_of_an_exclusion_is_not_said_of_a_need():
@@ -173,7 +173,7 @@ TWO_PASSES = (
 
 
 def config_of(flags):
-    return parse_args(f"{BASE} {flags}".split()).config
+    return parsed_line(f"{BASE} {flags}").config
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The same files and the same settings through megatron-core, which is installed for this alone:
 every token has to agree."""
 
-import warnings
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +18,10 @@ from tests.support.corpora import written
 from tests.support.documents import EOD, packed_text
 from tests.support.pairs import in_one_test
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
-    pytest.importorskip("megatron.core")
-    pytest.importorskip("megatron.core.datasets.helpers_cpp")
-    from megatron.core.datasets import gpt_dataset, indexed_dataset
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
-    )
-    from megatron.core.datasets.utils import get_blend_from_list
+pytest.importorskip("megatron.core.datasets.helpers_cpp")
+from megatron.core.datasets import gpt_dataset, indexed_dataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.utils import get_blend_from_list
 
 VOCAB_SIZE = 1000
 

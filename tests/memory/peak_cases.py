@@ -8,10 +8,10 @@ that torch's CPU allocator had at once in the second step (tests/memory/step_pea
 from dataclasses import replace
 from typing import NamedTuple
 
-from arguments import parse_args
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.observe import own_step_peak
 from tests.memory.step_peaks import measure
+from tests.support.commands import parsed_line
 from tests.support.ranks import run_ranks
 
 # The settings beyond those that test_step_peak.py draws at random.
@@ -52,7 +52,7 @@ class Case(NamedTuple):
     @property
     def config(self):
         """The run of the row."""
-        config = parse_args(f"{SIZES} {self.flags}".split()).config
+        config = parsed_line(f"{SIZES} {self.flags}").config
         data_parallel_size = config.parallel.data_parallel_size(self.ranks)
         batch = self.micro_batches * config.training.micro_batch_size * data_parallel_size
         return replace(config, training=replace(config.training, global_batch_size=batch))

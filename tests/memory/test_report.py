@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from arguments import parse_args
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.explain.recompute_report import explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
@@ -14,6 +13,7 @@ from megatron_lite.memory.predict.flops import replay_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.recompute.schedule import plan_stage
+from tests.support.commands import parsed_line
 from tests.support.traffic import plan_collectives, summed
 
 NEEDED = "--micro-batch-size 3 --vocab-size 98 "
@@ -64,13 +64,9 @@ RUNS = {
 CASES = [(run, policy) for run, policies in RUNS.items() for policy in policies]
 
 
-def config_of(words):
-    return parse_args(words.split()).config
-
-
 @functools.cache
 def report_of(words, device="cuda"):
-    return explain(config_of(words), device)
+    return explain(parsed_line(words).config, device)
 
 
 @pytest.mark.runs(daily=12, ci=12)
@@ -104,12 +100,12 @@ def test_the_parts_add_up_to_the_whole(run, policy, device):
 def test_the_parts_of_virtual_stages_add_up_and_more_layers_need_no_more_lines(policy):
     words = (
         f"{TINY} --position-embedding-type rope --pipeline-model-parallel-size 2 "
-        "--num-virtual-stages-per-pipeline-rank 3 --global-batch-size 24 --num-layers "
+        "--num-virtual-stages-per-pipeline-rank 3 --global-batch-size 24 "
+        f"--recompute-policy '{policy}' --num-layers"
     )
     lengths = []
     for number in (36, 144):
-        run = parse_args([*words.split(), str(number), "--recompute-policy", policy]).config
-        report = explain(run, "cpu")
+        report = report_of(f"{words} {number}", "cpu")
         parts = report.parts
         assert sum(one.count * one.num_layers for one in parts) == number // 2
         assert sum(one.count * one.kept_bytes for one in parts) == report.own.memory.kept_bytes

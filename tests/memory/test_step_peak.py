@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from arguments import parse_args
 from megatron_lite.config import row_blocks
 from megatron_lite.config.stages import stages_of_rank
 from megatron_lite.description.sizes import Sizes
@@ -31,6 +30,7 @@ from tests.memory.peak_cases import (
     policy,
     rows,
 )
+from tests.support.commands import parsed_line
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
@@ -159,7 +159,7 @@ def test_a_backward_frees_what_the_forward_left(case):
 
 def run_of(flags):
     """Returns the config of a run with these flags on top of the benchmark's sizes."""
-    return parse_args(f"{SIZES} --global-batch-size 16 {flags}".split()).config
+    return parsed_line(f"{SIZES} --global-batch-size 16 {flags}").config
 
 
 def test_the_fullest_rank_is_the_one_with_the_highest_peak():

@@ -12,8 +12,7 @@ from megatron_lite.model.dropout import dropout, keep_mask, keep_scale
 from megatron_lite.parallel.rng import DEFAULT, RngStreams
 from tests.parallel.test_rng import _generator_is_put_back  # noqa: F401
 from tests.support.equality import variant_config
-from tests.support.models import build_tiny_model, sample_tokens, tp_state
-from tests.support.ranks import run_ranks
+from tests.support.models import build_tiny_model, on_ranks, sample_tokens, tp_state
 
 CPU = torch.device("cpu")
 
@@ -53,14 +52,14 @@ def test_ranks_share_residual_masks_if_they_hold_the_same_tokens_and_never_atten
     """A well-known engine entered the wrong stream for 17 months unnoticed: its tests compared
     shapes."""
 
-    def work(rank, world_size):
-        with tp_state(2) as parallel, recorded_masks() as masks:
+    def work(parallel):
+        with recorded_masks() as masks:
             model_with_dropout(
                 parallel, sequence_parallel=sequence_parallel, attention_backend="unfused"
             ).loss(*sample_tokens())
         return masks
 
-    first, second = run_ranks(work, 2)
+    first, second = on_ranks(work, 2, tp_size=2)
     # embedding, and per layer attention and MLP; per layer one
     assert len(first.residual) == 5 and len(first.attention) == 2
     for mine, other in zip(first.residual, second.residual, strict=True):

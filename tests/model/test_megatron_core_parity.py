@@ -2,8 +2,6 @@
 rotation on some layers alone.
 """
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,9 +17,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_ranks
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
-    pytest.importorskip("megatron.core")
+pytest.importorskip("megatron.core")
 
 MODELS = {
     "full attention": {},

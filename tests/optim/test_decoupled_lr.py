@@ -5,8 +5,7 @@ import torch
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from tests.support.layouts import LAYOUTS, backward, build
-from tests.support.models import tp_state
-from tests.support.ranks import run_ranks
+from tests.support.models import on_ranks
 
 ENDS = {"embedding.word_embeddings.weight", "output_layer.weight"}
 
@@ -19,20 +18,19 @@ ENDS = {"embedding.word_embeddings.weight", "output_layer.weight"}
 def test_the_ends_are_updated_at_their_rate_and_all_else_at_the_other(layout, optimizer, variant):
     settings = OptimizerConfig(optimizer=optimizer, weight_decay=0.1)
 
-    def work(rank, world_size):
+    def work(parallel):
         """The weights after a step at rate 0.02, at 0.005, and at 0.02 with 0.005 at the ends."""
         found = []
-        with tp_state(1) as parallel:
-            for rate, ends in ((0.02, None), (0.005, None), (0.02, 0.005)):
-                model, updater = build(variant, parallel, LAYOUTS[layout], settings=settings)
-                backward(model, updater, parallel, 0)
-                updater.step(rate, decoupled_learning_rate=ends)
-                updater.finish()
-                names = [name for name, _ in model.named_parameters()]
-                found.append({name: updater.weight(name).detach().clone() for name in names})
+        for rate, ends in ((0.02, None), (0.005, None), (0.02, 0.005)):
+            model, updater = build(variant, parallel, LAYOUTS[layout], settings=settings)
+            backward(model, updater, parallel, 0)
+            updater.step(rate, decoupled_learning_rate=ends)
+            updater.finish()
+            names = [name for name, _ in model.named_parameters()]
+            found.append({name: updater.weight(name).detach().clone() for name in names})
         return found
 
-    for every, ends, both in run_ranks(work, 2, detail=False):
+    for every, ends, both in on_ranks(work, 2, detail=False):
         assert ENDS & set(both)
         for name, weight in both.items():
             expected, other = (ends, every) if name in ENDS else (every, ends)

@@ -12,8 +12,7 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from tests.support.collectives import Sent, recorded_collectives
-from tests.support.models import tp_state
-from tests.support.ranks import run_ranks
+from tests.support.models import on_ranks, tp_state
 
 NAMES = ("first", "second", "third", "fourth")
 OVERLAP = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=70)
@@ -43,27 +42,6 @@ def inputs(rank, number=0):
     return torch.linspace(-1.0, 1.0, 40) * (rank + 1 + 10 * number)
 
 
-def sent_during_two_micro_batches(config, *, announced=True):
-    """By rank 0 of 2: in the first backward, in the last one, and in reduce_()."""
-
-    def work(rank, world_size):
-        with tp_state(1) as parallel:
-            model = Chain()
-            buffer = buffer_of(model, parallel, config)
-            found = []
-            for number in range(2):
-                if number == 1 and announced:
-                    buffer.sync_next_backward()
-                with recorded_collectives() as sent:
-                    model(inputs(rank, number)).backward()
-                found.append(list(sent))
-            with recorded_collectives() as sent:
-                buffer.reduce_()
-            return [*found, list(sent)]
-
-    return run_ranks(work, 2)[0]
-
-
 HALF = (128,)  # two parameters of 40, each aligned to 32
 
 
@@ -85,7 +63,22 @@ def test_buckets_are_sent_during_the_last_backward_with_overlap_else_afterwards(
     config, announced, expected
 ):
     """In the first backward, in the last one, and in reduce_()."""
-    assert sent_during_two_micro_batches(config, announced=announced) == expected
+
+    def work(parallel):
+        model = Chain()
+        buffer = buffer_of(model, parallel, config)
+        found = []
+        for number in range(2):
+            if number == 1 and announced:
+                buffer.sync_next_backward()
+            with recorded_collectives() as sent:
+                model(inputs(parallel.rank, number)).backward()
+            found.append(list(sent))
+        with recorded_collectives() as sent:
+            buffer.reduce_()
+        return [*found, list(sent)]
+
+    assert on_ranks(work, 2)[0] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -118,65 +111,62 @@ def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(used
     """Gradients are those of the replicas without overlap. Ranks that skip other weights would wait
     for each other in vain."""
 
-    def work(rank, world_size):
+    def work(parallel):
         found = []
-        with tp_state(1) as parallel:
-            for config in (DataParallelConfig(), OVERLAP):
-                model = Chain()
-                buffer = buffer_of(model, parallel, config)
-                for step in range(2):
-                    buffer.forget()
-                    model(inputs(rank, step)).backward()
-                    buffer.sync_next_backward()
-                    (
-                        model(inputs(rank, 5 + step), used)
-                        if used
-                        else torch.zeros((), requires_grad=True)
-                    ).backward()
-                    buffer.reduce_()
-                found.append({name: grad.clone() for name, grad in buffer.grads.items()})
+        for config in (DataParallelConfig(), OVERLAP):
+            model = Chain()
+            buffer = buffer_of(model, parallel, config)
+            for step in range(2):
+                buffer.forget()
+                model(inputs(parallel.rank, step)).backward()
+                buffer.sync_next_backward()
+                (
+                    model(inputs(parallel.rank, 5 + step), used)
+                    if used
+                    else torch.zeros((), requires_grad=True)
+                ).backward()
+                buffer.reduce_()
+            found.append({name: grad.clone() for name, grad in buffer.grads.items()})
         return found
 
-    for plain, overlapped in run_ranks(work, 2):
+    for plain, overlapped in on_ranks(work, 2):
         assert all(
             grad.any() and torch.equal(grad, overlapped[name]) for name, grad in plain.items()
         )
 
 
 def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error():
-    def work(rank, world_size):
-        with tp_state(1) as parallel:
-            model = Chain()
-            buffer = buffer_of(model, parallel, OVERLAP)
-            buffer.sync_next_backward()
-            model(inputs(rank)).backward()
-            try:
-                model(inputs(rank)).backward()
-            except RuntimeError as error:
-                buffer.reduce_()
-                return str(error)
+    def work(parallel):
+        model = Chain()
+        buffer = buffer_of(model, parallel, OVERLAP)
+        buffer.sync_next_backward()
+        model(inputs(parallel.rank)).backward()
+        try:
+            model(inputs(parallel.rank)).backward()
+        except RuntimeError as error:
+            buffer.reduce_()
+            return str(error)
         return ""
 
     assert all(
         "another gradient of fourth came after it was sent" in message
-        for message in run_ranks(work, 2)
+        for message in on_ranks(work, 2)
     )
 
 
 def reduced(world_size, config, parts):
     """What ranks with these micro-batch gradients get for their sum, with bf16 weights."""
 
-    def work(rank, world_size):
-        with tp_state(1) as parallel:
-            model = Chain(dtype=torch.bfloat16)
-            optimizer = Optimizer(model, OptimizerConfig(clip_grad=0.0), parallel, config)
-            for part in parts[rank]:
-                (model.first * part).sum().backward()
-            optimizer.step(0.0)
-            held = {piece.name: piece.grad for piece in optimizer.layout.pieces}
-            return optimizer.layout.whole("first", held.get("first")).unique().tolist()
+    def work(parallel):
+        model = Chain(dtype=torch.bfloat16)
+        optimizer = Optimizer(model, OptimizerConfig(clip_grad=0.0), parallel, config)
+        for part in parts[parallel.rank]:
+            (model.first * part).sum().backward()
+        optimizer.step(0.0)
+        held = {piece.name: piece.grad for piece in optimizer.layout.pieces}
+        return optimizer.layout.whole("first", held.get("first")).unique().tolist()
 
-    first, *others = run_ranks(work, world_size)
+    first, *others = on_ranks(work, world_size)
     assert all(other == first for other in others)
     return first
 

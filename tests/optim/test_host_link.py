@@ -12,7 +12,7 @@ from megatron_lite.optim import host_link
 from megatron_lite.optim.host_link import HostLink
 from megatron_lite.parallel.parameter_spec import spec_of
 from tests.support.layouts import LAYOUTS, SMALL, backward, build
-from tests.support.models import tp_state
+from tests.support.models import on_ranks
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 from tests.training.test_device_hot_path import GPT, faults_of
@@ -101,28 +101,27 @@ def test_overlap_changes_no_bit(name, tmp_path, monkeypatch):
     ("ranks", "tp_size", "layout"),
     [(1, 1, "replicated"), (2, 2, "replicated"), (2, 1, "zero1, overlap")],
 )
-def test_every_final_gradient_leaves_during_backward(ranks, tp_size, layout):
+def test_every_final_gradient_leaves_during_backward(ranks, tp_size, layout, monkeypatch):
     """Before a step of three micro-batches ends. All but those that a sum over TP ranks changes
     afterwards, and those of the last bucket."""
     settings = OptimizerConfig(**HOST, overlap_cpu_optimizer_d2h_h2d=True)
     sharded = dict(settings=settings, sequence_parallel=tp_size > 1)
 
-    def work(rank, world_size):
-        with tp_state(tp_size) as parallel, pytest.MonkeyPatch.context() as patch:
-            model, optimizer = build("gpt2", parallel, LAYOUTS[layout], **sharded)
-            names = []
-            patch.setattr(HostLink, "take", lambda self, name: names.append(name))
-            backward(model, optimizer, parallel, 0, micro_batches=3)
-            final = {
-                name
-                for name, one in model.named_parameters()
-                if tp_size == 1 or not spec_of(one).sum_grad_over_tp
-            }
-            if parallel.dp_cp_group is not None:
-                final -= optimizer.buffer.buckets[-1].places.keys()
-            assert sorted(names) == sorted(final) != []
+    def work(parallel):
+        names = []
+        monkeypatch.setattr(HostLink, "take", lambda self, name: names.append(name))
+        model, optimizer = build("gpt2", parallel, LAYOUTS[layout], **sharded)
+        backward(model, optimizer, parallel, 0, micro_batches=3)
+        final = {
+            name
+            for name, one in model.named_parameters()
+            if tp_size == 1 or not spec_of(one).sum_grad_over_tp
+        }
+        if parallel.dp_cp_group is not None:
+            final -= optimizer.buffer.buckets[-1].places.keys()
+        assert sorted(names) == sorted(final) != []
 
-    run_ranks(work, ranks, detail=False)
+    on_ranks(work, ranks, tp_size=tp_size, detail=False)
 
 
 @pytest.mark.long

@@ -74,7 +74,6 @@ def megatrons_scheduler(config, groups, *, decay=120, **options):
 
 
 @STYLES
-@pytest.mark.filterwarnings("ignore")  # its imports warn of packages that it can do without
 def test_a_schedule_taken_from_a_checkpoint_equals_megatron_core(style, wsd_style):
     """What the checkpoint has: rates, warm-up, decay and style. What the flags keep: the rate at
     the start of the warm-up, and the WSD decay."""

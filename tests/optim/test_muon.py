@@ -14,8 +14,7 @@ from megatron_lite.optim.muon_update import STEPS, orthogonalize
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from tests.support.equality import difference, variant_config
-from tests.support.models import build_tiny_model, sample_tokens, tp_state
-from tests.support.ranks import run_ranks
+from tests.support.models import build_tiny_model, on_ranks, sample_tokens, tp_state
 from tests.support.runs import run_to_end, tiny_run
 from tests.support.saves import state_of
 from tests.support.torch_features import NEEDS_MUON
@@ -223,18 +222,17 @@ def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode):
     """Blocks are matrices of their own, with scales of their own, as in Megatron."""
     config = OptimizerConfig(**HIGH, muon_tp_mode=mode, weight_decay=0.0, clip_grad=0.0)
 
-    def work(rank, world_size):
+    def work(parallel):
         """By name the change of this rank's shard in a step of size 1, whose gradient is the
         weight."""
-        with tp_state(world_size) as parallel:
-            model = Split(parallel)
-            before = {name: value.detach().clone() for name, value in model.named_parameters()}
-            optimizer = Optimizer(model, config, parallel)
-            sum(value.square().sum() / 2 for value in model.parameters()).backward()
-            optimizer.step(1.0)
-            return {name: before[name] - value.detach() for name, value in model.named_parameters()}
+        model = Split(parallel)
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        optimizer = Optimizer(model, config, parallel)
+        sum(value.square().sum() / 2 for value in model.parameters()).backward()
+        optimizer.step(1.0)
+        return {name: before[name] - value.detach() for name, value in model.named_parameters()}
 
-    updates = run_ranks(work, 2, detail=False)
+    updates = on_ranks(work, 2, tp_size=2, detail=False)
     for dim, name in enumerate(("by_rows", "by_columns")):
         whole = matrix(8, 12)
         blocks = [whole] if mode == "duplicated" else whole.chunk(2, dim)

@@ -13,8 +13,7 @@ from megatron_lite.optim import grad_buffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
 from tests.support.equality import variant_config
-from tests.support.models import build_tiny_model, tp_state
-from tests.support.ranks import run_ranks
+from tests.support.models import build_tiny_model, on_ranks, tp_state
 from tests.support.saves import same
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
@@ -184,19 +183,18 @@ def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():
     vocabulary included."""
     config = variant_config("gpt2")
 
-    def work(rank, world_size):
-        with tp_state(world_size) as parallel:
-            model = build_tiny_model(config, parallel)
-            optimizer = Optimizer(model, OptimizerConfig(), parallel)
-            fresh = int(optimizer.num_zeros_in_grad())
-            for grad in optimizer.buffer.grads.values():
-                grad.fill_(1.0)
-            none = int(optimizer.num_zeros_in_grad())
-            # on every rank the same three
-            optimizer.buffer.grads["decoder.final_layernorm.bias"][:3] = 0.0
-            # two on each rank, others
-            optimizer.buffer.grads["decoder.layers.0.mlp.linear_fc1.bias"][:2] = 0.0
-            return fresh, none, int(optimizer.num_zeros_in_grad())
+    def work(parallel):
+        model = build_tiny_model(config, parallel)
+        optimizer = Optimizer(model, OptimizerConfig(), parallel)
+        fresh = int(optimizer.num_zeros_in_grad())
+        for grad in optimizer.buffer.grads.values():
+            grad.fill_(1.0)
+        none = int(optimizer.num_zeros_in_grad())
+        # on every rank the same three
+        optimizer.buffer.grads["decoder.final_layernorm.bias"][:3] = 0.0
+        # two on each rank, others
+        optimizer.buffer.grads["decoder.layers.0.mlp.linear_fc1.bias"][:2] = 0.0
+        return fresh, none, int(optimizer.num_zeros_in_grad())
 
     with tp_state(1) as parallel:
         whole = [
@@ -204,4 +202,4 @@ def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():
             for parameter in build_tiny_model(config, parallel).parameters()
         ]
     parameters = sum(math.prod(shape) for shape in whole)  # without the padding of the vocabulary
-    assert run_ranks(work, 2) == [(parameters, 0, 3 + 2 * 2)] * 2
+    assert on_ranks(work, 2, tp_size=2) == [(parameters, 0, 3 + 2 * 2)] * 2

@@ -12,8 +12,7 @@ from megatron_lite.optim import layouts
 from megatron_lite.parallel.collectives import start_all_gather_into_
 from tests.support.collectives import recorded_collectives
 from tests.support.layouts import LAYOUTS, backward, build, differing, train
-from tests.support.models import tp_state
-from tests.support.ranks import run_ranks
+from tests.support.models import on_ranks
 
 BUCKETS = DataParallelConfig(
     use_distributed_optimizer=True,
@@ -46,34 +45,32 @@ def gather_late(monkeypatch):
 def test_every_weight_is_waited_for_before_it_is_used(name, chunk_size, monkeypatch):
     """Also an output weight, tied or not, that is read without a call of its module."""
 
-    def work(rank, world_size):
+    def work(parallel):
         options = dict(steps=2, rate=0.1, dtype=torch.float32, loss_chunk_size=chunk_size)
-        with tp_state(1) as parallel:
-            expected = train(name, parallel, LAYOUTS["replicated"], **options)
-            gather_late(monkeypatch)
-            return differing(expected, train(name, parallel, BUCKETS, **options))
+        expected = train(name, parallel, LAYOUTS["replicated"], **options)
+        gather_late(monkeypatch)
+        return differing(expected, train(name, parallel, BUCKETS, **options))
 
-    assert run_ranks(work, 2, detail=False) == [[], []]
+    assert on_ranks(work, 2, detail=False) == [[], []]
 
 
 def test_instances_sum_gradients_within_and_then_their_shares_across():
     """Of n elements an instance of 2 ranks sends n, and each rank half of them to the other one.
     FSDP2 sends rows across in the last micro-batch alone, after each unit's reduction."""
 
-    def work(rank, world_size):
-        with tp_state(1, num_distributed_optimizer_instances=2) as parallel:
-            model, optimizer = build("gpt2", parallel, LAYOUTS["zero1"], dtype=torch.float32)
-            number = sum(one.flat.numel() for one in optimizer.buffer.buckets)
+    def work(parallel):
+        model, optimizer = build("gpt2", parallel, LAYOUTS["zero1"], dtype=torch.float32)
+        number = sum(one.flat.numel() for one in optimizer.buffer.buckets)
+        backward(model, optimizer, parallel, 0, micro_batches=3)
+        with recorded_collectives() as sent:
+            optimizer.step(0.0)
+        model, optimizer = build("gpt2", parallel, LAYOUTS["fsdp2"], dtype=torch.float32)
+        with recorded_collectives() as rows:
             backward(model, optimizer, parallel, 0, micro_batches=3)
-            with recorded_collectives() as sent:
-                optimizer.step(0.0)
-            model, optimizer = build("gpt2", parallel, LAYOUTS["fsdp2"], dtype=torch.float32)
-            with recorded_collectives() as rows:
-                backward(model, optimizer, parallel, 0, micro_batches=3)
-            shared = [(one.name, one.shape[0]) for one in sent if one.shape[:1] > (1,)]
-            return number, shared, [one.name for one in rows if one.shape]
+        shared = [(one.name, one.shape[0]) for one in sent if one.shape[:1] > (1,)]
+        return number, shared, [one.name for one in rows if one.shape]
 
-    for number, sent, rows in run_ranks(work, 4):
+    for number, sent, rows in on_ranks(work, 4, num_distributed_optimizer_instances=2):
         assert sent == [
             ("_reduce_scatter_base_", number),
             ("allreduce_", number // 2),

@@ -7,8 +7,7 @@ from torch import nn
 from megatron_lite.parallel.fsdp import UnitGradients
 from tests.support.collectives import recorded_collectives
 from tests.support.layouts import LAYOUTS, backward, build
-from tests.support.models import tp_state
-from tests.support.ranks import run_ranks
+from tests.support.models import on_ranks
 
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
 
@@ -17,23 +16,22 @@ def exchanged(name, layout, **model):
     """What one micro-batch sends between two ranks: "gather" or "reduce", and of which unit, told
     by its size."""
 
-    def work(rank, world_size):
-        with tp_state(1) as parallel:
-            built, optimizer = build(name, parallel, LAYOUTS[layout], dtype=torch.float32, **model)
-            layer = sum(parameter.numel() for parameter in built.decoder.layers[0].parameters())
-            vocabulary = built.embedding.word_embeddings.weight.numel()
-            units = {layer: "layer", vocabulary: "vocabulary"}
+    def work(parallel):
+        built, optimizer = build(name, parallel, LAYOUTS[layout], dtype=torch.float32, **model)
+        layer = sum(parameter.numel() for parameter in built.decoder.layers[0].parameters())
+        vocabulary = built.embedding.word_embeddings.weight.numel()
+        units = {layer: "layer", vocabulary: "vocabulary"}
+        backward(built, optimizer, parallel, 0, micro_batches=1)
+        optimizer.step(0.0)
+        with recorded_collectives() as sent:
             backward(built, optimizer, parallel, 0, micro_batches=1)
-            optimizer.step(0.0)
-            with recorded_collectives() as sent:
-                backward(built, optimizer, parallel, 0, micro_batches=1)
-            return [
-                f"{NAMES[one.name]} {units.get(one.shape[0], 'rest')}"
-                for one in sent
-                if one.name in NAMES
-            ]
+        return [
+            f"{NAMES[one.name]} {units.get(one.shape[0], 'rest')}"
+            for one in sent
+            if one.name in NAMES
+        ]
 
-    first, second = run_ranks(work, 2)
+    first, second = on_ranks(work, 2)
     assert first == second
     return first
 

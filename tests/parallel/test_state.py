@@ -9,21 +9,20 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.state import choose_device, parallel_state, set_timeout
 from tests.support.gpus import show_gpus
-from tests.support.models import tp_state
-from tests.support.ranks import run_ranks
+from tests.support.models import on_ranks
 
 
 @pytest.mark.long
 def test_instances_are_megatrons_and_their_replicas_hold_the_same_share():
     from megatron.core.parallel_state import RankGenerator
 
-    def work(rank, world_size):
-        with tp_state(2, cp_size=2, num_distributed_optimizer_instances=2) as parallel:
-            groups = parallel.shard_group, parallel.replica_group
-            return *map(dist.get_process_group_ranks, groups), parallel.shard_rank
+    def work(parallel):
+        groups = parallel.shard_group, parallel.replica_group
+        return *map(dist.get_process_group_ranks, groups), parallel.shard_rank
 
     whole = RankGenerator(tp=2, ep=1, dp=2, pp=1, cp=2, order="tp-cp-ep-dp-pp").get_ranks("dp-cp")
-    for rank, (shards, replicas, place) in enumerate(run_ranks(work, 8)):
+    found = on_ranks(work, 8, tp_size=2, cp_size=2, num_distributed_optimizer_instances=2)
+    for rank, (shards, replicas, place) in enumerate(found):
         (ranks,) = (one for one in whole if rank in one)
         first, second = ranks[:2], ranks[2:]  # as initialize_model_parallel cuts them
         assert shards == (first if rank in first else second)
@@ -78,12 +77,11 @@ def test_each_local_rank_takes_a_gpu_of_its_own(
 
 
 def test_a_shorter_timeout_spares_the_group_that_waits_for_disks():
-    def work(rank, world_size):
-        with tp_state(2) as parallel:
-            set_timeout(7.0)
-            return [
-                group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-                for group in (parallel.world_group, parallel.tp_group, parallel.saver_group)
-            ]
+    def work(parallel):
+        set_timeout(7.0)
+        return [
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group in (parallel.world_group, parallel.tp_group, parallel.saver_group)
+        ]
 
-    assert run_ranks(work, 2, detail=False) == [[7.0, 7.0, 600.0]] * 2
+    assert on_ranks(work, 2, tp_size=2, detail=False) == [[7.0, 7.0, 600.0]] * 2

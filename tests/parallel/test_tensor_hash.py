@@ -10,8 +10,7 @@ from megatron_lite.parallel.collectives import are_equal, odd_ones_out
 from megatron_lite.parallel.messages import by_rank
 from megatron_lite.parallel.state import gather_texts
 from megatron_lite.parallel.tensor_hash import quick_hash
-from tests.support.models import tp_state
-from tests.support.ranks import run_ranks
+from tests.support.models import on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -74,24 +73,22 @@ def test_ranks_that_differ_know_who_is_alone(changed, odd):
     """A rank is odd where no more than half hold what it does. The third case: 2 against 2; the
     last: all differ."""
 
-    def work(rank, world_size):
-        with tp_state(4) as parallel:
-            tensors = [torch.arange(9.0), torch.arange(8.0)]
-            if rank in changed:
-                tensors[1][3] += 1e-6 * (1.0 if len(changed) == 2 else rank + 1.0)
-            hashes = torch.stack([quick_hash(one) for one in tensors])
-            alike = bool(are_equal(hashes, parallel.tp_group))
-            return alike, odd_ones_out(hashes, parallel.tp_group)
+    def work(parallel):
+        tensors = [torch.arange(9.0), torch.arange(8.0)]
+        if parallel.rank in changed:
+            tensors[1][3] += 1e-6 * (1.0 if len(changed) == 2 else parallel.rank + 1.0)
+        hashes = torch.stack([quick_hash(one) for one in tensors])
+        alike = bool(are_equal(hashes, parallel.tp_group))
+        return alike, odd_ones_out(hashes, parallel.tp_group)
 
-    assert run_ranks(work, 4) == [(not changed, odd[rank]) for rank in range(4)]
+    assert on_ranks(work, 4, tp_size=4) == [(not changed, odd[rank]) for rank in range(4)]
 
 
 def test_texts_of_all_ranks_arrive_in_order():
-    def work(rank, world_size):
-        with tp_state(1) as parallel:
-            return gather_texts(["", "é" * 300, "node2"][rank], parallel)
+    def work(parallel):
+        return gather_texts(["", "é" * 300, "node2"][parallel.rank], parallel)
 
-    assert run_ranks(work, 3)[1] == ["", "é" * 300, "node2"]
+    assert on_ranks(work, 3)[1] == ["", "é" * 300, "node2"]
     assert by_rank(["", "a", "b"]) == "rank 1: a; rank 2: b"
     assert by_rank(["x"] * 15).endswith("; and 7 more ranks")
 

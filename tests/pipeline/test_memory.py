@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 
-from arguments import parse_args
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.predict.pipeline_memory import rank_memory, ticks
 from megatron_lite.optim.grad_buffer import GradBuffer
@@ -14,6 +13,7 @@ from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.batches import cut, document_rules
 from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.step import StageRunner
+from tests.support.commands import parsed_line
 from tests.support.limits import HANG_S
 from tests.support.ranks import run_ranks
 from tests.support.storages import addresses
@@ -103,7 +103,7 @@ def config_of(flags, model):
         f"--micro-batch-size 2 --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 8 "
         "--distributed-backend gloo --bf16"
     )
-    return parse_args(f"{sizes} {model} {flags}".split()).config
+    return parsed_line(f"{sizes} {model} {flags}").config
 
 
 class Live(LiveStorages):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
@@ -16,6 +15,7 @@ from megatron_lite.plan.rank_mixes import Run, with_policy
 from megatron_lite.plan.step_time import step_time
 from tests.plan.runs import H100, preset_run, small_run
 from tests.support.changes import with_settings
+from tests.support.commands import parsed_line
 
 GIB = 2**30
 
@@ -123,10 +123,10 @@ def test_layers_too_small_to_be_worth_a_replay_get_a_policy_or_a_refusal(
     flags, num_ranks, seq_length
 ):
     """Where another choice keeps no more than a whole layer's input, it replaces that of units."""
-    config = parse_args(
+    config = parsed_line(
         f"--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length {seq_length} "
         f"--max-position-embeddings {seq_length} --micro-batch-size 1 --vocab-size 18 {flags} "
-        "--make-vocab-size-divisible-by 2 --mock-data".split()
+        "--make-vocab-size-divisible-by 2 --mock-data"
     ).config
     whole = peak_of(config, num_ranks)
     assert choose_policy(config, H100, whole, num_ranks) == "*:none"
@@ -146,7 +146,7 @@ MIB = 2**20
 
 
 def config_of(flags=""):
-    return parse_args(f"{RUN} {flags}".split()).config
+    return parsed_line(f"{RUN} {flags}").config
 
 
 def own_peak(config):
@@ -185,10 +185,10 @@ def test_a_flag_replaces_the_auto_policy_of_a_file_and_its_budget(tmp_path):
         ("--recompute-policy *:full", "*:full"),
         ("--recompute-granularity selective", None),
     ):
-        config = parse_args(f"--config-json {file} {flags}".split()).config
+        config = parsed_line(f"--config-json {file} {flags}").config
         assert config.recompute.recompute_policy == policy
         assert config.recompute.memory_budget is None
-    again = parse_args(f"--config-json {file} --recompute-policy auto".split()).config
+    again = parsed_line(f"--config-json {file} --recompute-policy auto").config
     assert again.recompute == RecomputeConfig(recompute_policy="auto", memory_budget="1GiB")
 
 

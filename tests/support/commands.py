@@ -9,6 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
+from arguments import parse_args
 from tests.support.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +23,16 @@ SMALL_RUN = SMALL_MODEL + shlex.split(
     "--log-interval 4 --distributed-backend gloo"
 )
 MOCK = ["--mock-data", "--vocab-size", "98"]
+
+
+def words_of(words):
+    """Returns the words of a command line, or of a text of them as a shell splits it."""
+    return shlex.split(words) if isinstance(words, str) else list(words)
+
+
+def parsed_line(words):
+    """Returns what pretrain_gpt.py reads in the words, or in a text of them."""
+    return parse_args(words_of(words))
 
 
 def status_of(main, arguments):
@@ -45,9 +56,8 @@ def ended(main, words):
 
     words: its arguments, or a text of them as a shell splits it.
     """
-    words = shlex.split(words) if isinstance(words, str) else list(words)
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        status = status_of(main, words)
+        status = status_of(main, words_of(words))
     code = status if isinstance(status, int) else int(isinstance(status, str))
     return Ended(code, out.getvalue(), err.getvalue())
 

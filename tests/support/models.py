@@ -22,6 +22,7 @@ from megatron_lite.parallel.state import parallel_state
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
+from tests.support.ranks import run_ranks
 
 VOCAB_SIZE = 61  # no multiple of a number of ranks that splits it
 SEQ_LENGTH, BATCH = 12, 3
@@ -59,6 +60,19 @@ def tp_state(tp_size, *, cp_size=1, seed=7, **others):
     )
     with parallel_state(config, seed=seed) as parallel:
         yield parallel
+
+
+def on_ranks(fn, world_size, *, tp_size=1, detail=None, **others):
+    """Calls `fn(parallel)` on several ranks (`run_ranks`), each with its parallel state.
+
+    Returns the results in rank order. others: further arguments of `tp_state`.
+    """
+
+    def work(rank, world_size):
+        with tp_state(tp_size, **others) as parallel:
+            return fn(parallel)
+
+    return run_ranks(work, world_size, detail=detail)
 
 
 def with_new_streams(parallel):

@@ -14,8 +14,7 @@ from megatron_lite.tensor_parallel.cross_entropy import Columns, vocab_parallel_
 from megatron_lite.tensor_parallel.layers import parallel_linear
 from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from tests.support.changes import with_fields
-from tests.support.models import tp_state
-from tests.support.ranks import run_ranks
+from tests.support.models import on_ranks
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
 
@@ -86,9 +85,10 @@ def losses_of(hidden, weight, labels, chunk_size, columns, *, sequence_parallel=
     )
 
 
-def columns_of(rank, world_size, group=None, **more):
-    length = COLUMNS[world_size]
-    return Columns(group, rank * length, max(0, min(length, V - rank * length)), **more)
+def columns_of(parallel):
+    length = COLUMNS[parallel.tp_size]
+    start = parallel.tp_rank * length
+    return Columns(parallel.tp_group, start, max(0, min(length, V - start)))
 
 
 def on_one_rank(case, chunk_size):
@@ -109,29 +109,28 @@ def sharded(case, tp_size, sequence_parallel, chunk_sizes):
     matter.
     """
 
-    def work(rank, world_size):
-        length = COLUMNS[tp_size] * world_size
+    def work(parallel):
+        length, rank = COLUMNS[tp_size] * tp_size, parallel.tp_rank
         padded = torch.cat((case.weight, case.weight.new_full((length - V, H), 50.0)))
         outcomes = []
-        with tp_state(world_size) as parallel:
-            for chunk_size in chunk_sizes:
-                hidden = case.hidden.chunk(world_size)[rank] if sequence_parallel else case.hidden
-                hidden = hidden.clone().requires_grad_()
-                weight = padded.chunk(world_size)[rank].clone().requires_grad_()
-                losses = losses_of(
-                    hidden,
-                    weight,
-                    case.labels,
-                    chunk_size,
-                    columns_of(rank, world_size, parallel.tp_group),
-                    sequence_parallel=sequence_parallel,
-                )
-                grads = torch.autograd.grad(losses, (hidden, weight), case.grad_losses)
-                outcomes.append(Outcome(losses.detach(), *grads))
+        for chunk_size in chunk_sizes:
+            hidden = case.hidden.chunk(tp_size)[rank] if sequence_parallel else case.hidden
+            hidden = hidden.clone().requires_grad_()
+            weight = padded.chunk(tp_size)[rank].clone().requires_grad_()
+            losses = losses_of(
+                hidden,
+                weight,
+                case.labels,
+                chunk_size,
+                columns_of(parallel),
+                sequence_parallel=sequence_parallel,
+            )
+            grads = torch.autograd.grad(losses, (hidden, weight), case.grad_losses)
+            outcomes.append(Outcome(losses.detach(), *grads))
         return outcomes
 
     joined = []
-    for of_ranks in zip(*run_ranks(work, tp_size), strict=True):
+    for of_ranks in zip(*on_ranks(work, tp_size, tp_size=tp_size), strict=True):
         losses, hidden, weight = zip(*of_ranks, strict=True)
         assert all(torch.equal(each, losses[0]) for each in losses)
         assert sequence_parallel or all(torch.equal(each, hidden[0]) for each in hidden)
@@ -177,12 +176,11 @@ def test_a_nan_on_one_rank_reaches_the_loss_of_every_rank():
     case.weight[7] = float("nan")  # of rank 1; `sharded` compares bits, which NaNs have not
     logits = F.linear(case.hidden, F.pad(case.weight, (0, 0, 0, 1)))
 
-    def work(rank, world_size):
-        with tp_state(2) as parallel:
-            columns = columns_of(rank, 2, parallel.tp_group)
-            return vocab_parallel_cross_entropy(logits.chunk(2, -1)[rank], case.labels, columns)
+    def work(parallel):
+        own = logits.chunk(2, -1)[parallel.tp_rank]
+        return vocab_parallel_cross_entropy(own, case.labels, columns_of(parallel))
 
-    assert all(losses.isnan().all() for losses in run_ranks(work, 2))
+    assert all(losses.isnan().all() for losses in on_ranks(work, 2, tp_size=2))
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])

@@ -12,8 +12,7 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.tensor_parallel import initialize
 from megatron_lite.tensor_parallel.initialize import initial_values, initialize_parameters_
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import build_tiny_model, tp_state, whole_tensor
-from tests.support.ranks import run_ranks
+from tests.support.models import build_tiny_model, on_ranks, whole_tensor
 
 SPECS = {
     "rows": ParameterSpec(global_shape=(24, 7), tp_dim=0, init_std=0.5),
@@ -66,19 +65,17 @@ def test_values_are_normal_with_the_asked_deviation():
 @pytest.mark.runs
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_whole_models_start_from_the_same_bits_at_every_tp_size(tp_size):
-    def work(rank, world_size):
-        with tp_state(world_size) as parallel:
-            whole = {}
-            for name in VARIANTS:
-                model = build_tiny_model(variant_config(name), parallel, dtype=torch.float32)
-                initialize_parameters_(model, parallel, seed=5)
-                whole[name] = {
-                    key: whole_tensor(value, value, parallel)
-                    for key, value in model.named_parameters()
-                }
-            return whole
+    def work(parallel):
+        whole = {}
+        for name in VARIANTS:
+            model = build_tiny_model(variant_config(name), parallel, dtype=torch.float32)
+            initialize_parameters_(model, parallel, seed=5)
+            whole[name] = {
+                key: whole_tensor(value, value, parallel) for key, value in model.named_parameters()
+            }
+        return whole
 
-    expected, *others = work(0, 1), *run_ranks(work, tp_size)
+    expected, *others = *on_ranks(work, 1), *on_ranks(work, tp_size, tp_size=tp_size)
     for of_rank in others:
         for name in VARIANTS:
             for key, value in expected[name].items():

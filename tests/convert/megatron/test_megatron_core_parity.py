@@ -2,7 +2,6 @@
 states. And the other way round: it loads what a conversion wrote, strictly."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -13,10 +12,8 @@ from tests.support.equality import LATENT, LLAMA, difference
 from tests.support.models import build_tiny_model, load_whole_, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
-    pytest.importorskip("megatron.core")
-    from tests.support import megatron_core
+pytest.importorskip("megatron.core")
+from tests.support import megatron_core
 
 MODELS = {
     "llama": dict(
