@@ -59,8 +59,8 @@ def actions():
 def parsed_fields(words):
     config = parsed_line(f"{BASE} {words}").config
     assert parse_args(flags_of(config)).config == config, "the way back is exact"
-    text = config.to_json()
-    assert RunConfig.from_json(text) == config and RunConfig.from_json(text).to_json() == text
+    again = RunConfig.from_json(config.to_json())
+    assert again == config and again.to_json() == config.to_json()
     return {
         field: value
         for topic in dataclasses.asdict(config).values()

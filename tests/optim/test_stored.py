@@ -22,6 +22,7 @@ from tests.optim.test_muon import Prescribed, step
 from tests.optim.test_optimizer import CONFIG, Plain, float32_sum_of_gradients, step_with, torchs
 from tests.support.models import tp_state
 from tests.support.saves import same, state_of
+from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
 
 RATES = (0.01, 0.02, 0.0, 0.015, 0.01)
 BF16 = dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
@@ -61,11 +62,28 @@ def skip(model, optimizer, fault):
     assert optimizer.step(0.1).skipped.item() == 1.0
 
 
-@pytest.mark.runs
-@pytest.mark.parametrize("formats", [BF16, dict(BF16, main_grads_dtype="bf16")])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_compiled_update_is_the_eager_one(formats, dtype, monkeypatch):
+UPDATES = [
+    (formats, dtype)
+    for formats in (BF16, dict(BF16, main_grads_dtype="bf16"))
+    for dtype in (torch.bfloat16, torch.float32)
+]
+
+
+@pytest.mark.parametrize(
+    ("formats", "dtype", "is_compiled"),
+    [
+        *((*one, False) for one in UPDATES),
+        pytest.param(*UPDATES[0], True, marks=[pytest.mark.long, NEEDS_COMPILER]),
+        *(
+            pytest.param(*one, True, marks=[pytest.mark.weekly, NEEDS_COMPILER])
+            for one in UPDATES[1:]
+        ),
+    ],
+)
+def test_a_compiled_update_is_the_eager_one(formats, dtype, is_compiled, monkeypatch):
     """To the rounding of one product, small pieces too; a skipped step changes nothing."""
+    if not is_compiled:
+        uncompiled_kernels(monkeypatch)
     monkeypatch.setattr(optimizer_settings, "SMALL", 4)
     kernels, models = CompiledKernels(), (Plain(dtype), Plain(dtype))
     with tp_state(1) as parallel:
