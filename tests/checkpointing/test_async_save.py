@@ -91,7 +91,7 @@ def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path, layou
             train_iters=5,
             eval_iters=0,
             bf16=bf16,
-            save=str(tmp_path / folder),
+            save=tmp_path / folder,
             save_interval=1,
             async_save=async_save,
         )
@@ -153,7 +153,7 @@ def test_a_failed_save_ends_a_run_only_if_it_is_the_last_one(tmp_path, train_ite
         tp_size=2,
         train_iters=train_iters,
         eval_iters=0,
-        save=str(tmp_path),
+        save=tmp_path,
         save_interval=2,
         async_save=True,
     )
@@ -193,6 +193,6 @@ def test_a_run_that_fails_still_finishes_the_save_under_way(tmp_path, monkeypatc
     for fault in (held, failing):
         fault(monkeypatch)
     with pytest.raises(TrainingError, match="the loss is gone"):
-        run_to_end(tiny_run(train_iters=9, save=str(tmp_path), save_interval=3, async_save=True))
+        run_to_end(tiny_run(train_iters=9, save=tmp_path, save_interval=3, async_save=True))
     assert (tmp_path / LATEST).read_text() == "3" and step_bytes(tmp_path, 3)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("save")]

@@ -5,6 +5,7 @@ from safetensors.torch import load_file
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
+from tests.support.saves import same, train
 
 ITERATIONS = 3
 TP2, PP2 = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2)
@@ -50,10 +51,6 @@ def config_of(layout, untied, **checkpoint):
     )
 
 
-def run(rank, world_size, config):
-    run_to_end(config)
-
-
 def tensors(folder):
     step = folder / f"iter_{ITERATIONS:07d}"
     return {
@@ -66,9 +63,9 @@ def tensors(folder):
 def saved(request, tmp_path_factory):
     """Trained in one layout, and written again by one rank: the reference."""
     folder, untied = tmp_path_factory.mktemp("saved"), request.param
-    there = str(folder / "there")
-    run_ranks(run, LAYOUTS[HERE][0], config_of(HERE, untied, save=there))
-    run_to_end(config_of("one rank", untied, load=there, save=str(folder / "here")))
+    there = folder / "there"
+    assert not any(run_ranks(train, LAYOUTS[HERE][0], config_of(HERE, untied, save=there)))
+    run_to_end(config_of("one rank", untied, load=there, save=folder / "here"))
     return folder
 
 
@@ -78,16 +75,14 @@ def test_through_a_layout_and_back_no_bit_changes(tmp_path, saved, layout, reque
     """Nothing is trained: each run loads the last iteration and writes it again."""
     there, back = tmp_path / "there", tmp_path / "back"
     ranks, untied = LAYOUTS[layout][0], request.node.callspec.params["saved"]
-    config = config_of(layout, untied, load=str(saved / "there"), save=str(there))
-    run_ranks(run, ranks, config)
+    config = config_of(layout, untied, load=saved / "there", save=there)
+    assert not any(run_ranks(train, ranks, config))
     capsys.readouterr()
-    run_to_end(config_of("one rank", untied, load=str(there), save=str(back)))
+    run_to_end(config_of("one rank", untied, load=there, save=back))
     told = "random-number streams (dropout) start from --seed" in capsys.readouterr().out
     assert told == (ranks > 1)
     expected, found = tensors(saved / "here"), tensors(back)
     assert any(name.endswith("/master") for name in expected["optimizer"])
     assert expected["model"]["embedding.word_embeddings.weight"].shape == (99, 32)
-    for kind in expected:
-        assert found[kind].keys() == expected[kind].keys()
-        assert all(found[kind][name].equal(value) for name, value in expected[kind].items())
-        assert any(value.any() for value in expected[kind].values())
+    for kind, values in expected.items():
+        assert same(found[kind], values) and any(value.any() for value in values.values())

@@ -7,7 +7,6 @@ to.
 """
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +20,8 @@ from tests.support.runs import run_to_end, step_bytes, tiny_run
 
 
 def run(iterations, training=None, **checkpoint):
-    """Paths may be given as such."""
-    where = {
-        name: str(value) if isinstance(value, Path) else value for name, value in checkpoint.items()
-    }
     settings = {"train_iters": iterations, "eval_iters": 0, **(training or {})}
-    return run_to_end(tiny_run(**settings, **where))
+    return run_to_end(tiny_run(**settings, **checkpoint))
 
 
 def same_weights(one, other):
@@ -62,7 +57,7 @@ def test_another_architecture_is_refused_with_the_differing_fields(tmp_path):
     run(1, save=tmp_path)
     model = dict(num_layers=3, normalization="RMSNorm", hidden_dropout=0.0)
     with pytest.raises(InputError, match=r"num_layers +2 +3\n +normalization +LayerNorm +RMSNorm$"):
-        run_to_end(tiny_run(**model, load=str(tmp_path)))
+        run_to_end(tiny_run(**model, load=tmp_path))
 
 
 def test_finetune_takes_the_weights_alone_and_no_load_optim_the_progress_too(tmp_path):
@@ -140,7 +135,7 @@ def test_a_run_goes_on_with_another_batch_size(tmp_path, length):
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path):
-    config = tiny_run(train_iters=1, save=str(tmp_path), learning_rate=1e38)
+    config = tiny_run(train_iters=1, save=tmp_path, learning_rate=1e38)
     with pytest.raises(TrainingError, match="a weight is not finite, so no checkpoint is written"):
         run_to_end(config)
     assert not (tmp_path / LATEST).exists()
@@ -189,7 +184,7 @@ def config_of(data, **settings):
 @pytest.fixture
 def begun(tmp_path):
     data = dict(data_path=(write(tmp_path / "a"), write(tmp_path / "b", 2)))
-    run_to_end(config_of(data, save=str(tmp_path / "steps")))
+    run_to_end(config_of(data, save=tmp_path / "steps"))
     return tmp_path, data
 
 
@@ -220,7 +215,7 @@ def test_other_data_is_refused_with_a_table(begun, change):
     folder, data = begun
     make, field = CHANGES[change]
     changed = {**data, **make(folder)}
-    load = str(folder / "steps")
+    load = folder / "steps"
     table = (
         rf"(?s)was trained on other data.*--allow-changed-data.*checkpoint +this run\n.*  {field} +"
     )
@@ -242,7 +237,7 @@ def test_the_same_data_elsewhere_is_the_same_and_so_is_another_order_of_it(begun
             (folder / f"{name}{kind}").rename(folder / "moved" / name / f"text{kind}")
         moved.append(str(folder / "moved" / name / "text"))
     data = dict(data_path=tuple(moved), split="9, 1")
-    run_to_end(config_of(data, train_iters=4, seed=5, load=str(folder / "steps")))
+    run_to_end(config_of(data, train_iters=4, seed=5, load=folder / "steps"))
     printed = capsys.readouterr().out
     for change in ("--seed 1234 -> 5", "--train-iters 3 -> 4"):
         assert f"changed since the checkpoint: {change}" in printed

@@ -35,7 +35,7 @@ def weights_only(step):
 def trained(tmp_path_factory):
     """Three iterations with Adam, saved."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run_to_end(tiny_run(save=str(folder), train_iters=3))
+    run_to_end(tiny_run(save=folder, train_iters=3))
     return folder
 
 
@@ -61,7 +61,7 @@ def test_a_run_goes_on_from_converted_optimizer_states(trained, tmp_path):
     layout = ("--tensor-model-parallel-size", "2")
     assert converted(tmp_path, f"megatron-lite {trained} -> megatron-lite split", *layout) == 0
     for name, load in (("first", trained), ("second", tmp_path / "split")):
-        run_to_end(tiny_run(**still, load=str(load), save=str(tmp_path / name), train_iters=5))
+        run_to_end(tiny_run(**still, load=load, save=tmp_path / name, train_iters=5))
     first, second = (step_bytes(tmp_path / name, 5) for name in ("first", "second"))
     assert first.pop("rng_00000.safetensors") and second.pop("rng_00000.safetensors")
     assert len(first) == 2 and first == second
@@ -79,9 +79,7 @@ def test_a_step_of_weights_alone_starts_a_run_with_a_notice(trained, tmp_path, c
     ):
         capsys.readouterr()
         run_to_end(
-            tiny_run(
-                **dict(load=str(load), **more), train_iters=5, metrics=tmp_path / f"{name}.jsonl"
-            )
+            tiny_run(**dict(load=load, **more), train_iters=5, metrics=tmp_path / f"{name}.jsonl")
         )
     told = capsys.readouterr().out
     assert f"{step} holds no optimizer states (it was converted): they start from zero" in told
@@ -121,12 +119,12 @@ def test_a_run_stores_its_tokenizer_and_tools_need_no_other(tmp_path, monkeypatc
     save_tokenizer(tmp_path / "tokenizer")
     tokenizer = dict(
         tokenizer_type="HuggingFaceTokenizer",
-        tokenizer_model=str(tmp_path / "tokenizer"),
+        tokenizer_model=tmp_path / "tokenizer",
         vocab_size=9,
         make_vocab_size_divisible_by=128,
     )
     still = dict(hidden_dropout=0.0, attention_dropout=0.0)
-    run_to_end(tiny_run(save=str(tmp_path / "run"), train_iters=1, **still, **tokenizer))
+    run_to_end(tiny_run(save=tmp_path / "run", train_iters=1, **still, **tokenizer))
     stored = {path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()}
     shutil.rmtree(tmp_path / "tokenizer")
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -205,5 +203,5 @@ def test_shards_of_some_bytes_are_read_as_one_checkpoint(trained, tmp_path):
     assert again.state_keys == source.state_keys and again.progress == source.progress
     for one in source.tensors():
         assert torch.equal(again.read(one.name), source.read(one.name))
-    run = tiny_run(load=str(tmp_path / "split"), save=str(tmp_path / "on"), train_iters=4)
+    run = tiny_run(load=tmp_path / "split", save=tmp_path / "on", train_iters=4)
     assert run_to_end(run).progress.iteration == 4

@@ -13,6 +13,7 @@ from megatron_lite.parallel.rng import DEFAULT, RngStreams
 from tests.parallel.test_rng import _generator_is_put_back  # noqa: F401
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, on_ranks, sample_tokens, tp_state
+from tests.support.saves import same
 
 CPU = torch.device("cpu")
 
@@ -73,7 +74,7 @@ def test_probability_zero_draws_nothing_and_hands_the_tensor_back():
     x = torch.ones(3)
     before = rng.snapshot().states
     assert dropout(x, 0.0, rng, DEFAULT) is x
-    assert all(torch.equal(state, before[name]) for name, state in rng.snapshot().states.items())
+    assert same(rng.snapshot().states, before)
 
 
 @pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
@@ -88,7 +89,7 @@ def test_evaluation_draws_nothing_and_drops_nothing(backend):
             parallel, hidden_dropout=0.0, attention_dropout=0.0, attention_backend=backend
         )
         assert torch.equal(logits, plain(sample_tokens()[0]))
-    assert all(torch.equal(state, after[name]) for name, state in before.items())
+    assert same(before, after)
     assert masks.residual == masks.attention == []
 
 

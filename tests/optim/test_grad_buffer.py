@@ -13,6 +13,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from tests.support.collectives import Sent, recorded_collectives
 from tests.support.models import on_ranks, tp_state
+from tests.support.saves import same
 
 NAMES = ("first", "second", "third", "fourth")
 OVERLAP = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=70)
@@ -103,7 +104,7 @@ def test_vectors_that_wait_for_the_end_of_a_step_have_the_same_sums(dtype):
                     if name not in buffer._added_by_hooks
                 )
     for plain, waited in zip(found[:2], found[2:], strict=True):
-        assert all(torch.equal(plain[name], waited[name]) for name in NAMES)
+        assert same(plain, waited)
 
 
 @pytest.mark.parametrize("used", [("second", "third"), ("fourth",), ()])
@@ -130,9 +131,7 @@ def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(used
         return found
 
     for plain, overlapped in on_ranks(work, 2):
-        assert all(
-            grad.any() and torch.equal(grad, overlapped[name]) for name, grad in plain.items()
-        )
+        assert same(plain, overlapped) and all(grad.any() for grad in plain.values())
 
 
 def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error():

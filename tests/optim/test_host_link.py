@@ -84,7 +84,7 @@ def test_overlap_changes_no_bit(name, tmp_path, monkeypatch):
                     learning_rate=0.01,
                     train_iters=4,
                     eval_iters=0,
-                    save=str(tmp_path / folder),
+                    save=tmp_path / folder,
                     metrics=tmp_path / f"{folder}.jsonl",
                 )
             )

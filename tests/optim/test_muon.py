@@ -250,13 +250,13 @@ def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(saved, load
     def config_of(rule, **checkpoint):
         return tiny_run(train_iters=2, eval_iters=0, optimizer=rule, **checkpoint)
 
-    run_to_end(config_of(saved, save=str(tmp_path)))
+    run_to_end(config_of(saved, save=tmp_path))
     with pytest.raises(
         InputError,
         match=f"iter_0000002 holds the optimizer states of --optimizer {saved}, from which "
         f"--optimizer {loaded} cannot go on: give --optimizer {saved}, or --no-load-optim",
     ):
-        run_to_end(config_of(loaded, load=str(tmp_path)))
+        run_to_end(config_of(loaded, load=tmp_path))
     for options in (dict(no_load_optim=True), dict(finetune=True)):
-        trainer = run_to_end(config_of(loaded, load=str(tmp_path), **options))
+        trainer = run_to_end(config_of(loaded, load=tmp_path, **options))
         assert trainer.optimizer.num_updates == (0 if "no_load_optim" in options else 2)

@@ -11,7 +11,7 @@ from megatron_lite.pages.run_page import read_run, run_figure, run_page
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.tools import report
 from tests.support.parsed_page import ParsedPage
-from tests.support.runs import run_to_end, tiny_run, with_checkpoint
+from tests.support.runs import run_to_end, tiny_run
 
 ERROR = "python -m megatron_lite.tools.report: error: "
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e$x_$"
@@ -56,15 +56,15 @@ def curves(run):
 def real_run(tmp_path_factory):
     """A run of 20 iterations with checkpoints, evaluations and a restart after 10 iterations."""
     folder = tmp_path_factory.mktemp("real") / "run"
-    save = str(folder / "checkpoints")
-    config = tiny_run(
+    save = folder / "checkpoints"
+    settings = dict(
         eval_interval=5,
         exit_interval=10,
         metrics=folder / "metrics.jsonl",
         peak_tflops_per_gpu=1e-3,
     )
-    run_to_end(with_checkpoint(config, save=save, save_interval=5))
-    run_to_end(with_checkpoint(config, save=save, load=save, save_interval=5))
+    for load in (None, save):
+        run_to_end(tiny_run(**settings, save=save, load=load, save_interval=5))
     return folder
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from megatron_lite.api import run_config
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
@@ -16,7 +17,8 @@ def tiny_run(*, tp_size=1, metrics=None, learning_rate=None, **settings):
 
     The vocabulary has 98 + 1 ids and is padded to a multiple of 64 x TP.
     learning_rate: a constant one.
-    settings: other fields of the configuration, by name. A topic may be given as a whole.
+    settings: other fields of the configuration, by name. A topic may be given as a whole, and a
+        text that is a path as a Path.
     """
     for topic in ("model", "training", "checkpoint", "data_parallel"):
         whole = settings.pop(topic, None) or {}
@@ -35,9 +37,10 @@ def tiny_run(*, tp_size=1, metrics=None, learning_rate=None, **settings):
         tensor_model_parallel_size=tp_size,
         distributed_backend="gloo",
         log_interval=5,
-        metrics_jsonl=None if metrics is None else str(metrics),
+        metrics_jsonl=metrics,
     )
-    return run_config(**{**shape, **batches, **data, **others, **schedule, **settings})
+    values = {**shape, **batches, **data, **others, **schedule, **settings}
+    return run_config(**{key: str(x) if isinstance(x, Path) else x for key, x in values.items()})
 
 
 def run_to_end(config):

@@ -13,7 +13,7 @@ def saving_run(folder, last, *, stop=None, load=True, tp_size=1, metrics=None, *
 
     stop: the iteration after which this start ends.
     """
-    where = dict(save=str(folder), save_interval=1, **({"load": str(folder)} if load else {}))
+    where = dict(save=folder, save_interval=1, load=folder if load else None)
     return tiny_run(
         tp_size=tp_size,
         train_iters=last,

@@ -13,6 +13,7 @@ from megatron_lite.tensor_parallel import initialize
 from megatron_lite.tensor_parallel.initialize import initial_values, initialize_parameters_
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, on_ranks, whole_tensor
+from tests.support.saves import same
 
 SPECS = {
     "rows": ParameterSpec(global_shape=(24, 7), tp_dim=0, init_std=0.5),
@@ -45,7 +46,7 @@ def test_threads_draw_the_same_values(monkeypatch):
     alone = {name: shard(name) for name in SPECS}
     monkeypatch.setattr(initialize, "LARGE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert all(torch.equal(shard(name), values) for name, values in alone.items())
+    assert same({name: shard(name) for name in SPECS}, alone)
 
 
 def test_values_are_normal_with_the_asked_deviation():
@@ -78,5 +79,4 @@ def test_whole_models_start_from_the_same_bits_at_every_tp_size(tp_size):
     expected, *others = *on_ranks(work, 1), *on_ranks(work, tp_size, tp_size=tp_size)
     for of_rank in others:
         for name in VARIANTS:
-            for key, value in expected[name].items():
-                assert torch.equal(value, of_rank[name][key]), (name, key)
+            assert same(expected[name], of_rank[name]), name

@@ -207,7 +207,7 @@ def test_greedy_text_is_the_argmax_of_the_models_logits(name, checkpoint, tmp_pa
         tiny_run(
             train_iters=3,
             eval_iters=0,
-            save=str(tmp_path),
+            save=tmp_path,
             init_method_std=0.2,
             position_embedding_type="rope",
             **MODELS[name],

@@ -36,11 +36,11 @@ ARGUMENTS = """
 )
 def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(format_name, tmp_path, capsys):
     theirs, ours = tmp_path / "a folder of theirs", tmp_path / "ours"
-    checkpoint = dict(save=str(ours), save_interval=2)
+    checkpoint = dict(save=ours, save_interval=2)
     run_to_end(tiny_run(train_iters=2, **checkpoint))
     formats()[format_name].write(formats()["megatron-lite"].source(ours), theirs, lambda _: None)
     with pytest.raises(InputError, match="is a checkpoint of Megatron-LM"):
-        run_to_end(tiny_run(load=str(theirs / "iter_0000002")))
+        run_to_end(tiny_run(load=theirs / "iter_0000002"))
     with pytest.raises(InputError, match="is a checkpoint of Megatron-LM") as error:
         find_step(str(theirs))
     command = re.search(r"python -m megatron_lite convert (.*)", str(error.value))
@@ -50,7 +50,7 @@ def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(format_name
     converted = tmp_path / "a folder of theirs-converted"
     assert str(converted) in str(error.value)
     # The run goes on from iteration 2, with the same optimizer states.
-    config = tiny_run(train_iters=3, load=str(converted))
+    config = tiny_run(train_iters=3, load=converted)
     assert run_to_end(config).progress.iteration == 3
 
 
