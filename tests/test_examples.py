@@ -17,10 +17,10 @@ from arguments import parse_args
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.units import GIB
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
+from tests.support.commands import ROOT
 from tests.support.limits import HANG_S
 from tests.support.runs import rows
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").rglob("*.sh"))
 SOURCED = ("environment.sh", "launch.sh", "workload.sh", "restarts.sh")
 LAUNCHERS = [path for path in EXAMPLES if path.name not in SOURCED]

@@ -17,7 +17,7 @@ from megatron_lite.config.megatron_flags import OTHER_WAYS
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flag_of, flags_of, run_fields
-from tests.support.commands import parsed_line
+from tests.support.commands import ROOT, parsed_line
 from tests.support.pairs import in_one_test
 
 FOLDER = Path(__file__).parent / "command_lines"
@@ -145,7 +145,6 @@ def test_suggestions_are_supported_flags_of_the_same_meaning():
         assert megatron_flags.closest_flag(name, supported, no_effect) is None
 
 
-PACKAGE = Path(__file__).resolve().parents[1] / "megatron_lite"
 FIELDS = [
     (topic, field.name)
     for topic, cls in typing.get_type_hints(RunConfig).items()
@@ -171,7 +170,7 @@ def _attributes_read(path):
 
 @pytest.fixture(scope="module")
 def read():
-    return set().union(*(_attributes_read(path) for path in PACKAGE.rglob("*.py")))
+    return set().union(*(_attributes_read(path) for path in (ROOT / "megatron_lite").rglob("*.py")))
 
 
 @in_one_test("topic, field", FIELDS)

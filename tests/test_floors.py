@@ -8,13 +8,11 @@ TYPE_CHECKING` count too.
 import ast
 import re
 import sys
-from pathlib import Path
 
 from tests.counts import tokens_of
-from tests.support.commands import python
+from tests.support.commands import ROOT, python
 from tests.support.pairs import in_one_test
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_lite"
 FLOORS = {
     "config": 0,

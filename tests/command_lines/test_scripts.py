@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_args
+from tests.docs.marks import text_of
 from tests.support.commands import ended
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parents[1] / "docs" / "coming-from.md"
 # Of each file, the command lines that must at least reach a RunConfig.
 LEAST = {
     "scripts": 69,
@@ -67,4 +67,4 @@ def test_the_page_has_these_numbers():
         f"lines of forks {started['forks']} start, and of {len(command_lines('nvidia_moe_tests'))} "
         f"tests of NVIDIA's with experts {started['nvidia_moe_tests']}"
     )
-    assert text in PAGE.read_text().replace("\n", " ")
+    assert text in text_of("coming-from").replace("\n", " ")

@@ -7,6 +7,7 @@ which matmuls it runs, which collectives it issues. The same figures are read fr
 from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import product
+from operator import add
 from typing import NamedTuple
 
 import pytest
@@ -43,10 +44,10 @@ EXPERT_LAYOUTS = {
 class Figures(NamedTuple):
     """What one module of the model keeps, computes, sends and holds."""
 
-    kept_bytes: int
-    matmul_flops: tuple[int, ...]
-    collectives: tuple[str, ...]
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    kept_bytes: int = 0
+    matmul_flops: tuple[int, ...] = ()
+    collectives: tuple[str, ...] = ()
+    parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 class Watched(Dispatches):
@@ -132,10 +133,9 @@ def described(config, sizes):
                 if call.matmuls
             ),
             tuple(collective.kind for collective in operation.forward),
-            tuple(sorted((parameter.name, parameter.shape) for parameter in operation.parameters)),
+            tuple((parameter.name, parameter.shape) for parameter in operation.parameters),
         )
-        before = found.get(module)
-        both = own if before is None else Figures(*map(lambda x, y: x + y, before, own))
+        both = Figures(*map(add, found.get(module, Figures()), own))
         found[module] = both._replace(parameters=tuple(sorted(both.parameters)))
     return found
 
@@ -184,8 +184,7 @@ def wrong(rank, world_size, layout, fields=None):
             differ = {
                 module: (real.get(module), told.get(module))
                 for module in {*real, *told}
-                if real.get(module, Figures(0, (), (), ()))
-                != told.get(module, Figures(0, (), (), ()))
+                if real.get(module, Figures()) != told.get(module, Figures())
             }
             if differ:
                 found[f"{variant} {backend} {dropout} {dtype}"] = differ

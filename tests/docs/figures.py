@@ -20,7 +20,7 @@ from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.recompute.schedule import plan_model
 from tests.docs import outputs, torch_versions
 from tests.docs.layer_drawing import layer_figure
-from tests.docs.marks import ROOT
+from tests.docs.marks import ROOT, text_of
 
 GIB = 2**30
 
@@ -31,8 +31,7 @@ GIB = 2**30
 @lru_cache
 def outcomes():
     """Returns {engine: {outcome: rows}} of the first table of docs/who-is-right.md."""
-    page = (ROOT / "docs" / "who-is-right.md").read_text(encoding="utf-8")
-    lines = page.split("Rows by outcome:\n\n")[1].split("\n\n")[0].splitlines()
+    lines = text_of("who-is-right").split("Rows by outcome:\n\n")[1].split("\n\n")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return {
         cells[0]: dict(zip(rows[0][1:], map(int, cells[1:]), strict=True)) for cells in rows[2:]

@@ -23,7 +23,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.commands import ROOT
+
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
@@ -67,6 +68,11 @@ class Block:
     def name(self):
         """Where it stands, for messages and test names."""
         return f"{name_of(self.page)}:{self.start + 1}"
+
+
+def text_of(page):
+    """Returns the text of a page of docs/."""
+    return (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
 
 
 def name_of(path):

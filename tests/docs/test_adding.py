@@ -6,14 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.docs.marks import ROOT, text_of
 from tests.support.commands import MOCK, SMALL_RUN
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "adding.md").read_text()
+PAGE = text_of("adding")
 
 
 def copy_with(section, folder):

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -14,9 +13,10 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tools.translators import PARTITIONING, translated
+from tests.docs.marks import text_of
 from tests.support.pairs import in_one_test
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming-from.md").read_text()
+PAGE = text_of("coming-from")
 MODEL = shlex.split(re.search(r"```\n(--num-layers [^`]*)```", PAGE)[1])
 
 

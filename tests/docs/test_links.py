@@ -4,8 +4,8 @@ pages list is what there is: folders, families of models, and tests of faults.""
 import re
 from functools import lru_cache
 
-from megatron_lite.config.hf_config import FAMILIES, REASONS
-from tests.docs.marks import PAGES, ROOT
+from megatron_lite.config.hf_config import FAMILIES
+from tests.docs.marks import PAGES, ROOT, text_of
 from tests.support.pairs import in_one_test
 
 CHECKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "examples").rglob("README.md"))]
@@ -60,7 +60,6 @@ def test_the_tree_of_architecture_names_every_folder_and_files_that_exist():
 def test_the_table_of_convert_has_every_family_in_order():
     families = text_of("convert").partition("## Hugging Face")[2].partition("## Megatron-LM")[0]
     assert re.findall(r"^\| `(\w+)` \|", families, re.MULTILINE) == list(FAMILIES)
-    assert not FAMILIES.keys() & REASONS.keys()
 
 
 def test_reliability_names_tests_that_exist_and_every_file_of_faults():
@@ -76,7 +75,3 @@ def test_reliability_names_tests_that_exist_and_every_file_of_faults():
         assert not [one for one in names.split(", ") if one and f"def {one}(" not in source], path
     files = {f"faults/{path.name}" for path in (ROOT / "tests" / "faults").glob("test_*.py")}
     assert files and files <= {path for _, path, _ in found}
-
-
-def text_of(page):
-    return (ROOT / "docs" / f"{page}.md").read_text()

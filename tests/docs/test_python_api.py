@@ -1,15 +1,14 @@
 """Every block of code under "From Python" runs, and the functions keep their word."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from megatron_lite import api
 from megatron_lite.config.run import RunConfig
+from tests.docs.marks import text_of
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "training.md").read_text()
-PAGE = PAGE.partition("## From Python")[2]
+PAGE = text_of("training").partition("## From Python")[2]
 BLOCKS = re.findall(r"^## (.+?)$|^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 CODE = [code for _, code in BLOCKS if code]
 SMALL = dict(

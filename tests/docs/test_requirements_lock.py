@@ -3,9 +3,9 @@ no place to get them from."""
 
 import importlib.util
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.commands import ROOT
+
 _SPEC = importlib.util.spec_from_file_location(
     "lock_requirements", ROOT / ".ci" / "lock_requirements.py"
 )

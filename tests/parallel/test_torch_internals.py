@@ -5,7 +5,6 @@ The scan reads the library's sources. It knows a private name of torch by its un
 
 import ast
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.notices import notices
 from megatron_lite.parallel import torch_internals
 from megatron_lite.training.summary import here
+from tests.support.commands import ROOT
 from tests.support.runs import tiny_run
 
-ROOT = Path(__file__).resolve().parents[2]
 INTERNALS = ROOT / "megatron_lite/parallel/torch_internals.py"
 LIBRARY = sorted((ROOT / "megatron_lite").rglob("*.py"))
 # Private names of other libraries, and the registries of every torch.nn.Module.

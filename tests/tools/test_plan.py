@@ -33,8 +33,10 @@ def planned(text):
     return parse_args([word for word in words if word != "\n"][6:]).config
 
 
-def as_json(arguments, status=0):
-    return json.loads(printed([*arguments, "--json", "-"], status))
+def verdict_of(arguments):
+    """Returns the one verdict on a plan that fits, and its first plan."""
+    (verdict,) = json.loads(printed([*arguments, "--json", "-"]))["verdicts"]
+    return verdict, verdict["plans"][0]
 
 
 def test_the_printed_command_is_parsed_to_the_plan():
@@ -46,7 +48,7 @@ def test_the_printed_command_is_parsed_to_the_plan():
             "--tensor-model-parallel-size=2 --context-parallel-size 1 --micro-batch-size 1"
         ),
     ]
-    best = as_json(arguments)["verdicts"][0]["plans"][0]
+    _, best = verdict_of(arguments)
     config = RunConfig.from_json(json.dumps(best["config"]))
     place = best["command"].index("-m")  # runs in any directory, unlike the path of a script
     assert best["command"][place:][:3] == ["-m", "megatron_lite", "train"]
@@ -81,9 +83,9 @@ def test_the_words_that_start_a_program_are_taken_out(before, count):
 
 def test_a_whole_command_line_is_planned_on_the_ranks_that_it_starts():
     before, fixed = "X=1 torchrun --nproc-per-node 2 pretrain_gpt.py", ["--use-flash-attn", *ONE]
-    plans = as_json([*SMALL, "--gpus", "2", *fixed])
-    assert as_json([*SMALL, *before.split(), *fixed]) == plans
-    assert as_json([*SMALL, "--gpus", "2", *before.replace("2", "3").split(), *fixed]) == plans
+    plans = verdict_of([*SMALL, "--gpus", "2", *fixed])
+    assert verdict_of([*SMALL, *before.split(), *fixed]) == plans
+    assert verdict_of([*SMALL, "--gpus", "2", *before.replace("2", "3").split(), *fixed]) == plans
     text = " ".join(printed([*SMALL, *before.split(), *fixed]).split())
     assert f"note: left out, but for the number of GPUs: {before}" in text
     fault = fault_of(plan.main, [*SMALL, "torchrun a.py --lr '3"])
@@ -104,8 +106,7 @@ def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak():
 @pytest.mark.long
 def test_a_long_sequence_on_one_card_takes_tiles_chunks_and_host_memory_by_itself():
     length = "262144"
-    (found,) = as_json([*LLAMA[:-1], length, "--gpus", "1"])["verdicts"]
-    best = found["plans"][0]
+    found, best = verdict_of([*LLAMA[:-1], length, "--gpus", "1"])
     config = parse_args(best["command"][best["command"].index("train") + 1 :]).config
     assert re.search(r"full\+mlp/\d+@host", str(config.recompute.policy))
     assert config.optimizer.optimizer_cpu_offload and config.training.loss_chunk_size
@@ -152,16 +153,15 @@ def test_models_come_from_presets_files_runs_and_flags(tmp_path):
     hf.write_text(LLAMA_3_8B)
     run.write_text(small_run(parallel={"tensor_model_parallel_size": 2}).to_json())
     rest = [*LLAMA[2:], "--gpus", "8", *BATCH, "--tensor-model-parallel-size=8"]
-    assert as_json(["--hf-config", str(hf), *rest]) == as_json([*LLAMA[:2], *rest])
+    assert verdict_of(["--hf-config", str(hf), *rest]) == verdict_of([*LLAMA[:2], *rest])
     one = ["--gpu", "a100", "--gpus", "1"]
-    found = as_json(["--config-json", str(run), *one])["verdicts"][0]["plans"][0]["config"]
+    found = verdict_of(["--config-json", str(run), *one])[1]["config"]
     # The layout of the file does not count, its model and its batch do.
     assert found["parallel"]["tensor_model_parallel_size"] == 1
     assert found["model"]["hidden_size"] == 1024 and found["training"]["global_batch_size"] == 16
     sizes = "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 512"
     more = "--vocab-size 999 --swiglu --disable-bias-linear --window-size 127,0"
-    found = as_json([*one, *sizes.split(), *more.split(), *BATCH])
-    model = found["verdicts"][0]["plans"][0]["config"]["model"]
+    model = verdict_of([*one, *sizes.split(), *more.split(), *BATCH])[1]["config"]["model"]
     assert model["swiglu"] and not model["add_bias_linear"] and model["window_size"] == [127, 0]
 
 
@@ -209,7 +209,7 @@ def test_a_whole_line_of_a_launch_script_is_planned():
 
 def test_a_memory_limit_is_the_memory_of_a_plan():
     arguments = [*SMALL, "--memory-limit", "4GiB"]
-    verdict = as_json(arguments)["verdicts"][0]
+    verdict, _ = verdict_of(arguments)
     assert verdict["num_gpus"] == 1, "without --gpus, the fewest that are enough"
     assert (verdict["memory_bytes"], verdict["reserve_bytes"]) == (4 * 2**30, 0)
     assert all(one["peak_bytes"] <= 4 * 2**30 for one in verdict["plans"])
@@ -218,6 +218,6 @@ def test_a_memory_limit_is_the_memory_of_a_plan():
 
 def test_the_policy_auto_is_what_the_planner_searches():
     arguments = [*SMALL, "--gpus", "1", "--memory-budget", "5GiB", "--micro-batch-size=8"]
-    own = as_json(arguments)
-    assert as_json([*arguments, "--recompute-policy", "auto"]) == own
-    assert own["verdicts"][0]["plans"][0]["recompute_policy"] != "*:none"
+    own = verdict_of(arguments)
+    assert verdict_of([*arguments, "--recompute-policy", "auto"]) == own
+    assert own[1]["recompute_policy"] != "*:none"
