@@ -76,36 +76,34 @@ def measure_stall(one, clock, repeats, *, steps):
     The row "waits" is the time of the call to `save` alone, which the log reports.
     """
     shutil.rmtree(one.directory, ignore_errors=True)
-    ways = {"in the foreground": False, "in the background": True}
-    extra = {name: [] for name in (*ways, "in the background, waits")}
-    one_step = []
-    iterations = iter(range(1, 10**6))
-    waits = 0.0
+    iterations, waits = iter(range(1, 10**6)), []
 
     def stepped(save=None):
-        nonlocal waits
         saver = None
         for step in range(steps):
             one.step()
             if save is not None and step == steps // 4:
                 before = time.perf_counter()
                 saver = save(next(iterations))
-                waits = (time.perf_counter() - before) * 1000.0
+                waits.append((time.perf_counter() - before) * 1000.0)
         if saver is not None:
             saver.wait()  # until it is durable
 
-    for number in range(repeats + 1):
-        alone = clock.ms(stepped)
-        found = {}
-        for name, async_save in ways.items():
-            with one.saver(async_save=async_save) as save:
-                found[name] = clock.ms(partial(stepped, save)) - alone
-            found[f"{name}, waits"] = waits
-        if number:  # the first warms up
-            one_step.append(alone / steps)
-            for name in extra:
-                extra[name].append(found[name])
-    return rows_of("stall", extra, one_step)
+    def saved(*, async_save):
+        """Returns the time of the steps with a save, and of the call to it."""
+        with one.saver(async_save=async_save) as save:
+            return clock.ms(partial(stepped, save)), waits[-1]
+
+    ways = {"in the foreground": False, "in the background": True}
+    saving = {name: partial(saved, async_save=is_async) for name, is_async in ways.items()}
+    found = in_rounds({"alone": partial(clock.ms, stepped), **saving}, repeats)
+    alone = found.pop("alone")
+    extra = {
+        name: [ms - base for (ms, _), base in zip(times, alone, strict=True)]
+        for name, times in found.items()
+    }
+    extra["in the background, waits"] = [ms for _, ms in found["in the background"]]
+    return rows_of("stall", extra, [ms / steps for ms in alone])
 
 
 def parse(argv):

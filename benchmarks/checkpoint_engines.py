@@ -28,7 +28,6 @@ from megatron_lite.training.loop import Trainer
 from megatron_lite.training.step import train_step
 
 DISK, OURS = "disk", "megatron_lite"
-BUFFER_BYTES = 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,15 +199,13 @@ def synced(path):
 
 def write_plainly(path, data):
     """Writes the bytes to one file and syncs it: the disk's own speed."""
-    with path.open("wb", buffering=0) as file:
-        for start in range(0, len(data), BUFFER_BYTES):
-            file.write(data[start : start + BUFFER_BYTES])
+    path.write_bytes(data)
     synced(path)
 
 
 def read_plainly(path):
     """Reads one file through a small buffer: the disk's own speed."""
-    buffer = bytearray(BUFFER_BYTES)
+    buffer = bytearray(2**22)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass

@@ -186,7 +186,7 @@ def parse_benchmark(parser, argv):
     if args.clock == "cpu" and (args.threads != 1 or args.device.type != "cpu"):
         parser.error("--clock cpu reads one thread's processor time: add --threads 1 --device cpu")
     if "preset" in args:
-        sizes = {name: getattr(args, name, None) for name in Shape.__dataclass_fields__}
+        sizes = {name: vars(args).get(name) for name in Shape.__dataclass_fields__}
         given = {name: size for name, size in sizes.items() if size is not None}
         args.shape = replace(PRESETS[args.preset], **given)
     if args.threads is not None:

@@ -163,20 +163,20 @@ def count(config):
             counts.part = "forward and backward"
             with counts:
                 train_step(step.runner, step.optimizer, step.batches, learning_rate=1e-6)
-    return {"launches": dict(counts.launches), "bytes": dict(counts.num_bytes)}
+    return counts
 
 
 def main():
     for flags in ("--no-torch-compile", "--torch-compile"):
         found = count(parse_args(f"{GPT2} {' '.join(sys.argv[1:])} {flags}".split()).config)
-        launches, moved = found["launches"], found["bytes"]
         print(flags)
         for part in ("forward and backward", "optimizer"):
-            rows = {name: n for name, n in launches.items() if name.startswith(part)}
-            total = sum(moved[name] for name in rows)
+            rows = {name: n for name, n in found.launches.items() if name.startswith(part)}
+            total = sum(found.num_bytes[name] for name in rows)
             print(f"  {part}: {sum(rows.values())} launches, {total / 1e9:.2f} GB pointwise")
             for name, number in sorted(rows.items(), key=lambda row: -row[1]):
-                print(f"    {number:5d} {moved[name] / 1e9:8.2f} GB  {name.partition(': ')[2]}")
+                gigabytes = found.num_bytes[name] / 1e9
+                print(f"    {number:5d} {gigabytes:8.2f} GB  {name.partition(': ')[2]}")
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ import json
 import statistics
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
 from megatron_lite.cli.flags import parse_args
-from megatron_lite.config.stages import Stage
 from megatron_lite.plan.hardware import Flash, Mode, load_hardware
 from megatron_lite.plan.step_time import OPTIMIZER, step_time
 
@@ -60,12 +59,8 @@ def rows(group):
         time = step_time(_config(run["flags"]), machine, 1)
         predicted = time.seconds + own["step_wait_s"]
         predicted -= time.terms[OPTIMIZER] if run.get("skips_update") else 0.0
-        found.append(
-            Row(
-                *("this engine", run["kind"], run["name"], 1),
-                *(run["step_ms"] / 1000.0, predicted, time.band),
-            )
-        )
+        seconds = run["step_ms"] / 1000.0
+        found.append(Row("this engine", run["kind"], run["name"], 1, seconds, predicted, time.band))
     return found
 
 
@@ -85,37 +80,25 @@ def _published(source):
 
 def _row(source, run, words, machine):
     config, gpus = _config(words), run["gpus"]
-    model, parallel = config.model, config.parallel
     length, batch = config.data.seq_length, config.training.global_batch_size or 1
-    more = {}
+    transfer_bytes = None
     if "micro_batch_sizes" in run:  # 2104.04473, section 4.1: ranks send a part each
-        hidden = length * config.training.micro_batch_size * model.hidden_size * 2
-        more["transfer_bytes"] = hidden // parallel.tensor_model_parallel_size
-    if run.get("empty_ends"):  # 2407.21783, section 3.3.2
-        more["all_stages"] = _stages_with_empty_ends(model.num_layers, 16)
+        hidden = length * config.training.micro_batch_size * config.model.hidden_size * 2
+        transfer_bytes = hidden // config.parallel.tensor_model_parallel_size
     measured = batch * length / run["tokens_per_second"]
-    time = step_time(config, machine, gpus, **more)
-    alone = step_time(config, machine, gpus, **more, sends=False).seconds
+    timed = partial(step_time, config, machine, gpus, transfer_bytes=transfer_bytes)
+    time, alone = timed(), timed(sends=False).seconds
     predicted = alone + run.get("sent", 1.0) * (time.seconds - alone)
     return Row(
-        *(source["source"], source["kind"], run["name"], gpus, measured / gpus),
-        *(predicted, time.band, run.get("outside", "")),
+        source["source"],
+        source["kind"],
+        run["name"],
+        gpus,
+        measured / gpus,
+        predicted,
+        time.band,
+        run.get("outside", ""),
     )
-
-
-def _stages_with_empty_ends(count, size):
-    """Returns stages of one layer each, of which the first and the last have none."""
-    return [
-        Stage(
-            number=number,
-            count=count,
-            rank=number % size,
-            chunk=number // size,
-            first_layer=max(0, number - 1),
-            num_layers=int(0 < number < count - 1),
-        )
-        for number in range(count)
-    ]
 
 
 def _config(words):

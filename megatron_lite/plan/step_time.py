@@ -83,7 +83,6 @@ def step_time(
     hardware: Hardware,
     num_ranks: int,
     *,
-    all_stages: Sequence[Stage] | None = None,
     transfer_bytes: int | None = None,
     bound: bool = False,
     sends: bool = True,
@@ -91,7 +90,6 @@ def step_time(
 ) -> StepTime:
     """Returns the time of one step of the full batch.
 
-    all_stages: other stages than the flags describe, in the order of the model.
     transfer_bytes: the bytes that a rank sends to the next stage, if they are not its hidden
         states.
     bound: whether to return a lower bound, in less time: the pipeline's longest simple path instead
@@ -111,7 +109,7 @@ def step_time(
         clock = clock._replace(cp=Group(1), ep=Group(1))
     run = TimedRun(config, clock, Group(dp_size * parallel.context_parallel_size, t))
     pipeline = Group(p, run.data_parallel.size * t)
-    own_stages = _alike(config, all_stages or config.stages())
+    own_stages = _alike(config)
     passages = _passages(run, own_stages, num_microbatches)
     sent = transfer_bytes or Shape(model, Sizes.of(config, hardware.device)).residual
     link = hardware.inside if pipeline.per_node(hardware) == p else hardware.between
@@ -213,13 +211,13 @@ def _terms(
     return {term: pace * seconds for term, seconds in terms.items() if seconds > 0.0}
 
 
-def _alike(config: RunConfig, all_stages: Sequence[Stage]) -> tuple[Stage, ...]:
+def _alike(config: RunConfig) -> tuple[Stage, ...]:
     """Returns the stages with alike ones as one, so that caches of their times find them.
 
     Without rules that name a stage, only its layers count, and which end of the model it holds.
     """
     if any(rule.stage is not None for rule in config.recompute.policy.rules):
-        return tuple(all_stages)
+        return tuple(config.stages())
     return tuple(
         Stage(
             number=0 if stage.is_first else 1,
@@ -229,7 +227,7 @@ def _alike(config: RunConfig, all_stages: Sequence[Stage]) -> tuple[Stage, ...]:
             first_layer=first_like_stage(config, stage),
             num_layers=stage.num_layers,
         )
-        for stage in all_stages
+        for stage in config.stages()
     )
 
 
