@@ -31,7 +31,7 @@ from benchmarks.outcomes import EQUAL, ROUNDED, alone, verdict
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign import Foreign, Outcome, Prepare, train
 from tests.support.foreign_families import FAMILIES, VARIANTS
-from tests.support.foreign_layers import LAYERS, UNSEEN
+from tests.support.foreign_layers import LAYERS
 from tests.support.foreign_wrapped import (
     compile_around,
     compile_forwards,
@@ -43,7 +43,7 @@ from tests.support.odd_state import CONTEXTS, STATES
 from tests.support.ranks import run_ranks
 
 BEGIN, END = "<!-- tables of benchmarks/who_is_right.py -->", "<!-- end of the tables -->"
-MODELS = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN, **STATES, **CONTEXTS}
+MODELS = {**FAMILIES, **VARIANTS, **LAYERS, **STATES, **CONTEXTS}
 ROUNDING = 1e-3  # relative; a gradient further off is wrong
 BF16_ROUNDING = 2.0**-5  # under autocast
 WAYS_OF = "BERT"  # the model of the table of ways to train: no cache, no side channel
@@ -235,7 +235,6 @@ TABLES = {
         lambda: _trained([*VARIANTS]),
     ),
     "Layers of plain torch": ("a layer returns, holds, takes or does", lambda: _trained([*LAYERS])),
-    "What other engines do not see": ("a layer draws or counts with", lambda: _trained([*UNSEEN])),
     "State that a replay must restore or refuse": ("a layer has", lambda: _trained([*STATES])),
     "What surrounds the forward, and not backward": (
         "the caller sets",

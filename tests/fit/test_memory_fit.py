@@ -33,7 +33,7 @@ STATES_OF_GENERATORS = 8192
 
 
 FIRST = ["GPT-2", "Gemma 2", "T5"]  # the other families are weekly tests
-NEWER = ["LFM2", "Falcon-H1", "Qwen3-MoE"]
+NEWER = ["Lfm2", "FalconH1", "Qwen3Moe"]
 
 
 class Block(nn.Module):

@@ -24,16 +24,17 @@ from tests.support.foreign_wrapped import (
     train_compiled,
     train_in_ddp,
 )
+from tests.support.odd_layers import EACH_KIND
 from tests.support.pairs import FULL_GRIDS, covered
 from tests.support.ranks import run_ranks
 
 EVERY_MODEL = [*FAMILIES, *VARIANTS, *LAYERS]
-TEXTS = ("*:full", "*:ops(matmul)", "*:full@host")
+TEXTS = EACH_KIND[:3]
 BRIEF = ("GPT-2", "Llama", "Mixtral, router loss", "T5")
 
 
 @pytest.mark.runs(daily=24, ci=24)
-@pytest.mark.parametrize("text", ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"])
+@pytest.mark.parametrize("text", EACH_KIND)
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_every_model_trains_as_without_a_policy_or_is_refused(name, text):
     assert faults(name, text) == []
@@ -47,7 +48,7 @@ def test_every_way_to_train_gives_the_gradients_of_the_plain_model(name, situati
 
 
 @pytest.mark.runs(daily=0, ci=6)
-@pytest.mark.parametrize("text", ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"])
+@pytest.mark.parametrize("text", EACH_KIND)
 @pytest.mark.parametrize("name", NEWER)
 def test_the_default_call_of_a_newer_family_trains_as_without_a_policy(name, text):
     foreign = newer(name)
@@ -78,9 +79,9 @@ def test_without_gradients_a_layer_runs_once_and_keeps_nothing(text):
     torch.manual_seed(3)
     model = LAYERS["a tensor"].build().eval()
     expected = chain_loss(model, 0)
-    apply_policy_(model, layers_fqn="blocks", policy=text)
+    apply_policy_(model, layers_fqn="layers", policy=text)
     calls = []
-    model.blocks[0].fc1.register_forward_hook(lambda *_: calls.append(None))
+    model.layers[0].first.register_forward_hook(lambda *_: calls.append(None))
     with torch.no_grad():
         found = chain_loss(model, 0)
     assert torch.equal(found, expected) and not found.requires_grad and len(calls) == 1
@@ -91,12 +92,12 @@ def test_without_gradients_a_layer_runs_once_and_keeps_nothing(text):
 def test_hooks_on_gradients_run_once():
     torch.manual_seed(3)
     model = LAYERS["a tensor"].build()
-    apply_policy_(model, layers_fqn="blocks", policy="*:full")
+    apply_policy_(model, layers_fqn="layers", policy="*:full")
     calls = []
-    layer = model.blocks[1]
+    layer = model.layers[1]
     layer.register_full_backward_hook(lambda *_: calls.append("layer"))
-    layer.fc1.weight.register_hook(lambda grad: calls.append("weight"))
-    layer.fc1.weight.register_post_accumulate_grad_hook(
+    layer.first.weight.register_hook(lambda grad: calls.append("weight"))
+    layer.first.weight.register_post_accumulate_grad_hook(
         lambda parameter: calls.append("accumulated")
     )
     chain_loss(model, 0).backward()
@@ -136,8 +137,7 @@ PLACES = {
 
 @pytest.mark.runs(ci=4)
 @pytest.mark.parametrize(
-    ("text", "place", "name"),
-    covered(product([*TEXTS, "*:none@host"], PLACES, ["a tensor", "named tuple"])),
+    ("text", "place", "name"), covered(product(EACH_KIND, PLACES, ["a tensor", "named tuple"]))
 )
 def test_a_compiled_model_with_a_policy_trains_as_without(name, text, place):
     wrap, first = PLACES[place]

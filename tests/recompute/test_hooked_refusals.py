@@ -7,7 +7,17 @@ from torch import nn
 
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.replay import RecomputeMismatch
-from tests.support.odd_layers import Block, Model, Norms, assert_equal, batches, outcome, put, step
+from tests.support.odd_layers import (
+    EACH_KIND,
+    Block,
+    Model,
+    Norms,
+    assert_equal,
+    batches,
+    outcome,
+    put,
+    step,
+)
 
 
 class Stateful:
@@ -30,7 +40,7 @@ def run_with(kind, policy, between=lambda model, hidden: None, **options):
     hidden.square().mean().backward()
 
 
-@pytest.mark.parametrize("policy", ["*:full", "*:ops(matmul)", "*:full@host"])
+@pytest.mark.parametrize("policy", EACH_KIND[:3])
 def test_an_object_among_the_arguments_that_a_layer_changes_is_named(policy):
     class Takes(Block):
         def forward(self, hidden, memory=None):

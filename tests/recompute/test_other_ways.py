@@ -13,9 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.recompute.apply import remove_policy_
-from tests.support.odd_layers import Block, InOrder, Model, assert_equal, batches, put
-
-POLICIES = ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"]
+from tests.support.odd_layers import EACH_KIND, Block, InOrder, Model, assert_equal, batches, put
 
 
 class Normed(nn.Module):
@@ -47,7 +45,7 @@ def assert_right(model, policy, given):
     assert_equal(gradients(model, given), expected)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EACH_KIND)
 def test_lazy_layers_train_as_without_a_policy(policy):
     def steps(policy):
         torch.manual_seed(1)
@@ -61,7 +59,7 @@ def test_lazy_layers_train_as_without_a_policy(policy):
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EACH_KIND)
 def test_layers_that_are_compiled_modules_train_as_without_a_policy(policy):
     assert_right(
         InOrder(lambda: torch.compile(Normed(), backend="aot_eager")), policy, batches()[0]
@@ -89,7 +87,7 @@ def test_a_choice_of_attention_kernels_around_the_forward_is_that_of_the_replay(
     assert_right(Chosen(Attention), "*:full", torch.randn(2, 5, 8))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EACH_KIND)
 def test_forward_mode_differentiation_is_that_of_the_plain_model(policy):
     """The tangent of the loss is differentiated once more, backward."""
 
@@ -179,7 +177,7 @@ def without_values_first(model):
 
 @pytest.mark.runs(daily=3, ci=9)
 @pytest.mark.filterwarnings("ignore:Under a transform of torch", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EACH_KIND)
 @pytest.mark.parametrize(
     "way",
     [

@@ -8,13 +8,12 @@ import itertools
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.recompute.apply import apply_policy_
-from tests.support.foreign_families import DECODER, language_loss
+from tests.support.foreign_families import DECODER, language_loss, made
 from tests.support.odd_layers import InOrder, assert_equal, put
 from tests.support.storages import addresses
 
@@ -61,9 +60,7 @@ def noise(monkeypatch):
 
 def build(name):
     torch.manual_seed(3)
-    config = getattr(transformers, f"{name}Config")(**(DECODER | FAMILIES[name]))
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    return model.train()
+    return made(name, **DECODER, **FAMILIES[name])
 
 
 def gradients(model, restart, loss):

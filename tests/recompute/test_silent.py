@@ -15,7 +15,7 @@ from megatron_lite.api import apply_policy_
 from megatron_lite.recompute import hooked
 from megatron_lite.recompute.replay import RecomputeMismatch
 from tests.support.foreign import Foreign
-from tests.support.odd_layers import Block, Model, assert_equal, batches, outcome, put
+from tests.support.odd_layers import EACH_KIND, Block, Model, assert_equal, batches, outcome, put
 from tests.support.odd_state import (
     CONTEXTS,
     STATES,
@@ -28,7 +28,6 @@ from tests.support.odd_state import (
     scripted,
 )
 
-POLICIES = ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"]
 CASES = {**STATES, **CONTEXTS, **UNLISTED}
 
 
@@ -79,7 +78,7 @@ def test_a_verified_call_sees_a_weight_that_changed_without_a_version():
 
 @pytest.mark.runs(daily=24, ci=48)
 @pytest.mark.parametrize("verify", ["first", False])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EACH_KIND)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_equal_or_refused(name, policy, verify):
     foreign = CASES[name]
@@ -104,7 +103,7 @@ def test_a_router_that_chooses_otherwise_is_named(policy):
 
 @pytest.mark.runs(daily=2, ci=5)
 @pytest.mark.parametrize(
-    ("policy", "verify"), [*zip(POLICIES, ["first", False] * 2, strict=True), ("*:full", False)]
+    ("policy", "verify"), [*zip(EACH_KIND, ["first", False] * 2, strict=True), ("*:full", False)]
 )
 def test_what_only_counts_is_counted_once(policy, verify):
     counted = []
@@ -115,7 +114,7 @@ def test_what_only_counts_is_counted_once(policy, verify):
         counted[:] = [OnlyCounts.everyone, *(layer.stats for layer in model.layers)]
         return model
 
-    trained(Foreign(build=build, loss=plainly, lists=("layers",)), policy, verify=verify)
+    trained(Foreign(build=build, loss=plainly), policy, verify=verify)
     assert counted[0].total == counted[0].log[-1] == counted[0].kinds["call"] == 27
     assert [stats["call"] for stats in counted[1:]] == [9, 9, 9]
 

@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.dispatch import Dispatches
+from tests.support.odd_layers import EACH_KIND
 from tests.support.pairs import FULL_GRIDS
 
 # torch's own tests need this package, and its databases import it.
 pytest.importorskip("expecttest")
 
-POLICIES = ["*:full", "*:full@host", "*:none@host", "*:ops(matmul)"]
 NUM_STEPS = 4
 ALL = FULL_GRIDS or os.environ.get("TORCH_DATABASES") == "all"
 # These do not repeat themselves in plain torch: memory that no kernel sets, or a choice of threads.
@@ -56,7 +56,7 @@ def _no_leaf(value):
 
 
 def by_turns(entries, policy):
-    turn = POLICIES.index(policy)
+    turn = EACH_KIND.index(policy)
     return entries if ALL else entries[turn * 6 :: 24]
 
 
@@ -163,13 +163,13 @@ def faults(cases, policy, **options):
 
 
 @pytest.mark.runs(daily=0)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EACH_KIND)
 def test_operators_are_right(policy):
     assert faults(operators(policy), policy) == []
 
 
 @pytest.mark.runs(daily=0, ci=4)
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EACH_KIND)
 def test_modules_are_right(policy, training):
     assert faults(modules(policy, training), policy) == []

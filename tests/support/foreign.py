@@ -13,6 +13,7 @@ is on in every model that has it.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ class Foreign:
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int], Tensor]
-    lists: tuple[str, ...] = ("blocks",)
+    lists: tuple[str, ...] = ("layers",)
     inner: str | None = None
     may_refuse: bool = False
 
@@ -64,8 +65,8 @@ def train(foreign, situation="two micro-batches", prepare=None):
     """
     torch.manual_seed(SEED)
     model = foreign.build()
-    if situation in CHANGES:
-        CHANGES[situation](model)
+    if "adapters" in situation:
+        freeze_all_but_adapters(model)
     model = (prepare(model) if prepare is not None else None) or model
     torch.manual_seed(SEED + 1)
     random.seed(SEED)
@@ -139,10 +140,11 @@ def _copy(tensor):
     return None if tensor is None else tensor.detach().clone()
 
 
-def _two_micro_batches(model, foreign):
+def two_micro_batches(model, foreign, *, autocast=False):
     losses = []
     for number in range(2):
-        losses.append(foreign.loss(model, number))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses.append(foreign.loss(model, number))
         losses[-1].backward()
     return outcome(model, losses)
 
@@ -152,15 +154,6 @@ def _in_flight(model, foreign):
     losses = [foreign.loss(model, number) for number in range(2)]
     for one in reversed(losses):
         one.backward()
-    return outcome(model, losses)
-
-
-def _autocast(model, foreign):
-    losses = []
-    for number in range(2):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            losses.append(foreign.loss(model, number))
-        losses[-1].backward()
     return outcome(model, losses)
 
 
@@ -231,12 +224,13 @@ def _weight_written(model, foreign):
     return outcome(model, [one])
 
 
+under_autocast = partial(two_micro_batches, autocast=True)
 SITUATIONS = {
-    "two micro-batches": _two_micro_batches,
+    "two micro-batches": two_micro_batches,
     "two forwards in flight": _in_flight,
-    "bf16 autocast": _autocast,
-    "adapters": _two_micro_batches,
-    "adapters under bf16 autocast": _autocast,
+    "bf16 autocast": under_autocast,
+    "adapters": two_micro_batches,
+    "adapters under bf16 autocast": under_autocast,
     "backward twice": _two_backwards,
     "torch.autograd.grad": _autograd_grad,
     "functional_call": _functional_call,
@@ -267,7 +261,7 @@ class Adapter(nn.Module):
         return self.base(hidden_states) + self.up(self.down(self.dropout(hidden_states)))
 
 
-ADAPTED = frozenset({"c_attn", "q_proj", "v_proj", "q", "v", "query", "value", "in_proj", "fc1"})
+ADAPTED = frozenset({"c_attn", "q_proj", "v_proj", "q", "v", "query", "value", "in_proj", "first"})
 
 
 def freeze_all_but_adapters(model):
@@ -284,9 +278,6 @@ def freeze_all_but_adapters(model):
     for parent, name, child in found:
         setattr(parent, name, Adapter(child))
     model.train()
-
-
-CHANGES = {name: freeze_all_but_adapters for name in SITUATIONS if name.startswith("adapters")}
 
 
 def count_unequal(expected, found, tolerance):

@@ -48,30 +48,32 @@ def language_loss(model, number):
     return model(input_ids=tokens(number), labels=tokens(number)).loss
 
 
-def made(prefix, head, **options):
+def made(prefix, head="ForCausalLM", **options):
     """Returns the model of transformers whose classes have the prefix."""
     config = getattr(transformers, f"{prefix}Config")(**options)
     return getattr(transformers, f"{prefix}{head}")(config).train()
 
 
 gpt2 = partial(made, "GPT2", "LMHeadModel", **IDS, n_layer=3, n_embd=32, n_head=4, n_positions=32)
-llama = partial(made, "Llama", "ForCausalLM", **DECODER)
-qwen3 = partial(made, "Qwen3", "ForCausalLM", **DECODER, head_dim=8)
+llama = partial(made, "Llama", **DECODER)
+qwen3 = partial(made, "Qwen3", **DECODER, head_dim=8)
 # Local and global attention in turn, and capped scores.
-gemma2 = partial(
-    *(made, "Gemma2", "ForCausalLM"),
-    **dict(DECODER, head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
-)
+gemma2 = partial(made, "Gemma2", **DECODER, head_dim=8, sliding_window=4, query_pre_attn_scalar=8)
 # Its routers have their own loss, which leaves layers by a side channel.
 mixtral = partial(
-    *(made, "Mixtral", "ForCausalLM"),
-    **dict(DECODER, num_local_experts=4, router_jitter_noise=0.1),
+    made,
+    "Mixtral",
+    **DECODER,
+    num_local_experts=4,
+    router_jitter_noise=0.1,
     output_router_logits=True,
     router_aux_loss_coef=0.5,
 )
 # Decoder layers read the encoder's output and the first one's position bias.
 t5 = partial(
-    *(made, "T5", "ForConditionalGeneration"),
+    made,
+    "T5",
+    "ForConditionalGeneration",
     **dict(vocab_size=VOCAB, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0),
     **dict(num_layers=3, d_model=32, d_kv=8, d_ff=48, num_heads=4),
     relative_attention_num_buckets=8,
@@ -79,15 +81,24 @@ t5 = partial(
 )
 bert = partial(
     *(made, "Bert", "ForMaskedLM"),
-    **dict(ENCODER, vocab_size=VOCAB, pad_token_id=0, max_position_embeddings=32),
+    **ENCODER,
+    vocab_size=VOCAB,
+    pad_token_id=0,
+    max_position_embeddings=32,
 )
 vit = partial(  # 2 x 2 patches
     made, "ViT", "ForImageClassification", **ENCODER, image_size=8, patch_size=4, num_labels=5
 )
 # It runs in its reference form, which works on every device.
 mamba = partial(
-    *(made, "Mamba", "ForCausalLM"),
-    **dict(IDS, num_hidden_layers=3, hidden_size=32, state_size=4, expand=1, time_step_rank=4),
+    made,
+    "Mamba",
+    **IDS,
+    num_hidden_layers=3,
+    hidden_size=32,
+    state_size=4,
+    expand=1,
+    time_step_rank=4,
 )
 
 
@@ -138,7 +149,8 @@ class Prefixed(nn.Module):
 
 
 def family(build, *lists, loss=language_loss, may_refuse=False, inner=None):
-    """Returns the description of a model of transformers."""
+    """Returns the description of a model of transformers. lists: by default "model.layers"."""
+    lists = lists or ("model.layers",)
     return Foreign(build=build, loss=loss, lists=lists, may_refuse=may_refuse, inner=inner)
 
 
@@ -156,109 +168,86 @@ LAYER_INPUTS = dict(
     sliding_window=4,
     layer_types=["sliding_attention", "full_attention"] * 2,
 )
-# By name: the prefix of the classes, "Text" if the configuration is that of a part, its options.
+# The options, by the prefix of the classes.
 # They have caches of several kinds, experts, or layers that share keys and values.
 NEWER = {
-    "Jamba": (
-        "Jamba",
-        "",
-        dict(
-            EXPERTS,
-            expert_layer_period=2,
-            expert_layer_offset=1,
-            attn_layer_period=3,
-            attn_layer_offset=1,
-            mamba_d_state=4,
-            mamba_dt_rank=4,
-        ),
+    "Jamba": dict(
+        EXPERTS,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
     ),
-    "Bamba": ("Bamba", "", dict(MAMBA2, attn_layer_indices=[1])),
-    "Falcon-H1": ("FalconH1", "", dict(MAMBA2, mamba_d_ssm=64)),
-    "LFM2": ("Lfm2", "", dict(layer_types=["conv", "full_attention", "conv"])),
-    "Qwen3-Next": (
-        "Qwen3Next",
-        "",
-        dict(
-            MOE,
-            head_dim=8,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            shared_expert_intermediate_size=16,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-        ),
+    "Bamba": dict(MAMBA2, attn_layer_indices=[1]),
+    "FalconH1": dict(MAMBA2, mamba_d_ssm=64),
+    "Lfm2": dict(layer_types=["conv", "full_attention", "conv"]),
+    "Qwen3Next": dict(
+        MOE,
+        head_dim=8,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
-    "Zamba2": (
-        "Zamba2",
-        "",
-        dict(
-            num_hidden_layers=4,
-            mamba_d_state=8,
-            mamba_ngroups=1,
-            mamba_headdim=16,
-            n_mamba_heads=4,
-            chunk_size=4,
-            num_mem_blocks=1,
-            layers_block_type=["mamba", "hybrid"] * 2,
-            adapter_rank=4,
-        ),
+    "Zamba2": dict(
+        num_hidden_layers=4,
+        mamba_d_state=8,
+        mamba_ngroups=1,
+        mamba_headdim=16,
+        n_mamba_heads=4,
+        chunk_size=4,
+        num_mem_blocks=1,
+        layers_block_type=["mamba", "hybrid"] * 2,
+        adapter_rank=4,
     ),
-    "Nemotron-H": (
-        "NemotronH",
-        "",
-        dict(
-            num_hidden_layers=4,
-            layers_block_type=["mamba", "attention", "moe", "mamba"],
-            head_dim=8,
-            ssm_state_size=8,
-            mamba_num_heads=4,
-            mamba_head_dim=16,
-            n_groups=1,
-            chunk_size=4,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            moe_shared_expert_intermediate_size=16,
-        ),
+    "NemotronH": dict(
+        num_hidden_layers=4,
+        layers_block_type=["mamba", "attention", "moe", "mamba"],
+        head_dim=8,
+        ssm_state_size=8,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=1,
+        chunk_size=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
     ),
-    "GraniteMoeHybrid": (
-        "GraniteMoeHybrid",
-        "",
-        dict(
-            MAMBA2,
-            layer_types=["mamba", "attention", "mamba"],
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            shared_intermediate_size=16,
-        ),
+    "GraniteMoeHybrid": dict(
+        MAMBA2,
+        layer_types=["mamba", "attention", "mamba"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=16,
     ),
-    "Gemma 3n": (
-        "Gemma3n",
-        "Text",
-        dict(LAYER_INPUTS, laurel_rank=4, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
-    ),
-    "Gemma 4": ("Gemma4", "Text", dict(LAYER_INPUTS, global_head_dim=8)),
-    "Qwen3-MoE": ("Qwen3Moe", "", dict(MOE, output_router_logits=True)),
+    "Gemma3n": dict(LAYER_INPUTS, laurel_rank=4, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
+    "Gemma4": dict(LAYER_INPUTS, global_head_dim=8),
+    "Qwen3Moe": dict(MOE, output_router_logits=True),
 }
 
 
 def newer(name):
     """Returns a family of NEWER, or None if the installed transformers lacks it."""
-    prefix, part, options = NEWER[name]
-    model = getattr(transformers, f"{prefix}ForCausalLM", None)
-    config = getattr(transformers, f"{prefix}{part}Config", None)
+    model, of_text, config = (
+        getattr(transformers, name + part, None) for part in ("ForCausalLM", "TextConfig", "Config")
+    )
+    config = of_text or config
     if model is None or config is None:
         return None
-    return family(lambda: model(config(**(DECODER | options))).train(), "model.layers")
+    return family(lambda: model(config(**(DECODER | NEWER[name]))).train())
 
 
 FAMILIES = {
     "GPT-2": family(gpt2, "transformer.h"),
-    "Llama": family(llama, "model.layers"),
-    "Qwen3": family(qwen3, "model.layers"),
-    "Gemma 2": family(gemma2, "model.layers"),
-    "Mixtral, router loss": family(mixtral, "model.layers"),
+    "Llama": family(llama),
+    "Qwen3": family(qwen3),
+    "Gemma 2": family(gemma2),
+    "Mixtral, router loss": family(mixtral),
     "T5": family(t5, "encoder.block", "decoder.block", inner="decoder.block.1.layer"),
     "BERT": family(bert, "bert.encoder.layer"),
     "ViT": family(vit, "vit.layers", loss=image_loss),
@@ -267,7 +256,7 @@ FAMILIES = {
 # Some of these models with further inputs of a layer, or with a part of the loss that does not
 # leave a layer by its first output.
 VARIANTS = {
-    "Llama, padded batch": family(llama, "model.layers", loss=masked_loss),
+    "Llama, padded batch": family(llama, loss=masked_loss),
     "BERT, padded batch": family(bert, "bert.encoder.layer", loss=masked_loss),
     "GPT-2, eager attention": family(partial(gpt2, attn_implementation="eager"), "transformer.h"),
     "GPT-2, attentions in the loss": family(
@@ -276,7 +265,7 @@ VARIANTS = {
     "BERT, attentions in the loss": family(
         partial(bert, attn_implementation="eager"), "bert.encoder.layer", loss=attentions_loss
     ),
-    "Llama, hidden states in the loss": family(llama, "model.layers", loss=hidden_states_loss),
+    "Llama, hidden states in the loss": family(llama, loss=hidden_states_loss),
     "Llama, learned prefix in the cache": family(
         Prefixed,
         "model.model.layers",

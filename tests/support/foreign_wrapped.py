@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.foreign import SEED, outcome
+from tests.support.foreign import SEED, outcome, two_micro_batches
 
 
 def train_in_ddp(foreign, prepare, *, find_unused, static=False):
@@ -65,9 +65,4 @@ def train_compiled(foreign, prepare, *, wrap, backend, first=False):
     if not first:
         model = wrap(model, foreign, backend)
     torch.manual_seed(SEED + 1)
-    losses = []
-    for number in range(2):
-        loss = foreign.loss(model, number)
-        losses.append(loss.detach())
-        loss.backward()
-    return outcome(model, losses)
+    return two_micro_batches(model, foreign)

@@ -1,4 +1,6 @@
-"""Layers of plain torch with every kind of side channel and state (outputs: foreign_layers.py).
+"""Layers of plain torch with every kind of side channel and state.
+
+foreign_layers.py has every kind of output and argument.
 
 `Model` has three of them, and `outcome` returns the result of its training.
 """
@@ -10,6 +12,8 @@ import torch
 from torch import nn
 
 from megatron_lite.api import apply_policy_
+
+WIDTH = 6
 
 
 class Block(nn.Module):
@@ -62,16 +66,15 @@ class SetsAux(Block):
         return hidden
 
 
+EACH_KIND = ("*:full", "*:ops(matmul)", "*:full@host", "*:none@host")
 POLICIES = ["*:full", "every-2:full", "*:ops(matmul)", "0:ops(matmul/2); 1:full@host; *:none@host"]
 
 
 class Model(nn.Module):
-    def __init__(self, kind, *, frozen=False):
+    def __init__(self, kind):
         super().__init__()
         self.embedding = nn.Linear(6, 6)
         self.layers = nn.ModuleList(kind() for _ in range(3))
-        if frozen:
-            self.embedding.requires_grad_(False)
 
     def forward(self, x):
         hidden = self.embedding(x)

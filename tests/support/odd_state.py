@@ -18,11 +18,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import CellType, MethodType
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.overrides import TorchFunctionMode
 
 from megatron_lite.parallel.torch_internals import TorchDispatchMode
@@ -152,10 +154,12 @@ class WritesView(Model):
         return self.layers[0](hidden, hidden[0]).square().mean()
 
 
-class OldSpectral(Block):
-    def __init__(self):
+class Spectral(Block):
+    """A layer with spectral norm, which updates its vectors in each forward."""
+
+    def __init__(self, norm=spectral_norm):
         super().__init__()
-        self.first = nn.utils.spectral_norm(self.first)
+        self.first = norm(self.first)
 
 
 class Remembers(Block):
@@ -280,6 +284,16 @@ class Load(Block):
         self.nested["seen"][0][0] += 1
         shift = self.load + self.nested["loads"][0] + float(self.count[0])
         return self.body(hidden + shift * self.nested["seen"][0][0])
+
+
+class Counts(Block):
+    """Counts its calls in a number of Python."""
+
+    calls = 0
+
+    def forward(self, hidden):
+        self.calls += 1
+        return self.body(hidden * self.calls)
 
 
 class Collector:
@@ -431,20 +445,14 @@ def later(loss):
     return changing
 
 
-@contextmanager
 def hook(model):
-    handle = model.layers[1].first.register_forward_hook(doubled)
-    yield
-    handle.remove()
+    return model.layers[1].first.register_forward_hook(doubled)
 
 
-@contextmanager
 def hook_on_all(model):
-    handle = nn.modules.module.register_module_forward_hook(
+    return nn.modules.module.register_module_forward_hook(
         lambda module, args, output: 2 * output if isinstance(module, nn.Dropout) else None
     )
-    yield
-    handle.remove()
 
 
 @contextmanager
@@ -486,11 +494,8 @@ def variable(model):
     SCALE.reset(token)
 
 
-@contextmanager
 def local(model):
-    LOCAL.scale = 2.0
-    yield
-    del LOCAL.scale
+    return mock.patch.object(LOCAL, "scale", 2.0, create=True)
 
 
 def norm():
@@ -725,7 +730,7 @@ def case(build, loss=plainly, *, may_refuse=False):
     """Returns a model. build: makes the model, or one layer of it."""
     whole = build in (WritesView, Nested, Remotes, Graphs, traced)
     make = build if whole else (lambda: Model(build))
-    return Foreign(build=make, loss=loss, lists=("layers",), may_refuse=may_refuse)
+    return Foreign(build=make, loss=loss, may_refuse=may_refuse)
 
 
 STATES = {
@@ -736,14 +741,17 @@ STATES = {
     "a hook on an inner module, registered anew": case(HookAgain),
     "an inner forward, replaced once": case(ReplacesForward),
     "an argument and a view of it, which it writes": case(WritesView, may_refuse=True),
+    "an argument, which it writes": case(WritesArgument),
     "its own parameter, which it writes": case(WritesParameter),
     "ActNorm, by weight.data": case(ActNorm),
     "ActNorm, without gradients": case(partial(ActNorm, by_data=False)),
     "NumPy's generator": case(partial(OwnRandom, np.random.default_rng)),
     "NumPy's older generator": case(partial(OwnRandom, np.random.RandomState)),
     "a Random of Python": case(partial(OwnRandom, random.Random)),
+    "the generators of Python and NumPy": case(HostGenerators),
     "generators in containers": case(NestedGenerators),
     "plain tensors, arrays and nested lists that it writes": case(Load),
+    "a number that it changes and reads": case(Counts),
     "an object that it changes and reads": case(Collects),
     "objects that only count": case(OnlyCounts),
     "an object that only counts, of all layers": case(CountsTogether),
@@ -771,12 +779,10 @@ CONTEXTS = {
 UNLISTED = {
     "objects with slots, that move or change late, arrays, functions": case(CountsEverywhere),
     "scripted functions and frozen traces": case(Scripted),
-    "an argument, which it writes": case(WritesArgument),
     "a product, which the next layer writes to": case(WritesProduct),
     "a backward into its own parameters": case(AccumulatesInside, may_refuse=True),
-    "the older spectral norm": case(OldSpectral),
+    "the older spectral norm": case(partial(Spectral, nn.utils.spectral_norm)),
     "a list of what it made before": case(Remembers),
-    "generators of the host": case(HostGenerators),
     "a gradient of its own": case(Differentiates),
     "a memory with its graph in a slot of an object": case(lambda: Sequel(Memory), segments),
     "hidden modules, and layers that call each other": case(Nested),
