@@ -1,13 +1,12 @@
 """Small Hugging Face checkpoints on the disk, and conversions as a user runs them."""
 
-import json
-
 import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_lite.tools.convert import main
 from tests.support.hf import PEERS
 
+TOKENIZER_CONFIG = '{"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}'
 WORDS = ("<|endoftext|>", "to", "be", "or", "not")
 
 
@@ -26,9 +25,7 @@ def save_tokenizer(folder):
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="not"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"})
-    )
+    (folder / "tokenizer_config.json").write_text(TOKENIZER_CONFIG)
 
 
 def converted(folder, way, *flags):

@@ -32,6 +32,7 @@ def _random(name, *, model_class="", **config):
             name,
             vocab_size=V,
             attn_implementation="eager",
+            pad_token_id=None,
             **deepcopy(config),  # some change it
         )
         model = (
@@ -67,7 +68,7 @@ _SIZES = dict(
     initializer_range=0.2,
 )
 _LLAMA_SIZES = dict(
-    **_SIZES,
+    _SIZES,
     num_key_value_heads=G,
     head_dim=6,
     tie_word_embeddings=False,
@@ -78,19 +79,27 @@ _LLAMA_SIZES = dict(
 
 _QWEN2_SIZES = _without(_LLAMA_SIZES, "head_dim")
 _LATENT = dict(
-    **_SIZES,
-    **dict(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7),
-    **dict(num_key_value_heads=A, tie_word_embeddings=False, pad_token_id=None),
+    _SIZES,
+    kv_lora_rank=10,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=7,
+    num_key_value_heads=A,
+    tie_word_embeddings=False,
 )
 _DEEPSEEK = dict(
-    **_LATENT,
-    **dict(n_routed_experts=8, n_shared_experts=2, moe_intermediate_size=12),
-    **dict(num_experts_per_tok=4, first_k_dense_replace=1, routed_scaling_factor=1.5),
+    _LATENT,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    moe_intermediate_size=12,
+    num_experts_per_tok=4,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.5,
 )
 _GROUPS = dict(n_group=4, topk_group=2)
 _SHARED = dict(n_shared_experts=2, moe_intermediate_size=12, routed_scaling_factor=1.5)
-_EXPERTS = dict(_LLAMA_SIZES, num_experts_per_tok=3, pad_token_id=None)
-_QWEN2_EXPERTS = dict(_QWEN2_SIZES, num_experts_per_tok=3, pad_token_id=None)
+_EXPERTS = dict(_LLAMA_SIZES, num_experts_per_tok=3)
+_QWEN2_EXPERTS = dict(_QWEN2_SIZES, num_experts_per_tok=3)
 
 
 _NEOX = dict(_SIZES, tie_word_embeddings=False, **_rope(0.5, rope_theta=10000.0))
@@ -105,10 +114,10 @@ _GPT2_SIZES = dict(
 _MULTIPLIERS = dict(
     embedding_multiplier=3.0, residual_multiplier=0.22, logits_scaling=6.0, attention_multiplier=0.3
 )
-_GLM = dict(head_dim=D, pad_token_id=None, **_rope(0.5))
-_COHERE_SIZES = _without(_QWEN2_SIZES, "rms_norm_eps")
-_COHERE_SIZES |= dict(layer_norm_eps=1e-4, pad_token_id=None)
-_GEMMA_SIZES = {**_LLAMA_SIZES, "tie_word_embeddings": True, "pad_token_id": None}
+_GLM = dict(head_dim=D, **_rope(0.5))
+_LAST_WINDOWED = dict(sliding_window=4, layer_types=["full_attention", "sliding_attention"])
+_COHERE_SIZES = dict(_without(_QWEN2_SIZES, "rms_norm_eps"), layer_norm_eps=1e-4)
+_GEMMA_SIZES = dict(_LLAMA_SIZES, tie_word_embeddings=True)
 
 _CONFIGS = {
     "gpt2": _GPT2_SIZES,
@@ -127,109 +136,122 @@ _CONFIGS = {
         use_sliding_window=True,
         sliding_window=5,
         layer_types=["sliding_attention", "full_attention"],
-        pad_token_id=None,
         **_QWEN2_SIZES,
     ),
-    "gpt_neox": dict(**_NEOX, use_parallel_residual=False),
+    "gpt_neox": dict(_NEOX, use_parallel_residual=False),
     "gpt_neox with a parallel residual": _NEOX,
-    "nemotron": dict(**_NEOX, num_key_value_heads=G, head_dim=D),
-    "olmo2": dict(pad_token_id=None, **_QWEN2_SIZES),
-    "phi3": dict(pad_token_id=None, sliding_window=5, **_QWEN2_SIZES | _rope(0.75)),
+    "nemotron": dict(_NEOX, num_key_value_heads=G, head_dim=D),
+    "olmo2": _QWEN2_SIZES,
+    "phi3": dict(sliding_window=5, **_QWEN2_SIZES | _rope(0.75)),
     "arcee": _LLAMA_SIZES,
     "seed_oss": _LLAMA_SIZES,
-    "ministral": dict(
-        **_LLAMA_SIZES, sliding_window=4, layer_types=["full_attention", "sliding_attention"]
-    ),
+    "ministral": dict(_LLAMA_SIZES, **_LAST_WINDOWED),
     # Every 4th layer has no window: the first of CWM, and the last of OLMo 3 and EXAONE 4.
-    "cwm": dict(**_LLAMA_SIZES, sliding_window=4),
+    "cwm": dict(_LLAMA_SIZES, sliding_window=4),
     "olmo3": dict(
-        pad_token_id=None,
+        _QWEN2_SIZES,
         sliding_window=4,
-        **{
-            **_QWEN2_SIZES,
-            "num_hidden_layers": 4,
-            "rope_parameters": dict(
-                full_attention=_rope(**_YARN)["rope_parameters"],
-                sliding_attention=dict(rope_theta=500.0),
-            ),
-        },
+        num_hidden_layers=4,
+        rope_parameters=dict(
+            full_attention=_rope(**_YARN)["rope_parameters"],
+            sliding_attention=dict(rope_theta=500.0),
+        ),
     ),
-    "exaone4": dict(sliding_window=4, **{**_LLAMA_SIZES, "num_hidden_layers": 4}),
+    "exaone4": dict(_LLAMA_SIZES, sliding_window=4, num_hidden_layers=4),
     "starcoder2": dict(sliding_window=5, **_without(_QWEN2_SIZES, "rms_norm_eps")),
     "stablelm": dict(use_qkv_bias=True, **_QWEN2_SIZES | _rope(0.5)),
-    "mixtral": dict(**_EXPERTS, num_local_experts=6),
-    "olmoe": dict(**_QWEN2_EXPERTS, num_experts=6),
-    "flex_olmo": dict(**_QWEN2_EXPERTS, num_experts=6),
+    "mixtral": dict(_EXPERTS, num_local_experts=6),
+    "olmoe": dict(_QWEN2_EXPERTS, num_experts=6),
+    "flex_olmo": dict(_QWEN2_EXPERTS, num_experts=6),
     "glm4_moe": dict(
-        **{**_EXPERTS, "head_dim": 8, "num_experts_per_tok": 4},
-        **dict(**_SHARED, **_GROUPS, n_routed_experts=8, use_qk_norm=True, attention_bias=True),
+        _EXPERTS,
+        head_dim=8,
+        num_experts_per_tok=4,
+        **_SHARED,
+        **_GROUPS,
+        n_routed_experts=8,
+        use_qk_norm=True,
+        attention_bias=True,
     ),
     "solar_open": dict(
         **_without(_EXPERTS, "intermediate_size"),
-        **dict(n_routed_experts=6, n_shared_experts=1, moe_intermediate_size=12),
+        n_routed_experts=6,
+        n_shared_experts=1,
+        moe_intermediate_size=12,
         routed_scaling_factor=1.5,
     ),
     "dots1": dict(
-        **{**_EXPERTS, "num_experts_per_tok": 4},
-        **dict(**_SHARED, **_GROUPS, n_routed_experts=8, attention_bias=True, norm_topk_prob=True),
-        **dict(sliding_window=4, max_window_layers=1, first_k_dense_replace=1),
+        _EXPERTS,
+        num_experts_per_tok=4,
+        **_SHARED,
+        **_GROUPS,
+        n_routed_experts=8,
+        attention_bias=True,
+        norm_topk_prob=True,
+        sliding_window=4,
+        max_window_layers=1,
+        first_k_dense_replace=1,
     ),
     "mellum": dict(
-        **{**_EXPERTS, "rope_parameters": _BY_LAYER},
-        **dict(num_experts=6, moe_intermediate_size=24, sliding_window=4),
+        _EXPERTS,
+        rope_parameters=_BY_LAYER,
+        num_experts=6,
+        moe_intermediate_size=24,
+        sliding_window=4,
         mlp_layer_types=["dense", "sparse"],
         layer_types=["sliding_attention", "full_attention"],
     ),
     "exaone_moe": dict(
-        **{**_EXPERTS, "num_experts_per_tok": 4, "num_hidden_layers": 4},
-        **dict(num_experts=8, num_shared_experts=2, moe_intermediate_size=12, sliding_window=4),
-        **dict(**_GROUPS, mlp_layer_types=["sparse", "dense", "sparse", "sparse"]),
+        _EXPERTS,
+        num_experts_per_tok=4,
+        num_hidden_layers=4,
+        num_experts=8,
+        num_shared_experts=2,
+        moe_intermediate_size=12,
+        sliding_window=4,
+        **_GROUPS,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
     ),
     "hy_v3": dict(
-        **_EXPERTS,
-        **dict(num_experts=6, num_shared_experts=2, moe_intermediate_size=12),
-        attention_bias=True,
+        _EXPERTS, num_experts=6, num_shared_experts=2, moe_intermediate_size=12, attention_bias=True
     ),
-    "glm4_moe_lite": dict(**_DEEPSEEK, q_lora_rank=8, rms_norm_eps=1e-4, **_GROUPS),
-    "youtu": dict(**_LATENT, q_lora_rank=8),
+    "glm4_moe_lite": dict(_DEEPSEEK, q_lora_rank=8, rms_norm_eps=1e-4, **_GROUPS),
+    "youtu": dict(_LATENT, q_lora_rank=8),
     "granitemoehybrid": dict(
-        **{**_QWEN2_SIZES, **_MULTIPLIERS, "pad_token_id": None},
-        **dict(num_local_experts=0, shared_intermediate_size=24, position_embedding_type="rope"),
+        _QWEN2_SIZES,
+        **_MULTIPLIERS,
+        num_local_experts=0,
+        shared_intermediate_size=24,
+        position_embedding_type="rope",
         layer_types=["attention"] * L,
         mamba_n_heads=8,
     ),
-    "granitemoe": dict(**{**_QWEN2_EXPERTS, **_MULTIPLIERS}, num_local_experts=6),
+    "granitemoe": dict(_QWEN2_EXPERTS, **_MULTIPLIERS, num_local_experts=6),
     "granitemoeshared": dict(
-        **{**_QWEN2_EXPERTS, **_MULTIPLIERS},
-        **dict(num_local_experts=6, shared_intermediate_size=24),
+        _QWEN2_EXPERTS, **_MULTIPLIERS, num_local_experts=6, shared_intermediate_size=24
     ),
-    "minimax_m2": dict(
-        num_local_experts=6,
-        **{**_EXPERTS, "head_dim": 8, "rope_parameters": _GLM["rope_parameters"]},
-    ),
+    "minimax_m2": dict(_EXPERTS, num_local_experts=6, **_GLM),
     # The first of two layers has a dense MLP, since decoder_sparse_step counts layers from 1.
     "qwen3_moe": dict(
-        **_EXPERTS,
+        _EXPERTS,
         num_experts=6,
         moe_intermediate_size=24,
         norm_topk_prob=True,
         decoder_sparse_step=2,
     ),
     "deepseek_v3": dict(
-        **_DEEPSEEK,
+        _DEEPSEEK,
         q_lora_rank=8,
         num_local_experts=8,
-        n_group=4,
-        topk_group=2,
+        **_GROUPS,
         **_rope(**_YARN, mscale=1.0, mscale_all_dim=0.7),
     ),
-    "deepseek_v2": dict(**_DEEPSEEK, q_lora_rank=None, **_rope()),
+    "deepseek_v2": dict(_DEEPSEEK, q_lora_rank=None, **_rope()),
     "deepseek_v2, groups": dict(
-        **{**_DEEPSEEK, **_rope(), "q_lora_rank": 8, "topk_method": "group_limited_greedy"},
-        **dict(n_group=4, topk_group=2),
+        _DEEPSEEK, **_rope(), q_lora_rank=8, topk_method="group_limited_greedy", **_GROUPS
     ),
     "qwen2_moe": dict(
-        **_QWEN2_EXPERTS,
+        _QWEN2_EXPERTS,
         num_experts=6,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=20,
@@ -248,62 +270,44 @@ _CONFIGS = {
         )
     ),
     "llama with biases of attention": dict(attention_bias=True, **_LLAMA_SIZES),
-    "granite": dict(**_LLAMA_SIZES, **_MULTIPLIERS),
-    "hyperclovax": dict(pad_token_id=None, attention_bias=True, **_LLAMA_SIZES, **_MULTIPLIERS),
-    "helium": dict(**{**_LLAMA_SIZES, "head_dim": D, "pad_token_id": None}),
-    "ernie4_5": dict(use_bias=True, pad_token_id=None, **_LLAMA_SIZES),
-    "glm": dict(**{**_LLAMA_SIZES, **_GLM, "attention_bias": True}),
-    "glm4": dict(**{**_LLAMA_SIZES, **_GLM, "attention_bias": False}),
+    "granite": dict(_LLAMA_SIZES, **_MULTIPLIERS),
+    "hyperclovax": dict(attention_bias=True, **_LLAMA_SIZES, **_MULTIPLIERS),
+    "helium": dict(_LLAMA_SIZES, head_dim=D),
+    "ernie4_5": dict(use_bias=True, **_LLAMA_SIZES),
+    "glm": dict(_LLAMA_SIZES, **_GLM, attention_bias=True),
+    "glm4": dict(_LLAMA_SIZES, **_GLM, attention_bias=False),
     "cohere": dict(logit_scale=0.3, **_COHERE_SIZES),
-    "cohere2": dict(
-        attention_bias=True,
-        sliding_window=4,
-        layer_types=["full_attention", "sliding_attention"],
-        **_COHERE_SIZES,
-    ),
+    "cohere2": dict(attention_bias=True, **_LAST_WINDOWED, **_COHERE_SIZES),
     "gemma": _GEMMA_SIZES,
     "gemma3_text": dict(
-        sliding_window=4,
+        _LAST_WINDOWED,
         query_pre_attn_scalar=10,
         final_logit_softcapping=1.5,
-        layer_types=["full_attention", "sliding_attention"],
-        **{**_GEMMA_SIZES, "rope_parameters": _BY_LAYER},
+        **_GEMMA_SIZES | {"rope_parameters": _BY_LAYER},
     ),
     **{
         name: dict(
-            sliding_window=4,
+            **_LAST_WINDOWED,
             query_pre_attn_scalar=10,
             attn_logit_softcapping=0.7,
             final_logit_softcapping=1.5,
-            layer_types=["full_attention", "sliding_attention"],
             **_GEMMA_SIZES,
         )
         for name in ("gemma2", "vaultgemma")
     },
-    "jais2": dict(**_without(_LLAMA_SIZES, "rms_norm_eps")),
-    "persimmon": dict(pad_token_id=None, **_NEOX),
+    "jais2": _without(_LLAMA_SIZES, "rms_norm_eps"),
+    "persimmon": _NEOX,
     "internlm3": dict(
-        model_class="LlamaForCausalLM",
-        pad_token_id=None,
-        attention_bias=True,
-        mlp_bias=True,
-        **_LLAMA_SIZES,
+        model_class="LlamaForCausalLM", attention_bias=True, mlp_bias=True, **_LLAMA_SIZES
     ),
     "iquestcoder": dict(model_class="LlamaForCausalLM", **_LLAMA_SIZES),
     "gpt_bigcode": _GPT2_SIZES,
     "gpt_bigcode with all heads": dict(multi_query=False, **_GPT2_SIZES),
-    "falcon": dict(
-        hidden_size=H,
-        num_hidden_layers=L,
-        num_attention_heads=A,
-        max_position_embeddings=POSITIONS,
-        initializer_range=0.2,
-    ),
+    "falcon": _without(_SIZES, "intermediate_size"),
     "llama with longer positions": _LLAMA_SIZES | _rope(rope_type="linear", factor=2.0),
     "llama with yarn": _LLAMA_SIZES | _rope(**_YARN),
     # The sample is longer than the original length, so the second list counts.
     "phi3 with longrope": dict(
-        pad_token_id=None,
         original_max_position_embeddings=5,
         **_QWEN2_SIZES
         | _rope(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.convert.megatron.args import OF_LATENTS, ONLY_HERE
 from tests.support.models import VOCAB_SIZE
@@ -41,6 +42,10 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 PADDED = 64
+SAME = (
+    *("num_layers", "hidden_size", "num_attention_heads", "normalization", "rotary_interleaved"),
+    *("add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+)
 METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
@@ -76,20 +81,14 @@ def their_config(config, tp_size=1, dtype=torch.float64, **more):
     """Returns megatron-core's config of ours."""
     kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
     if config.multi_latent_attention:
-        more = {name: getattr(config, name) for name in OF_LATENTS} | more
+        more = _same(config, OF_LATENTS) | more
         more |= dict(kv_channels=config.value_dim, multi_latent_attention=True)
     settings = dict(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
+        **_same(config, SAME),
         num_query_groups=config.query_groups,
         ffn_hidden_size=config.ffn_size,
         kv_channels=config.head_dim,
-        normalization=config.normalization,
-        add_bias_linear=config.add_bias_linear,
-        add_qkv_bias=config.add_qkv_bias,
         layernorm_epsilon=config.norm_epsilon,
-        qk_layernorm=config.qk_layernorm,
         gated_linear_unit=config.swiglu,
         activation_func=F.silu if config.swiglu else F.gelu,
         hidden_dropout=0.0,
@@ -101,7 +100,6 @@ def their_config(config, tp_size=1, dtype=torch.float64, **more):
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
-        rotary_interleaved=config.rotary_interleaved,
         gradient_accumulation_fusion=False,
         **_expert_settings(config),
     )
@@ -172,11 +170,15 @@ def biases_work_(model):
             module.explicit_expert_comm = True
 
 
+def _same(config, names):
+    return {name: getattr(config, name) for name in names}
+
+
 def _expert_settings(config):
     if config.num_experts is None:
         return {}
     names = {one.name for one in fields(ExpertSettings)} - ONLY_HERE.keys()
-    found = {name: getattr(config, name) for name in names}
+    found = _same(config, names)
     found |= {"num_moe_experts": found.pop("num_experts"), "moe_token_dispatcher_type": "allgather"}
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in found.items()
@@ -255,7 +257,7 @@ def _begun(root, inner=""):
     """Returns the folder of the one iteration that is saved."""
     folder = root / "iter_0000004" / inner
     folder.mkdir(parents=True, exist_ok=True)
-    (root / "latest_checkpointed_iteration.txt").write_text("4")
+    (root / LATEST).write_text("4")
     return folder
 
 
@@ -295,10 +297,18 @@ def save_dist(root, args, model, optimizer):
 
 def load_legacy(root, rank, model, optimizer):
     """Loads as Megatron-LM's load_checkpoint does with --ckpt-format torch."""
-    text = (root / "latest_checkpointed_iteration.txt").read_text()
-    path = root / f"iter_{int(text):07d}" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+    path = _saved(root) / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
     state = torch.load(path, weights_only=False)
     assert state["checkpoint_version"] == 3.0 and state["iteration"] == 4
+    _take(state, model, optimizer)
+
+
+def _saved(root):
+    """Returns the folder of the newest iteration."""
+    return root / f"iter_{int((root / LATEST).read_text()):07d}"
+
+
+def _take(state, model, optimizer):
     model.load_state_dict(state["model"], strict=True)
     optimizer.load_state_dict(with_torch_steps(state["optimizer"]))
 
@@ -320,11 +330,7 @@ def load_dist(root, model, optimizer):
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    text = (root / "latest_checkpointed_iteration.txt").read_text()
     wanted = {"model": model.sharded_state_dict(metadata=METADATA)}
     wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=METADATA)
-    state = dist_checkpointing.load(
-        wanted, str(root / f"iter_{int(text):07d}"), strict=StrictHandling.RAISE_ALL
-    )
-    model.load_state_dict(state["model"], strict=True)
-    optimizer.load_state_dict(with_torch_steps(state["optimizer"]))
+    state = dist_checkpointing.load(wanted, str(_saved(root)), strict=StrictHandling.RAISE_ALL)
+    _take(state, model, optimizer)

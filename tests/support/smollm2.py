@@ -6,12 +6,12 @@ are installed with --no-deps, and nothing of the wheel's code is imported.
 """
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.conversions import TOKENIZER_CONFIG
 from tests.support.pairs import FULL_GRIDS
 
 NAMES = {
@@ -102,6 +102,4 @@ def _save_tokenizer(folder, tokens, merges):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"})
-    )
+    (folder / "tokenizer_config.json").write_text(TOKENIZER_CONFIG)
