@@ -3,11 +3,10 @@ suite tries the test itself."""
 
 import io
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 import torch
-from torch import Tensor
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
@@ -19,8 +18,9 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.step import StageRunner, train_step
 from tests.support.equality import variant_config
-from tests.support.models import build_tiny_model, sample_tokens, tiny_config
-from tests.support.runs import tiny_run
+from tests.support.models import Outcome, build_tiny_model, sample_tokens, tiny_config
+from tests.support.runs import rows, run_to_end, tiny_run
+from tests.support.saves import same, state_of
 
 CPU = torch.device("cpu")
 ARCHITECTURES = ("gpt2", "llama", "qwen")
@@ -36,19 +36,13 @@ def batch_on(device, seed=3):
     return MicroBatch(tokens.to(device), labels.to(device))
 
 
-@dataclass(frozen=True)
-class Gradients:
-    loss: Tensor
-    grads: dict[str, Tensor]
-
-
 def gradients(config, device, dtype):
     """Loss and gradients of one batch, on the CPU in float64."""
     model = build_tiny_model(config, on(device), dtype=dtype)
     batch = batch_on(device)
     loss = model.loss(batch.tokens, batch.labels).mean()
     loss.backward()
-    return Gradients(
+    return Outcome(
         loss.detach().cpu().double(),
         {
             name: parameter.grad.cpu().double()
@@ -146,12 +140,12 @@ def test_streams_of_a_gpu_leave_the_cpus_generator_alone(cuda):
 # --- the training step ---
 
 
-def small_step(device, dtype=torch.float32):
+def small_step(device, dtype=torch.float32, loss_scale=None):
     parallel = on(device)
     model = build_tiny_model(
         tiny_config(hidden_dropout=0.1, attention_dropout=0.1), parallel, dtype=dtype
     )
-    return model, Optimizer(model, OptimizerConfig(), parallel), parallel
+    return model, Optimizer(model, OptimizerConfig(), parallel, loss_scale=loss_scale), parallel
 
 
 def one_step(model, optimizer, parallel, batch):
@@ -160,36 +154,24 @@ def one_step(model, optimizer, parallel, batch):
     )
 
 
-def weights_and_states(model, optimizer):
-    states = {
-        f"{name}/{key}": value.detach().clone()
-        for name, state in optimizer.states.items()
-        for key, value in state.items()
-    }
-    return {
-        **states,
-        **{name: parameter.detach().clone() for name, parameter in model.named_parameters()},
-    }
-
-
-def all_equal(ours, theirs):
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(value, theirs[name]) for name, value in ours.items()
-    )
+@contextmanager
+def no_waits():
+    """torch raises at any call that makes the host wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_step_never_waits_for_the_gpu(cuda):
-    """torch raises at any call that makes the host wait. The first step may: it loads kernels and
-    allocates."""
+    """The first step may: it loads kernels and allocates."""
     for dtype in (torch.float32, torch.bfloat16):
         model, optimizer, parallel = small_step(cuda, dtype)
         batch = batch_on(cuda)
         one_step(model, optimizer, parallel, batch)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             result = one_step(model, optimizer, parallel, batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert result.loss.isfinite().item()
 
 
@@ -221,8 +203,6 @@ def quiet():
 
 def finish(config, device):
     """Runs it, on that device, and leaves torch's deterministic mode as it was."""
-    from tests.support.runs import run_to_end
-
     try:
         with quiet():
             trainer = run_to_end(config)
@@ -233,8 +213,6 @@ def finish(config, device):
 
 
 def rows_of(folder):
-    from tests.support.runs import rows
-
     return rows(folder / "metrics.jsonl")
 
 
@@ -271,9 +249,9 @@ def check_resumed(device, folder, **training):
     )
     resumed = finish(again, device)
     assert rows_of(folder / "parts") == rows_of(folder / "whole")
-    assert all_equal(
-        weights_and_states(resumed.model, resumed.optimizer),
-        weights_and_states(uninterrupted.model, uninterrupted.optimizer),
+    assert same(
+        state_of(resumed.model, resumed.optimizer),
+        state_of(uninterrupted.model, uninterrupted.optimizer),
     )
     return rows_of(folder / "whole")
 

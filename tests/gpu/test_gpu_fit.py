@@ -1,7 +1,5 @@
 """A budget holds on a GPU: what its allocator says, the prediction, the bits and `@host`."""
 
-import os
-
 import torch
 from torch import nn
 
@@ -9,6 +7,7 @@ from megatron_lite.api import apply_policy_, fit_memory_, remove_policy_
 from megatron_lite.fit.gauges import CudaGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import CANDIDATES, FULL, ON_HOST, Measurement
+from tests.gpu.test_gpu_offload import deterministic
 
 
 class Layer(nn.Module):
@@ -55,9 +54,7 @@ def trained(model, tokens):
 
 
 def test_the_peak_of_the_allocator_is_within_the_budget(cuda):
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         torch.manual_seed(1)
         model = Model().to(cuda, torch.bfloat16)
         tokens = torch.randint(1000, (8, 512), device=cuda)
@@ -79,8 +76,6 @@ def test_the_peak_of_the_allocator_is_within_the_budget(cuda):
                 assert torch.equal(gradient, expected)
             model.zero_grad()
             fit.remove()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_host_memory_is_a_candidate_that_saves_memory_of_the_gpu(cuda):

@@ -2,39 +2,21 @@
 
 import torch
 
-from megatron_lite.config.optimizer_settings import LossScaleConfig, OptimizerConfig
+from megatron_lite.config.optimizer_settings import LossScaleConfig
 from megatron_lite.optim.loss_scale import LossScale
-from megatron_lite.optim.optimizer import Optimizer
-from tests.gpu.test_gpu import batch_on, check_resumed, on, one_step
-from tests.support.models import build_tiny_model, tiny_config
-
-
-def scaled_step(device, config):
-    parallel = on(device)
-    model = build_tiny_model(
-        tiny_config(hidden_dropout=0.1, attention_dropout=0.1), parallel, dtype=torch.float16
-    )
-    return (
-        model,
-        Optimizer(model, OptimizerConfig(), parallel, loss_scale=LossScale(config, device)),
-        parallel,
-    )
+from tests.gpu.test_gpu import batch_on, check_resumed, no_waits, one_step, small_step
 
 
 def test_a_scaled_step_never_waits_for_the_gpu_whether_or_not_it_overflows(cuda):
-    model, optimizer, parallel = scaled_step(
-        cuda, LossScaleConfig(initial_loss_scale=1024.0, hysteresis=1)
-    )
+    scale = LossScale(LossScaleConfig(initial_loss_scale=1024.0, hysteresis=1), cuda)
+    model, optimizer, parallel = small_step(cuda, torch.float16, scale)
     batch = batch_on(cuda)
     one_step(model, optimizer, parallel, batch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         fine = one_step(model, optimizer, parallel, batch)
         next(model.parameters()).grad.fill_(torch.inf)
         overflowed = optimizer.step(1e-2)
         after = one_step(model, optimizer, parallel, batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     updates = (fine.update, overflowed, after.update)
     assert [update.skipped.item() for update in updates] == [0.0, 1.0, 0.0]
     assert (fine.loss_scale.item(), after.loss_scale.item()) == (1024.0, 512.0)

@@ -15,14 +15,8 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.state import GROUPS_OF_ONE
 from megatron_lite.training.graphs import Capture
 from tests.gpu.run import ROOT
-from tests.gpu.test_gpu import (
-    all_equal,
-    check_resumed,
-    finish,
-    rows_of,
-    tiny_run_on,
-    weights_and_states,
-)
+from tests.gpu.test_gpu import check_resumed, finish, rows_of, tiny_run_on
+from tests.support.saves import same, state_of
 
 GRAPH = "full_iteration"
 POLICIES = (None, "*:full", "0:core_attn+dropout; 1:layernorm+activation")
@@ -49,9 +43,9 @@ def test_captured_steps_have_the_bits_of_others(cuda, tmp_path):
             ) as replayed:
                 trainer = finish(config, cuda)
             assert (replayed.call_count > 10) == (impl == GRAPH)
-            ends.append((rows_of(folder), weights_and_states(trainer.model, trainer.optimizer)))
+            ends.append((rows_of(folder), state_of(trainer.model, trainer.optimizer)))
         assert ends[0][0] == ends[1][0], (policy, training)
-        assert all_equal(ends[0][1], ends[1][1]), (policy, training)
+        assert same(ends[0][1], ends[1][1]), (policy, training)
 
 
 def test_a_resumed_captured_run_ends_as_an_unbroken_one(cuda, tmp_path):

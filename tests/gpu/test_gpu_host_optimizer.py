@@ -10,8 +10,7 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim import host_link
 from megatron_lite.optim.host_link import HostLink
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.state import ParallelState
+from tests.gpu.test_gpu import on
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config
 
 ROUNDED = dict(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp16")
@@ -35,7 +34,7 @@ def train(device, *, part=2**24, link=HostLink, **settings):
     optimizer_settings.PART = part
     host_link.HostLink = link
     try:
-        parallel = ParallelState(device=device, rng=RngStreams(device, seed=7))
+        parallel = on(device)
         model = build_tiny_model(tiny_config(num_layers=3), parallel, dtype=torch.bfloat16)
         optimizer = Optimizer(model, OptimizerConfig(clip_grad=0.5, **settings), parallel)
         for name, parameter in model.named_parameters():

@@ -13,11 +13,11 @@ import torch
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
-from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.recompute.schedule import plan_stage
+from tests.gpu.test_gpu import no_waits, on
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tiny_sizes
+from tests.support.offload import equal, step
 
 NUM_LAYERS = 5
 POLICIES = (
@@ -49,27 +49,12 @@ def build(policy, device, *, contiguous=False, dtype=torch.float32, **overrides)
         attention_dropout=0.1,
         attention_backend="unfused",
     )
-    parallel = ParallelState(device=device, rng=RngStreams(device, seed=7))
     return build_tiny_model(
         tiny_config(**{**fields, **overrides}),
-        parallel,
+        on(device),
         dtype=dtype,
         plan=plan_stage(recompute, NUM_LAYERS),
     )
-
-
-def step(model, *seeds, **shape):
-    """Gradients of micro-batches that are all in flight before the first backward. The random
-    numbers are the same each time."""
-    device = model.context.device
-    model.context.rng.restore(RngStreams(device, seed=5).snapshot())
-    model.zero_grad(set_to_none=True)
-    batches = [
-        [tensor.to(device) for tensor in sample_tokens(seed, **shape)] for seed in seeds or (3,)
-    ]
-    for loss in [model.loss(*batch).mean() for batch in batches]:
-        loss.backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 @contextmanager
@@ -82,10 +67,6 @@ def deterministic():
         torch.use_deterministic_algorithms(False)
 
 
-def same(first, second):
-    return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
-
-
 def test_no_store_changes_a_gradient(device):
     """Three steps, so that memory is used again; with two micro-batches in flight."""
     settings = [(policy, False) for policy in POLICIES] + [(policy, True) for policy in CONTIGUOUS]
@@ -96,7 +77,7 @@ def test_no_store_changes_a_gradient(device):
                 model = build(policy, device, contiguous=contiguous, dtype=dtype)
                 model.decoder.stores.micro_batches = 2
                 for seeds in ((3, 4), (4,), (5, 6)):
-                    assert same(step(model, *seeds), step(plain, *seeds)), (
+                    assert equal(step(model, batches=seeds), step(plain, batches=seeds)), (
                         policy,
                         contiguous,
                         dtype,
@@ -112,7 +93,7 @@ def test_copies_that_come_late_change_no_gradient(cuda):
             model = build(policy, cuda)
             model.decoder.stores.copy_streams = SlowCopyStreams(cuda)
             for seed in (3, 4):
-                assert same(step(model, seed), step(plain, seed)), policy
+                assert equal(step(model, batches=(seed,)), step(plain, batches=(seed,))), policy
 
 
 def test_a_graph_that_is_dropped_while_copies_are_on_their_way_spoils_nothing(cuda):
@@ -134,7 +115,7 @@ def test_a_graph_that_is_dropped_while_copies_are_on_their_way_spoils_nothing(cu
             assert not model.decoder.layers[3].mlp._forward_pre_hooks
             del loss
             assert model.decoder.stores.host_bytes == 0
-            assert same(step(model), step(plain))
+            assert equal(step(model), step(plain))
 
 
 def kept_bytes(model, device):
@@ -186,13 +167,10 @@ def test_host_memory_is_pinned_and_taken_in_the_first_step_only(cuda):
 
 
 def test_a_step_with_offload_never_waits_for_the_gpu(cuda):
-    """torch raises at any call that makes the host wait. The first step may: it allocates."""
+    """The first step may: it allocates."""
     for policy in POLICIES:
         model = build(policy, cuda)
         batch = [tensor.to(cuda) for tensor in sample_tokens()]
         model.loss(*batch).mean().backward()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             model.loss(*batch).mean().backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

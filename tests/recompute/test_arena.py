@@ -5,12 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.stores import ALIGNMENT, FLAG, Arena
+from tests.support import offload
 from tests.support.models import BATCH, SEQ_LENGTH, sample_tokens
-from tests.support.offload import CPU, NUM_LAYERS, equal, step
-from tests.support.planned import planned
+from tests.support.offload import NUM_LAYERS, draw_alike, equal, step
 
 INPUT = SEQ_LENGTH * BATCH * 32 * 4  # bytes of a unit's input, s b h in float32
 SLOT = -(-INPUT // ALIGNMENT) * ALIGNMENT
@@ -24,8 +22,7 @@ POLICIES = (
 
 
 def build(policy, *, contiguous=True, micro_batches=1):
-    recompute = RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous)
-    model = planned(recompute, num_layers=NUM_LAYERS, hidden_dropout=0.1)
+    model = offload.build(policy + ", contiguous" * contiguous)
     model.decoder.stores.micro_batches = micro_batches
     return model
 
@@ -113,7 +110,7 @@ def test_a_larger_input_than_the_first_is_an_error_and_a_smaller_one_fits():
     step(model)
 
     def shorter(model, length):
-        model.context.rng.restore(RngStreams(CPU, seed=5).snapshot())
+        draw_alike(model)
         model.zero_grad()
         loss = model.loss(*sample_tokens(seq_length=length)).mean()
         assert in_use(model) in (0, NUM_LAYERS * INPUT // SEQ_LENGTH * length)

@@ -89,7 +89,8 @@ class Late(CopyStreams):
 
 def config_of(policy):
     return RecomputeConfig(
-        recompute_policy=policy.partition(",")[0], contiguous_saved_activations=policy == CONTIGUOUS
+        recompute_policy=policy.removesuffix(", contiguous"),
+        contiguous_saved_activations="contiguous" in policy,
     )
 
 
@@ -109,15 +110,17 @@ def step(model, *, batches=(3,)):
     The random numbers are the same at every call.
     """
     draw_alike(model)
-    for parameter in model.parameters():
-        parameter.grad = None
-    for loss in [model.loss(*sample_tokens(batch)).mean() for batch in batches]:
+    model.zero_grad()
+    device = model.context.device
+    for loss in [
+        model.loss(*(one.to(device) for one in sample_tokens(batch))).mean() for batch in batches
+    ]:
         loss.backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
 def draw_alike(model):
-    model.context.rng.restore(RngStreams(CPU, seed=5).snapshot())
+    model.context.rng.restore(RngStreams(model.context.device, seed=5).snapshot())
 
 
 def equal(first, second):
