@@ -64,7 +64,7 @@ def test_a_damaged_pair_ends_every_rank_with_status_2(tmp_path, damage, kind, me
     prefix = _write(tmp_path / "data")
     damage(prefix, kind)
     with program([*RUN, "--data-path", str(prefix)], ranks=2) as run:
-        assert run.wait() == [2, 2], run.everything()
+        run.ends(2, 2)
         (said,) = run.messages()
         assert message in said and "Traceback" not in run.everything()
 
@@ -77,7 +77,7 @@ def test_a_pair_that_only_one_node_has_damaged_ends_the_run_and_that_rank_says_w
     with program(
         [*RUN, "--data-path", "data"], ranks=2, prepare=lambda rank: os.chdir(tmp_path / str(rank))
     ) as run:
-        assert run.wait() == [2, 2], run.everything()
+        run.ends(2, 2)
         (said,) = run.messages()
         assert "[rank 1] error: data.bin: found 2390 bytes" in said
 
@@ -96,7 +96,7 @@ def test_node_local_caches_one_of_them_empty_give_the_same_run(tmp_path):
             ranks=2,
             prepare=lambda rank: os.chdir(tmp_path / folder(rank)),
         ) as run:
-            assert run.wait() == [0, 0], run.everything()
+            run.ends(0, 0)
         return rows(metrics), step_bytes(save, 4)
 
     expected = trains("shared", lambda rank: "shared")
@@ -149,6 +149,6 @@ def test_a_killed_index_build_ends_the_other_rank_and_the_next_run_builds_it(tmp
             builds_second(tmp_path / "data_cache")
 
     with program([*RUN, "--data-path", str(prefix)], ranks=2, prepare=prepare) as run:
-        assert run.wait() == [1, -signal.SIGKILL], run.everything()
+        run.ends(1, -signal.SIGKILL)
         assert run.messages() == ["pretrain_gpt.py: [rank 0] stops at start-up: rank 1 is gone"]
     completes(*RUN, "--data-path", str(prefix))

@@ -96,21 +96,10 @@ PREPROCESS = "--input {0}/in.jsonl --output-prefix {0}/out --tokenizer-type Hugg
 # by name: the command, what makes its files in a folder, and its words, with {} for that folder
 TOOLS = {
     "convert hf": (convert.main, hf_model, CONVERT % ("in", "hf", "megatron-lite")),
-    "convert native": (
-        convert.main,
-        converted_to("megatron-lite"),
-        CONVERT % ("mid", "megatron-lite", "hf"),
-    ),
-    "convert megatron": (
-        convert.main,
-        converted_to("megatron"),
-        CONVERT % ("mid", "megatron", "hf"),
-    ),
-    "convert megatron-dist": (
-        convert.main,
-        converted_to("megatron-dist"),
-        CONVERT % ("mid", "megatron-dist", "hf"),
-    ),
+    **{
+        f"convert {kind}": (convert.main, converted_to(kind), CONVERT % ("mid", kind, "hf"))
+        for kind in ("megatron-lite", "megatron", "megatron-dist")
+    },
     "report": (report.main, run, "{0}/in --output {0}/out.html"),
     "generate": (
         generate.main,

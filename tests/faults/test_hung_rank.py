@@ -61,7 +61,7 @@ def test_a_rank_that_waits_outside_a_collective_writes_its_own_stack():
         with program(
             [*RUN, f"{limit:g}", *TENSOR], ranks=2, prepare=at(1, "step", hangs_here, iteration=3)
         ) as run:
-            assert run.wait() == [1, 1], run.everything()
+            run.ends(1, 1)
             (message,) = run.messages()
             assert "stops at iteration 3" in message and f"more than {limit:g} s" in message
             assert "in hangs_here" in run.errors(
@@ -89,6 +89,6 @@ def test_a_checkpoint_and_a_first_iteration_may_take_longer_than_the_timeout(tmp
             ranks=2,
             prepare=prepare,
         ) as run:
-            assert run.wait() == [0, 0], run.everything()
+            run.ends(0, 0)
 
     patiently(check, 2)

@@ -78,6 +78,6 @@ def test_a_rank_with_a_fault_of_its_own_says_it_alone():
         raise ArithmeticError("a fault of rank 1")
 
     with program(RUN, ranks=2, prepare=at(1, "backward", fails, iteration=2)) as run:
-        assert run.wait() == [1, 1], run.everything()
+        run.ends(1, 1)
         assert "ArithmeticError: a fault of rank 1" in run.errors(1)
         assert "Traceback" not in run.errors(0) and len(run.messages()) <= 2

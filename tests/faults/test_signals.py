@@ -73,7 +73,7 @@ def test_a_signal_in_training_costs_nothing(tmp_path, whole, rank, place, names,
     with program(
         arguments, ranks=2, prepare=_gets(rank, place, *names, iteration=iteration)
     ) as run:
-        assert run.wait() == [0, 0], run.everything()
+        run.ends(0, 0)
         losses = _losses(run.output(0))
         assert run.output(0).count(f"exiting at iteration {iteration}: ") == 1
         assert ("is left unfinished" in run.output(0)) == (place == "evaluation")
@@ -102,7 +102,7 @@ def test_before_the_first_iteration_all_stop_at_once(tmp_path, place, rank, name
 
     with program(arguments, ranks=2, prepare=prepare) as run:
         status = 128 + signal.Signals[name]
-        assert run.wait() == [status, status], run.everything()
+        run.ends(status, status)
         (message,) = run.messages()
         assert f"[rank {rank}] stops at start-up: {name} (--exit-signal-handler)" in message
         assert "Traceback" not in run.everything()
@@ -138,7 +138,7 @@ def test_further_signals_at_the_end_of_a_saved_run_do_not_change_its_status(
         prepare=prepare,
         rank_0_owns_store=rank_0_owns_store,
     ) as run:
-        assert run.wait() == [0, 0], run.everything()
+        run.ends(0, 0)
         assert run.messages() == []
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 

@@ -151,12 +151,11 @@ def a_tile_begins_in_the_one_before(tiles_of, whole, number):
 SHARE_ONE = (
     test_discard.test_in_each_backward_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed
 )
-TAIL = test_runner.test_what_runs_between_forward_and_backward_changes_nothing
 
 MUTANTS += [
     Mutant(nothing_is_discarded, SHARE_ONE, dict(names=("linear",))),
-    Mutant(a_skipped_tail_draws_no_mask, TAIL, UNITS),
-    Mutant(the_tail_of_every_layer_is_skipped, TAIL, UNITS),
+    Mutant(a_skipped_tail_draws_no_mask, BETWEEN, UNITS),
+    Mutant(the_tail_of_every_layer_is_skipped, BETWEEN, UNITS),
     Mutant(
         a_tile_begins_in_the_one_before,
         test_tiles.test_bits_bytes_and_collectives_of_tiles,

@@ -11,6 +11,7 @@ from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, Access, RngStre
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.phase import is_recomputing
+from tests.support.odd_layers import assert_equal
 
 WEIGHT = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
 
@@ -31,10 +32,6 @@ def grads(rng, run, *, times=1):
         output.sum().backward(retain_graph=time + 1 < times)
     rng.restore(start)
     return [output.detach(), hidden.grad, weight.grad]
-
-
-def assert_equal(first, second):
-    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])

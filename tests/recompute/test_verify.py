@@ -214,28 +214,23 @@ LOST = {
 def _lose(model, what, change):
     """Makes a replay of layer 1 build another graph with the same values."""
     layer, lose = model.decoder.layers[1], _only_in_a_replay(change)
-    if what == "a norm's output":
-        norm = layer.pre_mlp_layernorm
-        true_norm = norm.normalize
-        norm.normalize = lambda *args: lose(true_norm(*args))
-    elif what == "the activation":
-        true_activate = layer.mlp._activate
-        vars(layer.mlp)["_activate"] = lambda *args: lose(true_activate(*args))
-    elif what == "the residual":
-        true_forward = layer.forward
-        vars(layer)["forward"] = lambda hidden, *rest: true_forward(lose(hidden), *rest)
-    else:
-        linear = layer.mlp.linear_fc1
-        true_linear = linear.forward
-        vars(linear)["forward"] = lambda *args, **named: _of_first(
-            lose, true_linear(*args, **named)
-        )
+    owner, name = {
+        "a norm's output": (layer.pre_mlp_layernorm, "normalize"),
+        "the activation": (layer.mlp, "_activate"),
+        "the residual": (layer, "forward"),
+        "a linear layer": (layer.mlp.linear_fc1, "forward"),
+    }[what]
+    real = getattr(owner, name)
 
+    def losing(hidden, *rest, **named):
+        if what == "the residual":
+            return real(lose(hidden), *rest)
+        outputs = real(hidden, *rest, **named)
+        if isinstance(outputs, tuple):
+            return (lose(outputs[0]), *outputs[1:])
+        return lose(outputs)
 
-def _of_first(change, outputs):
-    if isinstance(outputs, tuple):
-        return (change(outputs[0]), *outputs[1:])
-    return change(outputs)
+    vars(owner)[name] = losing
 
 
 @pytest.mark.runs(daily=8, ci=16)

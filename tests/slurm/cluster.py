@@ -167,7 +167,7 @@ class Cluster:
                 address=self._address(number),
                 controller=self._processes["ctl"].pid,
             )
-            command = ("unshare", "-n", "-u", "-m", "bash", "-ec", script)
+            command = (*["unshare", "-n", "-u", "-m", "bash", "-ec"], script)
         self._spawn(name, *command)
 
     def _start(self):
@@ -179,12 +179,7 @@ class Cluster:
             hosts.write_text(f"127.0.0.1 localhost\n{names}")
             self._spawn(
                 "ctl",
-                "unshare",
-                "-n",
-                "-u",
-                "-m",
-                "sh",
-                "-ec",
+                *["unshare", "-n", "-u", "-m", "sh", "-ec"],
                 CONTROLLER_INIT.format(hosts=hosts, address=self._address(0), ready=ready),
             )
             self._await(ready.exists)
@@ -192,15 +187,8 @@ class Cluster:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
         files = [f"--{name}-file={self._run}/munge.{name}" for name in ("pid", "log", "seed")]
-        self._spawn(
-            "munged",
-            "munged",
-            "--foreground",
-            f"--key-file={key}",
-            f"--socket={sock}",
-            *files,
-            "--num-threads=2",
-        )
+        flags = f"--foreground --key-file={key} --socket={sock} --num-threads=2"
+        self._spawn("munged", "munged", *flags.split(), *files)
         self._await(sock.exists)
         (self.folder / "slurm.conf").write_text(self._configuration(sock))
         # as good as GPUs, to Slurm

@@ -11,8 +11,7 @@ from arguments import parse_args
 from tests.slurm.cluster import until
 from tests.support.commands import ROOT
 from tests.support.limits import HANG_S
-from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, step_bytes
+from tests.support.runs import rows, run_on_ranks, step_bytes
 
 SCRIPTS = {"torchrun": "train_multinode.sbatch", "srun": "train_multinode_srun.sbatch"}
 TINY = shlex.split(
@@ -94,11 +93,7 @@ class Run:
         ).stdout.split("\0")[:-1]
         config = parse_args([*words, *TINY, *self.flags]).config
         self.folder.mkdir()
-        run_ranks(
-            lambda rank, world_size: run_to_end(config) and None,
-            2 * self.ranks_per_node,
-            detail=False,
-        )
+        run_on_ranks(config, 2 * self.ranks_per_node, detail=False)
 
     def results(self):
         """The files of the last checkpoint, and every logged number."""

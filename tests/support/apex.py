@@ -6,7 +6,7 @@ in float32, as in apex.
 """
 
 from collections import Counter
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 
@@ -22,19 +22,12 @@ def install(patch):
     Returns the number of calls of each kernel in this process. Ranks that are forked later inherit
     the stand-in.
     """
-    calls = Counter()
+    calls, package = Counter(), ModuleType("apex")
     has_kernels_for(patch, "cpu")
-    modules = {
-        "fused_weight_gradient_mlp_cuda": weight_gradient_kernels(calls),
-        "apex": {},
-        "apex.optimizers": {},
-    }
-    for name, values in modules.items():
-        module = ModuleType(name)
-        if name.startswith("apex"):
-            module.__path__ = []  # a package
-        module.__dict__.update(values)
-        provide(patch, name, module)
+    package.__path__ = []
+    for name in ("apex", "apex.optimizers"):
+        provide(patch, name, package)
+    provide(patch, "fused_weight_gradient_mlp_cuda", kernels(calls))
     return calls
 
 
@@ -48,14 +41,11 @@ def _check(condition, message):
         raise RuntimeError(f"apex's stand-in: {message}")
 
 
-def weight_gradient_kernels(calls):
+def kernels(calls):
     def wgrad_gemm_accum_fp32(input, d_output, d_weight, /):
         calls["wgrad_gemm_accum_fp32"] += 1
-        operands, rows, grad_rows = (
-            (input, d_output, d_weight),
-            input.flatten(0, -2),
-            d_output.flatten(0, -2),
-        )
+        operands = input, d_output, d_weight
+        rows, grad_rows = input.flatten(0, -2), d_output.flatten(0, -2)
         _check(d_weight.dtype == torch.float32, f"the sum is {d_weight.dtype}")
         _check(
             input.dtype == d_output.dtype and input.dtype in (torch.float32, *HALVES),
@@ -68,4 +58,4 @@ def weight_gradient_kernels(calls):
         )
         d_weight.addmm_(grad_rows.t().float(), rows.float())
 
-    return dict(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
+    return SimpleNamespace(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)

@@ -25,6 +25,8 @@ from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.graphs import Recorder
 from megatron_lite.training.step import train_step
+from tests.support.dispatch import tensors_in
+from tests.support.storages import address, addresses
 
 READ_ON_THE_HOST = {
     *("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"),
@@ -106,8 +108,7 @@ class Launch(NamedTuple):
 
     def tensors(self):
         """The storages that it reads or writes."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        return {_address(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        return addresses(tensors_in((self.args, self.kwargs)))
 
     def again(self):
         """Launches it. Returns the works that it began."""
@@ -139,7 +140,7 @@ class _Recording(TorchDispatchMode):
         of_host = name == "aten::lift_fresh" and args[0].dim() > 0  # one number is an argument
         if name in READ_ON_THE_HOST or of_host:
             raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_in((args, kwargs))
         if func._schema.is_mutable or name.startswith("c10d::"):
             for tensor in given:
                 self._keep(tensor)
@@ -150,20 +151,21 @@ class _Recording(TorchDispatchMode):
             place[0].in_graph += drawn_numbers(results)
         else:
             results = func(*args, **kwargs)
-        storages = {_address(tensor) for tensor in given}
+        storages = addresses(given)
         copies = []
         for number, leaf in enumerate(tree_leaves(results)):
-            if isinstance(leaf, Tensor) and _address(leaf) not in storages:
-                self._made[_address(leaf)] = leaf.untyped_storage()
+            if isinstance(leaf, Tensor) and not addresses([leaf]) & storages:
+                storage = leaf.untyped_storage()
+                self._made[address(storage)] = storage
                 copies.append((number, leaf.detach()))
         self.launches.append(Launch(func, args, kwargs, copies, place))
         return results
 
     def _keep(self, tensor):
-        address = _address(tensor)
-        if address not in self._made and address not in self._before:
-            flat = tensor.detach().new_empty(0).set_(tensor.untyped_storage())
-            self._before[address] = (flat, flat.clone())
+        storage = tensor.untyped_storage()
+        if address(storage) not in self._made and address(storage) not in self._before:
+            flat = tensor.detach().new_empty(0).set_(storage)
+            self._before[address(storage)] = (flat, flat.clone())
 
     def put_back(self):
         for flat, before in self._before.values():
@@ -233,10 +235,6 @@ class StandIn:
         for _, works in under_way:
             for work in works:
                 work.wait()
-
-
-def _address(tensor):
-    return tensor.untyped_storage()._cdata
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_lite.training import evaluate, loop
 from megatron_lite.training.step import StepEnd
+from tests.support.mutants import replaces
 
 NOT_DONE = 0.0
 
@@ -36,9 +37,7 @@ class LateDevice:
         patch.setattr(Tensor, "copy_", self._copied(Tensor.copy_))
         for name in ("item", "tolist", "__float__", "__bool__"):
             patch.setattr(Tensor, name, self._read(getattr(Tensor, name)))
-        patch.setattr(loop, "train_step", self._step(loop.train_step))
-        patch.setattr(evaluate, "mean_loss", self._evaluation(evaluate.mean_loss, between))
-        patch.setattr(loop.Trainer, "_finish_step", self._finish(loop.Trainer._finish_step))
+        self._note_steps(patch, between)
 
     def come_to(self, copies, steps):
         """Does the first `copies` copies. The host waits for that, and for this many steps."""
@@ -75,28 +74,26 @@ class LateDevice:
 
         return value
 
-    def _step(self, step):
-        def run(*args, **options):
+    def _note_steps(self, patch, between):
+        @replaces("train_step", loop)
+        def launching(step, *args, **options):
             self.launched += 1
             self.milliseconds += self.launched
             return step(*args, **options)
 
-        return run
-
-    def _evaluation(self, mean_loss, between):
-        def run(*args, **options):
+        @replaces("mean_loss", evaluate)
+        def evaluating(mean_loss, *args, **options):
             self.milliseconds += between
             return mean_loss(*args, **options)
 
-        return run
-
-    def _finish(self, finish):
-        def run(*args):
+        @replaces("_finish_step", loop.Trainer)
+        def finishing(finish, *args):
             self._is_finishing = True
             finish(*args)
             self._is_finishing = False
 
-        return run
+        for each in (launching, evaluating, finishing):
+            each(patch)
 
 
 class Event:

@@ -67,6 +67,10 @@ class Program:
                     time.sleep(0.01)
         return [self.statuses[rank] for rank in ranks or range(len(self.pids))]
 
+    def ends(self, *statuses):
+        """Waits for all ranks, which must end with these statuses."""
+        assert self.wait() == [*statuses], self.everything()
+
     def close(self):
         """Closes the handles of the ranks, which have ended."""
         for pidfd in self._pidfds:
@@ -202,5 +206,5 @@ def _start(rank, arguments, variables, prepare, main, folder):
 def completes(*arguments):
     """Runs the program on two ranks, and asserts that both end well. Returns rank 0's stdout."""
     with program(list(arguments), ranks=2) as run:
-        assert run.wait() == [0, 0], run.everything()
+        run.ends(0, 0)
         return run.output(0)

@@ -168,12 +168,7 @@ class Poison:
 def differing(one, other):
     """Returns the names of tensors that are not equal to the bit."""
     return sorted(
-        {
-            *one.keys() ^ other.keys(),
-            *(
-                name
-                for name in one.keys() & other.keys()
-                if not torch.equal(one[name], other[name])
-            ),
-        }
+        name
+        for name in one.keys() | other.keys()
+        if not (name in one and name in other and torch.equal(one[name], other[name]))
     )

@@ -8,6 +8,7 @@ from megatron_lite.api import run_config
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
+from tests.support.ranks import run_ranks
 
 TIMINGS = ("iteration_ms", "tokens_per_second")
 
@@ -54,6 +55,11 @@ def run_to_end(config):
     return trainer
 
 
+def run_on_ranks(config, ranks, **options):
+    """Runs the config on so many forked ranks."""
+    run_ranks(lambda rank, world_size: run_to_end(config) and None, ranks, **options)
+
+
 def with_checkpoint(config, **fields):
     """Returns the run's config with other --save and --load settings."""
     return replace(config, checkpoint=CheckpointConfig(**fields))
@@ -65,6 +71,13 @@ def rows(path):
         {key: value for key, value in json.loads(line).items() if key not in TIMINGS}
         for line in path.read_text().splitlines()
     ]
+
+
+def events_in(folder):
+    """Returns what TensorBoard reads in a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
 
 
 def step_bytes(root, iteration):

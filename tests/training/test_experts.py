@@ -14,8 +14,7 @@ from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import GATHERED, SENT
-from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
+from tests.support.runs import rows, run_on_ranks, step_bytes, tiny_run
 
 MODEL = dict(
     num_layers=4,
@@ -99,10 +98,7 @@ ZERO1 = dict(use_distributed_optimizer=True)
 DATA_PARALLEL = {
     "fsdp2": dict(use_torch_fsdp2=True),
     "ep2-zero1": dict(
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        ddp_bucket_size=3000,
-        overlap_param_gather=True,
+        ZERO1, overlap_grad_reduce=True, ddp_bucket_size=3000, overlap_param_gather=True
     ),
     # "whole": with one copy of an expert
     **dict.fromkeys(
@@ -125,9 +121,8 @@ def config_of(layout, metrics, **checkpoint):
 
 def train(layout, metrics, **settings):
     """Trains on the ranks of a layout; "" is one rank."""
-    config = config_of(layout, metrics, **settings)
     ranks = 4 if layout in ON_FOUR else 2 if layout else 1
-    run_ranks(lambda rank, world_size: run_to_end(config) and None, ranks)
+    run_on_ranks(config_of(layout, metrics, **settings), ranks)
 
 
 def outcome(path):

@@ -11,7 +11,7 @@ from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.training import log_files
 from megatron_lite.training.log_files import TensorBoard, metrics_file
 from tests.support.forks import dies_before, status_of_fork
-from tests.support.runs import rows, run_to_end, tiny_run
+from tests.support.runs import events_in, rows, run_to_end, tiny_run
 from tests.support.syscalls import recorded
 
 ROWS = "".join(f'{{"iteration": {number}}}\n' for number in range(1, 6))
@@ -61,10 +61,7 @@ def test_rows_that_fit_again_are_written_and_the_others_leave_nothing(tmp_path, 
 
 def losses(folder):
     """The points that TensorBoard reads."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder)).Reload()
-    return [(event.step, event.value) for event in events.Scalars("lm loss")]
+    return [(event.step, event.value) for event in events_in(folder).Scalars("lm loss")]
 
 
 def test_points_are_on_the_disk_at_once_and_void_from_where_a_later_start_goes_on(tmp_path):

@@ -24,8 +24,7 @@ from megatron_lite.training.summary import short_settings
 from tests.support.changes import with_fields, with_settings
 from tests.support.gpus import show_gpus
 from tests.support.rank_faults import first_step_fails
-from tests.support.ranks import run_ranks
-from tests.support.runs import run_to_end, tiny_run
+from tests.support.runs import run_on_ranks, run_to_end, tiny_run
 
 FACTS = RunFacts(
     num_iterations=9,
@@ -113,7 +112,7 @@ def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(t
         log_style="megatron",
         log_file=str(tmp_path / "log"),
     )
-    run_ranks(lambda rank, world_size: run_to_end(config) and None, 2)
+    run_on_ranks(config, 2)
     found = re.findall(r"MFU: ([\d.]+)% \| HFU: ([\d.]+)%", (tmp_path / "log").read_text())
     assert [float(hardware) / float(model) for model, hardware in found] == pytest.approx(
         [1, 1, 1 + 0.1 / 2, 1 + 0.1 / 3]

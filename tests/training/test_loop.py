@@ -13,7 +13,7 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.training.evaluate import mean_loss
 from tests.support.modules import provide
-from tests.support.runs import rows, run_to_end, tiny_run
+from tests.support.runs import events_in, rows, run_to_end, tiny_run
 
 NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 
@@ -78,8 +78,6 @@ def test_the_iteration_line_is_what_megatron_parsers_expect(tmp_path, capsys):
 
 
 def test_tensorboard_has_megatrons_names(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     run_to_end(
         tiny_run(
             eval_interval=10,
@@ -91,8 +89,7 @@ def test_tensorboard_has_megatrons_names(tmp_path):
             log_world_size_to_tensorboard=True,
         )
     )
-    events = EventAccumulator(str(tmp_path)).Reload()
-    by_samples = EventAccumulator(str(tmp_path / "by_samples")).Reload()
+    events, by_samples = events_in(tmp_path), events_in(tmp_path / "by_samples")
     assert [event.step for event in by_samples.Scalars("lm loss vs samples")] == list(
         range(4, 81, 4)
     )

@@ -186,7 +186,7 @@ def test_sizes_beyond_memory_end_the_program_with_status_2_and_one_line(tmp_path
     """Before --save is taken, and however many layers there are to list."""
     more = f"--tensor-model-parallel-size 2 --save {tmp_path}/save {flags}"
     with program([*SMALL_RUN, *MOCK, *more.split()], ranks=2) as run:
-        assert run.wait() == [2, 2], run.everything()
+        run.ends(2, 2)
         (line,) = run.messages()
         assert "error: the model does not fit: " in line and "for the 2 ranks there" in line
         assert "Traceback" not in run.everything()

@@ -10,7 +10,7 @@ import torch
 from megatron_lite.training import profiler
 from megatron_lite.training.profiler import LEVELS, Timers, Times
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, tiny_run
+from tests.support.runs import events_in, rows, run_to_end, tiny_run
 
 TIMES = {"forward-backward": [1.5, 12.25], "optimizer": [0.0, 3.0], "batch-generator": [7.0, 6.0]}
 
@@ -58,9 +58,7 @@ def test_each_level_shows_its_timers_and_changes_no_figure(tmp_path, capfd, pp_s
             name for name, least in LEVELS.items() if least <= level and name not in absent
         ]
         assert rows(tmp_path / str(level)) == rows(tmp_path / "0")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tb2")).Reload()
+    events = events_in(tmp_path / "tb2")
     assert [event.step for event in events.Scalars("forward-backward-time")] == [5]
     # the parts of the longest rank are within the whole
     whole = events.Scalars("forward-backward-time")[0].value
