@@ -13,6 +13,7 @@ from megatron_lite.config import input_file
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.tools import generate
+from tests.support.mutants import replaces
 from tests.support.runs import run_to_end
 from tests.support.saves import saving_run
 
@@ -85,25 +86,20 @@ def test_a_read_that_is_refused_for_a_moment_is_tried_again(number, name, steps,
     assert "loaded the checkpoint of iteration 2" in text and "warning" not in text
 
 
-def failing_saves(patch, number, *, times):
-    real, calls = shards.save_file, 0
-
-    def failing(tensors, path, metadata):
-        nonlocal calls
-        calls += 1
-        if calls <= times:
-            raise OSError(number, os.strerror(number))
-        real(tensors, path, metadata)
-
-    patch.setattr(shards, "save_file", failing)
-    patch.setattr(saver, "PAUSES_S", (0.0,))
-
-
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_save_that_fails_once_is_tried_again(async_save, tmp_path, monkeypatch):
-    failing_saves(monkeypatch, errno.EIO, times=1)
+    faults = [OSError(errno.EIO, "no answer")]
+
+    @replaces("save_file", shards)
+    def failing(save_file, *given, **named):
+        if faults:
+            raise faults.pop()
+        save_file(*given, **named)
+
+    failing(monkeypatch)
+    monkeypatch.setattr(saver, "PAUSES_S", (0.0,))
     run_to_end(saving_run(tmp_path / "steps", 2, load=False, async_save=async_save))
-    assert "warning" not in (tmp_path / "steps" / LOG_FILE).read_text()
+    assert not faults and "warning" not in (tmp_path / "steps" / LOG_FILE).read_text()
     assert len(list(tmp_path.glob("steps/iter_*"))) == 2
 
 

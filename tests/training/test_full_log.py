@@ -5,8 +5,6 @@ import os
 import signal
 from contextlib import redirect_stdout
 
-import pytest
-
 from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.training import log_files
 from megatron_lite.training.log_files import TensorBoard, metrics_file
@@ -21,25 +19,6 @@ def run_config(**logging):
     return tiny_run(train_iters=4, eval_iters=0, log_interval=1, **logging)
 
 
-@pytest.fixture
-def full(monkeypatch):
-    """Makes writes to logs, counted from 0, fail as on a full disk; half of what was to be written
-    is there."""
-
-    def make(failing):
-        written, count = os.write, iter(range(10**6))
-
-        def write(descriptor, data):
-            if next(count) in failing:
-                written(descriptor, data[: len(data) // 2])
-                raise OSError(28, "No space left on device")
-            return written(descriptor, data)
-
-        monkeypatch.setattr(log_files.os, "write", write)
-
-    return make
-
-
 def test_a_metrics_file_on_a_full_device_is_said_once_and_training_goes_on(capsys):
     trainer = run_to_end(run_config(metrics_jsonl="/dev/full"))
     printed = capsys.readouterr()
@@ -51,8 +30,19 @@ def test_a_metrics_file_on_a_full_device_is_said_once_and_training_goes_on(capsy
     ) in printed.out
 
 
-def test_rows_that_fit_again_are_written_and_the_others_leave_nothing(tmp_path, full, capsys):
-    full(range(1, 3))
+def test_rows_that_fit_again_are_written_and_the_others_leave_nothing(
+    tmp_path, monkeypatch, capsys
+):
+    """Two writes fail as on a full disk: half of what was to be written is there."""
+    written, count = os.write, iter(range(10**6))
+
+    def write(descriptor, data):
+        if next(count) in (1, 2):
+            written(descriptor, data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+        return written(descriptor, data)
+
+    monkeypatch.setattr(log_files.os, "write", write)
     run_to_end(run_config(metrics_jsonl=str(tmp_path / "m")))
     lines = (tmp_path / "m").read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ['{"iteration": 1', '{"iteration": 4']
