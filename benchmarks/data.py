@@ -39,22 +39,22 @@ def measured(action, clock):
 
     def run():
         kept = []
-        writer.send(_anonymous_bytes(os.getpid()))
+        writer.send(anonymous_bytes(os.getpid()))
         ms = clock.ms(lambda: kept.append(action()))
-        writer.send((ms, _anonymous_bytes(os.getpid())))
+        writer.send((ms, anonymous_bytes(os.getpid())))
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     writer.close()  # the fork has the only writing end: its death ends the wait
     before, most = reader.recv(), 0
     while not reader.poll(0.005):
-        most = max(most, _anonymous_bytes(process.pid))
+        most = max(most, anonymous_bytes(process.pid))
     ms, last = reader.recv()
     process.join()
     return ms, max(most, last) - before
 
 
-def _anonymous_bytes(pid):
+def anonymous_bytes(pid):
     """Returns the bytes of a process's memory without the pages of files."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024

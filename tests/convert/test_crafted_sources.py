@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.convert.megatron.test_pickles import archive
-from tests.support.conversions import converted, save_tokenizer, saved_peer
+from tests.support.conversions import converted, save_tokenizer, saved_peer, there_and_back
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -38,8 +38,7 @@ def test_the_ids_of_special_tokens_survive_the_way_there_and_back(tmp_path):
     path = tmp_path / "theirs/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **ids}))
     (tmp_path / "theirs/generation_config.json").write_text('{"eos_token_id": [0, 2], "top_k": 7}')
-    assert converted(tmp_path, "hf theirs -> megatron-lite ours") == 0
-    assert converted(tmp_path, "megatron-lite ours -> hf again") == 0
+    there_and_back(tmp_path)
     config = json.loads((tmp_path / "again/config.json").read_text())
     assert {key: config[key] for key in ids} == ids
     for folder in ("theirs", "again"):

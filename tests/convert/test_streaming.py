@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
+from benchmarks.data import anonymous_bytes
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.hf import hf_source, write_hf
 from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
@@ -39,20 +39,13 @@ def ones(model=MODEL):
     )
 
 
-def anonymous_bytes():
-    """Returns the memory of this process that no file backs."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":") for line in lines)
-    return int(fields["RssAnon"].split()[0]) * 1024
-
-
 def peak_bytes(source, write, path):
     """Returns by how much the process grew while it converted."""
-    before, most = anonymous_bytes(), 0
+    before, most = anonymous_bytes("self"), 0
 
     def advance(num_bytes):
         nonlocal most
-        most = max(most, anonymous_bytes())
+        most = max(most, anonymous_bytes("self"))
 
     write(source(), path, advance)
     return most - before

@@ -1,7 +1,7 @@
 """Runs whose whole peak is predicted, and measured in a real training step on the CPU.
 
-Each case runs two steps of the trainer's own parts over 1 or 2 gloo ranks. Measured is the most
-that torch's CPU allocator had at once in the second step (tests/memory/step_peaks.py).
+Each case is a run of two steps over 1 to 4 gloo ranks. Measured is the most that torch's CPU
+allocator had at once in the second step (tests/memory/step_peaks.py).
 `pytest tests/memory/test_step_peak.py` compares both.
 """
 
@@ -20,7 +20,7 @@ SIZES = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
     "--max-position-embeddings 128 --micro-batch-size 2 --vocab-size 4095 "
     "--make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 --mock-data "
-    "--lr 1e-3 --train-iters 2 --distributed-backend gloo"
+    "--lr 1e-3 --train-iters 2 --eval-iters 0 --distributed-backend gloo"
 )
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
@@ -141,7 +141,7 @@ def row_of_rank(rank, world_size, case):
     """Returns the row of this rank. Every rank calls it at the same time."""
     config = case.config
     with parallel_state(config.parallel, seed=config.training.seed) as parallel:
-        measured = measure(config, parallel, num_microbatches=case.micro_batches)
+        measured = measure(config, parallel)
         predicted = own_step_peak(config, parallel, case.micro_batches)
     return Row(predicted.num_bytes, measured, predicted.moment)
 

@@ -55,6 +55,13 @@ def same_weights(first, second):
     )
 
 
+def there_and_back(folder):
+    """Converts the checkpoint `theirs` to `ours`, and that to `again`, which must be the same."""
+    assert converted(folder, "hf theirs -> megatron-lite ours") == 0
+    assert converted(folder, "megatron-lite ours -> hf again") == 0
+    assert same_weights(weights_in(folder / "theirs"), weights_in(folder / "again"))
+
+
 def rewrite(folder, change):
     """Changes the tensors of model.safetensors: `change(tensors)` edits the dict."""
     path = folder / "model.safetensors"
