@@ -124,6 +124,11 @@ def gradients(model, step):
     return {name: None if x is None else local_part(x).tolist() for name, x in found.items()}
 
 
+def measurement(model, step, kind=Measurement):
+    """Returns what the allocator of the CPU tells of the steps of a model."""
+    return kind(model, layer_lists(model, None), step, None, torch.device("cpu"), CpuGauge)
+
+
 def held(model):
     """Returns the bytes of weights and buffers, tied ones once."""
     found = (one.untyped_storage() for one in [*model.parameters(), *model.buffers()])
@@ -135,8 +140,7 @@ def check(model, step, shares):
     prediction was off."""
     plain = gradients(model, step)
     model.zero_grad()
-    cpu = torch.device("cpu")
-    measured = Measurement(model, layer_lists(model, None), step, None, cpu, CpuGauge)
+    measured = measurement(model, step)
     whole = fitted(model, measured, None)
     whole.remove()
     with pytest.raises(ValueError, match="no policy fits. The smallest reachable peak is") as error:
@@ -287,11 +291,8 @@ def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan():
             ]
             self._problem_found = replace(one, moments=moments)
 
-    def measured(kind):
-        return kind(model, layer_lists(model, None), step, None, torch.device("cpu"), CpuGauge)
-
     budget = plain.measured + 1000
-    found = fitted(model, measured(High), budget)
+    found = fitted(model, measurement(model, step, High), budget)
     assert found.measured <= budget < found.plan.peak
     found.remove()
 
@@ -304,7 +305,7 @@ def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan():
                 raise torch.OutOfMemoryError("the faster plan")
             return super().peak()
 
-    scarce = measured(Scarce)
+    scarce = measurement(model, step, Scarce)
     kept = fitted(model, scarce, budget)
     assert scarce.calls == 3 and kept.measured <= budget
     assert [one.action for one in kept.plan.choice] != [one.action for one in found.plan.choice]
@@ -555,8 +556,7 @@ def test_prices_are_those_of_one_step_on_a_machine_that_slows_down(monkeypatch):
     real = Block.forward
     monkeypatch.setattr(Block, "forward", lambda *given: run_block(real, *given))
     monkeypatch.setattr("time.process_time_ns", lambda: now)
-    lists, cpu = layer_lists(model, None), torch.device("cpu")
-    problem = Measurement(model, lists, step, None, cpu, CpuGauge).problem
+    problem = measurement(model, step).problem
     times = {option.action: option.nanoseconds for option in problem.options[4]}
     assert times.pop("none") < -1  # one replay of the step that is timed first
     assert {*times.values()} == {0}  # each other action runs the layer twice, as full does
@@ -569,10 +569,7 @@ def split_on_rank(rank, world_size):
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
     def held():
-        measured = Measurement(
-            model, layer_lists(model, None), lambda: model(ids()).backward(), None,
-            torch.device("cpu"), CpuGauge,
-        )  # fmt: skip
+        measured = measurement(model, lambda: model(ids()).backward())
         options = measured.problem.options
         found = [one for layer in options for one in layer if one.action == "full@split"]
         assert not any(one.keeps for one in found)  # the whole inputs
