@@ -9,6 +9,7 @@ from megatron_lite.recompute.stores import ALIGNMENT, FLAG, Arena
 from tests.support import offload
 from tests.support.models import BATCH, SEQ_LENGTH, sample_tokens
 from tests.support.offload import NUM_LAYERS, draw_alike, equal, step
+from tests.support.planned import loss_of
 
 INPUT = SEQ_LENGTH * BATCH * 32 * 4  # bytes of a unit's input, s b h in float32
 SLOT = -(-INPUT // ALIGNMENT) * ALIGNMENT
@@ -76,13 +77,13 @@ def test_there_is_one_allocation_for_each_kind_of_memory_of_the_planned_size(pol
 
 def test_more_forwards_in_flight_than_slots_is_an_error_that_names_the_flag():
     model = build("*:full/2", micro_batches=2)
-    losses = [model.loss(*sample_tokens(batch)).mean() for batch in (3, 4)]
+    losses = [loss_of(model, batch) for batch in (3, 4)]
     with pytest.raises(RuntimeError, match=f"{FLAG}: all 6 slots are in use"):
         model.loss(*sample_tokens(5))
     assert in_use(model) == 6 * INPUT  # those of the two others alone
     losses[0].backward()
     assert in_use(model) == 3 * INPUT
-    losses.append(model.loss(*sample_tokens(5)).mean())
+    losses.append(loss_of(model, 5))
     for loss in losses[1:]:
         loss.backward()
     assert in_use(model) == 0
@@ -96,7 +97,7 @@ def test_an_arena_that_is_too_small_is_replaced_once_it_is_idle_and_never_shrink
         assert equal(step(model, batches=(3, 4)), step(plain, batches=(3, 4)))
         model.decoder.stores.reserve(1)
         step(model, batches=(3, 4))
-        waiting = model.loss(*sample_tokens()).mean()
+        waiting = loss_of(model)
         model.decoder.stores.reserve(3)
         step(model)  # slots are in use: the arena stays
         assert in_use(model) == 3 * INPUT

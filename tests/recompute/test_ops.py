@@ -18,9 +18,9 @@ from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.replay import RecomputeMismatch
 from tests.support.collectives import recorded_collectives
 from tests.support.dispatch import Dispatches
-from tests.support.models import plan_of, sample_tokens, tp_state
+from tests.support.models import plan_of, tp_state
 from tests.support.odd_layers import Block, Model, assert_equal, outcome, step
-from tests.support.planned import NUM_LAYERS, planned
+from tests.support.planned import NUM_LAYERS, loss_of, planned
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.storages import addresses
 
@@ -70,7 +70,7 @@ def test_backward_runs_again_exactly_what_is_not_kept(backend, policy, per_layer
     model = planned(
         f"0,2:{policy};1:none", attention_backend=backend, hidden_dropout=0.1, squared_relu=True
     )
-    loss = model.loss(*sample_tokens()).mean()
+    loss = loss_of(model)
     with Dispatched() as backward:
         loss.backward()
     assert backward.replayed(MATMULS) == Counter(
@@ -100,11 +100,11 @@ def collectives_of_a_step(rank, world_size, policy, sequence_parallel):
         model = planned(
             policy, parallel=parallel, sequence_parallel=sequence_parallel, hidden_dropout=0.1
         )
-        loss = model.loss(*sample_tokens()).mean()
+        loss = loss_of(model)
         kept_again = planned(
             "*:none", parallel=parallel, sequence_parallel=sequence_parallel, hidden_dropout=0.1
         )
-        loss_again = kept_again.loss(*sample_tokens()).mean()
+        loss_again = loss_of(kept_again)
         with recorded_collectives() as sent:
             loss.backward()
         with recorded_collectives() as expected:
@@ -265,6 +265,6 @@ def test_a_run_that_verifies_finds_what_is_rebuilt_otherwise_beside_kept_results
 def test_nothing_kept_or_rebuilt_outlives_the_backward():
     model = planned("*:ops(matmul,attention)", attention_backend="flash", hidden_dropout=0.1)
     with LiveStorages() as live:
-        loss = model.loss(*sample_tokens()).mean()
+        loss = loss_of(model)
         loss.backward()
     assert live.bytes_beside(addresses([loss, *(one.grad for one in model.parameters())])) == 0

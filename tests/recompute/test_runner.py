@@ -8,7 +8,7 @@ from megatron_lite.config.regions import REGIONS as ALL_REGIONS
 from megatron_lite.config.regions import RegionFacts
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
-from tests.support.planned import planned
+from tests.support.planned import loss_of, planned
 
 UNITS_OF_ONE, UNITS_OF_TWO, FIRST_TWO = "*:full", "*:full/2", "0-1:full; *:none"
 REGIONS, MLP_REGION = "*:core_attn+pointwise", "*:mlp"
@@ -26,7 +26,7 @@ def gradients(recompute, frozen):
     model = planned(recompute, hidden_dropout=0.1, untie_embeddings_and_output_weights=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen(name))
-    model.loss(*sample_tokens()).mean().backward()
+    loss_of(model).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -49,7 +49,7 @@ def test_what_runs_between_forward_and_backward_changes_nothing(recompute):
 
     def outcome(recompute, first):
         model = planned(recompute, hidden_dropout=0.1, attention_dropout=0.1)
-        losses = [model.loss(*sample_tokens(batch)).mean() for batch in (3, 4)]
+        losses = [loss_of(model, batch) for batch in (3, 4)]
         with torch.no_grad():
             assert model.loss(*sample_tokens(5)).grad_fn is None
         losses[first].backward()
