@@ -46,6 +46,11 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
 
 
+def model_and_tokens(cuda):
+    torch.manual_seed(1)
+    return Model().to(cuda, torch.bfloat16), torch.randint(1000, (8, 512), device=cuda)
+
+
 def trained(model, tokens):
     """Returns the gradients of a step."""
     model.zero_grad()
@@ -55,9 +60,7 @@ def trained(model, tokens):
 
 def test_the_peak_of_the_allocator_is_within_the_budget(cuda):
     with deterministic():
-        torch.manual_seed(1)
-        model = Model().to(cuda, torch.bfloat16)
-        tokens = torch.randint(1000, (8, 512), device=cuda)
+        model, tokens = model_and_tokens(cuda)
         plain = trained(model, tokens)
         model.zero_grad()
         step = lambda: model(tokens).backward()  # noqa: E731
@@ -79,8 +82,7 @@ def test_the_peak_of_the_allocator_is_within_the_budget(cuda):
 
 
 def test_host_memory_is_a_candidate_that_saves_memory_of_the_gpu(cuda):
-    model = Model().to(cuda, torch.bfloat16)
-    tokens = torch.randint(1000, (8, 512), device=cuda)
+    model, tokens = model_and_tokens(cuda)
     measured = Measurement(
         model, layer_lists(model, None), lambda: model(tokens).backward(), None, cuda, CudaGauge
     )

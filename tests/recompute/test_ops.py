@@ -191,26 +191,23 @@ def test_operators_that_do_not_exist_or_write_are_refused_when_the_model_is_buil
         planned(f"1:ops(matmul,{name})")
 
 
-def test_a_result_that_is_written_to_later_is_not_kept(rng):
-    def function(x):
-        return torch.mm(x, x).mul_(2).sin()
-
-    plain, other = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
-    function(plain).sum().backward()
+def assert_gradients_are_plain(rng, function, width, after=torch.sum):
+    """after: the loss that the caller makes of the function's result."""
+    plain, other = (torch.ones(2, width, requires_grad=True) for _ in range(2))
+    after(function(plain)).backward()
     results = KeptResults(("matmul",), skip_tail=False)
-    rebuilt(function, other, results=results, rng=rng).sum().backward()
+    after(rebuilt(function, other, results=results, rng=rng)).backward()
     assert torch.equal(plain.grad, other.grad)
+
+
+def test_a_result_that_is_written_to_later_is_not_kept(rng):
+    assert_gradients_are_plain(rng, lambda x: torch.mm(x, x).mul_(2).sin(), 2)
 
 
 def test_a_result_that_is_written_to_after_the_layer_is_made_again(rng):
-    def function(x):
-        return torch.mm(x.sin(), x.T)
-
-    plain, other = (torch.ones(2, 3, requires_grad=True) for _ in range(2))
-    function(plain).add_(1).square().sum().backward()
-    results = KeptResults(("matmul",), skip_tail=False)
-    rebuilt(function, other, results=results, rng=rng).add_(1).square().sum().backward()
-    assert torch.equal(plain.grad, other.grad)
+    assert_gradients_are_plain(
+        rng, lambda x: torch.mm(x.sin(), x.T), 3, lambda result: result.add_(1).square().sum()
+    )
 
 
 def test_a_result_of_inference_may_be_kept_on_the_host():

@@ -66,6 +66,11 @@ class Job:
         self.calls.unlink(missing_ok=True)
         return found
 
+    def fails_twice(self):
+        """Both starts are put back into the queue."""
+        for _ in range(2):
+            assert (self.start("exit 5").returncode, self.called()) == (5, ["requeue 7"])
+
 
 @pytest.fixture
 def job(tmp_path):
@@ -87,8 +92,7 @@ def test_a_step_that_ends_before_the_run_does_is_requeued_whatever_its_status(jo
 
 
 def test_what_fails_each_time_at_the_same_iteration_is_requeued_only_so_often(job):
-    for _ in range(2):
-        assert (job.start("exit 5").returncode, job.called()) == (5, ["requeue 7"])
+    job.fails_twice()
     done = job.start("exit 5")
     assert (done.returncode, job.called()) == (5, [])
     assert (
@@ -100,8 +104,7 @@ def test_what_fails_each_time_at_the_same_iteration_is_requeued_only_so_often(jo
 
 def test_progress_begins_a_new_count_and_so_does_another_job(job):
     for iteration in (8, 16):
-        for _ in range(2):
-            assert (job.start("exit 5").returncode, job.called()) == (5, ["requeue 7"])
+        job.fails_twice()
         assert (job.start(f"{job.saved(iteration)}; exit 5").returncode, job.called()) == (
             5,
             ["requeue 7"],

@@ -201,11 +201,15 @@ def arguments(config, tp_size):
     )
 
 
+def _logits(model, tokens):
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return model(tokens, positions, None)[..., :VOCAB_SIZE].float()
+
+
 def their_results(model, tokens, labels):
     """Returns the logits of the words, without padding, and the loss."""
     with torch.no_grad():
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        logits = model(tokens, positions, None)[..., :VOCAB_SIZE].float()
+        logits = _logits(model, tokens)
     return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
@@ -239,9 +243,7 @@ def trained(model, tokens, labels, steps=2):
 def step(model, optimizer, tokens, labels):
     """Makes one update of the model."""
     tp_group = parallel_state.get_tensor_model_parallel_group()
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    logits = model(tokens, positions, None).float()[..., :VOCAB_SIZE]
-    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    F.cross_entropy(_logits(model, tokens).flatten(0, 1), labels.flatten()).backward()
     for name, parameter in model.named_parameters():
         if "q_layernorm" in name or "k_layernorm" in name:  # each rank has its own heads
             dist.all_reduce(parameter.grad, group=tp_group)

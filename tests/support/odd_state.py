@@ -413,16 +413,17 @@ class RReluBeforeSum(Block):
         return hidden + F.rrelu(self.first(hidden), training=True)[:, :6]
 
 
+def double_tanh(self, func, types, args=(), kwargs=None):
+    result = func(*args, **(kwargs or {}))
+    return 2 * result if func in (torch.tanh, torch.ops.aten.tanh.default) else result
+
+
 class Doubles(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return 2 * result if func is torch.tanh else result
+    __torch_function__ = double_tanh
 
 
 class DoublesOperators(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return 2 * result if func is torch.ops.aten.tanh.default else result
+    __torch_dispatch__ = double_tanh
 
 
 def around(enter):

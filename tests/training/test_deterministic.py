@@ -14,6 +14,10 @@ from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 ON_CPU = SimpleNamespace(device=torch.device("cpu"))  # streams, for attention without dropout
 
 
+def one_layer():
+    return torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])
+
+
 @pytest.fixture(autouse=True)
 def torchs_settings():
     fills = torch.utils.deterministic.fill_uninitialized_memory
@@ -59,7 +63,7 @@ def test_a_kernel_that_promises_nothing_is_refused_and_the_price_is_said(monkeyp
     times = iter([3.0, 2.0])
     monkeypatch.setattr(deterministic, "_values", lambda *_: [])
     monkeypatch.setattr(deterministic, "_milliseconds", lambda _: next(times))
-    layers = torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])
+    layers = one_layer()
     rank = SimpleNamespace(device=torch.device("cuda"))
     config = tiny_run(training=dict(deterministic_mode=True))
     (said,) = deterministic.cost_of_determinism(layers, config, rank)
@@ -91,7 +95,7 @@ def test_flash_is_the_newest_flash_attention_that_runs(monkeypatch, installed):
     monkeypatch.setattr(deterministic, "registry", registry)
     monkeypatch.setattr(deterministic, "_attention", run)
     monkeypatch.setattr(deterministic, "_values", lambda *_: [])
-    layers = torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])
+    layers = one_layer()
     rank = SimpleNamespace(all_agree=lambda yes: yes, together=lambda _, check: check())
     flash = dict(attention_backend="flash", attention_dropout=0.0)
     config = tiny_run(**flash, bf16=True)
