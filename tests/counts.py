@@ -31,7 +31,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 302_600,
     "files of the library": 260,
-    "tokens of tests": 275_730,
+    "tokens of tests": 275_507,
     "tokens of benchmarks": 22_180,
     "own files in one plain step": 32,
     "own functions in one plain step": 129,
