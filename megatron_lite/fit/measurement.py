@@ -103,6 +103,11 @@ class Measurement:
                 "loss.backward() in it, on a loss that depends on trainable parameters"
             )
         self._order = list(dict.fromkeys(span.layer for span in spans if span.name == FORWARD))
+        for name, layers in lists:
+            if not {*layers} & {self._layers[number] for number in self._order}:
+                self.notes.append(
+                    f"note: {name} does not run in this step, so what it would keep is in no figure"
+                )
         candidates = [*CANDIDATES, *ON_RANKS * self._step.is_divided]
         candidates += ON_HOST * (device.type == "cuda")
         self.problem = self._problem(spans, candidates)
@@ -296,13 +301,27 @@ class Measurement:
             alone = [self._compared({number: key}, full) for number, key in tried.items()]
             return dict(ChainMap(*alone))
         found = {}
+        # Who has no backward is often freed at once, but an output of the model may hold it.
+        first = next(n for n, span in enumerate(full) if span.name == BACKWARD)
+        last = max(n for n, span in enumerate(full[:first]) if span.name == FORWARD)
+        grown = {n: [*map(sub, _figures(spans, n), _figures(full, n))] for n in tried}
+        alone = {n for n in tried if all((n, BACKWARD) != (one.layer, one.name) for one in full)}
+        size = sum(grown[number][0] for number in alone)
+
+        def are_there(more: int, figure: int) -> bool:
+            more -= sum(each[figure] for number, each in grown.items() if number not in alone)
+            return 2 * more > size
+
+        to_end = are_there(spans[last + 1].peak - full[last + 1].peak, 0)
+        longer = are_there(spans[first].start - full[first].start, 1)
         for number, key in tried.items():
             places = self._step.sharing.kept[number]
-            own = _figures(spans, number)
-            kept, held, forward, backward, time = map(sub, own, _figures(full, number))
+            kept, held, forward, backward, time = grown[number]
+            if number in alone:
+                kept, held = kept * to_end, kept * longer
             # Times are compared within one step, since others may use the machine as well.
             if others := [_figures(spans, n)[-1] for n in self._alike[number] if n not in tried]:
-                time = own[-1] - median_low(others)
+                time = _figures(spans, number)[-1] - median_low(others)
             here, keeps = self._order.index(number), self._shared_at(number, places)
             for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
                 one = self._shared[each]
@@ -329,8 +348,7 @@ def _figures(spans: list[Span], layer: int) -> list[int]:
     forward = [span for span in own if span.name == FORWARD and span.is_largest]
     backward = [span for span in own if span.name == BACKWARD and span.is_largest]
     return [
-        # Without a backward nothing holds it for long.
-        sum(span.end - span.start for span in forward) if backward else 0,
+        sum(span.end - span.start for span in forward),
         sum(span.start - span.end for span in backward),
         max((span.peak - span.start for span in forward), default=0),
         max((span.peak - span.start for span in backward), default=0),

@@ -277,8 +277,10 @@ def _spans(events: list[Event], readings: list[Reading]) -> list[Span]:
     spans, alive, present, outside = [], Counter[int](), Event(), Event()
     # A graph that is retained has several backwards.
     last = {event[1:]: number for number, event in enumerate(events) if event.name == BACKWARD}
-    largest: dict[int, list[int]] = {}  # of a layer's calls
-    for layer, *call in last:
+    waits = {layer for layer, *_ in last}
+    others = [event[1:] for event in events if event.name == FORWARD and event.layer not in waits]
+    largest: dict[int, list[int]] = {}  # of a layer's calls: with a backward, if one has
+    for layer, *call in (*last, *others):
         largest[layer] = max(call, largest.get(layer, call))
 
     def weight(event: Event) -> Counter[int]:
@@ -292,7 +294,7 @@ def _spans(events: list[Event], readings: list[Reading]) -> list[Span]:
             if event.name in (FORWARD, BACKWARD, MODEL_END):
                 outside = Event() if event.name == FORWARD else Event(AFTER)
             present = event if event.name in (FORWARD, BACKWARD) else outside
-        if event.name == FORWARD_END and event.layer in largest:
+        if event.name == FORWARD_END and event.layer in waits:
             alive += weight(event)
         is_largest = largest.get(present.layer) == [*present[2:]]
         spans.append(

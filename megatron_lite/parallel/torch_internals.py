@@ -218,6 +218,7 @@ compiler_settings = partial(private, "torch._functorch.config")
 # Tensors and ranks without memory and processes.
 FakeTensorMode = private("torch._subclasses.fake_tensor.FakeTensorMode")
 NeedsValues = private("torch._subclasses.fake_tensor.DataDependentOutputException")
+NeedsSizes = private("torch._subclasses.fake_tensor.DynamicOutputShapeException")
 fake_mode_of = operator.attrgetter("fake_mode")  # of such a tensor
 fake_work = private("torch._C._distributed_c10d.FakeWork")
 has_kernel_for = private("torch._C._dispatch_has_kernel_for_dispatch_key")

@@ -31,7 +31,12 @@ from megatron_lite.fit.sharing import Sharing
 from megatron_lite.fit.step import Span, Step, bytes_of
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.step_meter import SimulatedTensors, StepMeter
-from megatron_lite.parallel.torch_internals import NeedsValues, fake_store, grouped_operator
+from megatron_lite.parallel.torch_internals import (
+    NeedsSizes,
+    NeedsValues,
+    fake_store,
+    grouped_operator,
+)
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.recompute.caches import kind_of_caches, own_cache
 from megatron_lite.recompute.contents import tensors_of
@@ -42,6 +47,7 @@ ATEN = torch.ops.aten
 RANGES = ATEN.arange.default, ATEN.arange.start, ATEN.arange.start_step, ATEN.linspace.default
 MAKE_KNOWN = (*RANGES, ATEN.full.default, ATEN.zeros.default, ATEN.ones.default)
 MOST_INTEGERS, MOST_FLOATS = 1 << 16, 1 << 10  # of a tensor
+INSTEAD = "call fit_memory_ with a batch of your own"
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 
 
@@ -87,7 +93,13 @@ class FakeGauge(StepMeter):
 
 class SimulatedValues(SimulatedTensors):
     """Fake tensors of which small ones have values, so that a forward may decide by them: by the
-    sizes of images, or by a mask. A model may drop layers at rates from a range."""
+    sizes of images, or by a mask. A model may drop layers at rates from a range.
+
+    assumes: whether unknown values counted. A mask of them selects all, and a floating-point number
+        is equal to no given one.
+    """
+
+    assumes = False
 
     def may_turn_const(self, t: Tensor) -> bool:
         """Tells torch's mode whether a result keeps its value."""
@@ -99,7 +111,18 @@ class SimulatedValues(SimulatedTensors):
             # Torch knows the shapes of bf16 alone.
             halves = [one.bfloat16() for one in args[:2]]
             return func(*halves, *args[2:], **kwargs).to(args[0].dtype)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except NeedsSizes:  # a mask of unknown values
+            if func is not ATEN.nonzero.default:
+                raise
+            self.assumes, (mask,) = True, args
+            with self:
+                return torch.zeros(mask.numel(), mask.dim(), dtype=torch.int64)
+        if func is ATEN.eq.Scalar and args[0].is_floating_point() and result.constant is None:
+            self.assumes = True
+            result.constant = torch.zeros((), dtype=torch.bool).expand(result.shape)
+            self.fake_tensor_converter.add_constant_storage_mapping(result)
         if func in MAKE_KNOWN and _is_known(result):
             value = func(*args, **kwargs)  # no mode is active here
             return self.fake_tensor_converter.from_real_tensor(self, value, make_constant=True)
@@ -248,7 +271,7 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
     )
     # Checks of transformers read values, such as that of image tokens.
     unchecked = patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
-    with _ranks(given.gpus) as mesh, SimulatedValues(), unchecked:
+    with _ranks(given.gpus) as mesh, SimulatedValues() as values, unchecked:
         model = _model(config, dtype)
         if rank := given.trainable.partition(":")[2]:
             add_adapters_(model, int(rank))
@@ -256,13 +279,14 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
         trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
         if given.fsdp:
             shard_(model, lists, mesh)
-        batch = _inputs(model, given, dtype)
+        batch = _batch(model, given, dtype)
 
         def step() -> None:
             _loss(model(**batch)).backward()  # the logits are not held meanwhile
 
         layers = [*{layer: None for one in lists for layer in one.layers}]
-        notes = _try(model, layers, step)  # in its first step FSDP2 learns the order of its units
+        # In its first step FSDP2 learns the order of its units.
+        notes = _try(model, layers, step, given.seq_length)
         keys = [
             (kind_of(layer), *[form for _, form in notes.saved.get(n, ())], notes.forms.get(n))
             for n, layer in enumerate(layers)
@@ -280,11 +304,23 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
             buckets=0 if given.fsdp or given.gpus == 1 else trained,
             around=StandIns(layers, keys),
         )
+        made = [f"{name} {tuple(one.shape)}" for name, one in batch.items()]
+        measured.notes.append(f"batch: {', '.join(made)}")
+        if values.assumes:
+            measured.notes.append(
+                "note: the step selects by values, which fake tensors have not. It is taken to "
+                "select all, so a real step may take less"
+            )
         return fitted(model, measured, budget)
 
 
 def _try(
-    model: Any, layers: Sequence[nn.Module], step: Callable[[], None], *, has_cache: bool = True
+    model: Any,
+    layers: Sequence[nn.Module],
+    step: Callable[[], None],
+    length: int,
+    *,
+    has_cache: bool = True,
 ) -> Sharing:
     """Runs a step: without a cache of keys if the model has one that fails. Returns notes on it."""
     notes = Sharing()
@@ -296,13 +332,18 @@ def _try(
         needs_values = isinstance(error, NeedsValues)
         if has_cache and not needs_values:
             model.config.get_text_config().use_cache = model.config.use_cache = False
-            return _try(model, layers, step, has_cache=False)
-        decides = ", because its forward decides by values" * needs_values
-        said = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
+            return _try(model, layers, step, length, has_cache=False)
+        why = ", because its forward decides by values" * needs_values
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", length) or length
+        if length > most:
+            why = f", perhaps because it has {most} positions and --seq-length is {length}"
         raise InputError(
-            f"{type(model).__name__} cannot run on fake tensors{decides} ({said}): call "
-            "fit_memory_ with a batch of your own"
+            f"{type(model).__name__} cannot run on fake tensors{why} ({_reason(error)}): {INSTEAD}"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
 
 
 def shard_(model: nn.Module, lists: list[LayerList], mesh: DeviceMesh) -> None:
@@ -356,61 +397,117 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
             model.tie_weights()  # a part of the initialization
             return model.train()
     except Exception as error:  # the library checks few values before it computes with them
-        reason = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
-        raise InputError(f"transformers cannot build this model: {reason}") from error
+        raise InputError(f"transformers cannot build this model: {_reason(error)}") from error
     raise InputError(f"architectures: {shown(repr(name))} is no model of transformers: name one")
 
 
+def _batch(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Tensor]:
+    try:
+        return _inputs(model, given, dtype)
+    except (AttributeError, TypeError, ValueError) as error:  # a configuration of other fields
+        if isinstance(error, InputError):
+            raise
+        name = type(model).__name__
+        raise InputError(
+            f"{name} has other inputs than known ({_reason(error)}): {INSTEAD}"
+        ) from error
+
+
 def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns a batch: token ids of text, and images or spectra as large as the model takes."""
-    config, main = model.config, model.main_input_name
-    accepted = inspect.signature(model.forward).parameters
+    """Returns a batch: token ids of text, and images and sound as large as the model takes.
+
+    An input that the forward does not name is left out.
+    """
+    config, main, accepted = model.config, model.main_input_name, _accepted(model)
     batch, length = given.micro_batch_size, given.seq_length
-    vision: Any = getattr(config, "vision_config", config if main == "pixel_values" else None)
-    inputs = {}
-    image_tokens = 0
-    sizes: Any = given.image_size or getattr(vision, "image_size", None)
-    if vision is not None and not sizes:
+    inputs = _images(model, given, dtype)
+    image_tokens = inputs.pop("image_tokens", 0)
+    sound: Any = getattr(config, "audio_config", config)
+    bins = getattr(sound, "num_mel_bins", None)
+    if bins and hasattr(sound, "max_source_positions") and "input_features" in accepted:
+        frames = 2 * sound.max_source_positions  # Whisper's first convolutions halve them
+        inputs["input_features"] = torch.zeros(batch, bins, frames, dtype=dtype)
+        inputs["feature_attention_mask"] = torch.ones(batch, frames, dtype=torch.int64)
+    elif main == "input_features" and (features := _features(sound)):
+        inputs[main] = torch.zeros(batch, length, features, dtype=dtype)
+    elif main == "input_values":
+        inputs[main] = torch.zeros(batch, length, dtype=dtype)
+    elif main not in ("input_ids", *inputs):
+        raise InputError(
+            f"{type(model).__name__} reads {main}: only token ids, images, samples of sound and "
+            f"spectra are made here; {INSTEAD}"
+        )
+    is_text = "input_ids" in accepted or config.is_encoder_decoder
+    if length <= image_tokens and (is_text or main != "pixel_values"):
+        least = f"{image_tokens + 1}, since an image takes {image_tokens}" if image_tokens else "1"
+        raise InputError(f"--seq-length must be at least {least} (got {length}): give the tokens")
+    if is_text:
+        numbers = torch.arange(length)
+        # Some models tell images by their number of tokens, and sound by two in a row.
+        token = config.image_token_id if image_tokens else getattr(config, "audio_token_id", None)
+        is_other = (numbers < (image_tokens or 2)).long().repeat(batch, 1)
+        ids = is_other * (token or 0)
+        if image_tokens:
+            inputs["mm_token_type_ids"] = is_other
+            inputs["position_ids"] = numbers.repeat(3, batch, 1)  # of time, height, width
+        inputs["labels"] = ids
+        if main in ("input_ids", "pixel_values"):
+            inputs["input_ids"] = ids
+    return {name: one for name, one in inputs.items() if name in accepted}
+
+
+def _accepted(model: Any) -> Any:
+    return inspect.signature(model.forward).parameters
+
+
+def _features(sound: Any) -> int:
+    """Returns the width of a spectrum whose frames are --seq-length, or 0."""
+    names = ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins")
+    return next((getattr(sound, name) for name in names if hasattr(sound, name)), 0)
+
+
+def _images(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns an image for each sample, and its tokens if they are apart from those of the text."""
+    config, batch = model.config, given.micro_batch_size
+    is_vision = model.main_input_name == "pixel_values"
+    vision: Any = getattr(config, "vision_config", config if is_vision else None)
+    own = getattr(vision, "image_size", None)
+    sizes: Any = given.image_size or own
+    if vision is None:
+        if sizes:
+            name = type(model).__name__
+            raise InputError(f"{name} reads no images: leave --image-size out")
+        return {}
+    if not sizes:
         raise InputError(
             f"{type(model).__name__} reads images of any size: give --image-size, the pixels of a "
             "side"
         )
-    if vision is None and sizes:
-        raise InputError(f"{type(model).__name__} reads no images: leave --image-size out")
+    height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
     if hasattr(vision, "temporal_patch_size"):  # Qwen2-VL and what descends from it
         merge = vision.spatial_merge_size
-        side = max(1, sizes // (vision.patch_size * merge)) * merge
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        inputs["pixel_values"] = torch.zeros(batch * side**2, width, dtype=dtype)
-        inputs["image_grid_thw"] = torch.tensor([[1, side, side]] * batch)
-        image_tokens = (side // merge) ** 2
-    elif vision is not None:
-        height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
-        channels = getattr(vision, "num_channels", 3)
-        inputs["pixel_values"] = torch.zeros(batch, channels, height, width, dtype=dtype)
-    elif main == "input_features" and hasattr(config, "max_source_positions"):
-        frames = 2 * config.max_source_positions  # Whisper's first convolutions halve them
-        inputs[main] = torch.zeros(batch, config.num_mel_bins, frames, dtype=dtype)
-    elif main not in ("input_ids", "input_values"):
-        raise InputError(
-            f"{type(model).__name__} reads {main}: only token ids, images, samples of sound and "
-            "Whisper's spectra are made here; call fit_memory_ with a batch of your own"
-        )
-    if main == "pixel_values" and "input_ids" not in accepted:
-        return inputs
-    if length <= image_tokens:
-        least = f"{image_tokens + 1}, since an image takes {image_tokens}" if image_tokens else "1"
-        raise InputError(f"--seq-length must be at least {least} (got {length}): give the tokens")
-    if main == "input_values":
-        return {main: torch.zeros(batch, length, dtype=dtype)}
-    ids = torch.zeros(batch, length, dtype=torch.int64)
-    if image_tokens:
-        is_image = (torch.arange(length) < image_tokens).long().repeat(batch, 1)
-        inputs["mm_token_type_ids"] = is_image
-        ids = is_image * config.image_token_id
-        inputs["position_ids"] = torch.arange(length).repeat(3, batch, 1)  # of time, height, width
-    inputs |= {"labels": ids} | ({} if main == "input_features" else {"input_ids": ids})
-    return {name: one for name, one in inputs.items() if name in accepted}
+        side = max(1, height // (vision.patch_size * merge)) * merge
+        numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return {
+            "pixel_values": torch.zeros(batch * side**2, numbers, dtype=dtype),
+            "image_grid_thw": torch.tensor([[1, side, side]] * batch),
+            "image_tokens": (side // merge) ** 2,
+        }
+    inputs, grids = {}, getattr(config, "image_grid_pinpoints", None)
+    if grids or vision.model_type == "pixtral":
+        inputs["image_sizes"] = torch.tensor([[height, width]] * batch)
+    shape = [batch, getattr(vision, "num_channels", 3), height, width]
+    if tiles := getattr(vision, "max_num_tiles", 0):  # Llama 3.2 fills up to so many
+        shape[1:1] = 1, tiles
+        inputs["aspect_ratio_ids"] = torch.ones(batch, 1, dtype=torch.int64)
+        inputs["aspect_ratio_mask"] = torch.ones(batch, 1, tiles, dtype=torch.int64)
+    elif grids:  # LLaVA-NeXT cuts an image
+        from transformers.models.llava_next import modeling_llava_next as cuts
+
+        shape[1:] = cuts.image_size_to_num_patches((height, width), grids, own), shape[1], own, own
+    elif "pixel_attention_mask" in _accepted(model):  # Idefics has several images for a sample
+        shape[1:1] = [1]
+    return inputs | {"pixel_values": torch.zeros(shape, dtype=dtype)}
 
 
 def _loss(output: Any) -> Tensor:

@@ -72,6 +72,21 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
 
 
+class Selecting(Model):
+    """It keeps the states of its first layers as long as its result, but does not read the last."""
+
+    def forward(self, ids):
+        """Returns the loss, and the states."""
+        states = [self.embedding(ids)]
+        for block in self.part0:
+            states.append(block(states[-1]))
+        hidden = states[-2]
+        for block in self.part1:
+            hidden = block(hidden)
+        loss = nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+        return SimpleNamespace(loss=loss, states=states)
+
+
 class Counting(Block):
     """Its forward changes what it holds in every way that Python has, and some things once."""
 
@@ -232,6 +247,15 @@ def with_a_forward_without_gradients(model, is_first):
     losses[is_first].backward()
 
 
+def without_its_output(model):
+    model(ids()).loss.backward()
+
+
+def with_its_output(model):
+    output = model(ids())
+    output.loss.backward()
+
+
 def two_forwards(model):
     (model(ids(2, 40)) * model(ids(2, 60))).backward()
 
@@ -253,6 +277,8 @@ def unequal_batches(model):
     [
         (image_and_text, vision_and_language, 0.01),
         (accumulated_in_bf16, frozen, 0.1),
+        (without_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),
+        (with_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),
         *(
             (step, lambda: Model([64] * 4), 0.01)
             for step in (

@@ -31,11 +31,12 @@ T5 = dict(
     d_model=64, d_kv=16, d_ff=128, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
 )  # fmt: skip
 
-# Its step takes several choices and one label.
-MULTIPLE_CHOICE = dict(
-    model_type="bert", architectures=["BertForMultipleChoice"], vocab_size=200, hidden_size=32,
+BERT = dict(
+    model_type="bert", architectures=["BertForMaskedLM"], vocab_size=200, hidden_size=32,
     num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
 )  # fmt: skip
+# Its step takes several choices and one label.
+MULTIPLE_CHOICE = {**BERT, "architectures": ["BertForMultipleChoice"]}
 SEGFORMER = dict(model_type="segformer", architectures=["SegformerForImageClassification"])
 
 
@@ -97,36 +98,81 @@ def test_fsdp_on_fake_tensors_is_that_of_two_real_ranks():
     assert fake.plan.peak == pytest.approx(fake.measured, rel=0.01)
 
 
+VISION = dict(
+    model_type="clip_vision_model", hidden_size=32, intermediate_size=48, patch_size=8,
+    num_hidden_layers=2, num_attention_heads=4, image_size=32,
+)  # fmt: skip
+WHISPER = dict(
+    model_type="whisper", architectures=["WhisperForConditionalGeneration"], d_model=32,
+    encoder_layers=2, decoder_layers=2, vocab_size=99, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=20,
+    max_source_positions=50, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    decoder_start_token_id=1,
+)  # fmt: skip
+
+
+def with_towers(name, architecture, **settings):
+    """Returns the configuration of a language model that reads something else too."""
+    return dict(model_type=name, architectures=[architecture], text_config={**LLAMA}, **settings)
+
+
 @pytest.mark.usefixtures("two_actions")
-@pytest.mark.runs(ci=2)
+@pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
-    "config",
+    ("config", "names"),
     [
-        dict(
-            model_type="llava", architectures=["LlavaForConditionalGeneration"], image_token_id=98,
-            text_config=SHALLOW, vision_config=dict(
-                model_type="clip_vision_model", hidden_size=32, intermediate_size=48, patch_size=8,
-                num_hidden_layers=1, num_attention_heads=4, image_size=32,
+        (
+            with_towers("llava", "LlavaForConditionalGeneration", vision_config=VISION),
+            {"pixel_values": (1, 3, 32, 32)},
+        ),
+        (  # it cuts an image
+            with_towers(
+                *("llava_next", "LlavaNextForConditionalGeneration"), vision_config=VISION,
+                image_grid_pinpoints=[[32, 64]],
             ),
+            {"pixel_values": (1, 3, 3, 32, 32)},
         ),
-        dict(
-            model_type="whisper", architectures=["WhisperForConditionalGeneration"], d_model=32,
-            encoder_layers=2, decoder_layers=2, vocab_size=99, encoder_attention_heads=4,
-            decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=20,
-            max_source_positions=50, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-            decoder_start_token_id=1,
+        (  # it asks which images of a sample are not empty
+            with_towers(
+                *("idefics3", "Idefics3ForConditionalGeneration"), scale_factor=2, pad_token_id=0,
+                vision_config={**VISION, "model_type": "idefics3_vision"},
+            ),
+            {"pixel_values": (1, 1, 3, 32, 32)},
         ),
-        dict(  # it drops blocks at rates from a range, and no block of its first stage is repeated
-            model_type="swinv2", architectures=["Swinv2ForImageClassification"], image_size=32,
-            embed_dim=16, depths=[1, 2], num_heads=[2, 4], window_size=4,
+        (
+            with_towers(
+                *("qwen2_audio", "Qwen2AudioForConditionalGeneration"), audio_token_index=9,
+                audio_config={**WHISPER, "model_type": "qwen2_audio_encoder"},
+            ),
+            {"input_features": (1, 20, 100)},
+        ),
+        (WHISPER, {"input_features": (1, 20, 100)}),
+        (  # it drops blocks at rates from a range, and no block of its first stage is repeated
+            dict(
+                model_type="swinv2", architectures=["Swinv2ForImageClassification"], image_size=32,
+                embed_dim=16, depths=[1, 2], num_heads=[2, 4], window_size=4,
+            ),
+            {"pixel_values": (1, 3, 32, 32)},
         ),
     ],
-    ids=["vision-language", "speech", "stages"],
+    ids=["image and text", "cut image", "images", "sound and text", "speech", "stages"],
 )  # fmt: skip
-def test_images_and_spectra_are_made_as_the_configuration_says(config):
+def test_images_and_spectra_are_made_as_the_configuration_says(config, names):
     fit = fit_config(config, load_hardware("h100"), None, given(seq_length=32))
-    assert len(fit.policies) == 2
+    assert len(fit.policies) == 2 and not any("does not run" in note for note in fit.notes)
     assert fit.plan.peak == pytest.approx(fit.measured, rel=0.01)
+    (line,) = [note for note in fit.notes if note.startswith("batch: ")]
+    assert all(f"{name} {shape}" in line for name, shape in names.items())
+
+
+@pytest.mark.usefixtures("two_actions")
+def test_what_does_not_run_is_said():
+    config = with_towers(
+        "gemma4", "Gemma4ForConditionalGeneration", audio_config=dict(num_hidden_layers=2)
+    )
+    config["text_config"] |= dict(model_type="gemma4_text", head_dim=16, num_hidden_layers=4)
+    fit = fit_config(config, load_hardware("h100"), None, given(seq_length=32))
+    assert "note: model.audio_tower.layers does not run in this step" in str(fit)
 
 
 @pytest.mark.runs(ci=1)
@@ -206,6 +252,11 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys)
         ([], {**LLAMA, "hidden_size": "a"}, "transformers cannot build this model"),
         ([], {**LLAMA, "num_attention_heads": 0}, "transformers cannot build this model"),
         ([], {**LLAMA, "model_type": "unheard"}, "transformers cannot build this model"),
+        (
+            [],
+            {**BERT, "max_position_embeddings": 8},
+            "because it has 8 positions and --seq-length ",
+        ),
         ([], MULTIPLE_CHOICE, "BertForMultipleChoice cannot run on fake tensors (RuntimeError: "),
         ([], {**LLAMA, "architectures": ["logging"]}, "'logging' is no model of transformers"),
         ([], SEGFORMER, "SegformerForImageClassification reads images of any size: give --image-s"),
