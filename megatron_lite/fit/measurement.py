@@ -305,11 +305,11 @@ class Measurement:
         first = next(n for n, span in enumerate(full) if span.name == BACKWARD)
         last = max(n for n, span in enumerate(full[:first]) if span.name == FORWARD)
         grown = {n: [*map(sub, _figures(spans, n), _figures(full, n))] for n in tried}
-        alone = {n for n in tried if all((n, BACKWARD) != (one.layer, one.name) for one in full)}
-        size = sum(grown[number][0] for number in alone)
+        lonely = {n for n in tried if all((n, BACKWARD) != (one.layer, one.name) for one in full)}
+        size = sum(grown[number][0] for number in lonely)
 
         def are_there(more: int, figure: int) -> bool:
-            more -= sum(each[figure] for number, each in grown.items() if number not in alone)
+            more -= sum(each[figure] for number, each in grown.items() if number not in lonely)
             return 2 * more > size
 
         to_end = are_there(spans[last + 1].peak - full[last + 1].peak, 0)
@@ -317,7 +317,7 @@ class Measurement:
         for number, key in tried.items():
             places = self._step.sharing.kept[number]
             kept, held, forward, backward, time = grown[number]
-            if number in alone:
+            if number in lonely:
                 kept, held = kept * to_end, kept * longer
             # Times are compared within one step, since others may use the machine as well.
             if others := [_figures(spans, n)[-1] for n in self._alike[number] if n not in tried]:

@@ -471,7 +471,7 @@ def _images(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Any
     config, batch = model.config, given.micro_batch_size
     is_vision = model.main_input_name == "pixel_values"
     vision: Any = getattr(config, "vision_config", config if is_vision else None)
-    own = getattr(vision, "image_size", None)
+    own: Any = getattr(vision, "image_size", None)
     sizes: Any = given.image_size or own
     if vision is None:
         if sizes:
