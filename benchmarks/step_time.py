@@ -144,7 +144,9 @@ def measure(setting, args, skipped):
         except torch.OutOfMemoryError as reason:
             skipped["the rest"] = str(reason).splitlines()[0][:150]
     sizes = dict(
-        batch=shape.batch_size, seq_length=shape.seq_length, padded_vocab_size=shape.vocab_size
+        micro_batch_size=shape.batch_size,
+        seq_length=shape.seq_length,
+        padded_vocab_size=shape.vocab_size,
     )
     flops = step_flops(config, **sizes)
     rows = []

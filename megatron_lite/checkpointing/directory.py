@@ -82,13 +82,12 @@ class SaveDirectory(NamedTuple):
             *([replaced] if replaced.exists() else []),
             *(step_directory(root, step) for step in others if not leads_here(step)),
         ):
-            said = f"{step}: does not lead to this run's, and cannot be set aside"
             try:
                 name = self._supersede(step)
-                said = f"{root}: a step that does not lead to this run's is now {name}"
+                notices.append(f"{root}: a step that does not lead to this run's is now {name}")
             except OSError as error:
-                said = f"warning: {said} ({error})"
-            notices.append(said)
+                said = f"{step}: does not lead to this run's, and cannot be set aside ({error})"
+                notices.append(f"warning: {said}")
         pointer = root / f"{LATEST}.tmp-{self.lock.token}"
         try:
             write_synced(pointer, str(iteration).encode())

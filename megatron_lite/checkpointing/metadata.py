@@ -299,10 +299,10 @@ def parse_json(path: Path) -> dict[str, Any]:
 def parse_formatted(path: Path) -> dict[str, Any]:
     """Returns the JSON object that a file holds, without its format number, which is checked.
 
-    Raises InputError if the file cannot be read, is damaged, or is not of this version's format.
+    Raises InputError if the file cannot be read or is not of this version's format, and ValueError
+    if it is damaged.
     """
-    with damaged(path):
-        values = parse_json(path)
+    values = parse_json(path)
     found = values.pop("format", None)
     if type(found) is not int or found != FORMAT:
         raise InputError(

@@ -330,8 +330,9 @@ def take_snapshot(
             weight, states = optimizer.weight(name), optimizer.whole_states(name)
         spec = spec_of(parameter)
         place = parallel.holding(spec)
+        is_split = place.tp_size < parallel.tp_size
         if spec.of_experts:
-            device, is_split = weight.device, place.tp_size < parallel.tp_size
+            device = weight.device
             weight, *others = (
                 _of_all_experts(one.detach().to(device), spec, place, joins=is_split)
                 for one in (weight, *states.values())
@@ -344,11 +345,7 @@ def take_snapshot(
             *(("optimizer", f"{name}/{key}", state) for key, state in states.items()),
         ):
             rows = owned_rows(
-                tensor,
-                spec,
-                tp_rank=parallel.tp_rank,
-                tp_size=parallel.tp_size,
-                is_whole=place.tp_size < parallel.tp_size,
+                tensor, spec, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size, is_whole=is_split
             )
             if rows is not None:
                 held[kind][key] = rows.to("cpu", copy=copy)

@@ -128,15 +128,11 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
         (order, places) if moves else (order,),
         (MOE,),
         calls=tuple(
-            _exchange(f"received {name}", shape.rows * size)
+            _exchange(shape.rows * size).call(f"received {name}")
             for name, size in sizes_of_row.items()
             if moves
         ),
-        backward=tuple(
-            Collective(ALL_TO_ALL, shape.sent * size, over_experts=True)
-            for size in sizes_of_row.values()
-            if moves
-        ),
+        backward=tuple(_exchange(shape.sent * size) for size in sizes_of_row.values() if moves),
         moved=moved,
         temporary=temporary,
     )
@@ -165,19 +161,19 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
         Matmul("experts' fc2", shape.rows, model.hidden_size, shape.width),
         KeptTensor("experts' fc2 output", shape.permuted),
         (activated, ends, *[row_weights] * model.add_bias_linear),
-        moved=Moved(2 * shape.permuted, 2 * shape.permuted),
+        moved=moved,
         output_only=not model.norms_after,
     )
     if moves:
-        back = _exchange("returned rows", shape.sent * sizes_of_row["rows"])
+        back = _exchange(shape.sent * sizes_of_row["rows"])
         yield Operation(
             "return",
             "mlp.experts",
             (),
             (MOE,),
-            calls=(back._replace(output_only=not model.norms_after),),
-            backward=(Collective(ALL_TO_ALL, shape.permuted, over_experts=True),),
-            moved=Moved(2 * shape.permuted, 2 * shape.permuted),
+            calls=(back.call("returned rows", output_only=not model.norms_after),),
+            backward=(_exchange(shape.permuted),),
+            moved=moved,
             temporary=temporary,
         )
     yield _combined(shape)
@@ -245,13 +241,13 @@ def _counting(shape: ExpertShape, counts: tuple[KeptTensor, ...]) -> Iterator[Op
         sent = [Collective(ALL_REDUCE, one.num_bytes) for size in over if size > 1]
         if one.name == RECEIVED:
             sums = [Collective(ALL_REDUCE, one.num_bytes)] * bool(shape.gathers)
-            sent = [*sums, Collective(ALL_TO_ALL, one.num_bytes, over_experts=True)]
+            sent = [*sums, _exchange(one.num_bytes)]
         yield from (OperatorCall("", (), (), (collective,), once=True) for collective in sent)
 
 
-def _exchange(name: str, num_bytes: int) -> OperatorCall:
+def _exchange(num_bytes: int) -> Collective:
     """Returns an all-to-all, of which this rank receives so many bytes."""
-    return Collective(ALL_TO_ALL, num_bytes, over_experts=True).call(name)
+    return Collective(ALL_TO_ALL, num_bytes, over_experts=True)
 
 
 def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:

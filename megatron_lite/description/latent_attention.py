@@ -36,11 +36,12 @@ def latent_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
     of_query, up = (of, normed), "linear_q_proj"
     if rank is not None:
         yield from _down(of, "q", normed, rank, rank)
-        of_query, up = (of.reading(rank), _latent(of, "q", rank)), "linear_q_up_proj"
+        of_query, up = (Shape(model, sizes, rank), _latent(of, "q", rank)), "linear_q_up_proj"
     whole = kv_rank + model.qk_pos_emb_head_dim
     yield from _down(of, "kv", normed, whole, kv_rank)
     # Without a norm the latent is a view of the whole.
-    of_both = of.reading(kv_rank), _latent(of, "kv", kv_rank if model.qk_layernorm else whole)
+    latent = _latent(of, "kv", kv_rank if model.qk_layernorm else whole)
+    of_both = Shape(model, sizes, kv_rank), latent
     rotated = KeptTensor(
         "rotated part of the key", of.element * sizes.tokens * model.qk_pos_emb_head_dim
     )

@@ -205,10 +205,6 @@ class Operation(NamedTuple):
     runs_beside: bool = False
     temporary: int = 0
 
-    def outside(self, region: str) -> tuple[str, ...]:
-        """Returns the regions around one of its regions."""
-        return self.regions[: self.regions.index(region)]
-
     @property
     def forward(self) -> tuple[Collective, ...]:
         """The collectives of its forward."""

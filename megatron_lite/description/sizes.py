@@ -69,7 +69,7 @@ class Sizes:
 
     micro_batch_size: int
     seq_length: int
-    padded_vocab_size: int
+    padded_vocab_size: int = 0
     tp_size: int = 1
     sequence_parallel: bool = False
     cp_size: int = 1
@@ -212,9 +212,7 @@ class Sizes:
 
         They are the state of every stream and, on CUDA, the state of the CPU's generator.
         """
-        if self.device == "cpu":
-            return NUM_STREAMS * CPU_RNG_STATE
-        return NUM_STREAMS * CUDA_RNG_STATE + CPU_RNG_STATE
+        return NUM_STREAMS * self.stream_state_bytes + CPU_RNG_STATE * (self.device != "cpu")
 
     @property
     def stream_state_bytes(self) -> int:
@@ -325,10 +323,6 @@ class Shape:
         kind = REDUCE_SCATTER if sizes.sequence_parallel else ALL_REDUCE
         self.reduces = (Collective(kind, self.whole),) * several
         self.gathers = (Collective(ALL_GATHER, self.whole),) * (several and sizes.sequence_parallel)
-
-    def reading(self, input_size: int) -> Shape:
-        """Returns the shape of a linear layer that reads so many channels a token."""
-        return Shape(self.model, self.sizes, input_size)
 
     def wide(self, num_bytes: int) -> int:
         """Returns the bytes of a tensor of activations in float32."""

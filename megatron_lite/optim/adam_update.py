@@ -191,15 +191,10 @@ class Sgd(AdamW):
         self.names = ("momentum_buffer",) if config.sgd_momentum else ()
         super().__init__(pieces, config, rng)
 
-    def update(
-        self,
-        masters: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]],
-        steps: list[Tensor],
-        **settings: Any,
-    ) -> None:
-        buffers: list[Any] = states[0] if states else [None] * len(masters)
+    def update(self, *tensors: Any, **settings: Any) -> None:
+        """Implements AdamW.update."""
+        masters, grads, states, _ = tensors
+        buffers = states[0] if states else [None] * len(masters)
         sgd(
             masters,
             grads,

@@ -22,7 +22,6 @@ from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import ADAM, MUON, SGD, OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.adam_update import AdamW, Sgd
-from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.layouts import FullySharded, Piece, Replicated, Zero1
 from megatron_lite.parallel.collectives import Timed, all_reduce, all_reduce_, not_timed
 from megatron_lite.parallel.parameter_spec import ParameterSpec
@@ -125,12 +124,6 @@ class Optimizer:
         self.measure_own_grad_norm = gradients.measure_own_norm
         self.weight, self.set_weight = self.layout.weight, self.layout.set_weight
         self.finish, self.state_names = self.layout.finish, self._rule.state_names
-
-    @property
-    def buffer(self) -> GradBuffer:
-        """The buffer in which gradients accumulate. Every layout except FSDP2's has one."""
-        assert isinstance(self.layout.gradients, GradBuffer)
-        return self.layout.gradients
 
     def step(
         self,

@@ -269,7 +269,10 @@ def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
     model = problem.base.model
     if size == 1:
         return [{}]
-    layers, shape = model.num_layers, dict(batch=1, seq_length=problem.base.data.seq_length)
+    layers, shape = (
+        model.num_layers,
+        dict(micro_batch_size=1, seq_length=problem.base.data.seq_length),
+    )
     ids = problem.base.tokenizer.true_vocab_size
     head = logits_flops(model, **shape, padded_vocab_size=ids)
     # Twice: a network also takes long to reduce the gradients of the first and the last rank.

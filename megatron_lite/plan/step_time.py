@@ -27,13 +27,12 @@ from megatron_lite.description.operations import (
 from megatron_lite.description.sizes import Shape, Sizes, first_like_stage
 from megatron_lite.description.transformer_layer import describe_kinds
 from megatron_lite.memory.predict.flops import step_flops
+from megatron_lite.memory.predict.pipeline_memory import stage_plan
 from megatron_lite.memory.predict.states import stage_parameters
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
 from megatron_lite.plan.stage_time import HOST_PACE, StageTime, TimedRun, stage_time
 from megatron_lite.plan.work import Clock, sum_of
-from megatron_lite.recompute.recompute_plan import keep_everything
-from megatron_lite.recompute.schedule import plan_stage
 
 PIPELINE_WAITS = "waits of the pipeline"
 REDUCTION = "reduction of gradients"
@@ -139,7 +138,7 @@ def step_time(
     ]
     batch, length = config.training.batch_size(dp_size), config.data.seq_length
     flops = step_flops(
-        model, batch=batch, seq_length=length, padded_vocab_size=config.tokenizer.rows(t)
+        model, micro_batch_size=batch, seq_length=length, padded_vocab_size=config.tokenizer.rows(t)
     )
     last = max(range(p), key=lambda rank: ends[rank] + updates[rank].reduction)
     terms = _terms(
@@ -172,8 +171,7 @@ def _passages(
     @cache
     def passage(stage: Stage, kept: float) -> StageTime:
         """Returns the mean time of a micro-batch. kept: the share that keeps everything."""
-        whole = keep_everything(stage.num_layers)
-        plan = plan_stage(config.recompute, stage.num_layers, stage.number)
+        whole, plan = stage_plan(config, stage, keeps_all=True), stage_plan(config, stage)
         parts = ((plan, 1.0 - kept), (whole, kept)) if stage.num_layers else ((whole, 1.0),)
         return StageTime.of((stage_time(run, stage, one), share) for one, share in parts if share)
 

@@ -7,19 +7,14 @@ virtual stage is a stage of its own, as in Megatron.
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_lite.config.policy import Policy
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.recompute.recompute_plan import RecomputePlan, segments
 
 
 @lru_cache(1024)  # a search asks for the same stages again and again
-def plan_stage(
-    config: RecomputeConfig, num_layers: int, stage: int = 0, *, policy: Policy | None = None
-) -> RecomputePlan:
+def plan_stage(config: RecomputeConfig, num_layers: int, stage: int = 0) -> RecomputePlan:
     """Returns the plan of a stage of `num_layers` layers.
-
-    policy: `config.policy`, if the caller has parsed it already.
 
     uniform: all layers are in units of --recompute-num-layers layers. The last unit is shorter if
         that number does not divide the layers of the stage.
@@ -29,7 +24,7 @@ def plan_stage(
         named region is dropped from the plan, because it runs again with the outer one.
     """
     return RecomputePlan(
-        tuple(segments(policy or config.policy, num_layers, stage)),
+        tuple(segments(config.policy, num_layers, stage)),
         verify=config.recompute_verify,
         skip_tail=config.recompute_tail_skip and not config.recompute_verify,
         contiguous=config.contiguous_saved_activations,

@@ -71,8 +71,11 @@ def judge(
     silent = [other for other, beat in beats.items() if beat == trouble.before[other] != LEFT]
     gone = [other for other, beat in beats.items() if beat == LEFT]
     if trouble.what == "signal" and not silent:
-        leaves_in_order = graceful and not _interrupts(trouble.number)
-        return None if leaves_in_order else stopped_by(trouble.number, rank)
+        # Ctrl-C raises KeyboardInterrupt, unless --exit-signal SIGINT handles it.
+        interrupts = trouble.number == signal.SIGINT and (
+            signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        return None if graceful and not interrupts else stopped_by(trouble.number, rank)
     if trouble.what == "late":
         if silent:
             who = _of(silent, "gives", "give") + " no sign of life"
@@ -95,14 +98,6 @@ def stopped_by(number: int, rank: int) -> Verdict:
     return Verdict(
         rank, 128 + number, f"{name}; no checkpoint is written (with --save, {flags} writes one)"
     )
-
-
-def _interrupts(number: int) -> bool:
-    """Returns whether this signal raises KeyboardInterrupt.
-
-    Ctrl-C does, unless --exit-signal SIGINT handles it.
-    """
-    return number == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _of(ranks: Sequence[int], one: str, several: str) -> str:

@@ -18,6 +18,7 @@ from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.config.units import size
 from megatron_lite.context_parallel.attention_kernels import KERNELS
 from megatron_lite.data.datasets import Datasets, build_datasets
+from megatron_lite.memory.predict.pipeline_memory import stage_plan
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
 from megatron_lite.optim.lr_schedule import LrSchedule
@@ -25,7 +26,6 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.compiled import CompiledKernels, compiler_fault
 from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
-from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.supervision.exits import Pulse
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -96,7 +96,7 @@ def build_model(
         context,
         vocab_size=config.tokenizer.true_vocab_size,
         padded_vocab_size=config.tokenizer.rows(parallel.tp_size),
-        plan=plan_stage(config.recompute, stage.num_layers, stage.number),
+        plan=stage_plan(config, stage),
         loss_chunk_size=config.loss_chunk_size,
         stage=stage,
     )

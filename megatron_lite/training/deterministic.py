@@ -7,9 +7,8 @@ equal bits in four tries of one process, and other bits in the next one.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,7 +69,7 @@ def use_asked_attention_(
             "--attention-backend fused: --deterministic-mode needs a kernel that repeats its bits, "
             f"and cuDNN's attention does not promise that: {AUTO}"
         )
-    run = partial(_attention, _layer(model), _values(model, config, parallel))
+    run = _attention(model, config, parallel)
 
     def check() -> None:
         if backend == "fused" and config.training.precision == "fp32":
@@ -110,7 +109,7 @@ def cost_of_determinism(
 
     They name the operations that determinism forces, and what it costs in attention at this shape.
     """
-    run = partial(_attention, _layer(model), _values(model, config, parallel))
+    run = _attention(model, config, parallel)
     forced = _milliseconds(run)
     with as_without_determinism():
         free = _milliseconds(run)
@@ -120,39 +119,36 @@ def cost_of_determinism(
     ]
 
 
-def _layer(model: ModelStages) -> CoreAttention:
-    """Returns a layer's attention, without a window if there is one."""
-    layers = [one for one in model.modules() if isinstance(one, CoreAttention)]
-    return next((one for one in layers if one.window is None), layers[0])
-
-
-def _attention(layer: CoreAttention, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the output and the gradients of attention without dropout, which would draw.
-
-    values: query, key, value and the gradient of the output, [s, b, heads, d].
-    """
-    layer.eval()
-    try:
-        with torch.enable_grad():
-            output = layer(*values[:3])
-        return output.detach(), *torch.autograd.grad(output, values[:3], values[3].flatten(2))
-    finally:
-        layer.train()
-
-
-def _values(stages: ModelStages, config: RunConfig, parallel: ParallelState) -> list[Tensor]:
-    """Returns random values for `_attention` at the run's shape."""
+def _attention(
+    stages: ModelStages, config: RunConfig, parallel: ParallelState
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Returns a function of the output and the gradients of attention, of random values at the
+    run's shape. It has no dropout, which would draw, and no window, if there is such a layer."""
     model, tp_size = config.model, parallel.tp_size
+    layers = [one for one in stages.modules() if isinstance(one, CoreAttention)]
+    layer = next((one for one in layers if one.window is None), layers[0])
     heads, groups = model.num_attention_heads // tp_size, model.query_groups // tp_size
     s, b = config.data.seq_length, config.training.micro_batch_size
     dtype, device = next(iter(stages)).context.params_dtype, parallel.device
     draws = torch.Generator(device).manual_seed(1)
-    return [
+    # query, key, value and the gradient of the output, [s, b, heads, d]
+    *inputs, grad_output = (
         torch.randn(
             s, b, count, model.head_dim, dtype=dtype, device=device, generator=draws
         ).requires_grad_()
         for count in (heads, groups, groups, heads)
-    ]
+    )
+
+    def run() -> tuple[Tensor, ...]:
+        layer.eval()
+        try:
+            with torch.enable_grad():
+                output = layer(*inputs)
+            return output.detach(), *torch.autograd.grad(output, inputs, grad_output.flatten(2))
+        finally:
+            layer.train()
+
+    return run
 
 
 def _milliseconds(run: Callable[[], object]) -> float:

@@ -65,8 +65,6 @@ from megatron_lite.training.dry_run_smaller import (
 )
 from megatron_lite.training.step import StageRunner, train_step
 
-SEED = 1  # no operator computes, so no draw depends on it
-
 
 class DryRank(NamedTuple):
     """The dry run of one rank.
@@ -124,50 +122,39 @@ def dry_run(
     # The samples are made outside of the mode. The meter does not count them, nor does it count
     # those that a real run reads from its data.
     samples = fake.from_tensor(torch.zeros(sample_shape(config), dtype=torch.int64))
-
-    def measure(step: StepSize) -> MeasuredStep:
-        told(f"dry run of rank {rank}: {step}")
-        with (
-            simulated_rank(
-                step.config.parallel, fake, rank=rank, world_size=world_size, seed=SEED
-            ) as parallel,
-            fake,
-            _told_of_sizes(),
-        ):
-            batches = SameTokens(samples, step.num_microbatches, parallel, document_rules(config))
-            return measure_step(
-                step.config,
-                parallel,
-                batches,
-                host_apart=device != "cpu",
-                pipeline_size=step.pipeline_size,
-            )
-
-    size = config.parallel.pipeline_model_parallel_size
-    with simulated_rank(
-        config.parallel, fake, rank=rank, world_size=world_size, seed=SEED
-    ) as parallel:
+    with simulated_rank(config.parallel, fake, rank=rank, world_size=world_size) as parallel:
         place = RankPlace(parallel.pp_rank, parallel.dp_cp_size, parallel.dp_cp_rank, device)
         replica = of_one_replica(config, parallel.dp_size)
 
-    number = num_microbatches or enough_microbatches(replica, place.pp_rank)
-    whole, measured = StepSize(config, number, size), None
-    if num_microbatches is None and not in_full:
-        measured = measured_from_smaller(whole, place, measure)
-    is_derived = measured is not None
+        def measure(step: StepSize) -> MeasuredStep:
+            told(f"dry run of rank {rank}: {step}")
+            rules = document_rules(config)
+            with fake, _told_of_sizes():
+                return measure_step(
+                    step.config,
+                    parallel,
+                    SameTokens(samples, step.num_microbatches, parallel, rules),
+                    host_apart=device != "cpu",
+                    pipeline_size=step.pipeline_size,
+                )
+
+        number = num_microbatches or enough_microbatches(replica, place.pp_rank)
+        whole, measured = StepSize(config, number, parallel.pp_size), None
+        if num_microbatches is None and not in_full:
+            measured = measured_from_smaller(whole, place, measure)
+        is_derived = measured is not None
+        measured = measured or measure(whole)
     group = dict(dp_cp_size=place.dp_cp_size, dp_cp_rank=place.dp_cp_rank)
-    predicted = step_peak(
-        config, place.pp_rank, device=device, num_microbatches=step_microbatches(replica), **group
-    )
+    most = step_microbatches(replica)
     return DryRank(
         rank=rank,
         world_size=world_size,
         place=place,
-        num_microbatches=step_microbatches(replica),
-        measured=measured or measure(whole),
+        num_microbatches=most,
+        measured=measured,
         is_derived=is_derived,
         states=rank_states(config, place.pp_rank, **group),
-        predicted=predicted,
+        predicted=step_peak(config, place.pp_rank, device=device, num_microbatches=most, **group),
         seconds=time.perf_counter() - began,
     )
 

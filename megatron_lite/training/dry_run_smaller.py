@@ -24,9 +24,9 @@ from megatron_lite.config.stages import most_in_flight
 from megatron_lite.description.sizes import Sizes, layers_of
 from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, STATES, StepPeakMeasured
 from megatron_lite.memory.predict.kept_tensors import activation_terms
+from megatron_lite.memory.predict.pipeline_memory import stage_plan
 from megatron_lite.memory.predict.states import rank_states, update_memory
 from megatron_lite.recompute.recompute_plan import Segment
-from megatron_lite.recompute.schedule import plan_stage
 
 REPEATS, IN_FLIGHT = 3, 2
 
@@ -126,7 +126,7 @@ def _exact(step: StepSize, place: RankPlace) -> tuple[Counter[str], int]:
     waiting = most_in_flight(
         size=step.pipeline_size, rank=pp_rank, num_microbatches=step.num_microbatches
     )
-    plan = plan_stage(config.recompute, stage.num_layers, stage.number)
+    plan = stage_plan(config, stage)
     for term in activation_terms(config.model, plan, Sizes.of(config, device="cpu", stage=stage)):
         if term.tensor.given or not term.tensor.shared:
             found[HOST if term.on_host else FORWARD] += waiting * term.num_bytes
@@ -146,7 +146,7 @@ def _smaller(whole: StepSize, place: RankPlace) -> tuple[StepSize, list[tuple[St
     partial = recompute.num_microbatches_with_partial_activation_checkpoints is not None
     if others or partial or recompute.contiguous_saved_activations:
         return whole, []
-    segments = plan_stage(recompute, stage.num_layers, stage.number).segments
+    segments = stage_plan(config, stage).segments
     rows = [list(row) for _, row in groupby(segments, lambda one: replace(one, first_layer=0))]
     # Layers can be left out if all are alike, and all stages equally long.
     alike = len({*layers_of(config)}) == len({one.num_layers for one in all_stages}) == 1

@@ -324,7 +324,7 @@ def run_facts(
     tp_size = config.parallel.tensor_model_parallel_size
     remaining, consumed = num_iterations - progress.iteration, progress.consumed_samples
     shape = dict(
-        batch=batches.full,
+        micro_batch_size=batches.full,
         seq_length=config.data.seq_length,
         padded_vocab_size=config.tokenizer.rows(tp_size),
     )

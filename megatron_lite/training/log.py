@@ -48,7 +48,6 @@ from megatron_lite.training.summary import (
     arguments_table,
     file_lines,
     ranks_line,
-    skipped_text,
     training_lines,
 )
 from megatron_lite.training.terminal import Terminal, log_file_path, skipped_batches_path
@@ -267,7 +266,6 @@ class RunLog:
         details: list[tuple[str, str]] = []
         if self._last:
             samples = progress.consumed_samples - start.consumed_samples
-            skipped = progress.skipped_iterations - start.skipped_iterations
             details += training_lines(
                 run,
                 self._facts,
@@ -276,8 +274,8 @@ class RunLog:
                 summary,
                 samples=samples,
                 seconds=self._milliseconds / 1000.0,
+                skipped=progress.skipped_iterations - start.skipped_iterations,
             )
-            details.append(("skipped", skipped_text(run, skipped)))
         for label, text in (*details, *file_lines(run, progress)):
             self.line(f"  {label:13}{text}")
         if self._files.get("metrics") is not None and summary.compared():

@@ -441,10 +441,9 @@ class Trainer:
             activation_host_bytes_measured=kept.host_measured,
         )
         self.log.measured(kept.predicted, kept.measured, is_peak=False)
-        fault = kept.fault
-        if fault is not None and self.config.recompute.recompute_verify:
-            raise TrainingError(f"--recompute-verify: {fault}")
-        if fault is not None:
+        if (fault := kept.fault) is not None:
+            if self.config.recompute.recompute_verify:
+                raise TrainingError(f"--recompute-verify: {fault}")
             self.log.line(f"warning: {fault}")
 
     def _compare_peak(self, meter: PeakMeter) -> None:

@@ -21,12 +21,7 @@ from torch import Tensor
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.memory.predict.kept_tensors import (
-    UNIT,
-    activation_bytes,
-    activation_terms,
-    host_bytes,
-)
+from megatron_lite.memory.predict.kept_tensors import UNIT, activation_bytes, activation_terms
 from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
@@ -134,7 +129,7 @@ class ActivationMeter:
         for chunk, plan, _, rows in self._seen:
             sizes = _sizes(config, parallel, chunk, rows)
             predicted += activation_bytes(config.model, plan, sizes)
-            host_predicted += host_bytes(config.model, plan, sizes)
+            host_predicted += activation_bytes(config.model, plan, sizes, on_host=True)
             if config.model.num_experts is not None:
                 sizes = _sizes(config, parallel, chunk, ())
                 balanced += activation_bytes(config.model, plan, sizes)

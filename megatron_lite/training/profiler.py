@@ -13,7 +13,7 @@ step slower, which is why level 0 is the default.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,7 +162,9 @@ class PeakMeter:
             return
         # The profiler does not see what was allocated before, such as the buffers of @host and the
         # slots of --contiguous-saved-activations, which the first step made.
-        held = _bytes_of(_held_tensors(self._model, self._optimizer)) + sum(
+        held_tensors = map(local_part, _held_tensors(self._model, self._optimizer))
+        storages = [one.untyped_storage() for one in held_tensors]
+        held = sum({address_of(one): one.nbytes() for one in storages}.values()) + sum(
             chunk.decoder.stores.allocated_bytes
             for chunk in self._model
             if chunk.decoder.plan.uses_stores
@@ -197,13 +199,6 @@ def _held_tensors(model: ModelStages, optimizer: Optimizer) -> Iterator[Tensor]:
     yield from optimizer.host_tensors()
     for states in optimizer.states.values():
         yield from states.values()
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of the storages of the tensors, each once."""
-    local = [local_part(one) for one in tensors]
-    storages = {address_of(one.untyped_storage()): one.untyped_storage() for one in local}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def record_step(path: str, config: RunConfig, model: GPTModel, run: Callable[[], Tensor]) -> Tensor:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from megatron_lite.checkpointing.metadata import read_config
 from megatron_lite.config.checks import InputError
-from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.parallel.state import ParallelState
 
 if TYPE_CHECKING:
@@ -43,8 +42,14 @@ def follow_schedule(course: Course, parallel: ParallelState) -> Course:
         return course
     schedule = replace(schedule, skipped_samples=held.skipped_samples)
     if not settings.use_checkpoint_opt_param_scheduler:
-        if not settings.override_opt_param_scheduler:
-            course = course._replace(notices=_differences(schedule, held))
+        changed = schedule.changed_from(held)
+        if changed and not settings.override_opt_param_scheduler:
+            notice = (
+                "the learning rate follows the flags, which differ from the checkpoint (checkpoint "
+                f"-> flags, lengths in samples: {', '.join(changed)}); "
+                "--use-checkpoint-opt_param-scheduler follows the checkpoint"
+            )
+            course = course._replace(notices=(notice,))
         return course._replace(schedule=schedule)
     saved = parallel.together("--load", lambda: read_config(step))
     taken = schedule.taken_from(held)
@@ -62,15 +67,4 @@ def follow_schedule(course: Course, parallel: ParallelState) -> Course:
             "the checkpoint"
             + (f" (flags -> checkpoint: {', '.join(changed)})" if changed else ", as the flags do"),
         ),
-    )
-
-
-def _differences(schedule: LrSchedule, saved: LrSchedule) -> tuple[str, ...]:
-    changed = schedule.changed_from(saved)
-    if not changed:
-        return ()
-    return (
-        "the learning rate follows the flags, which differ from the checkpoint (checkpoint -> "
-        f"flags, lengths in samples: {', '.join(changed)}); "
-        "--use-checkpoint-opt_param-scheduler follows the checkpoint",
     )

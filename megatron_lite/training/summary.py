@@ -104,10 +104,11 @@ BITS = 2
 def here(precision: str) -> Here:
     """Returns what the notices of a run with this precision say about this machine."""
     missing = ", ".join(torch_internals.MISSING)
-    return Here(
-        f"torch {torch.__version__} lacks {missing}" if missing else "",
-        _multiplies_16_bits(precision),
-    )
+    multiplies = precision == "fp32"  # whether oneDNN has instructions for 16-bit products
+    if not multiplies and torch.backends.mkldnn.is_available():
+        supports = getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported", lambda: True)
+        multiplies = bool(supports())
+    return Here(f"torch {torch.__version__} lacks {missing}" if missing else "", multiplies)
 
 
 def described(device: torch.device) -> str:
@@ -139,14 +140,6 @@ def moved_from(computed_on: str, computes_on: str) -> tuple[str, ...]:
     )
 
 
-def _multiplies_16_bits(precision: str) -> bool:
-    """Returns whether oneDNN, to which torch sends 16-bit products, has instructions for them."""
-    question = f"_is_mkldnn_{precision}_supported"
-    if precision == "fp32" or not torch.backends.mkldnn.is_available():
-        return precision == "fp32"
-    return not hasattr(torch.ops.mkldnn, question) or bool(getattr(torch.ops.mkldnn, question)())
-
-
 FIRST_STEPS = 2  # whose times do not count: kernels compile, and the peak is measured
 
 
@@ -174,10 +167,8 @@ class RunSummary(NamedTuple):
         if self.peak_bytes_predicted is not None and self.peak_bytes_measured is not None:
             from megatron_lite.training.profiler import PeakMemory  # which measured it
 
-            reserved = self.peak_bytes_reserved or 0
-            found["peak"] = str(
-                PeakMemory(self.peak_bytes_predicted, self.peak_bytes_measured, reserved)
-            )
+            figures = self.peak_bytes_predicted, self.peak_bytes_measured
+            found["peak"] = str(PeakMemory(*figures, self.peak_bytes_reserved or 0))
         if self.step_ms_predicted is not None and self.step_ms_measured:
             share = self.step_ms_predicted / self.step_ms_measured
             found["step time"] = (
@@ -224,11 +215,12 @@ def training_lines(
     *,
     samples: int,
     seconds: float,
+    skipped: int,
 ) -> Iterator[tuple[str, str]]:
     """Yields the names and the texts of the totals of a run that has trained.
 
     last: its last iterations. best: the best validation loss, and its iteration.
-    samples, seconds: those of all iterations of this start.
+    samples, seconds, skipped: those of all iterations of this start, and its skipped updates.
     """
     tokens, share = samples * facts.tokens // facts.batch_size, ""
     if facts.peak_flops is not None:
@@ -264,6 +256,10 @@ def training_lines(
         by_flag = "" if config.logging.log_peak_memory else " (--log-peak-memory measures it)"
         yield "peak", f"not measured{by_flag}"
     yield from compared.items()
+    text = plural(skipped, "update") if skipped else "no updates"
+    if skipped and (listed := skipped_batches_path(config)) is not None:
+        text += f", listed in {listed}"
+    yield "skipped", text
 
 
 def file_lines(config: RunConfig, progress: Progress) -> Iterator[tuple[str, str]]:
@@ -276,11 +272,3 @@ def file_lines(config: RunConfig, progress: Progress) -> Iterator[tuple[str, str
     if metrics is not None:
         words = [*subcommand("report"), metrics, *filter(None, [log])]
         yield "report", shlex.join(words)
-
-
-def skipped_text(config: RunConfig, number: int) -> str:
-    """Returns how many updates were skipped, and the file that lists them."""
-    if not number:
-        return "no updates"
-    listed = skipped_batches_path(config)
-    return plural(number, "update") + ("" if listed is None else f", listed in {listed}")

@@ -15,7 +15,7 @@ from megatron_lite.config import policy
 from megatron_lite.config.regions import REGIONS
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import PolicyFlops
-from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
+from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.recompute.schedule import plan_model
 from tests.docs import outputs, torch_versions
@@ -131,7 +131,7 @@ def ladder(run=ladder_run, policies=LADDER, *, ranks=2):
         )
         lines.append(
             f"| `{text}` | {activation_bytes(config.model, plan, sizes) / GIB:.2f} "
-            f"| {host_bytes(config.model, plan, sizes) / GIB:.2f} "
+            f"| {activation_bytes(config.model, plan, sizes, on_host=True) / GIB:.2f} "
             f"| {peak.num_bytes / GIB:.2f} | +{PolicyFlops.of(config, 'cuda').added:.1%} |"
         )
     return "\n".join(lines)

@@ -46,7 +46,7 @@ def train(device, *, part=2**24, link=HostLink, **settings):
             model.loss(tokens, labels).mean().backward()
             optimizer.layout.gradients.reduce_()
             generator = torch.Generator().manual_seed(number)
-            for grad in optimizer.buffer.grads.values():
+            for grad in optimizer.layout.gradients.grads.values():
                 grad.copy_(torch.randn(grad.shape, generator=generator))
             optimizer.step(0.01)
         optimizer.finish()

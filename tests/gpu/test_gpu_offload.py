@@ -12,7 +12,7 @@ import torch
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
+from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.recompute.schedule import plan_stage
 from tests.gpu.test_gpu import no_waits, on
@@ -129,9 +129,8 @@ def kept_bytes(model, device):
 
 
 def predicted_bytes(model, sizes):
-    return activation_bytes(model.config, model.decoder.plan, sizes), host_bytes(
-        model.config, model.decoder.plan, sizes
-    )
+    run = model.config, model.decoder.plan, sizes
+    return activation_bytes(*run), activation_bytes(*run, on_host=True)
 
 
 def test_as_many_bytes_as_predicted_are_on_the_host_and_as_many_fewer_on_the_device(device):

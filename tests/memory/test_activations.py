@@ -11,7 +11,7 @@ import torch
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
+from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.recompute.schedule import plan_stage
 from tests.recompute.test_equality import DIFFERING_MODELS as MODELS
 from tests.support.equality import VARIANTS, variant_config
@@ -91,7 +91,7 @@ def figures(config, recompute, parallel, layout, dtype, *, live=None, loss_chunk
         activation_bytes(config, plan, sizes),
         unaccounted,
         stores.host_bytes,
-        host_bytes(config, plan, sizes),
+        activation_bytes(config, plan, sizes, on_host=True),
     )
 
 

@@ -58,7 +58,7 @@ def predicted(config, plan, **loss):
     return hardware_flops(
         config,
         plan,
-        batch=BATCH,
+        micro_batch_size=BATCH,
         seq_length=SEQ_LENGTH,
         padded_vocab_size=padded_vocab_size(1),
         device="cpu",

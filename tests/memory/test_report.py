@@ -10,7 +10,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.explain.recompute_report import explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.flops import replay_flops
-from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
+from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.commands import parsed_line
@@ -84,8 +84,10 @@ def test_the_parts_add_up_to_the_whole(run, policy, device):
         == activation_bytes(config.model, plan, sizes)
     )
     moved = sum(one.count * tensor.num_bytes for one in report.parts for tensor in one.moved)
-    assert moved == report.own.host_bytes == host_bytes(config.model, plan, sizes)
-    again = replay_flops(config.model, plan, batch=3, seq_length=12, device=device)
+    assert (
+        moved == report.own.host_bytes == activation_bytes(config.model, plan, sizes, on_host=True)
+    )
+    again = replay_flops(config.model, plan, micro_batch_size=3, seq_length=12, device=device)
     parts = (one.count * flops for one in report.parts for _, flops in one.replayed)
     assert sizes.num_ranks * sum(parts) == again
     sent = summed(one.traffic for one in report.parts for _ in range(one.count))

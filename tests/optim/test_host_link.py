@@ -118,7 +118,7 @@ def test_every_final_gradient_leaves_during_backward(ranks, tp_size, layout, mon
             if tp_size == 1 or not spec_of(one).sum_grad_over_tp
         }
         if parallel.dp_cp_group is not None:
-            final -= optimizer.buffer.buckets[-1].places.keys()
+            final -= optimizer.layout.gradients.buckets[-1].places.keys()
         assert sorted(names) == sorted(final) != []
 
     on_ranks(work, ranks, tp_size=tp_size, detail=False)

@@ -154,7 +154,7 @@ def test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise(split
     three = [(kinds == kind).nonzero().view(-1) for kind in range(3)]
     parts = {fc1: [torch.arange(80)], qkv: three if split else [torch.arange(96)]}
     for name, pieces in parts.items():
-        mean = 0.1 * optimizer.buffer.grads[name]
+        mean = 0.1 * optimizer.layout.gradients.grads[name]
         for rows_of in pieces:
             update = orthogonalize(mean[rows_of], STEPS["quintic"](5)) * math.sqrt(
                 max(len(rows_of), 32)

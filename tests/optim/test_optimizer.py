@@ -164,7 +164,7 @@ def test_16_bit_weights_follow_float32_masters(dtype, knows_grad_dtype, monkeypa
             optimizer.zero_grad()
             for number in range(3):
                 model.loss(number).backward()
-            assert same(optimizer.buffer.grads, expected)
+            assert same(optimizer.layout.gradients.grads, expected)
             step_with(masters, reference, expected, 1e-4)
             optimizer.step(1e-4)
             for name, parameter in masters.named_parameters():
@@ -187,13 +187,13 @@ def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():
         model = build_tiny_model(config, parallel)
         optimizer = Optimizer(model, OptimizerConfig(), parallel)
         fresh = int(optimizer.num_zeros_in_grad())
-        for grad in optimizer.buffer.grads.values():
+        for grad in optimizer.layout.gradients.grads.values():
             grad.fill_(1.0)
         none = int(optimizer.num_zeros_in_grad())
         # on every rank the same three
-        optimizer.buffer.grads["decoder.final_layernorm.bias"][:3] = 0.0
+        optimizer.layout.gradients.grads["decoder.final_layernorm.bias"][:3] = 0.0
         # two on each rank, others
-        optimizer.buffer.grads["decoder.layers.0.mlp.linear_fc1.bias"][:2] = 0.0
+        optimizer.layout.gradients.grads["decoder.layers.0.mlp.linear_fc1.bias"][:2] = 0.0
         return fresh, none, int(optimizer.num_zeros_in_grad())
 
     with tp_state(1) as parallel:

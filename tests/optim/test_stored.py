@@ -58,7 +58,7 @@ def skip(model, optimizer, fault):
     """Makes a step with a fault in one gradient, which must be skipped."""
     optimizer.zero_grad()
     model.loss(9).backward()
-    next(iter(optimizer.buffer.grads.values()))[2] = fault
+    next(iter(optimizer.layout.gradients.grads.values()))[2] = fault
     assert optimizer.step(0.1).skipped.item() == 1.0
 
 

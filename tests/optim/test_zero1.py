@@ -60,7 +60,7 @@ def test_instances_sum_gradients_within_and_then_their_shares_across():
 
     def work(parallel):
         model, optimizer = build("gpt2", parallel, LAYOUTS["zero1"], dtype=torch.float32)
-        number = sum(one.flat.numel() for one in optimizer.buffer.buckets)
+        number = sum(one.flat.numel() for one in optimizer.layout.gradients.buckets)
         backward(model, optimizer, parallel, 0, micro_batches=3)
         with recorded_collectives() as sent:
             optimizer.step(0.0)

@@ -142,9 +142,9 @@ def train(layout, config, *, steps, micro_batches, data_parallel=None, **options
                 all_reduce_(all_reduce_(loss, parallel.dp_group), parallel.pp_group).item()
             )
             if step == 0 and data_parallel is None:
-                optimizer.buffer.reduce_()
+                optimizer.layout.gradients.reduce_()
                 first_grads = whole_tensors(
-                    optimizer.buffer.grads, specs_of(runner.model), parallel
+                    optimizer.layout.gradients.grads, specs_of(runner.model), parallel
                 )
                 optimizer.zero_grad()
                 runner.train(samples, loss_factor=1.0 / micro_batches)

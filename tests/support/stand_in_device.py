@@ -124,7 +124,7 @@ def rank_on_the_device(config, patch, fake, **place):
         backends._setup_privateuseone_for_python_backend(NAME, _Module())
     patch.setattr(state, "choose_device", lambda *_: torch.device(NAME, 0))
     patch.setattr(offload, "copy_streams_of", CudaCopyStreams)
-    with simulated_rank(config.parallel, fake, seed=1, **place) as parallel:
+    with simulated_rank(config.parallel, fake, **place) as parallel:
         yield parallel
 
 

@@ -273,7 +273,7 @@ def test_flops_count_what_documents_attend():
     number = (tokens == EOD).cumsum(1) - (tokens == EOD).int()  # of each token's document
     assert found == (number[:, :, None] == number[:, None]).double().mean()
     model = variant_config("gpt2")
-    shape = dict(batch=2, seq_length=SEQ_LENGTH)
+    shape = dict(micro_batch_size=2, seq_length=SEQ_LENGTH)
     of_attention = step_flops(model, **shape) - step_flops(model, **shape, attends=False)
     width = model.num_attention_heads * model.head_dim
     assert of_attention == 3 * model.num_layers * 4 * 2 * SEQ_LENGTH**2 * width

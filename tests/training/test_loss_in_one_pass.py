@@ -102,7 +102,7 @@ class Run:
         """Returns copies of the last step's gradients and of the weights."""
         self.optimizer.finish()
         found = {f"weight {name}": one for name, one in self.model.named_parameters()}
-        buffer = self.optimizer.buffer
+        buffer = self.optimizer.layout.gradients
         found |= {f"bucket {n}": one.flat[one.own] for n, one in enumerate(buffer.buckets)}
         return {name: one.detach().clone() for name, one in found.items()}
 
@@ -199,7 +199,7 @@ def skipped(run):
     """A step of NaN losses, whose gradients are in the sums."""
     with patch.object(linear_cross_entropy, "row_statistics", spoiled):
         step = run.step(5)
-    grad = run.optimizer.buffer.grads["output_layer.weight"]
+    grad = run.optimizer.layout.gradients.grads["output_layer.weight"]
     assert step.update.skipped == 1.0 and grad.isnan().any()
 
 

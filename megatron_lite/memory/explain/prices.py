@@ -20,7 +20,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import PolicyFlops
-from megatron_lite.memory.predict.kept_tensors import host_bytes
+from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.pipeline_memory import (
     RankMemory,
     rank_memory,
@@ -79,7 +79,7 @@ def price(config: RunConfig, device: str, dp_cp_size: int, name: str = "") -> Pr
         plan=plan_model(config),
         memory=rank_memory(config, device, step.rank),
         host_bytes=sum(
-            host_bytes(config.model, own, Sizes.of(config, device, stage))
+            activation_bytes(config.model, own, Sizes.of(config, device, stage), on_host=True)
             for stage, own in rank_plans(config, step.rank)
         ),
         step=step,

@@ -13,7 +13,7 @@ their queries may read.
 MFU is the model FLOPs, and HFU the hardware FLOPs, over time and peak_flops. Every figure is the
 sum over all TP and CP ranks. The matmuls come from description/. Standard library only.
 
-Every function takes `batch`, the number of sequences, and further fields of Sizes by their names:
+Every function takes fields of Sizes by their names: `micro_batch_size`, the number of sequences,
 `seq_length`, `padded_vocab_size` if logits count, and `device` if attention runs again. `tp_size`
 and `cp_size` matter only to policies that name single operators: sharded linears add their bias in
 another operator, and attention over context-parallel ranks is an operator of its own.
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.model_ends import head_operations
-from megatron_lite.description.operations import LayerDescription, Operation
+from megatron_lite.description.operations import Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import replayed_calls
@@ -58,14 +58,14 @@ PEAK_TFLOPS = (
 @lru_cache(maxsize=1024)
 def forward_flops(model: ModelConfig, **shape: Any) -> int:
     """Returns the FLOPs of one forward pass, logits included (2205.05198, appendix A)."""
-    kinds = _kinds(model, shape)
+    kinds = describe_kinds(model, Sizes(**shape), model.num_layers)
     layers = sum(count * _forward(layer.operations) for layer, count in kinds)
     return layers + logits_flops(model, **shape)
 
 
 def logits_flops(model: ModelConfig, **shape: Any) -> int:
     """Returns the FLOPs of the output projection."""
-    return _forward(head_operations(model, _sizes(shape)))
+    return _forward(head_operations(model, Sizes(**shape)))
 
 
 def step_flops(model: ModelConfig, **shape: Any) -> int:
@@ -76,18 +76,20 @@ def step_flops(model: ModelConfig, **shape: Any) -> int:
 def hardware_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
     """Returns the hardware FLOPs of forward and backward."""
     ranks = {**shape, "tp_size": 1, "cp_size": 1}
+    sizes = Sizes(**ranks)
+    kinds = describe_kinds(model, sizes, model.num_layers)
     return (
         step_flops(model, **ranks)
-        + _rebuilds(head_operations(model, _sizes(ranks)))
+        + _rebuilds(head_operations(model, sizes))
         + replay_flops(model, plan, **shape)
         # The fifth matmul of flash attention's backward, since it keeps no scores.
-        + sum(count * _rebuilds(layer.operations) for layer, count in _kinds(model, ranks))
+        + sum(count * _rebuilds(layer.operations) for layer, count in kinds)
     )
 
 
 def replay_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
     """Returns the FLOPs that backward runs again under the plan."""
-    sizes = _sizes(shape)
+    sizes = Sizes(**shape)
     layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
     # The description counts the FLOPs of one rank. The figure here is over all TP and CP ranks.
     return sizes.num_ranks * sum(
@@ -119,7 +121,7 @@ class PolicyFlops(NamedTuple):
         """Returns them for a run whose vocabulary size is known. device: "cpu" or "cuda"."""
         sizes = Sizes.of(config, device)
         shape = dict(
-            batch=sizes.micro_batch_size,
+            micro_batch_size=sizes.micro_batch_size,
             seq_length=sizes.seq_length,
             padded_vocab_size=sizes.padded_vocab_size,
         )
@@ -146,18 +148,9 @@ def peak_flops(device_name: str, *, bf16: bool, tf32: bool = False) -> float | N
     return None
 
 
-def _kinds(model: ModelConfig, shape: dict[str, Any]) -> list[tuple[LayerDescription, int]]:
-    return describe_kinds(model, _sizes(shape), model.num_layers)
-
-
 def _forward(operations: Iterable[Operation]) -> int:
     return sum(operation.flops for operation in operations)
 
 
 def _rebuilds(operations: Iterable[Operation]) -> int:
     return sum(matmul.flops for operation in operations for matmul in operation.rebuilds)
-
-
-def _sizes(shape: dict[str, Any]) -> Sizes:
-    others = {"padded_vocab_size": 0, **shape}
-    return Sizes(micro_batch_size=others.pop("batch"), **others)

@@ -1,6 +1,6 @@
 """The bytes that one micro-batch keeps for backward on one rank, in closed form: a sum of tensors.
 
-    activation_bytes    on the device        host_bytes    in host memory, under @host
+    activation_bytes    on the device, or in host memory (@host)
 
 Every tensor is a storage that lives from forward to backward and is no parameter.
 memory/measure/meter.py measures the same figure, and the two are equal to the byte. The sum has
@@ -171,14 +171,12 @@ def activation_terms(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> t
     return tuple(terms[number] for number in sorted(once.values()))
 
 
-def activation_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
-    """Returns the sum of the `activation_terms` on the device."""
-    return sum(term.num_bytes for term in activation_terms(model, plan, sizes) if not term.on_host)
-
-
-def host_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
-    """Returns the sum of the `activation_terms` in host memory."""
-    return sum(term.num_bytes for term in activation_terms(model, plan, sizes) if term.on_host)
+def activation_bytes(
+    model: ModelConfig, plan: RecomputePlan, sizes: Sizes, *, on_host: bool = False
+) -> int:
+    """Returns the sum of the `activation_terms` on the device, or in host memory."""
+    terms = activation_terms(model, plan, sizes)
+    return sum(term.num_bytes for term in terms if term.on_host is on_host)
 
 
 def layer_terms(
@@ -201,7 +199,8 @@ def layer_terms(
         candidates = [
             Term(number, f"{entry.region} (rebuilt)", tensor, module=operation.module)
             for entry in operation.enters
-            if entry.region in rebuilt and rebuilt.isdisjoint(operation.outside(entry.region))
+            # The outermost region alone: it runs those inside of it again.
+            if entry.region == next(filter(rebuilt.__contains__, operation.regions), None)
             for tensor in entry.kept(sizes.rng_state_bytes)
         ]
         if rebuilt.isdisjoint(operation.regions):

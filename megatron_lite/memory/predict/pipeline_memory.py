@@ -174,7 +174,7 @@ def spared_flops(
             spared += sum(action.chunk == chunk for action in schedule.whole) * replay_flops(
                 config.model,
                 stage_plan(config, stage),
-                batch=samples_per_microbatch,
+                micro_batch_size=samples_per_microbatch,
                 seq_length=config.data.seq_length,
                 device=device,
                 tp_size=parallel.tensor_model_parallel_size,
@@ -190,14 +190,11 @@ def distinct_ranks(config: RunConfig) -> Iterator[int]:
     Such a rank has fewer forwards in flight, so its peak is not higher.
     """
     seen = set()
-
-    def likeness(stage: Stage) -> tuple[object, ...]:
-        """Returns a key that alike stages share."""
-        first = first_like_stage(config, stage)
-        return stage.is_first, stage.is_last, stage_plan(config, stage), first
-
     for rank in range(config.parallel.pipeline_model_parallel_size):
-        alike = tuple(map(likeness, config.stages_of_rank(rank)))
+        alike = tuple(
+            (one.is_first, one.is_last, stage_plan(config, one), first_like_stage(config, one))
+            for one in config.stages_of_rank(rank)
+        )
         if alike not in seen:
             seen.add(alike)
             yield rank
