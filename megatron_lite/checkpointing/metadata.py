@@ -90,10 +90,9 @@ class Metadata:
 
     def parameters_to_json(self, pp_rank: int) -> str:
         """Returns the text of a pipeline rank's parameters_pp*.json."""
-        layouts = self.parameters.items()
         own = {
             name: {field: getattr(one.spec, field) for field in FIELDS}
-            for name, one in layouts
+            for name, one in self.parameters.items()
             if one.pp_rank == pp_rank
         }
         return json.dumps(own, indent=1)

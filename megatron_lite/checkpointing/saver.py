@@ -281,5 +281,4 @@ def _write_files(temporary: Path, snapshot: Snapshot) -> dict[str, Any]:
         write_tensors(temporary / name, tensors)
     for name, content in snapshot.texts.items():
         write_synced(temporary / name, content)
-    names = (*snapshot.tensors, *snapshot.texts)
-    return {name: asdict(row_of(temporary / name)) for name in names}
+    return {name: asdict(row_of(temporary / name)) for name in (*snapshot.tensors, *snapshot.texts)}

@@ -59,8 +59,8 @@ class SavedLayout(NamedTuple):
     def _check_split(self, tp_size: int) -> None:
         shape, dim, blocks = self.spec.global_shape, self.spec.tp_dim, self.spec.tp_blocks
         padded = self.spec.padded_length
-        numel = math.prod(shape)
-        if len(shape) > MOST_DIMS or min(shape, default=0) < 0 or numel > MOST_ELEMENTS:
+        is_large = len(shape) > MOST_DIMS or math.prod(shape) > MOST_ELEMENTS
+        if is_large or min(shape, default=0) < 0:
             raise ValueError(
                 f"global_shape must have at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements "
                 f"(got {plain.quoted(shape)})"

@@ -256,12 +256,12 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
     try:
         manifest = Manifest.read(step)
         if f"iter_{manifest.iteration:07d}" != step.stem:
-            raise InputError(f"{step}: the manifest is that of iteration {manifest.iteration}")
+            return f"{step}: the manifest is that of iteration {manifest.iteration}"
         manifest.check_sizes(step)
         manifest.check_contents(step, rank, size)
         metadata = Metadata.read(step)
         if metadata.progress.iteration != manifest.iteration:
-            raise InputError(
+            return (
                 f"{step / METADATA}: progress.iteration must be that of the step, "
                 f"{manifest.iteration} (got {metadata.progress.iteration}): the checkpoint is "
                 "damaged"
@@ -269,19 +269,19 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
         # Each rank has a random-number file of its own, so a step has at least as many files as
         # ranks. The check comes before expected_files, which lists a name for every rank.
         if metadata.world_size > len(manifest.files):
-            raise InputError(
+            return (
                 f"{step / METADATA}: describes {metadata.world_size} ranks, but the manifest lists "
                 f"{len(manifest.files)} files: the checkpoint is damaged"
             )
         missing = sorted(metadata.expected_files() - set(manifest.files))
         if missing:
-            raise InputError(f"{step}: {missing[0]} is not in the manifest")
+            return f"{step}: {missing[0]} is not in the manifest"
         config = read_config(step)
         counted = parameter_count(config.model, config.tokenizer.true_vocab_size)
         counted += config.model.num_expert_biases
         held = sum(math.prod(layout.spec.global_shape) for layout in metadata.parameters.values())
         if counted != held:
-            raise InputError(
+            return (
                 f"{step / CONFIG}: describes a model of {counted} weights, but the step holds "
                 f"{held}: the checkpoint is damaged"
             )
@@ -314,11 +314,11 @@ DIST_METADATA = ".metadata"
 def check_ours(root: Path) -> None:
     """Raises InputError with the command that converts it if `root` is one of Megatron-LM."""
     if found := megatron_format(root):
-        load, save = shlex.quote(str(root)), shlex.quote(f"{str(root).rstrip('/')}-converted")
+        save = shlex.quote(f"{str(root).rstrip('/')}-converted")
         raise InputError(
             f"--load {root}: is a checkpoint of Megatron-LM, which needs a conversion first. Run\n"
             f"  {shlex.join(subcommand('convert'))} --from {found} --to megatron-lite "
-            f"--load {load} --save {save}\n"
+            f"--load {shlex.quote(str(root))} --save {save}\n"
             f"and then --load {save}"
         )
 

@@ -50,7 +50,8 @@ def print_instead(arguments: ParsedArguments, launch: Launch) -> None:
         if launch.rank == 0 and notices:
             print(*notices, sep="\n", file=sys.stderr)
         print(config.to_json())
-    if arguments.prints == "dump_config" or launch.rank:
+        return
+    if launch.rank:
         return
     if settings is None:
         print(*explanation(config, notices, launch.world_size), sep="\n")

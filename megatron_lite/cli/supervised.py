@@ -56,7 +56,8 @@ def ready_to_train(
     with input_faults():
         config.check_complete_for_training()
     device = choose_device(config.parallel, launch)
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         notices = (*notices, *(f"CUDA's allocator has {one}" for one in allocator_settings()))
     if config.tokenizer.vocab_size is None or config.tokenizer.tokenizer_type != "NullTokenizer":
         from megatron_lite.data.tokenizers import resolve_vocabulary
@@ -67,7 +68,6 @@ def ready_to_train(
     from megatron_lite.plan.auto_policy import with_chosen_policy
     from megatron_lite.plan.hardware import machine_for_policy
 
-    on_gpu = device.type == "cuda"
     gpu = torch.cuda.get_device_name(device) if on_gpu else None
     config, notice = with_chosen_policy(
         config,

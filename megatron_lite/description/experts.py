@@ -91,8 +91,7 @@ def choices(of: Shape) -> tuple[KeptTensor, ...]:
         columns = sizes.micro_batch_size if kind == "seq_aux_loss" else 1
         num_bytes = columns * model.num_experts * COUNT_BYTES
         kept.append(KeptTensor(f"tokens per expert for {kind}", num_bytes, stays=True))
-    pads = model.moe_pad_expert_input_to_capacity
-    if sizes.ep_size > 1 and not (sizes.gathers_tokens or pads):
+    if sizes.ep_size > 1 and not (sizes.gathers_tokens or model.moe_pad_expert_input_to_capacity):
         kept.append(KeptTensor(RECEIVED, model.num_experts * INDEX_BYTES, stays=True))
     return tuple(kept)
 

@@ -125,7 +125,7 @@ def _up(of: Shape, keeps: KeptTensor, name: str, channels: int) -> Operation:
 
 def _enter(of: Shape, rotated: KeptTensor) -> Operation:
     """Returns the part of the key that all heads share, on its way to the heads of every rank."""
-    several, splits = of.tp_size > 1, of.sizes.sequence_parallel
+    splits = of.sizes.sequence_parallel
     gather, scatter, reduce = (
         Collective(kind, rotated.num_bytes) for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
     )
@@ -133,5 +133,5 @@ def _enter(of: Shape, rotated: KeptTensor) -> Operation:
         "split_latent",
         "self_attention",
         calls=(gather.call(rotated.name),) * splits,
-        backward=(scatter if splits else reduce,) * several,
+        backward=(scatter if splits else reduce,) * (of.tp_size > 1),
     )

@@ -31,8 +31,7 @@ def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, .
     """
     if not sizes.has_embedding:
         return ()
-    of, drops = Shape(model, sizes), model.hidden_dropout > 0.0
-    ids = ID_BYTES * sizes.tokens
+    of, ids = Shape(model, sizes), ID_BYTES * sizes.tokens
     keeps = [KeptTensor("token ids", ids, given=True)]
     if of.tp_size > 1:
         keeps.append(KeptTensor("which ids are elsewhere", sizes.tokens))
@@ -51,7 +50,7 @@ def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, .
         if sizes.resets_positions:  # a second look-up, in place of a slice
             keeps.append(KeptTensor("position ids", ids, given=True))
             moved += (2 * of.whole, positions.num_elements * of.element + 3 * of.whole)
-    if drops:
+    if model.hidden_dropout > 0.0:
         keeps.append(KeptTensor("embedding dropout mask", of.hidden // of.element))
         moved += (2 * of.whole, 2 * of.whole)
     return (
@@ -114,7 +113,8 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
         # backward.
         sums, moved, keeps = sums + of.reduces, Moved(sum(moved), 0), []
     if sizes.masks_loss:
-        keeps.append(loss_mask(sizes))
+        # float32: the trainer multiplies the losses by it
+        keeps.append(KeptTensor("loss mask", 4 * sizes.tokens, given=True))
     return (
         Operation(
             "final_layernorm",
@@ -157,11 +157,6 @@ def _output_weights(of: Shape, weight: Parameter) -> tuple[Parameter, ...]:
         return (weight,)
     name = "embedding.word_embeddings.weight"
     return () if of.sizes.has_embedding else (weight._replace(name=name, tied=True),)
-
-
-def loss_mask(sizes: Sizes) -> KeptTensor:
-    """Returns the loss mask of a micro-batch, float32. The trainer multiplies the losses by it."""
-    return KeptTensor("loss mask", 4 * sizes.tokens, given=True)
 
 
 def loss_blocks(of: Shape, tokens: int, columns: int) -> int:

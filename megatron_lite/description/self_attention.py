@@ -91,8 +91,8 @@ def core_attention(of: Shape, inputs: Tensors, layer: int) -> Operation:
     whole_of, own_inputs = of, inputs
     if exchanges_heads:  # attention of one rank, with the heads of more tensor-parallel ranks
         alone = replace(sizes, tp_size=sizes.tp_size * sizes.cp_size, cp_size=1)
-        whole_of, value = Shape(model, alone), KeptTensor("exchanged value", of.value)
-        inputs = (*_heads(of, "exchanged "), value)
+        whole_of = Shape(model, alone)
+        inputs = (*_heads(of, "exchanged "), KeptTensor("exchanged value", of.value))
     if model.builds_scores(sizes.device):
         core = _unfused(whole_of, inputs)
     else:
@@ -205,7 +205,7 @@ def _unfused(of: Shape, inputs: Tensors) -> Operation:
     element, and the dropped softmax.
     """
     model, sizes = of.model, of.sizes
-    drops, grouped = model.attention_dropout > 0.0, model.query_groups < model.num_attention_heads
+    grouped = model.query_groups < model.num_attention_heads
     attended = attention_output(of)
     # The keys of all context-parallel ranks, repeated for every query head of a group.
     repeated = of.query * sizes.cp_size
@@ -229,7 +229,7 @@ def _unfused(of: Shape, inputs: Tensors) -> Operation:
         moved += (3 * scores, 5 * scores)
     if softmax != scores:
         moved += (softmax + scores,) * 2
-    if drops:
+    if model.attention_dropout > 0.0:
         kept += [
             KeptTensor("softmax dropout mask", elements),
             KeptTensor("dropped softmax", scores),
@@ -280,10 +280,10 @@ def _matmuls(of: Shape) -> tuple[Matmul, Matmul]:
 
     Each is over the whole sequence, without the saving of a causal mask.
     """
-    queries, keys, d = of.sizes.own_seq_length, of.sizes.seq_length, of.model.head_dim
+    queries, keys = of.sizes.own_seq_length, of.sizes.seq_length
     heads = of.sizes.micro_batch_size * of.model.num_attention_heads // of.tp_size
     heads *= of.sizes.attends
-    scores = Matmul("scores", queries, keys, d, heads)
+    scores = Matmul("scores", queries, keys, of.model.head_dim, heads)
     return scores, Matmul("context", queries, of.model.value_dim, keys, heads)
 
 

@@ -114,8 +114,7 @@ def describe_layer(
 
         before_projection = latent_operations(of, normed, layer)
     else:
-        first = _query_key_value(of, normed)
-        before_projection = chain((first,), attention_operations(of, layer))
+        before_projection = chain((_query_key_value(of, normed),), attention_operations(of, layer))
     rows = (
         before and norm_before(of, "input_layernorm", layer_input, normed.name, "input norm"),
         *before_projection,

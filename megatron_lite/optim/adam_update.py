@@ -194,11 +194,10 @@ class Sgd(AdamW):
     def update(self, *tensors: Any, **settings: Any) -> None:
         """Implements AdamW.update."""
         masters, grads, states, _ = tensors
-        buffers = states[0] if states else [None] * len(masters)
         sgd(
             masters,
             grads,
-            buffers,
+            states[0] if states else [None] * len(masters),
             fused=True,
             momentum=self.config.sgd_momentum,
             dampening=0.0,

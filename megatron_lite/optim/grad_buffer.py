@@ -322,8 +322,7 @@ class GradBuffer:
         with on_side:
             started = Started(sent)
             if bucket.shard_group is not None:
-                own = sent[bucket.own]
-                started = start_reduce_scatter_into_(own, sent, bucket.shard_group)
+                started = start_reduce_scatter_into_(sent[bucket.own], sent, bucket.shard_group)
             if bucket.others is not None:
                 started = start_all_reduce_(started.wait(), bucket.others)
             bucket.started = started._replace(operand=sent)

@@ -40,7 +40,7 @@ class HostLink:
     """
 
     def __init__(self, hosted: Sequence[Piece], *, overlaps: bool) -> None:
-        self.overlaps, grad, weight = overlaps, hosted[0].grad, hosted[0].weight
+        self.overlaps, grad = overlaps, hosted[0].grad
         self._device, self._pieces = grad.device, {piece.name: piece for piece in hosted}
         sizes = {name: piece.weight.numel() for name, piece in self._pieces.items()}
         part = min(optimizer_settings.PART, max(sizes.values()))
@@ -50,7 +50,7 @@ class HostLink:
             return [torch.empty(size, dtype=like.dtype, pin_memory=pins) for size in sizes]
 
         own = places(grad, [*sizes.values()] if overlaps else [part])
-        self._weights = places(weight, [part, part])
+        self._weights = places(hosted[0].weight, [part, part])
         self._grads = dict(zip(sizes, own if overlaps else own * len(sizes), strict=True))
         self.buffers = (*own, *self._weights)
         self._sides: Sequence[Any] = (None, None)

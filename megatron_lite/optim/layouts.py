@@ -90,11 +90,17 @@ class Piece:
 
     @classmethod
     def of(
-        cls, name: str, parameter: nn.Parameter, weight: Tensor, master: Tensor, **facts: Any
+        cls,
+        name: str,
+        parameter: nn.Parameter,
+        weight: Tensor,
+        master: Tensor,
+        *,
+        start: int,
+        **facts: Any,
     ) -> Piece:
         """Returns the piece of a parameter. By Megatron's rule biases and one-dimensional
         parameters (norms) do not decay."""
-        start = facts.pop("start", 0)
         return cls(
             name=name,
             spec=spec_of(parameter),
@@ -208,8 +214,16 @@ class Replicated:
             master = weight.detach().float()
         if not apart:
             master.grad = grad
-        facts = dict(start=start, gradient=grad, apart=apart, on_host=on_host)
-        return Piece.of(name, self._parameters[name], weight, master, **facts)
+        return Piece.of(
+            name,
+            self._parameters[name],
+            weight,
+            master,
+            start=start,
+            gradient=grad,
+            apart=apart,
+            on_host=on_host,
+        )
 
     def _wait_before_use(self, model: nn.Module) -> None:
         """Makes every module that owns parameters wait until they have arrived.
@@ -330,8 +344,7 @@ class Zero1(Replicated):
                 place = slice(first + part.start, first + part.stop)
                 own = slice(place.start - bucket.own.start, place.stop - bucket.own.start)
                 # The gradient is a view, which holds the sum once the bucket is reduced.
-                weight = self._weights[bucket].own[own]
-                yield _View(name, weight, bucket.flat[place], part.start)
+                yield _View(name, self._weights[bucket].own[own], bucket.flat[place], part.start)
 
     def _holders(self, name: str) -> ProcessGroup | None:
         return self.gradients.bucket_of[name].shard_group

@@ -105,8 +105,7 @@ class Optimizer:
         self.layout = layout(model, parallel, data_parallel, config)
         self._pieces = self.layout.pieces
         self._counts_here = [self._counts(piece.spec) for piece in self._pieces]
-        new_rule = chosen("--optimizer", config.optimizer, RULES)
-        self._rule = new_rule(self.layout, config, parallel)
+        self._rule = chosen("--optimizer", config.optimizer, RULES)(self.layout, config, parallel)
         self._rule.kernels = kernels
         self.layout.link = self._rule.link
         self._updates = torch.zeros((), dtype=torch.float32, device=parallel.device)

@@ -88,8 +88,7 @@ def _either_neighbour(values: Tensor, chances: Tensor) -> Tensor:
 def write_(state: Tensor, part: slice, values: Tensor, chances: Tensor | None = None) -> None:
     """Overwrites a part, rounding once. values: float32 (float64). chances: see `noise`; None
     rounds to the nearest."""
-    own, scales = state.detach().view(-1)[part], getattr(state, SCALES, None)
-    if scales is not None:
+    if (scales := getattr(state, SCALES, None)) is not None:
         scale = scales[part.start // optimizer_settings.PART]
         values = values.float()
         mantissa, exponent = torch.frexp(values.abs().max())
@@ -100,7 +99,7 @@ def write_(state: Tensor, part: slice, values: Tensor, chances: Tensor | None = 
         values = values / scale
         if chances is not None:
             values = _either_neighbour(values, chances)
-    own.copy_(values)
+    state.detach().view(-1)[part].copy_(values)
 
 
 def write_whole_(state: Tensor, values: Tensor) -> None:

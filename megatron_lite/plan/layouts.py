@@ -273,8 +273,7 @@ def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
         model.num_layers,
         dict(micro_batch_size=1, seq_length=problem.base.data.seq_length),
     )
-    ids = problem.base.tokenizer.true_vocab_size
-    head = logits_flops(model, **shape, padded_vocab_size=ids)
+    head = logits_flops(model, **shape, padded_vocab_size=problem.base.tokenizer.true_vocab_size)
     # Twice: a network also takes long to reduce the gradients of the first and the last rank.
     worth = -(-2 * head * layers // (forward_flops(model, **shape) - head))
     found: list[Row] = []

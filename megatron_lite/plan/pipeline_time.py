@@ -37,8 +37,8 @@ def run_pipeline(durations: Durations, num_microbatches: int) -> list[float]:
     short runs, of which one has AVERAGED periods more. Stages that take very different times repeat
     later; the result is then within 1 %.
     """
-    size, num_chunks = len(durations.forward), len(durations.forward[0])
-    period = size if num_chunks > 1 else 1
+    size = len(durations.forward)
+    period = size if len(durations.forward[0]) > 1 else 1
     few = WARM_UP * -(-(2 * size + 2) // period) * period + num_microbatches % period
     more = (num_microbatches - few) / (AVERAGED * period)
     if more < 1:

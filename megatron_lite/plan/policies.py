@@ -73,16 +73,6 @@ def layer_order(choices: Sequence[LayerChoice]) -> list[int]:
     return sorted(range(len(choices)), key=lambda place: -choices[place].rebuilt)
 
 
-def mix_peak(choices: Sequence[LayerChoice], counts: Sequence[int], in_flight: int) -> int:
-    """Returns the most bytes of a stage with so many layers of each choice, in the best order."""
-    kept = fullest = 0
-    for place in layer_order(choices):
-        if counts[place]:
-            kept += counts[place] * choices[place].kept
-            fullest = max(fullest, kept + choices[place].rebuilt)
-    return (in_flight - 1) * kept + fullest
-
-
 class _Beginning(NamedTuple):
     """Layers that come first in a stage: their bytes, their fullest moment, and their seconds.
 

@@ -24,7 +24,6 @@ from megatron_lite.plan.policies import (
     layer_choices,
     layer_order,
     least_seconds,
-    mix_peak,
     tile_counts,
 )
 from megatron_lite.plan.stage_time import TimedRun, stage_time
@@ -104,8 +103,14 @@ class StageMix(NamedTuple):
         return cls(choices, counts, seconds)
 
     def peak(self, in_flight: int) -> int:
-        """Returns the most bytes of activations with so many forwards in flight."""
-        return mix_peak(self.choices, self.counts, in_flight)
+        """Returns the most bytes of activations with so many forwards in flight, in the best order
+        of the layers."""
+        kept = fullest = 0
+        for place in layer_order(self.choices):
+            if count := self.counts[place]:
+                kept += count * self.choices[place].kept
+                fullest = max(fullest, kept + self.choices[place].rebuilt)
+        return (in_flight - 1) * kept + fullest
 
     def rules(self) -> tuple[Rule, ...]:
         """Returns the rules of a policy, which name the layers in their best order."""

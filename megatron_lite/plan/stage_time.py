@@ -141,8 +141,7 @@ def _transfers(
     copies of that one. Each layer's weights are gathered while the layer before it computes, which
     hides a share of that: no run has yet measured how large it is.
     """
-    clock, options = run.clock, run.config.data_parallel
-    layers, num_bytes = set(), 0
+    clock, layers, num_bytes = run.clock, set(), 0
     if plan.uses_stores:
         for term in activation_terms(run.config.model, plan, sizes):
             if term.on_host and term.layer is not None:
@@ -151,7 +150,7 @@ def _transfers(
     copied, parts = num_bytes / clock.hardware.host_bandwidth, max(len(layers), 1)
     units = max(stage.num_layers, 1)
     gathered, reduced = _fsdp(run, stage_parameters(run.config, stage), units)
-    again = gathered * options.torch_fsdp2_reshard_after_forward
+    again = gathered * run.config.data_parallel.torch_fsdp2_reshard_after_forward
     return [
         {
             HOST_COPIES: clock.exposed(copied, computed[0]),
@@ -201,9 +200,9 @@ def replay_time(
 ) -> Work:
     """Returns the work that backward does again of a segment."""
     # alike layers are replayed in the same time wherever they lie
-    first, number = sizes.first_layer + segment.first_layer, segment.num_layers
+    first = sizes.first_layer + segment.first_layer
     alike = alike_layers(model, sizes.seq_length, sizes.cp_comm_type)
-    sizes = replace(sizes, first_layer=first_alike(alike, first, number))
+    sizes = replace(sizes, first_layer=first_alike(alike, first, segment.num_layers))
     return _replay(model, replace(segment, first_layer=0), skip_tail, clock, sizes)
 
 

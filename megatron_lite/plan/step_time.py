@@ -267,9 +267,8 @@ def update_time(
         if options.use_torch_fsdp2 and shares.size > 1:
             continue
         buckets = 1 if bucket is None else max(1, math.ceil(parameters / bucket))
-        scattered = Collective(REDUCE_SCATTER, sent * parameters)
         summed = Collective(ALL_REDUCE, sent * parameters // shares.size)
-        reduce = hardware.collective_seconds(scattered, shares)
+        reduce = hardware.collective_seconds(Collective(REDUCE_SCATTER, sent * parameters), shares)
         reduce += hardware.collective_seconds(summed, replicas)
         reduction += clock.reduced(reduce, buckets, backward)
         parts = buckets if options.overlap_param_gather else 1
@@ -378,7 +377,6 @@ def _newton_schulz_step(clock: Clock, rows: int, columns: int, element_bytes: in
     """
     short, long = sorted((rows, columns))
     products = ((short, short, long), (short, short, short), (short, long, short))
-    added = element_bytes * short * (short + long)
-    return clock.hardware.memory_seconds(added) + sum(
+    return clock.hardware.memory_seconds(element_bytes * short * (short + long)) + sum(
         clock.hardware.matmul_seconds(Matmul("", *shape), element_bytes) for shape in products
     )

@@ -97,7 +97,6 @@ class Clock(NamedTuple):
     def of(cls, config: RunConfig, hardware: Hardware) -> Clock:
         """Returns the clock of a run."""
         t, training = config.parallel.tensor_model_parallel_size, config.training
-        element_bytes = ELEMENT_BYTES[training.precision]
         is_fused = config.uses_compiler(hardware.device)
         mode = hardware.compiled if is_fused else hardware.eager
         if hardware.device == "cuda" and training.cuda_graph_impl != "none":
@@ -106,7 +105,7 @@ class Clock(NamedTuple):
             mode = replace(mode, launch_s=captured.launch_s, replay_s=captured.replay_s)
         return cls(
             hardware,
-            element_bytes,
+            ELEMENT_BYTES[training.precision],
             Group(t),
             Group(config.parallel.context_parallel_size, t),
             Group(

@@ -99,9 +99,7 @@ class SlowRanks:
         self._config, self._parallel = config, parallel
         self._hosts = gather_texts(socket.gethostname(), parallel)
         self._ms: list[float] = []
-        self._probe: _Probe | None = (
-            _Probe(parallel.device) if parallel.device.type == "cuda" else None
-        )
+        self._probe = _Probe(parallel.device) if parallel.device.type == "cuda" else None
 
     def listening(self) -> AbstractContextManager[None]:
         """Returns a context manager; on a CPU it adds up this thread's waits for other ranks."""

@@ -98,8 +98,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
-        store = default_store()
-        self._store = store.clone()  # a connection of its own
+        self._store = default_store().clone()  # a connection of its own
         self._store.set_timeout(timedelta(seconds=STORE_S))
         self._beat()
         self._waking, self._wake = os.pipe()
@@ -181,8 +180,9 @@ class Watch:
 
         The process groups of a broken run cannot be left in an orderly way.
         """
+        on_main = threading.current_thread() is threading.main_thread()
         # In the watch thread a flush could wait for a lock that the main thread holds.
-        if threading.current_thread() is threading.main_thread():
+        if on_main:
             sys.stdout.flush()
             sys.stderr.flush()
         if verdict.rank == self._rank:
@@ -194,10 +194,7 @@ class Watch:
         if self._lingers and self._thread is not None:
             time.sleep(3 * BEAT_S)  # the others must read the verdict first
         # A shell script stops at Ctrl-C only if its command dies of the signal itself.
-        if (
-            verdict.status == 128 + signal.SIGINT
-            and threading.current_thread() is threading.main_thread()
-        ):
+        if on_main and verdict.status == 128 + signal.SIGINT:
             die_of(signal.SIGINT)
         os._exit(verdict.status)
 

@@ -76,7 +76,7 @@ def fuse_weight_gradients_(
         for_all = "of --no-gradient-accumulation-fusion"
     elif not isinstance(gradients, GradBuffer):
         for_all = "--use-torch-fsdp2 has no sum of a whole weight to add to"
-    sums: Counter[str] = Counter()  # the matmuls, by who sums their gradients
+    sums = Counter[str]()  # the matmuls, by who sums their gradients
     for name, weight in model.named_parameters():
         reason = for_all
         if not reason and weight in compiled:

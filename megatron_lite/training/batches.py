@@ -193,9 +193,9 @@ def cut(
         return batch
     from megatron_lite.context_parallel.documents import CuSeqlens  # late: few runs pack
 
-    size, length = samples.shape[0], samples.shape[1] - 1
+    length = samples.shape[1] - 1
     bounds = bounds_of(samples.numpy(), rules.eod) if bounds is None else bounds
-    packed = CuSeqlens.of(bounds, batch=size, seq_length=length, device=samples.device)
+    packed = CuSeqlens.of(bounds, batch=samples.shape[0], seq_length=length, device=samples.device)
     position_ids = None
     if rules.reset_positions:
         position_ids = own(torch.arange(length, device=samples.device) - packed.starts(length))

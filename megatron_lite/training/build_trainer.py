@@ -267,7 +267,6 @@ def _build(
         from megatron_lite.checkpointing.saver import Saver
 
         saver = Saver(config.checkpoint, parallel, claim, started_at=course.done.iteration)
-    device, world_size = parallel.device.type, parallel.world_size
     trainer = Trainer(
         config=config,
         parallel=parallel,
@@ -290,8 +289,8 @@ def _build(
             *notices(
                 config,
                 "log",
-                device=device,
-                world_size=world_size,
+                device=parallel.device.type,
+                world_size=parallel.world_size,
                 here=here(config.training.precision),
             ),
             *course.notices,

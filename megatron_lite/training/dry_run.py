@@ -314,10 +314,8 @@ def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) ->
 def _table(ranks: Sequence[DryRank]) -> list[str]:
     unit = ByteUnit.of(max(rank.measured.peak.num_bytes for rank in ranks))
     columns = [[*_column(rank, unit)] for rank in ranks]
-    rows: list[Sequence[str]] = [
-        (cells[0][0], *(value for _, value in cells)) for cells in zip(*columns, strict=True)
-    ]
-    return table(rows, 100)
+    rows = zip(*columns, strict=True)
+    return table([(cells[0][0], *(value for _, value in cells)) for cells in rows], 100)
 
 
 def _column(rank: DryRank, unit: ByteUnit) -> Iterator[tuple[str, str]]:

@@ -59,8 +59,10 @@ class StepSize(NamedTuple):
     pipeline_size: int
 
     def __str__(self) -> str:
-        layers, number = self.config.model.num_layers, self.num_microbatches
-        return f"a step of a model of {layers} layers with {number} micro-batches"
+        return (
+            f"a step of a model of {self.config.model.num_layers} layers with "
+            f"{self.num_microbatches} micro-batches"
+        )
 
 
 class RankPlace(NamedTuple):

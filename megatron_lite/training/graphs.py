@@ -275,10 +275,9 @@ def _named_where_it_fails() -> Iterator[None]:
             raise
         frames = traceback.extract_tb(first.__traceback__)
         own = [frame for frame in frames if "megatron_lite" in frame.filename] or frames
-        said = first_line(first)
         raise InputError(
             f"--cuda-graph-impl: a CUDA graph cannot hold `{own[-1].line}` in {own[-1].name} "
-            f"({said}): leave the flag out (--cuda-graph-impl none)"
+            f"({first_line(first)}): leave the flag out (--cuda-graph-impl none)"
         ) from error
 
 
@@ -304,7 +303,7 @@ def _shared_states(
     A stretch goes on with the state that stands where it begins, if there is one. A stretch that
     draws nothing has none.
     """
-    begins: list[Place] = []
+    begins = list[Place]()
     standing: dict[Place, int] = {}
     numbers: list[int | None] = []
     for first, last in stretches:

@@ -23,7 +23,7 @@ from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import plural
+from megatron_lite.config.units import GIB, MIB, plural
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
 from megatron_lite.parallel.state import ParallelState
@@ -195,8 +195,8 @@ def iteration_line(interval: Interval, facts: RunFacts, *, throughput: bool) -> 
         fields[name] = f"{percent:.1f}%"
     predicted, measured = last.activation_bytes_predicted, last.activation_bytes_measured
     if predicted is not None and measured is not None:
-        is_large = max(predicted, measured) >= 0.1 * 2**30
-        name, unit = ("GiB", 2**30) if is_large else ("MiB", 2**20)
+        is_large = max(predicted, measured) >= 0.1 * GIB
+        name, unit = ("GiB", GIB) if is_large else ("MiB", MIB)
         both = f"{predicted / unit:.3f}/{measured / unit:.3f}"
         fields[f"activation {name} predicted/measured"] = both
     fields[f"peak GiB {PEAK_OF[device.type]}"] = f"{peak_gib(device):.2f}"
@@ -254,7 +254,7 @@ def peak_gib(device: torch.device) -> float:
     On a GPU it is allocated memory of the device; on a CPU it is the resident set.
     """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return torch.cuda.max_memory_allocated(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # of kilobytes
 
 

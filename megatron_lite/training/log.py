@@ -88,7 +88,7 @@ class RunLog:
         self._began, self._num_rows, self._milliseconds = time.monotonic(), 0, 0.0
         self._memory = "-"
         self._interval: list[IterationRecord] = []
-        self._last: deque[IterationRecord] = deque(maxlen=LAST)
+        self._last = deque[IterationRecord](maxlen=LAST)
         self._best: tuple[int, Evaluation] | None = None
         self._files: dict[str, AppendedFile | None] = {}  # None: its disk is full
         self._scalars: list[TensorBoard | Wandb] = []
@@ -234,8 +234,7 @@ class RunLog:
         if self._terminal.has_bar:
             speed = f"{record.tokens_per_second:,.0f} tokens/s"
             self._terminal.advance(record.iteration, f"loss {record.lm_loss:.4f}, {speed}")
-        is_last = record.iteration == facts.num_iterations
-        if is_last or record.iteration % config.log_interval == 0:
+        if record.iteration == facts.num_iterations or record.iteration % config.log_interval == 0:
             interval, self._interval = Interval(self._interval, facts), []
             if config.log_style == "megatron" or "log" in self._files:
                 self.detail(iteration_line(interval, facts, throughput=config.log_throughput))

@@ -188,11 +188,10 @@ class Trainer:
     def _train(self) -> bool:
         """Runs iterations. Returns True at the run's end, False if something ended it early."""
         log, exits = self.log, self.exits
-        training, checkpoint = self.config.training, self.config.checkpoint
+        training = self.config.training
         waits = self.config.parallel.distributed_timeout_seconds_after_init
         in_flight, iteration = self._steps_in_flight(), self.progress.iteration
-        is_due = self.progress.evaluation_is_due
-        reason = self._evaluate("validation") if is_due else None
+        reason = self._evaluate("validation") if self.progress.evaluation_is_due else None
         if reason is not None:
             log.line(f"exiting at iteration {iteration}: {reason}")
             return False
@@ -201,7 +200,7 @@ class Trainer:
             interval or NEVER
             for interval in (
                 training.eval_interval,
-                None if self.saver is None else checkpoint.save_interval,
+                None if self.saver is None else self.config.checkpoint.save_interval,
                 training.check_weight_hash_across_dp_replicas_interval,
                 training.exit_interval,
             )
@@ -504,7 +503,7 @@ class Trainer:
         """
         from megatron_lite.checkpointing.state import take_snapshot
 
-        directory, iteration, log = self.config.checkpoint.save, self.progress.iteration, self.log
+        iteration, log = self.progress.iteration, self.log
         if iteration == 0:
             return
         saver.wait()
@@ -517,7 +516,7 @@ class Trainer:
             )
         self._compare_replicas()
         self.pulse.at(f"iteration {iteration} (saving)", limited=False)
-        log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
+        log.line(f"saving checkpoint at iteration {iteration:7d} to {self.config.checkpoint.save}")
         began = time.perf_counter()
         with log.slow("saving the checkpoint"):
             snapshot = take_snapshot(

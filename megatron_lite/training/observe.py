@@ -163,9 +163,8 @@ class ActivationMeter:
         """
         own = []
         for chunk, plan, saved, rows in self._seen if differs else ():
-            sizes = _sizes(config, parallel, chunk, rows)
             predicted = Counter[int | None]()
-            for term in activation_terms(config.model, plan, sizes):
+            for term in activation_terms(config.model, plan, _sizes(config, parallel, chunk, rows)):
                 # The meter's hooks see neither tensors in host memory nor unit inputs in an arena.
                 of_unit = term.operation == UNIT  # the decoder saves it
                 if not (term.on_host or (plan.contiguous and of_unit and not term.tensor.stays)):

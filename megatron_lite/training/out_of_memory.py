@@ -100,8 +100,7 @@ def check_fits(
 
 def _check_host(config: RunConfig, parallel: ParallelState, host: str) -> None:
     """Raises InputError if the optimizer states of a host's ranks need more memory than it has."""
-    own = _own_states(config, parallel).on_host
-    here = _of_host(own, host, parallel)
+    here = _of_host(_own_states(config, parallel).on_host, host, parallel)
 
     def check() -> None:
         there = memory_bytes(torch.device("cpu"))

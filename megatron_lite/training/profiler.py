@@ -217,11 +217,9 @@ def record_step(path: str, config: RunConfig, model: GPTModel, run: Callable[[],
         losses.append(loss.detach())
         return loss
 
-    plan = model.decoder.plan
-    name = str(config.recompute.policy)
-    timeline = record_timeline(model, noted, name=name)
+    timeline = record_timeline(model, noted, name=str(config.recompute.policy))
     sizes = Sizes.of(config, device=losses[0].device.type, stage=model.stage)
-    predicted = tuple(kept_course(config.model, plan, sizes))
+    predicted = tuple(kept_course(config.model, model.decoder.plan, sizes))
     write_timeline(timeline._replace(predicted=predicted), path)
     return losses[0]
 

@@ -26,10 +26,10 @@ def follow_schedule(course: Course, parallel: ParallelState) -> Course:
     config, schedule, start = course.config, course.schedule, course.start
     if start is None or start.step is None or start.metadata is None or start.weights_only:
         return course
-    step, metadata, options = start.step, start.metadata, config.checkpoint
+    step, metadata = start.step, start.metadata
     # A converted checkpoint without the optimizer's states has no schedule. As in Megatron, a
     # schedule that is not loaded begins anew, while the iterations and the data go on.
-    if options.no_load_optim or "optimizer" in metadata.missing:
+    if config.checkpoint.no_load_optim or "optimizer" in metadata.missing:
         before = start.progress.consumed_samples
         return course._replace(schedule=replace(schedule, skipped_samples=before))
     settings, held = config.lr_schedule, metadata.schedule

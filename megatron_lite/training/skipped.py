@@ -192,7 +192,6 @@ def _not_finite(result: StepResult, pieces: Sequence[Piece]) -> str:
 def _documents(dataset: Dataset, samples: Iterable[int]) -> dict[str, list[int]]:
     found: dict[str, set[int]] = {}
     for sample in samples:
-        origin = dataset.documents(sample)
-        for file, documents in origin.items():
+        for file, documents in dataset.documents(sample).items():
             found.setdefault(file, set()).update(documents)
     return {file: sorted(documents) for file, documents in found.items()}

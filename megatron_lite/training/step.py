@@ -357,11 +357,11 @@ class StageRunner:
         """Returns the figures of the last step's routers (model/router.py), of losses in use."""
         from megatron_lite.model.router import router_figures
 
-        context, config = self._chunks[0].context, self._chunks[0].config
+        config = self._chunks[0].config
         figures = router_figures(
             self.routers,
             self.parallel,
-            is_split=context.sequence_parallel,
+            is_split=self._chunks[0].context.sequence_parallel,
             num_calls=(config.num_layers - config.num_dense_layers) * num_microbatches,
         )
         has = {"load_balancing_loss": config.balance_losses, "z_loss": config.moe_z_loss_coeff}

@@ -119,10 +119,9 @@ def described(device: torch.device) -> str:
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return f"{name}, torch {torch.__version__}, bits {BITS}"
-    threads = torch.get_num_threads()
     return (
         f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}, "
-        f"{plural(threads, 'thread')} a rank, torch {torch.__version__}, "
+        f"{plural(torch.get_num_threads(), 'thread')} a rank, torch {torch.__version__}, "
         f"bits {BITS}"
     )
 

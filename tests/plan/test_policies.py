@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from megatron_lite.plan.policies import LayerChoice, best_mix, least_seconds, mix_peak
+from megatron_lite.plan.policies import LayerChoice, best_mix, least_seconds
+from megatron_lite.plan.rank_mixes import StageMix
 from tests.support.pairs import in_one_test
 
 
@@ -35,7 +36,7 @@ def test_no_assignment_to_layers_is_faster_than_the_mix(seed):
         assert not found
         return
     assert sum(counts) == num_layers and min(counts) >= 0
-    assert mix_peak(choices, counts, in_flight) <= limit
+    assert StageMix(choices, counts, 0.0).peak(in_flight) <= limit
     seconds = sum(number * one.seconds for number, one in zip(counts, choices, strict=True))
     assert seconds == pytest.approx(min(found), abs=1e-9)
     assert bound is not None and bound.seconds <= seconds + 1e-9

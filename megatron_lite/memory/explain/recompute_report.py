@@ -192,8 +192,10 @@ def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
     for stage, plan in rank_plans(config, rank):
         sizes = Sizes.of(config, device, stage)
         terms = activation_terms(model, plan, sizes)
-        first, last = embedding_operations(model, sizes), head_operations(model, sizes)
-        for name, operations in ((EMBEDDING, first), (HEAD, last)):
+        for name, operations in (
+            (EMBEDDING, embedding_operations(model, sizes)),
+            (HEAD, head_operations(model, sizes)),
+        ):
             if operations:
                 kept = largest_first(one for one in terms if one.operation == name)
                 ends[name] = Part(name=name, kept=kept, traffic=collectives(operations))
@@ -225,7 +227,7 @@ def _segment_part(
     sizes: Sizes,
 ) -> Part:
     """Returns a segment of a stage as a part without a name. terms, layers: those of the stage."""
-    replayed: Counter[str] = Counter()
+    replayed = Counter[str]()
     for _, call in replayed_calls(layers, segment, plan.skip_tail):
         for matmul in call.matmuls:
             replayed[matmul.name] += matmul.flops

@@ -61,11 +61,11 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0
-        self.bytes_by_category: Counter[str] = Counter()
+        self.bytes_by_category = Counter[str]()
         self._total = self._num_created = 0
         self._live: dict[int, LiveStorage] = {}  # by address
         # A storage may die in another thread (gloo's), so the sum is not changed there.
-        self._died: deque[LiveStorage] = deque()
+        self._died = deque[LiveStorage]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {address_of(storage) for storage in _storages((args, kwargs))}

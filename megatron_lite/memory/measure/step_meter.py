@@ -104,7 +104,7 @@ class StepMeter(LiveStorages):
         self._in_step = self._in_update = False
         self._running: list[list[str]] = []  # of each stage
         self._peak_bytes = self._peak_number = 0
-        self._peak_categories: Counter[str] = Counter()
+        self._peak_categories = Counter[str]()
         self._peak_place = (FORWARD, "", "")
 
     @property

@@ -213,6 +213,5 @@ def enough_microbatches(config: RunConfig, rank: int, *, most: int | None = None
     repeats = 0
     if config.recompute.num_microbatches_with_partial_activation_checkpoints is not None:
         num_chunks = len(config.stages_of_rank(rank))
-        window = config.most_in_flight(most, rank)
-        repeats = math.lcm(window, num_chunks * size) // num_chunks
+        repeats = math.lcm(config.most_in_flight(most, rank), num_chunks * size) // num_chunks
     return min(most, 2 * size + repeats)

@@ -330,17 +330,15 @@ def update_memory(
     sent = states.gradients // FLOAT32 * BFLOAT16 if in_bf16 else states.gradients
     if dp_cp_size > 1 and not (sharding.use_torch_fsdp2 and shards > 1):
         copied = sharding.use_distributed_optimizer and device == "cpu" and shards > 1
-        reduced = sent * in_bf16 + sent * copied
         name = "reduction of gradients" + " in bfloat16" * in_bf16
-        found.append(UpdateMemory(name, reduced, True))
+        found.append(UpdateMemory(name, sent * (in_bf16 + copied), True))
         found.append(UpdateMemory("gather of weights", states.weights * copied, True))
     if config.optimizer.is_rounded:
         has_kernels = config.uses_compiler(device) and "fp16" not in config.optimizer.formats
         together = states.small if has_kernels else states.updated
         found.append(UpdateMemory("update of a part", _part(config, together), False))
     if config.optimizer.optimizer == MUON:
-        most = _muon(config, stage, shards)
-        found.append(UpdateMemory("update of a matrix", most, False))
+        found.append(UpdateMemory("update of a matrix", _muon(config, stage, shards), False))
     return max(found, key=lambda one: one.num_bytes)
 
 
@@ -357,8 +355,7 @@ def _part(config: RunConfig, together: int) -> int:
 
 def _updated(options: OptimizerConfig, pieces: list[int]) -> int:
     """Returns the most elements that are updated together, of pieces with so many elements."""
-    alone = "fp16" in options.formats
-    return min(PART, max(pieces, default=0) if alone else sum(pieces))
+    return min(PART, max(pieces, default=0) if "fp16" in options.formats else sum(pieces))
 
 
 def _muon(config: RunConfig, stage: Stage, shards: int) -> int:

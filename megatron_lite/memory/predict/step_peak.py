@@ -157,7 +157,6 @@ def step_peak(
     states = rank_states(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
     shards = config.parallel.shards(dp_cp_size) if config.data_parallel.use_torch_fsdp2 else 1
-    sharded = shards > 1
     schedule = RankSchedule.of(config, pp_rank, enough_microbatches(config, pp_rank, most=number))
     stages = schedule.stages
 
@@ -184,7 +183,7 @@ def step_peak(
     rows = (
         ("weights", states.weights, EXACT),
         ("main weights", states.masters, EXACT),
-        ("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
+        ("gradients", 0 if shards > 1 and number == 1 else states.gradients, EXACT),
         ("optimizer states", states.optimizer, EXACT),
         ("optimizer in host memory", on_cpu * states.on_host, EXACT),
         (ROUNDING, on_gpu * states.rounding, ESTIMATE),
@@ -215,7 +214,7 @@ def fullest_step_peak(
 
     budget_bytes: the ranks after the first that exceeds it do not count.
     """
-    peaks: list[StepPeak] = []
+    peaks = []
     for rank in distinct_ranks(config):
         peak = step_peak(
             config, rank, device=device, dp_cp_size=dp_cp_size, num_microbatches=num_microbatches
@@ -265,8 +264,7 @@ def _fullest(
 
 def _most_waiting(schedule: RankSchedule) -> Counter[int]:
     """Returns, for each chunk, how many micro-batches await backward at most."""
-    waiting: Counter[int] = Counter()
-    most: Counter[int] = Counter()
+    waiting, most = Counter[int](), Counter[int]()
     for action in schedule.actions:
         waiting[action.chunk] += 1 if action.kind == "forward" else -1
         most |= waiting
