@@ -174,7 +174,16 @@ class GradBuffer:
         """
         if self.host is not None:
             self.host.join()
-        self._take_vectors()
+        # Gradients that are tensors of autograd's own are copied into the views.
+        waiting = [
+            (self.grads[name], parameter)
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None and self._waits(name)
+        ]
+        if waiting:
+            foreach_copy_([view for view, _ in waiting], [one.grad for _, one in waiting])
+        for view, parameter in waiting:
+            parameter.grad = view
         # The view of a parameter without a gradient in this step still holds older values.
         for name, parameter in self._parameters.items():
             if parameter.grad is None and name not in self._added_by_hooks:
@@ -202,18 +211,6 @@ class GradBuffer:
         self._last.clear()
         self.own_norm = torch.stack(self._own_norms).norm() if self._own_norms else None
         self._own_norms.clear()
-
-    def _take_vectors(self) -> None:
-        """Copies gradients that are tensors of autograd's own into the views."""
-        waiting = [
-            (self.grads[name], parameter)
-            for name, parameter in self._parameters.items()
-            if parameter.grad is not None and self._waits(name)
-        ]
-        if waiting:
-            foreach_copy_([view for view, _ in waiting], [one.grad for _, one in waiting])
-        for view, parameter in waiting:
-            parameter.grad = view
 
     def _waits(self, name: str) -> bool:
         is_added = name in self._added_by_hooks

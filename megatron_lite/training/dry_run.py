@@ -12,7 +12,6 @@ Its report is a text of at most 100 columns.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -129,14 +128,22 @@ def dry_run(
         def measure(step: StepSize) -> MeasuredStep:
             told(f"dry run of rank {rank}: {step}")
             rules = document_rules(config)
-            with fake, _told_of_sizes():
-                return measure_step(
-                    step.config,
-                    parallel,
-                    SameTokens(samples, step.num_microbatches, parallel, rules),
-                    host_apart=device != "cpu",
-                    pipeline_size=step.pipeline_size,
-                )
+            try:
+                with fake:
+                    return measure_step(
+                        step.config,
+                        parallel,
+                        SameTokens(samples, step.num_microbatches, parallel, rules),
+                        host_apart=device != "cpu",
+                        pipeline_size=step.pipeline_size,
+                    )
+            except RuntimeError as error:
+                if "overflow" not in str(error):
+                    raise
+                raise InputError(  # a size beyond 64 bits
+                    f"no tensor can have these sizes ({str(error).splitlines()[0]}): give smaller "
+                    "sizes, or more ranks"
+                ) from error
 
         number = num_microbatches or enough_microbatches(replica, place.pp_rank)
         whole, measured = StepSize(config, number, parallel.pp_size), None
@@ -168,20 +175,6 @@ def check_can_run_dry(config: RunConfig) -> None:
         reason = "--recompute-verify: a dry run has no values"
     if reason:
         raise InputError(f"--dry-run-memory cannot follow {reason}. Leave it out")
-
-
-@contextmanager
-def _told_of_sizes() -> Iterator[None]:
-    """Turns torch's error about a size beyond 64 bits into an InputError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "overflow" not in str(error):
-            raise
-        raise InputError(
-            f"no tensor can have these sizes ({str(error).splitlines()[0]}): give smaller sizes, "
-            "or more ranks"
-        ) from error
 
 
 def sample_shape(config: RunConfig) -> tuple[int, int]:

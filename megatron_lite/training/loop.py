@@ -37,7 +37,7 @@ from megatron_lite.training.observe import (
 )
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from megatron_lite.training.step import StageRunner, StepEnd, StepResult, TrainingError, train_step
-from megatron_lite.training.summary import described, moved_from, summary_of
+from megatron_lite.training.summary import described, summary_of
 
 if TYPE_CHECKING:
     from megatron_lite.checkpointing.saver import Saver
@@ -103,12 +103,12 @@ class Trainer:
     batches: BatchSchedule
     order: SampleOrder
     saver: Saver | None
-    start: Start | None = None
-    rules: DocumentRules | None = None
-    notices: tuple[str, ...] = ()
-    printed: tuple[str, ...] = ()
-    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
-    pulse: Pulse = field(default_factory=Pulse)
+    start: Start | None
+    rules: DocumentRules | None
+    notices: tuple[str, ...]
+    printed: tuple[str, ...]
+    tokenizer: Mapping[str, bytes]
+    pulse: Pulse
     timers: Timers | None = None
     profiler: Profiler | None = None
     slow_ranks: SlowRanks | None = None
@@ -492,7 +492,12 @@ class Trainer:
         self.progress, metadata = self.start.progress, self.start.metadata
         if self.config.checkpoint.continues and metadata is not None:
             self._saved_at = self.progress.iteration
-            notices += moved_from(metadata.computed_on, described(self.parallel.device))
+            before, now = metadata.computed_on, described(self.parallel.device)
+            if before not in ("", now):
+                notices.append(
+                    f"the checkpoint was computed on {before}; this run computes on {now}, so its "
+                    "results can have other low bits than those of a run that stayed there"
+                )
         return notices
 
     def _save(self, saver: Saver) -> None:

@@ -321,13 +321,13 @@ class StageRunner:
         forward: Forward = partial(self._stage, batches, step_loss, whole, self.timed)
         if meter is not None:
             forward = self._measured(meter, forward, whole)
+
+        def before_backward(action: Action) -> None:
+            if before_last is not None and action.microbatch == count - 1:
+                before_last(self._chunks[action.chunk].parameters())
+
         if self.links is not None:
             self._reserve(count)
-
-            def before_backward(action: Action) -> None:
-                if before_last is not None and action.microbatch == count - 1:
-                    before_last(self._chunks[action.chunk].parameters())
-
             losses = self._run(
                 self._order(count),
                 forward,
@@ -338,9 +338,8 @@ class StageRunner:
         else:
             losses = []
             for number in range(count):
-                if before_last is not None and number == count - 1:
-                    before_last(self._chunks[0].parameters())
                 action = Action("forward", number)
+                before_backward(action)
                 if number == 0 and timeline is not None:
                     losses.append(timeline(self._chunks[0], partial(forward, action, None)))
                     continue

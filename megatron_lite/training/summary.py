@@ -126,19 +126,6 @@ def described(device: torch.device) -> str:
     )
 
 
-def moved_from(computed_on: str, computes_on: str) -> tuple[str, ...]:
-    """Returns the log's line about a checkpoint that something else computed; none if it did not.
-
-    computed_on: what computed the checkpoint (`described`); "" if that is not known.
-    """
-    if computed_on in ("", computes_on):
-        return ()
-    return (
-        f"the checkpoint was computed on {computed_on}; this run computes on {computes_on}, so its "
-        "results can have other low bits than those of a run that stayed there",
-    )
-
-
 FIRST_STEPS = 2  # whose times do not count: kernels compile, and the peak is measured
 
 

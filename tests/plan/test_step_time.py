@@ -74,7 +74,7 @@ def flops_of(config, policy="*:none"):
     return hardware_flops(
         config.model,
         plan_stage(RecomputeConfig(recompute_policy=policy), LAYERS, 0),
-        batch=64,
+        micro_batch_size=64,
         seq_length=SEQ_LENGTH,
         padded_vocab_size=config.tokenizer.rows(tp),
         device="cuda",

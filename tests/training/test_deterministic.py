@@ -6,16 +6,9 @@ import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.model.attention import CoreAttention
 from megatron_lite.training import deterministic
 from tests.support.changes import with_settings
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
-
-ON_CPU = SimpleNamespace(device=torch.device("cpu"))  # streams, for attention without dropout
-
-
-def one_layer():
-    return torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])
 
 
 @pytest.fixture(autouse=True)
@@ -61,16 +54,15 @@ def test_no_figure_depends_on_memory_that_nothing_has_written(
 
 def test_a_kernel_that_promises_nothing_is_refused_and_the_price_is_said(monkeypatch):
     times = iter([3.0, 2.0])
-    monkeypatch.setattr(deterministic, "_values", lambda *_: [])
+    monkeypatch.setattr(deterministic, "_attention", lambda *_: None)
     monkeypatch.setattr(deterministic, "_milliseconds", lambda _: next(times))
-    layers = one_layer()
     rank = SimpleNamespace(device=torch.device("cuda"))
     config = tiny_run(training=dict(deterministic_mode=True))
-    (said,) = deterministic.cost_of_determinism(layers, config, rank)
+    (said,) = deterministic.cost_of_determinism(None, config, rank)
     assert "embedding" in said and "3.00 ms, and 2.00 ms without --deterministic" in said
     fused = with_settings(config, attention_backend="fused")
     with pytest.raises(InputError, match="fused: --deterministic-mode needs .*-backend auto"):
-        deterministic.use_asked_attention_(layers, fused, rank)
+        deterministic.use_asked_attention_(None, fused, rank)
 
 
 @pytest.mark.parametrize("installed", ["FA3", "FA4", ""])
@@ -83,7 +75,7 @@ def test_flash_is_the_newest_flash_attention_that_runs(monkeypatch, installed):
             raise ModuleNotFoundError("flash_attn_interface")
         active.append(name)
 
-    def run(layer, *_):
+    def run():
         if (active and active != [installed]) or config.model.kv_channels == 4:
             raise RuntimeError("no such kernel\nhere")
         return torch.ones(())
@@ -93,18 +85,16 @@ def test_flash_is_the_newest_flash_attention_that_runs(monkeypatch, installed):
         restore_flash_attention_impl=lambda **_: active.clear(),
     )
     monkeypatch.setattr(deterministic, "registry", registry)
-    monkeypatch.setattr(deterministic, "_attention", run)
-    monkeypatch.setattr(deterministic, "_values", lambda *_: [])
-    layers = one_layer()
+    monkeypatch.setattr(deterministic, "_attention", lambda *_: run)
     rank = SimpleNamespace(all_agree=lambda yes: yes, together=lambda _, check: check())
     flash = dict(attention_backend="flash", attention_dropout=0.0)
     config = tiny_run(**flash, bf16=True)
-    said = deterministic.use_asked_attention_(layers, config, rank)
+    said = deterministic.use_asked_attention_(None, config, rank)
     assert active == [installed] * bool(installed)
     assert said == [f"--attention-backend flash is {installed} of torch's registry"] * len(active)
     config = tiny_run(**dict(flash, kv_channels=4), bf16=True)
     with pytest.raises(
         InputError, match=r"flash has no kernel .* \(no such kernel\): give .* auto"
     ):
-        deterministic.use_asked_attention_(layers, config, rank)
+        deterministic.use_asked_attention_(None, config, rank)
     assert active == []

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -258,19 +258,15 @@ class SimulatedTensors(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and not has_kernel_for(func.name(), "Meta"):
-            return _finished(func, args)
+            # A collective that has finished. torch 2.8 has no fakes of collectives.
+            work = fake_work().boxed()
+            return work if len(schema_of(func).returns) == 1 else (args[0], work)
         remembers = self.cache_enabled
         self.cache_enabled = remembers and func not in TAKES_STORAGE
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.cache_enabled = remembers
-
-
-def _finished(func: Any, args: Sequence[Any]) -> Any:
-    """Returns what a finished collective returns. torch 2.8 has no fakes of collectives."""
-    work = fake_work().boxed()
-    return work if len(schema_of(func).returns) == 1 else (args[0], work)
 
 
 class _FakeStreams(RngStreams):

@@ -105,7 +105,9 @@ class GatheredWeights(NamedTuple):
         def unit(parameters: Sequence[Parameter], last: int = 0) -> FsdpUnit:
             if not parameters:
                 return NOTHING
-            padded = sum(_padded(one, dp_cp_size) for one in parameters)
+            # The rows of each are padded to a multiple of the ranks.
+            rows = ((one, -(-one.shape[0] // dp_cp_size) * dp_cp_size) for one in parameters)
+            padded = sum(one.num_elements // one.shape[0] * number for one, number in rows)
             return FsdpUnit(
                 padded * sent,
                 padded // dp_cp_size * sent if sent != FLOAT32 else 0,
@@ -160,12 +162,6 @@ def _parameters(operations: Iterable[Operation]) -> list[Parameter]:
 def _largest(parameters: Sequence[Parameter]) -> list[Parameter]:
     """Returns the largest of the parameters alone, which is a matrix of the whole vocabulary."""
     return sorted(parameters, key=lambda one: one.num_elements)[-1:]
-
-
-def _padded(parameter: Parameter, ranks: int) -> int:
-    """Returns the elements of a parameter whose rows are padded to a multiple of the ranks."""
-    rows, *_ = parameter.shape
-    return parameter.num_elements // rows * -(-rows // ranks) * ranks
 
 
 class Moment(NamedTuple):
