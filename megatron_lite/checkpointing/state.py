@@ -63,10 +63,10 @@ def load_checkpoint(
     if not step or not metadata:
         return [*start.notices]
     saved = read_config(step)
-    check_same_model(config, saved, where=str(step))
+    check_same_model(config, saved, where=step)
     # A converted step names no data: the run that trained its weights is not known.
     if data and metadata.data and not (start.weights_only or options.allow_changed_data):
-        check_same_data(data, metadata.data, where=str(step))
+        check_same_data(data, metadata.data, where=step)
     load_weights(step, metadata, parallel, model, optimizer)
     notices = [
         *start.notices,
@@ -79,7 +79,7 @@ def load_checkpoint(
     if optimizer and "optimizer" in metadata.missing:
         notices.append(f"{step} holds no optimizer states (it was converted): they start from zero")
     elif optimizer and not options.no_load_optim:
-        check_same_update_rule(config, saved, where=str(step))
+        check_same_update_rule(config, saved, where=step)
         _load_optimizer(step, metadata, parallel, model, optimizer)
     if "rng" in metadata.missing:
         notices.append(
@@ -166,7 +166,7 @@ def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[s
     return []
 
 
-def check_same_model(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
+def check_same_model(ours: RunConfig, saved: RunConfig, *, where: Path) -> None:
     """Raises InputError unless the weights of `saved` fit into a model of `ours`.
 
     The error holds a table of the differing fields. The vocabulary counts as one of them. Some
@@ -191,7 +191,7 @@ def check_same_model(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
         )
 
 
-def check_same_update_rule(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
+def check_same_update_rule(ours: RunConfig, saved: RunConfig, *, where: Path) -> None:
     """Raises InputError if the saved optimizer states belong to another update rule."""
     mine, theirs = (
         one.optimizer if one.optimizer != SGD or one.sgd_momentum else f"{SGD} --sgd-momentum 0"
@@ -205,7 +205,7 @@ def check_same_update_rule(ours: RunConfig, saved: RunConfig, *, where: str) -> 
         )
 
 
-def check_same_data(ours: Mapping[str, Any], saved: Mapping[str, Any], *, where: str) -> None:
+def check_same_data(ours: Mapping[str, Any], saved: Mapping[str, Any], *, where: Path) -> None:
     """Raises InputError unless both runs read the same documents, split and cut alike.
 
     The error holds a table of the differing fields. The paths of the files do not count. --seed and

@@ -105,8 +105,12 @@ class Supervision:
         self.exits.listen()
         if self.parallel.rank != 0:
             return ()
-        device, world_size = self.parallel.device.type, self.parallel.world_size
-        placed = notices_of(self.config, "placement", device=device, world_size=world_size)
+        placed = notices_of(
+            self.config,
+            "placement",
+            device=self.parallel.device.type,
+            world_size=self.parallel.world_size,
+        )
         settings = short_settings(self.config)
         if self.config.logging.log_style == "megatron":
             settings = [arguments_table(self.config)]

@@ -61,11 +61,10 @@ class ExpertShape(Shape):
                 for kind in (ALL_GATHER, REDUCE_SCATTER)
             )
         self.slots = self.topk * self.tokens
-        fullest, balanced = (
+        self.rows, self.sent = (
             model.chosen_rows(sizes.local_tokens, imbalance) * (self.tokens // sizes.local_tokens)
             for imbalance in (sizes.expert_imbalance, 1.0)
         )
-        self.rows, self.sent = fullest, balanced
         if sizes.expert_rows:
             self.rows, self.sent = sizes.expert_rows[layer - sizes.first_layer]
         self.width = model.expert_size // self.tp_size

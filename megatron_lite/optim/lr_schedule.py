@@ -134,8 +134,9 @@ class LrSchedule:
         """
         if self.decoupled_max_lr is None or self.decoupled_min_lr is None:
             return None
-        own = replace(self, max_lr=self.decoupled_max_lr, min_lr=self.decoupled_min_lr)
-        return own.at(consumed_samples)
+        return replace(self, max_lr=self.decoupled_max_lr, min_lr=self.decoupled_min_lr).at(
+            consumed_samples
+        )
 
     def at(self, consumed_samples: int) -> float:
         """Returns the learning rate of the iteration that starts after `consumed_samples`."""

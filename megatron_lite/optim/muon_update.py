@@ -37,7 +37,7 @@ from torch import Tensor
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.adam_update import AdamW
-from megatron_lite.optim.layouts import Piece, Replicated
+from megatron_lite.optim.layouts import Replicated
 from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
@@ -142,12 +142,16 @@ class Muon:
         self._adam.set_num_updates(number)
 
     def _move(self, name: str, learning_rate: float, stays: Tensor) -> None:
-        """Moves this rank's piece of a parameter, unless the step is skipped.
+        """Moves the momentum and this rank's piece of a parameter, unless the step is skipped.
 
         The tensors of one parameter are gone before those of the next one are made.
         """
         piece = self._pieces.get(name)
-        own = None if piece is None else self._direction(piece, stays)
+        own = None
+        if piece is not None:
+            momentum, beta = self.states[name][MOMENTUM], self._config.muon_momentum
+            torch.where(stays, momentum, momentum.lerp(piece.grad, 1.0 - beta), out=momentum)
+            own = piece.grad.lerp(momentum, beta) if self._config.muon_nesterov else momentum
         direction = self._layout.whole(name, own)
         if piece is None:  # nor has any rank of the TP group one: all cut their shards alike
             return
@@ -158,14 +162,6 @@ class Muon:
             update, alpha=-learning_rate
         )
         torch.where(stays, piece.master, moved, out=piece.master)
-
-    def _direction(self, piece: Piece, stays: Tensor) -> Tensor:
-        """Moves the momentum, unless the step is skipped. Returns this piece's direction."""
-        grad = piece.grad
-        momentum = self.states[piece.name][MOMENTUM]
-        beta = self._config.muon_momentum
-        torch.where(stays, momentum, momentum.lerp(grad, 1.0 - beta), out=momentum)
-        return grad.lerp(momentum, beta) if self._config.muon_nesterov else momentum
 
     def _update(self, direction: Tensor, spec: ParameterSpec) -> Tensor:
         """Returns the update of a direction. Both are this TP rank's shard, [m, n]."""

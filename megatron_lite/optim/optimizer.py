@@ -167,9 +167,10 @@ class Optimizer:
         if self._rule.link is not None:
             self._rule.link.factors = factors
         with self.timed("optimizer-inner-step"):
-            at_the_ends = decoupled_learning_rate
             self._rule.step(
-                learning_rate, learning_rate if at_the_ends is None else at_the_ends, skipped
+                learning_rate,
+                learning_rate if decoupled_learning_rate is None else decoupled_learning_rate,
+                skipped,
             )
         self._updates += 1.0 - skipped
         sharded = self.layout.shard_group is not None

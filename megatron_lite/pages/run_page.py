@@ -92,8 +92,7 @@ def read_run(paths: Sequence[str]) -> RunRecord:
                 run.logged.setdefault(found[1], {})[int(found[2])] = loss
     for at, row in run.rows.items():
         if row["skipped"] or row["nan"]:
-            text = "the loss is NaN or infinite" if row["nan"] else ""
-            run.events[at, "skipped", text] = None
+            run.events[at, "skipped", "the loss is NaN or infinite" if row["nan"] else ""] = None
     return run
 
 

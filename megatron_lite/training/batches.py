@@ -274,8 +274,13 @@ class MicroBatches:
         samples = torch.from_numpy(read)
         if parallel.device.type == "cuda":  # an asynchronous copy, from pinned memory
             samples = samples.pin_memory().to(parallel.device, non_blocking=True)
-        ranks = dict(cp_rank=parallel.cp_rank, cp_size=parallel.cp_size)
-        return cut(samples, **ranks, rules=self.rules, bounds=bounds)
+        return cut(
+            samples,
+            cp_rank=parallel.cp_rank,
+            cp_size=parallel.cp_size,
+            rules=self.rules,
+            bounds=bounds,
+        )
 
     def counts(self) -> list[int]:
         """Returns how many tokens of each micro-batch count in the loss, on all its ranks.

@@ -7,8 +7,7 @@ equal bits in four tries of one process, and other bits in the next one.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,16 +31,6 @@ def use_deterministic_algorithms() -> None:
     torch.use_deterministic_algorithms(True)
     # torch would fill every new tensor. Nothing here reads what it has not written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-@contextmanager
-def as_without_determinism() -> Iterator[None]:
-    """Makes torch choose as without deterministic algorithms."""
-    torch.use_deterministic_algorithms(False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(True)
 
 
 # What torch does differently under deterministic algorithms, of the operations of a step.
@@ -111,8 +100,11 @@ def cost_of_determinism(
     """
     run = _attention(model, config, parallel)
     forced = _milliseconds(run)
-    with as_without_determinism():
+    torch.use_deterministic_algorithms(False)
+    try:
         free = _milliseconds(run)
+    finally:
+        torch.use_deterministic_algorithms(True)
     return [
         f"{FORCED}. Attention of one layer, forward and backward, without dropout: {forced:.2f} ms,"
         f" and {free:.2f} ms without --deterministic-mode"

@@ -198,10 +198,15 @@ class SameTokens:
         return self.num_microbatches
 
     def __getitem__(self, number: int, /) -> MicroBatch:
-        ranks = dict(cp_rank=self.parallel.cp_rank, cp_size=self.parallel.cp_size)
         size, length = self.samples.shape[0], self.samples.shape[1] - 1
         one_each = range(0, size * length + 1, length)  # the documents that need the most memory
-        return cut(self.samples, **ranks, rules=self.rules, bounds=one_each)
+        return cut(
+            self.samples,
+            cp_rank=self.parallel.cp_rank,
+            cp_size=self.parallel.cp_size,
+            rules=self.rules,
+            bounds=one_each,
+        )
 
 
 def measure_step(
@@ -306,8 +311,7 @@ def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) ->
 
 def _table(ranks: Sequence[DryRank]) -> list[str]:
     unit = ByteUnit.of(max(rank.measured.peak.num_bytes for rank in ranks))
-    columns = [[*_column(rank, unit)] for rank in ranks]
-    rows = zip(*columns, strict=True)
+    rows = zip(*(_column(rank, unit) for rank in ranks), strict=True)
     return table([(cells[0][0], *(value for _, value in cells)) for cells in rows], 100)
 
 

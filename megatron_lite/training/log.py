@@ -264,14 +264,13 @@ class RunLog:
         )
         details: list[tuple[str, str]] = []
         if self._last:
-            samples = progress.consumed_samples - start.consumed_samples
             details += training_lines(
                 run,
                 self._facts,
                 self._last,
                 self._best,
                 summary,
-                samples=samples,
+                samples=progress.consumed_samples - start.consumed_samples,
                 seconds=self._milliseconds / 1000.0,
                 skipped=progress.skipped_iterations - start.skipped_iterations,
             )

@@ -275,8 +275,7 @@ class Trainer:
             ),
         ):
             if budget is not None:
-                patch = compiler_settings().patch(activation_memory_budget=budget)
-                around.enter_context(patch)
+                around.enter_context(compiler_settings().patch(activation_memory_budget=budget))
             if self.slow_ranks is not None:
                 around.enter_context(self.slow_ranks.listening())
             yield
@@ -319,8 +318,9 @@ class Trainer:
                 around.enter_context(self.slow_ranks.step(logged=logged))
             masked = None
             if self.rules is not None and self.rules.mask_loss:
-                per_token = config.training.calculate_per_token_loss
-                masked = masked_mean(batches.counts(), parallel, per_token=per_token)
+                masked = masked_mean(
+                    batches.counts(), parallel, per_token=config.training.calculate_per_token_loss
+                )
             plain_step = partial(train_step, self.runner, self.optimizer)
             result = (plain_step if self.graphs is None else self.graphs.run)(
                 batches,
@@ -448,8 +448,7 @@ class Trainer:
     def _compare_peak(self, meter: PeakMeter) -> None:
         """Logs the peak of the step that measured it. Issues one all-reduce over all ranks."""
         most = self.batches.num_microbatches(self.batches.largest)
-        predicted = own_step_peak(self.config, self.parallel, most)
-        self.peak = meter.result(predicted, self.parallel)
+        self.peak = meter.result(own_step_peak(self.config, self.parallel, most), self.parallel)
         self.log.measured(self.peak.predicted, self.peak.measured, is_peak=True)
         self.log.line(f"peak of a step, highest of all ranks: {self.peak}")
 

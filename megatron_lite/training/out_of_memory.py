@@ -116,8 +116,9 @@ def _check_host(config: RunConfig, parallel: ParallelState, host: str) -> None:
 
 
 def _own_states(config: RunConfig, parallel: ParallelState) -> RankStates:
-    group = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
-    return rank_states(config, parallel.pp_rank, **group)
+    return rank_states(
+        config, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
+    )
 
 
 def _of_host(own: int, host: str, parallel: ParallelState) -> list[int]:

@@ -181,8 +181,9 @@ class PeakMeter:
 
         Every rank must call it: it issues one all-reduce over all ranks. Waits for the device.
         """
-        own = (predicted.num_bytes, self._peak_bytes, self._reserved_bytes)
-        figures = torch.tensor(own, device=parallel.device)
+        figures = torch.tensor(
+            (predicted.num_bytes, self._peak_bytes, self._reserved_bytes), device=parallel.device
+        )
         return PeakMemory(*all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX).tolist())
 
 

@@ -51,9 +51,8 @@ def follow_schedule(course: Course, parallel: ParallelState) -> Course:
             )
             course = course._replace(notices=(notice,))
         return course._replace(schedule=schedule)
-    saved = parallel.together("--load", lambda: read_config(step))
     taken = schedule.taken_from(held)
-    weight_decay = saved.optimizer.weight_decay
+    weight_decay = parallel.together("--load", lambda: read_config(step)).optimizer.weight_decay
     changed = taken.changed_from(schedule)
     if weight_decay != config.optimizer.weight_decay:
         changed.append(f"weight_decay {config.optimizer.weight_decay} -> {weight_decay}")

@@ -125,10 +125,16 @@ class PolicyFlops(NamedTuple):
             seq_length=sizes.seq_length,
             padded_vocab_size=sizes.padded_vocab_size,
         )
-        ranks = dict(tp_size=sizes.tp_size, cp_size=sizes.cp_size)
         return cls(
             step_flops(config.model, **shape),
-            replay_flops(config.model, plan_model(config), **shape, **ranks, device=device),
+            replay_flops(
+                config.model,
+                plan_model(config),
+                **shape,
+                tp_size=sizes.tp_size,
+                cp_size=sizes.cp_size,
+                device=device,
+            ),
             sizes.num_ranks * _rebuilds(head_operations(config.model, sizes)),
         )
 
