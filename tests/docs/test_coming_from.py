@@ -10,7 +10,7 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
+from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tools.translators import PARTITIONING, translated
 from tests.docs.marks import text_of
@@ -85,7 +85,7 @@ def test_megatrons_flags_give_the_plan_of_the_policy(row):
 def test_the_figure_is_the_predicted_one(row):
     run = run_of(row)
     plan, sizes = plan_stage(run.recompute, run.model.num_layers), Sizes.of(run, device="cpu")
-    device, host = (of(run.model, plan, sizes) for of in (activation_bytes, host_bytes))
+    device, host = (activation_bytes(run.model, plan, sizes, on_host=one) for one in (False, True))
     assert row.figure == f"{device:,}" + (f" + {host:,} on the host" if host else "")
 
 
