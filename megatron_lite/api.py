@@ -202,5 +202,4 @@ def plan(
     hardware = load_hardware(gpu)
     num_bytes = hardware.memory_bytes if memory is None else parse_bytes("memory", memory)
     problem = problem_of(dataclasses.asdict(config), dict(fixed or {}), hardware, notes=[])
-    budget = Budget(num_bytes, default_reserve(num_bytes))
-    return verdict(problem, num_gpus, budget)
+    return verdict(problem, num_gpus, Budget(num_bytes, default_reserve(num_bytes)))

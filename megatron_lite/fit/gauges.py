@@ -35,13 +35,12 @@ class Gauge(AbstractContextManager[Any], Protocol):
         """Reads the device."""
 
 
-class CudaGauge(AbstractContextManager["CudaGauge"]):
+class CudaGauge(Gauge):
     """Reads a GPU. held: not used, since the allocator counts what was there before."""
 
     def __init__(self, device: torch.device, held: Callable[[], int]) -> None:
         self._device = device
         self._marks: list[tuple[int, int, torch.cuda.Event]] = []
-        self.readings: list[Reading] = []
 
     def mark(self) -> None:
         """Reads the device, without waiting for it."""
@@ -61,15 +60,14 @@ class CudaGauge(AbstractContextManager["CudaGauge"]):
         ]
 
 
-class CpuGauge(AbstractContextManager["CpuGauge"]):
+class CpuGauge(Gauge):
     """Reads torch's allocator of a CPU. held: tells the model's bytes from before the block."""
 
-    def __init__(self, device: torch.device, held: Callable[[], int]) -> None:
+    def __init__(self, held: Callable[[], int]) -> None:
         from megatron_lite.memory.measure.live_storages import allocator_peak
 
         self._block, self._held = allocator_peak(), held
         self._there: list[int] = []
-        self.readings: list[Reading] = []
 
     def __enter__(self) -> CpuGauge:
         self._found = self._block.__enter__()
@@ -88,11 +86,11 @@ class CpuGauge(AbstractContextManager["CpuGauge"]):
         ]
 
 
-class Clock(AbstractContextManager["Clock"]):
+class Clock(Gauge):
     """Reads the processor's time, and no bytes."""
 
     def __init__(self) -> None:
-        self.readings: list[Reading] = []
+        self.readings = []
 
     def mark(self) -> None:
         """Reads the clock."""

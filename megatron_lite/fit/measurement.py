@@ -62,7 +62,7 @@ class Measurement:
         step: Callable[[], Any],
         optimizer: Any,
         device: torch.device,
-        gauge: Callable[[torch.device, Callable[[], int]], Gauge],
+        gauge: Callable[[Callable[[], int]], Gauge],
         *,
         ranks: Ranks | None = None,
         buckets: int = 0,
@@ -77,7 +77,7 @@ class Measurement:
         Raises ValueError if the step runs no backward through the layers.
         """
         self._model, self._lists, self._around = model, lists, around
-        self._device, self._gauge, self._ranks = device, gauge, ranks or Ranks()
+        self._gauge, self._ranks = gauge, ranks or Ranks()
         self._layers = [*{layer: None for one in lists for layer in one.layers}]
         self._step = Step(model, self._layers, partial(self._ranks.agreed, step))
         states = tensors_of(list(getattr(optimizer, "state", {}).values()))
@@ -132,10 +132,10 @@ class Measurement:
 
     def name_of(self, place: int) -> str:
         """Returns the name of a layer of the problem."""
-        names = {
-            layer: f"{name}.{n}" for name, layers in self._lists for n, layer in enumerate(layers)
-        }
-        return names[self._layers[self._order[place]]]
+        layer = self._layers[self._order[place]]
+        return next(
+            f"{one.name}.{one.layers.index(layer)}" for one in self._lists if layer in one.layers
+        )
 
     def _apply_(self, actions: Sequence[str], *, verify: bool = False) -> dict[str, str]:
         self._actions, policies = actions, {}
@@ -152,9 +152,7 @@ class Measurement:
         gc.collect()  # memory in cycles of the step before would be counted, or not, by chance
         # The step may free the gradients that are there when it begins.
         there = [weakref.ref(x.grad) for x in self._model.parameters() if x.grad is not None]
-        make = partial(
-            self._gauge, self._device, lambda: self._held + bytes_of(one() for one in there)
-        )
+        make = partial(self._gauge, lambda: self._held + bytes_of(one() for one in there))
         if self._around:
             return self._around(self._step, make, self._actions)
         return self._step.run(make(), takes_notes=False)
@@ -179,7 +177,6 @@ class Measurement:
 
     def _problem(self, spans: list[Span], candidates: list[str]) -> Problem:
         kinds: dict[Any, list[int]] = {}
-        places = {number: place for place, number in enumerate(self._order)}
         used = {span.layer for span in spans if span.name == BACKWARD}
         lists = {layer: place for place, one in enumerate(self._lists) for layer in one.layers}
         for number in self._order:
@@ -199,7 +196,7 @@ class Measurement:
                 # rebuilt holds the cache of one before it, so no neighbours are tried together.
                 # Two layers that copy to the host would wait for each other.
                 for number in numbers[1:-1] or numbers:
-                    place = places[number]
+                    place = self._order.index(number)
                     near = set(self._order[max(0, place - 1) : place + 2])
                     copies = any(action in ON_HOST for _, action in tried.values())
                     if (
@@ -215,7 +212,7 @@ class Measurement:
             kept = {FULL: 0} | {one.action: one.kept for one in agreed}
             # Without its twin on the device, which ran out of memory, it is not known what moves.
             agreed = [
-                one._replace(moved=(kept[twin] - one.kept) * (twin != one.action))
+                one._replace(moved=kept[twin] - one.kept)
                 for one in agreed
                 if (twin := one.action.removesuffix("@host")) in kept
             ]

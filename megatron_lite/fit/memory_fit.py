@@ -6,7 +6,7 @@ it is far below the prediction.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -119,7 +119,7 @@ def fit_memory_(
         raise ValueError(f"maximize {maximize!r}: give 'batch' and a budget, or leave it out")
     device = check_model(model)
     lists = layer_lists(model, layers_fqn)
-    gauge = CudaGauge if device.type == "cuda" else CpuGauge
+    gauge = partial(CudaGauge, device) if device.type == "cuda" else CpuGauge
 
     with all_ranks() as ranks, unchanged(model):
         measured = partial(
@@ -252,11 +252,8 @@ def _largest_batch(model: nn.Module, measured: Callable[[int], Measurement], bud
         raise ValueError(f"maximize 'batch': step(n) fits for every n up to {fits}: does it use n?")
     for batch in range(max(1, fits), 0, -1):
         try:
-            found = fitted(model, measured(batch), budget)
+            return replace(fitted(model, measured(batch), budget), batch=batch)
         except UnreachableError:
             if batch == 1:
                 raise
-            continue
-        found.batch = batch
-        return found
     raise AssertionError("a micro-batch of 1 fits, or raises")

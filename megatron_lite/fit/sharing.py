@@ -24,7 +24,7 @@ class Sharing:
 
     A storage has a number, in the order in which storages are seen.
 
-    tensors: the storages of a layer's arguments and results. arguments: how many are arguments.
+    tensors: the storages of a layer's arguments, and behind them those of its results.
     kept: the places in `tensors` of those that the layer keeps.
     forms: the shapes of the arguments, and whether they need gradients.
     saved: the numbers of all that is saved for backward, with shapes and types.
@@ -34,7 +34,6 @@ class Sharing:
         self._storages: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # and its bytes
         self._numbers: dict[int, int] = {}  # by address
         self._calls: dict[int, ExitStack] = {}
-        self.arguments: dict[int, int] = {}
         self.tensors: dict[int, list[int]] = {}
         self.kept: dict[int, frozenset[int]] = {}
         self.forms: dict[int, tuple[Any, ...]] = {}
@@ -59,7 +58,7 @@ class Sharing:
         for place, layer in enumerate(order):
             for number in self.tensors[layer]:
                 made.setdefault(number, place)
-            for number in self.tensors[layer][: self.arguments[layer]]:
+            for number in self.tensors[layer][: len(self.forms[layer])]:
                 given.setdefault(number, []).append(place)
         return {
             number: Shared(made[number], places[0], places[-1], self._storages[number][1])
@@ -72,11 +71,10 @@ class Sharing:
         return self._storages[number][1]
 
     def _begin(self, layer: int, stack: ExitStack, module: Any, args: Any, kwargs: Any) -> None:
-        if layer not in self.arguments and torch.is_grad_enabled():
+        if layer not in self.forms and torch.is_grad_enabled():
             given = tensors_of((args, kwargs))
             self.forms[layer] = tuple((each.shape, each.requires_grad) for each in given)
             self.tensors[layer] = [*map(self._number_of, given)]
-            self.arguments[layer] = len(given)
             saved = self.saved.setdefault(layer, [])
 
             def note(tensor: Tensor) -> None:

@@ -3,7 +3,7 @@
 trainer.add_callback(MemoryBudgetCallback("70GiB"))
 """
 
-import sys
+import inspect
 from itertools import islice
 from typing import Any
 
@@ -70,9 +70,7 @@ class MemoryBudgetCallback(TrainerCallback):
 
 def _trainer() -> Any:
     """Returns the Trainer that calls the callback, which only its frame has."""
-    frame = sys._getframe(1)
-    while frame.f_back:
-        frame = frame.f_back
-        if isinstance(frame.f_locals.get("self"), Trainer):
-            return frame.f_locals["self"]
+    for found in inspect.stack(0):
+        if isinstance(holder := found.frame.f_locals.get("self"), Trainer):
+            return holder
     raise ValueError("MemoryBudgetCallback needs a Trainer of transformers: call fit_memory_ here")

@@ -189,6 +189,7 @@ flags_of_kernels = tuple(
 tree_flatten_with_path = private("torch.utils._pytree.tree_flatten_with_path")
 tree_leaves = private("torch.utils._pytree.tree_leaves")
 tree_map = private("torch.utils._pytree.tree_map")
+tree_map_only = private("torch.utils._pytree.tree_map_only")
 tree_unflatten = private("torch.utils._pytree.tree_unflatten")
 tree_path_text = private("torch.utils._pytree.keystr")
 

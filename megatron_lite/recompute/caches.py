@@ -86,8 +86,7 @@ def own_cache(cache: Any) -> Any:
     Keys, values and states that a layer puts into the copy do not reach the original.
     """
     own = copy.copy(cache)
-    for name, value in vars(cache).items():
-        vars(own)[name] = _own(value)
+    vars(own).update(_own(vars(cache)))
     return own
 
 

@@ -25,10 +25,11 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.collectives import start_all_gather_first_dim
 from megatron_lite.parallel.generators import Generators
-from megatron_lite.parallel.torch_internals import engine, is_plain_backward, tree_map
+from megatron_lite.parallel.torch_internals import engine, is_plain_backward, tree_map_only
 from megatron_lite.recompute.contents import tensors_of, unobserved
 from megatron_lite.recompute.randomness import casts_not_cached
 from megatron_lite.recompute.replay import Conditions, RecomputeMismatch, replay_inputs
+from megatron_lite.recompute.saved import results_of
 from megatron_lite.recompute.verify import NOT_THE_SAME, Execution, Graph, described, inputs_of
 
 
@@ -114,21 +115,12 @@ class _Checkpoint(torch.autograd.Function):
             ctx.shape = values[0].shape
             tensors[0] = split_for_rank(values[0], call.split_group)
         ctx.save_for_backward(*tensors.values(), *ctx.conditions.take_states())
-        flat = outputs if isinstance(outputs, tuple) else (outputs,)
-        ctx.mark_non_differentiable(
-            *(
-                value
-                for value in flat
-                if isinstance(value, Tensor)
-                and not (value.is_floating_point() or value.is_complex())
-            )
-        )
         # If the function returns a parameter unchanged, autograd would make this node the history
         # of the parameter itself, and backward would never end. A view of the parameter avoids
         # that.
         unchanged = tuple(
             value.view_as(value) if isinstance(value, torch.nn.Parameter) else value
-            for value in flat
+            for value in results_of(outputs)
         )
         return unchanged if isinstance(outputs, tuple) else unchanged[0]
 
@@ -145,13 +137,20 @@ class _Checkpoint(torch.autograd.Function):
         ctx.replayed = None
         pairs = [
             (output, grad)
-            for output, grad in zip(
-                outputs if isinstance(outputs, tuple) else (outputs,), grads, strict=True
-            )
+            for output, grad in zip(results_of(outputs), grads, strict=True)
             if isinstance(output, Tensor) and output.requires_grad and grad is not None
         ]
         if pairs:
-            _run_backward(*zip(*pairs, strict=True))
+            # torch.autograd.backward would first check the gradients' shapes in Python, which takes
+            # 24 us for each region; here they come from autograd itself.
+            engine.run_backward(
+                *zip(*pairs, strict=True),
+                keep_graph=False,
+                create_graph=False,
+                inputs=(),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
         elif ctx.needing:
             raise RuntimeError(
                 "a recomputed function has no output that requires grad: it needs no recomputation"
@@ -191,16 +190,6 @@ def _whole_input(ctx: Any, shard: Tensor) -> Tensor:
             previous.saved_tensors[0], previous.call.split_group
         )
     return started.wait().view(ctx.shape)
-
-
-def _run_backward(outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-    """Goes back through a replay. torch.autograd.backward would first check the gradients' shapes
-    in Python, which takes 24 us for each region; here they come from autograd itself."""
-    keep_graph, create_graph, inputs = False, False, ()
-    engine.run_backward(
-        outputs, grads, keep_graph, create_graph, inputs,
-        allow_unreachable=True, accumulate_grad=True,
-    )  # fmt: skip
 
 
 def split_for_rank(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -252,7 +241,7 @@ class Record:
     def see(self, place: str, values: Any) -> None:
         """Adds the tensors among `values`, a tensor or a tuple, to the run, and the streams."""
         with unobserved():
-            for number, each in enumerate(values if isinstance(values, tuple) else (values,)):
+            for number, each in enumerate(results_of(values)):
                 if isinstance(each, Tensor):
                     self._now.see(f"{place}: tensor {number}", each)
             self._now.see_streams(place, self.rng)
@@ -276,6 +265,4 @@ def run_with_graph(function: Callable[..., Any], args: Sequence[Any]) -> tuple[A
     ]
     with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
         outputs, graph = run_with_graph(function, args)
-    return tree_map(
-        lambda each: each.detach() if isinstance(each, Tensor) else each, outputs
-    ), graph
+    return tree_map_only(Tensor, Tensor.detach, outputs), graph

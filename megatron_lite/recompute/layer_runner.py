@@ -112,12 +112,7 @@ def _run(
         from megatron_lite.recompute.checkpoint import checkpoint
 
         return checkpoint(
-            forward,
-            *args,
-            rng=rng,
-            replay=replay,
-            split_group=split_group,
-            previous=previous if segment.split else None,
+            forward, *args, rng=rng, replay=replay, split_group=split_group, previous=previous
         )
     # Tables that the model holds anyway are bound to the function: they are not arguments, so the
     # engine does not keep them a second time. A tensor belongs to the micro-batch and is kept.
@@ -178,7 +173,7 @@ def _bound(layer: Layer, extras: Sequence[Any]) -> Layer:
 
 
 def _name(segment: Segment) -> str:
-    last = segment.first_layer + segment.num_layers - 1
+    last = segment.numbers[-1]
     return (
         f"layer {last}"
         if segment.num_layers == 1

@@ -137,7 +137,7 @@ class Offload:
             copy_out()
             self.finish()
             self._leaving = leaving
-            self._before = group if group.copies else self._before
+            self._before = group if leaving else self._before
 
     def finish(self) -> None:
         """Frees the originals of the last segment, after the current stream waits for their copies.
@@ -180,17 +180,12 @@ class _SegmentCopies:
     def __init__(self, before: _SegmentCopies | None) -> None:
         self.before = before
         self.copies: list[weakref.ref[_OnHost]] = []
-        self._called = False
         self.copy_out: Callable[[], None] = lambda: None  # starts the copies that are due yet
 
     def call_back(self) -> None:
-        """Starts the segment's copies back to the device, in the order of backward. Runs once."""
-        if self._called:
-            return
-        self._called = True
-        for reference in reversed(self.copies):
-            copy = reference()
-            if copy:
+        """Starts the segment's copies back to the device, in the order of backward."""
+        while self.copies:
+            if copy := self.copies.pop()():
                 copy.call_back()
 
 

@@ -17,7 +17,7 @@ Two kinds of operators are refused, because their kept results would give wrong 
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -32,11 +32,13 @@ from megatron_lite.parallel.torch_internals import (
     schema_of,
     tree_leaves,
     tree_map,
+    tree_map_only,
     without_dispatch_key,
 )
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.saved import Args, Kwargs, WrittenTo, saved_value, version_of
 
+WRITTEN = -1  # the version of a result that was written to, whatever torch counts
 Place = tuple[Any, int]  # an operator, and the number of the call among all calls of that operator
 Run = Callable[[Place, Args, Kwargs], Any]
 
@@ -72,12 +74,7 @@ class KeptResults:
         """
         self._storages.clear()
         self._kept = {
-            place: tree_map(
-                lambda each: (
-                    saved_value(each.value) if isinstance(each.value, Tensor) else each.value
-                ),
-                result,
-            )
+            place: tree_map_only(_Result, lambda each: saved_value(each.value), result)
             for place, result in self._kept.items()
             if not _is_written(result)
         }
@@ -128,8 +125,8 @@ class KeptResults:
         operator, _ = place
         result = operator(*args, **kwargs)
         if self.keeps(operator, args, kwargs):
-            self._kept[place] = kept = tree_map(_Result, result)
-            self._storages |= {each.storage: each for each in tree_leaves(kept) if each.storage}
+            self._kept[place] = kept = tree_map_only(Tensor, _Result, result)
+            self._storages |= {each.storage: each for each in _results_in(kept)}
         return result
 
     def see_write(self, operator: Any, args: Args, kwargs: Kwargs) -> None:
@@ -145,22 +142,20 @@ class KeptResults:
                     result = self._storages.get(address_of(tensor.untyped_storage()))
                     if not result:
                         continue
-                    if torch.Tag.inplace_view in operator.tags:  # matmul's squeeze_: no bit changes
-                        result.version = (result.version or 0) + 1
-                    else:
-                        result.is_written = True
+                    # matmul's squeeze_ changes no bit
+                    is_view = torch.Tag.inplace_view in operator.tags
+                    result.version = (result.version or 0) + 1 if is_view else WRITTEN
 
     def _run_again(self, place: Place, args: Args, kwargs: Kwargs) -> Any:
         return place[0](*args, **kwargs)
 
     def _reuse(self, place: Place, args: Args, kwargs: Kwargs) -> Any:
         kept = self._kept.get(place)
-        if kept is None or _is_written(kept):
-            return place[0](*args, **kwargs)
-        try:
-            return tree_map(lambda saved: saved() if callable(saved) else saved, kept)
-        except WrittenTo:  # by the next layer: torch.nn.ReLU(inplace=True) after a linear layer
-            return place[0](*args, **kwargs)
+        if kept is not None and not _is_written(kept):
+            # The next layer may have written to it: torch.nn.ReLU(inplace=True) after a linear one.
+            with suppress(WrittenTo):
+                return tree_map(lambda saved: saved() if callable(saved) else saved, kept)
+        return self._run_again(place, args, kwargs)
 
 
 class _Numbering(KeepsResults):
@@ -190,33 +185,28 @@ class _Numbering(KeepsResults):
 
 
 class _Result:
-    """A kept result, until the forward ends and `save` passes it to the saved-tensor hooks."""
+    """A kept tensor, until the forward ends and `save` passes it to the saved-tensor hooks."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.storage: int | None = None
-        self.is_written = False
-        if isinstance(value, Tensor):
-            self.storage = address_of(value.untyped_storage())
-            # Without the guard the detached tensor would have a version of its own. Then writes to
-            # the tensor that the layer holds would not show in it.
-            with without_dispatch_key(KEY_OF_VERSIONS, False):
-                self.value = value.detach()
-            self.version = version_of(self.value)
+    def __init__(self, tensor: Tensor) -> None:
+        self.storage = address_of(tensor.untyped_storage())
+        # Without the guard the detached tensor would have a version of its own. Then writes to
+        # the tensor that the layer holds would not show in it.
+        with without_dispatch_key(KEY_OF_VERSIONS, False):
+            self.value = tensor.detach()
+        self.version = version_of(self.value)
 
-    def __call__(self) -> Any:
-        """Returns the result to a replay that happens inside the forward."""
-        return self.value.detach() if isinstance(self.value, Tensor) else self.value
+    def __call__(self) -> Tensor:
+        """Returns the tensor to a replay that happens inside the forward."""
+        return self.value.detach()
+
+
+def _results_in(kept: Any) -> list[_Result]:
+    return [each for each in tree_leaves(kept) if isinstance(each, _Result)]
 
 
 def _is_written(kept: Any) -> bool:
     """Tells whether the layer wrote to a kept result, or to one of several."""
-    return any(
-        each.is_written
-        or (isinstance(each.value, Tensor) and version_of(each.value) != each.version)
-        for each in tree_leaves(kept)
-        if isinstance(each, _Result)
-    )
+    return any(version_of(each.value) != each.version for each in _results_in(kept))
 
 
 def find_operators(ops: Sequence[str], *, setting: str = "--recompute-policy") -> dict[Any, str]:

@@ -12,18 +12,24 @@ from typing import Any
 
 from torch import nn
 
-_phase = threading.local()
+
+class _Phase(threading.local):
+    depth = 0  # of replays inside of each other
+    on_host = False
+
+
+_phase = _Phase()
 
 
 def is_recomputing() -> bool:
     """True inside a replay, at any depth of nesting."""
-    return getattr(_phase, "depth", 0) > 0
+    return _phase.depth > 0
 
 
 @contextmanager
 def recomputing() -> Iterator[None]:
     """Marks the block as a replay. Blocks may nest, and an exception ends the mark too."""
-    _phase.depth = getattr(_phase, "depth", 0) + 1
+    _phase.depth += 1
     try:
         yield
     finally:
@@ -32,7 +38,7 @@ def recomputing() -> Iterator[None]:
 
 def is_allocating_on_host() -> bool:
     """True while memory for tensors that leave the device is allocated."""
-    return getattr(_phase, "on_host", False)
+    return _phase.on_host
 
 
 @contextmanager

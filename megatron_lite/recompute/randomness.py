@@ -28,17 +28,18 @@ CPU = "cpu"
 class Randomness(NamedTuple):
     """The states of all generators that a replay may draw from.
 
+    generator: the named streams.
     current: the name of the current stream.
     states: one state for each named stream, and that of the CPU generator, unless the streams
         already are on the CPU.
     """
 
-    streams: Generators
+    generator: Generators
     current: str
     states: dict[str, Tensor]
 
     @classmethod
-    def now(cls, streams: Generators) -> Randomness:
+    def of(cls, streams: Generators) -> Randomness:
         """Returns the present states."""
         snapshot = streams.snapshot()
         # On the CPU the current stream uses the CPU generator, so the snapshot has its state
@@ -50,25 +51,12 @@ class Randomness(NamedTuple):
         """Returns this object with other states, in the same order."""
         return self._replace(states=dict(zip(self.states, states, strict=True)))
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Makes draws inside the block repeat those after the snapshot.
-
-        After the block the generators continue as if nothing had been drawn in it.
-        """
-        before = Randomness.now(self.streams)
-        self._restore()
-        try:
-            yield
-        finally:
-            before._restore()
-
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Puts the generators into the states."""
         states = dict(self.states)
-        cpu = None if self.streams.device.type == "cpu" else states.pop(CPU)
-        self.streams.restore(RngSnapshot(self.current, states))
-        if cpu is not None:
-            torch.set_rng_state(cpu)
+        if self.generator.device.type != "cpu":
+            torch.set_rng_state(states.pop(CPU))
+        self.generator.restore(RngSnapshot(self.current, states))
 
 
 class DefaultGenerators:
@@ -172,13 +160,13 @@ def _bits(state: Any) -> Any:
 
 
 @contextmanager
-def drawn_again(states: Iterable[GeneratorState]) -> Iterator[None]:
+def drawn_again(states: Iterable[GeneratorState | Randomness]) -> Iterator[None]:
     """Makes the generators repeat inside the block the draws that followed these states.
 
     After the block they continue as if nothing had been drawn in it.
     """
     states = list(states)
-    before = [GeneratorState.of(each.generator) for each in states]
+    before = [type(each).of(each.generator) for each in states]
     try:
         for each in states:
             each.restore()

@@ -5,9 +5,9 @@ explains it read the same object. Equal plans compare equal. Standard library on
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
 from megatron_lite.config.regions import MLP_REGION, is_on_host, modules_of, without_nested
@@ -132,18 +132,16 @@ def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segmen
     # Units are cut within a run of consecutive layers under one rule, so a unit never spans a layer
     # that another rule decides. "2:none; *:full/2" has the units 0-1, 3-4, and so on.
     for rule, run in itertools.groupby(decided, key=lambda pair: pair[1]):
-        yield from _treated(rule, [layer for layer, _ in run])
-
-
-def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
-    action = rule.action
-    treated = partial(Segment, router=action.router, tiles=action.tiles, store=rule.store)
-    if action.unit:
-        return (
-            treated(
-                first_layer=first, num_layers=min(action.unit, layers[-1] + 1 - first), unit=True
+        layers, action = [layer for layer, _ in run], rule.action
+        size, regions = action.unit or 1, without_nested(action.regions)
+        for first in layers[::size]:
+            yield Segment(
+                first_layer=first,
+                num_layers=min(size, layers[-1] + 1 - first),
+                unit=action.unit > 0,
+                regions=regions,
+                ops=action.ops,
+                router=action.router,
+                tiles=action.tiles,
+                store=rule.store,
             )
-            for first in layers[:: action.unit]
-        )
-    regions = without_nested(action.regions)
-    return (treated(first_layer=layer, regions=regions, ops=action.ops) for layer in layers)

@@ -33,6 +33,7 @@ from megatron_lite.recompute.saved import (
     bytes_of,
     exchanging,
     hooks_in_force,
+    results_of,
     saved_value,
     view_in,
 )
@@ -74,11 +75,7 @@ def discarding() -> Iterator[Callable[[Tensor], None]]:
 def _rebuilt_bytes(node: Any, number: int) -> Tensor:
     from megatron_lite.recompute.checkpoint import rebuilt_outputs
 
-    return bytes_of(_tensors(rebuilt_outputs(node))[number])
-
-
-def _tensors(outputs: Any) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+    return bytes_of(results_of(rebuilt_outputs(node))[number])
 
 
 class Redraw(NamedTuple):
@@ -206,7 +203,7 @@ class Regions:
 
         output = checkpoint(self._verified(name, function, None), *args, rng=None)
         # The recipe finds the replay through the output's grad_fn. Under no_grad there is none.
-        for each in _tensors(output)[:outputs]:
+        for each in results_of(output)[:outputs]:
             if each.grad_fn:
                 self._discard[0](each)
         return output

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_lite.parallel.generators import Generators
 from megatron_lite.recompute.phase import recomputing
-from megatron_lite.recompute.randomness import Randomness, autocast_states
+from megatron_lite.recompute.randomness import Randomness, autocast_states, drawn_again
 
 
 class RecomputeMismatch(RuntimeError):
@@ -34,7 +34,7 @@ class Conditions:
 
     def __init__(self, rng: Generators | None, kinds: Iterable[str]) -> None:
         self.kinds = {"cpu", *kinds}
-        self._randomness = None if rng is None else Randomness.now(rng)
+        self._randomness = None if rng is None else Randomness.of(rng)
         self.autocast = autocast_states(self.kinds)
 
     def take_states(self) -> list[Tensor]:
@@ -54,7 +54,7 @@ class Conditions:
         The block is only the run. Its gradient runs under the settings that backward was called
         with, as it would without recomputation.
         """
-        random = self._randomness and self._randomness.with_states(states).replayed()
+        random = self._randomness and drawn_again([self._randomness.with_states(states)])
         with random or nullcontext(), torch.enable_grad(), recomputing(), ExitStack() as around:
             for state in self.autocast:
                 # A disabled autocast must be entered only if backward runs under an enabled one.
@@ -88,7 +88,7 @@ class ReplayInputs(torch.autograd.Function):
         for number, grad in zip(ctx.numbers, grads, strict=True):
             if grad is not None:
                 ctx.received[number] = grad
-        return (None, None, *(None for _ in grads))
+        return None, None, *[None] * len(grads)
 
 
 def replay_inputs(values: dict[Any, Tensor]) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:

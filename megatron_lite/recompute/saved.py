@@ -168,6 +168,11 @@ def saved_value(tensor: Tensor, hooks: Any = IN_FORCE) -> Handle:
     return value
 
 
+def results_of(outputs: Any) -> tuple[Any, ...]:
+    """Returns the results of a function, one or a tuple of several, as a tuple."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
 def bytes_of(tensor: Tensor) -> Tensor:
     """Returns the whole storage of a tensor as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -131,7 +131,7 @@ class Execution:
         """Hashes the states of the random-number generators."""
         if rng is None:
             return
-        for name, state in Randomness.now(rng).states.items():
+        for name, state in Randomness.of(rng).states.items():
             self.places.append(f"{STREAM} {name} at {when}")
             self.hashes.append(quick_hash(state))
 

@@ -44,9 +44,9 @@ def exit_status(command: Callable[[], object], program: str = "") -> int:
         print_fault(_text(error), rank, program=program)
         return 2
     except Stopped as stopped:
-        number, text = stopped.number, f"{program}{': ' if program else ''}error: {stopped}\n"
+        number, text = stopped.number, str(stopped)
     if _rank() == 0:
-        sys.stderr.write(text)
+        print_fault(text, 0, program=program)
     # Death by a signal skips these functions, and a pool's semaphores would stay, with a warning.
     atexit._run_exitfuncs()
     die_of(number)

@@ -40,6 +40,7 @@ from megatron_lite.parallel.torch_internals import (
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.recompute.caches import kind_of_caches, own_cache
 from megatron_lite.recompute.contents import tensors_of
+from megatron_lite.recompute.saved import results_of
 from megatron_lite.tools.fit import FitSettings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -59,12 +60,7 @@ class FakeGauge(StepMeter):
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        held: Callable[[], int],
-        *,
-        flops: float = 5e14,
-        bandwidth: float = 2.5e12,
+        self, held: Callable[[], int], *, flops: float = 5e14, bandwidth: float = 2.5e12
     ) -> None:
         super().__init__()
         self._held, self._seconds, self._flops, self._bandwidth = held(), 0.0, flops, bandwidth
@@ -192,7 +188,7 @@ class StandIns:
         result = layer.forward(*args, **kwargs)
         layer.forward = stand_in
         if torch.is_grad_enabled():
-            results = result if type(result) is tuple else (result,)
+            results = results_of(result)
             one = None
             if not {*map(id, results)} & {*map(id, given)} and all(
                 isinstance(each, Tensor) and each.requires_grad for each in results
@@ -209,16 +205,14 @@ class StandIns:
         for place, span in enumerate(spans):
             parts.setdefault(span.layer, []).append(place)
         for number, like in self._replaced.items():
-            changes = [
-                [(spans[place].name, spans[place].end - spans[place].start) for place in parts[one]]
-                for one in (number, like)
-            ]
-            if changes[0] != changes[1]:
+            if len(parts[number]) != len(parts[like]):
                 return False
             for place, other in zip(parts[number], parts[like], strict=True):
-                peak = spans[place].start + spans[other].peak - spans[other].start
-                time = spans[other].nanoseconds
-                spans[place] = spans[place]._replace(peak=peak, nanoseconds=time)
+                own, ran = spans[place], spans[other]
+                if own.name != ran.name or own.end - own.start != ran.end - ran.start:
+                    return False
+                peak = own.start + ran.peak - ran.start
+                spans[place] = own._replace(peak=peak, nanoseconds=ran.nanoseconds)
         return True
 
 

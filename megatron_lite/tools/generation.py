@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import broadcast_
 from megatron_lite.parallel.launch import read_launch
+from megatron_lite.parallel.messages import silent_unless
 from megatron_lite.parallel.rng import derive_seed
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.tools.generate import Sampling
@@ -80,15 +82,13 @@ def run(args: argparse.Namespace) -> None:
         eod = tokenizer.eod
     except InputError:
         eod = None
-    with parallel_state(config.parallel, seed=args.seed) as parallel:
-
-        def say(text: str, *, to_errors: bool = False) -> None:
-            if parallel.rank == 0:
-                stream = sys.stderr if to_errors else sys.stdout
-                print(text, end="", file=stream, flush=True)
-
+    with (
+        parallel_state(config.parallel, seed=args.seed) as parallel,
+        silent_unless(parallel.rank == 0),
+    ):
         model = load_model(step, config, parallel)
-        say("".join(f"{notice}\n" for notice in notices), to_errors=True)
+        for notice in notices:
+            print(notice, file=sys.stderr)
         window = config.data.seq_length
         with input_faults():
             tokens = tokenizer.tokenize(args.prompt)
@@ -100,11 +100,11 @@ def run(args: argparse.Namespace) -> None:
                 "give a text"
             )
         if len(tokens) + args.sampling.max_new_tokens > window:
-            say(
+            print(
                 f"note: the model sees the last {window} tokens only (its --seq-length), fewer "
                 f"than the prompt's {len(tokens)} and --max-new-tokens "
-                f"{args.sampling.max_new_tokens} together\n",
-                to_errors=True,
+                f"{args.sampling.max_new_tokens} together",
+                file=sys.stderr,
             )
         new_tokens = generate_tokens(
             model,
@@ -115,10 +115,8 @@ def run(args: argparse.Namespace) -> None:
             generator=torch.Generator().manual_seed(derive_seed(args.seed, 0)),
             parallel=parallel,
         )
-        say(args.prompt)
-        for piece in text_pieces(tokenizer, tokens, new_tokens):
-            say(piece)
-        say("\n")
+        for piece in chain([args.prompt], text_pieces(tokenizer, tokens, new_tokens), ["\n"]):
+            print(piece, end="", flush=True)
 
 
 def text_pieces(

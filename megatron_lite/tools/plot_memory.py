@@ -130,7 +130,11 @@ def _draw_panel(panel: Any, timeline: Timeline, unit: ByteUnit) -> None:
         panel.plot(
             [event.number for event, _ in points],
             [point.num_bytes / unit.num_bytes for _, point in points],
-            **dict(color="black", linewidth=1.2, marker="o", markersize=2.5, label=LINE_LABEL),
+            color="black",
+            linewidth=1.2,
+            marker="o",
+            markersize=2.5,
+            label=LINE_LABEL,
         )
     stretches = [
         (next(stretch).number, phase)

@@ -10,7 +10,7 @@ from megatron_lite.parallel import collectives
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
 from megatron_lite.recompute import call_arguments as arguments
 from megatron_lite.recompute import checkpoint as engine
-from megatron_lite.recompute import contents, layer_state, ops, router, tiles, witness
+from megatron_lite.recompute import contents, layer_state, ops, replay, router, tiles, witness
 from megatron_lite.recompute import layer_runner as runner
 from megatron_lite.recompute.offload import Offload, _OnHost
 from megatron_lite.recompute.phase import is_recomputing
@@ -37,17 +37,18 @@ from tests.support.mutants import Mutant, each_is_seen, replaces
 Function = engine._Checkpoint
 
 
-@replaces("replayed", Randomness)
+@replaces("drawn_again", replay)
 @contextmanager
-def the_replay_advances_the_kept_states(replayed, self):
+def the_replay_advances_the_kept_states(drawn_again, states):
     """The caller's dict of states is put into the tracker, not copies."""
-    with replayed(self):
+    with drawn_again(states):
         yield
-        for name, state in self.states.items():
-            state.data.copy_(Randomness.now(self.streams).states[name])
+        for each in states:
+            for name, state in each.states.items():
+                state.data.copy_(Randomness.of(each.generator).states[name])
 
 
-@replaces("now", Randomness)
+@replaces("of", Randomness)
 def the_cpu_generator_is_forgotten(now, streams):
     randomness = now(streams)
     own = {name: now(streams).states[name] for name in streams.snapshot().states}
@@ -207,8 +208,8 @@ def the_argument_that_was_written_to_is_replayed(settle, self, copies):
     return settle(self, {})
 
 
-@replaces("replayed", Randomness)
-def random_numbers_go_on_in_the_replay(_, self):
+@replaces("drawn_again", replay)
+def random_numbers_go_on_in_the_replay(_, states):
     return nullcontext()
 
 
