@@ -74,8 +74,7 @@ def with_own_caches(
 
 
 def _filled(like: Any, data: dict[Any, Any]) -> Any:
-    own = like.__class__.__new__(like.__class__)
-    vars(own).update(vars(like))
+    own = copy.copy(like)
     own.data = data
     return own
 

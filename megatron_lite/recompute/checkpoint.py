@@ -161,7 +161,7 @@ class _Checkpoint(torch.autograd.Function):
 def _replay(ctx: Any) -> tuple[Any, dict[int, Tensor]]:
     """Returns the outputs of a replay with their graph, and where backward through them collects
     the gradients of the inputs, by the number of the argument."""
-    saved, values = ctx.saved_tensors, list(ctx.others)
+    saved, values = ctx.saved_tensors, dict(enumerate(ctx.others))
     count = len(ctx.places)
     # They are detached: the replay must not connect to the forward's graph, and the call of
     # requires_grad_ must not change the caller's tensors.
@@ -171,9 +171,8 @@ def _replay(ctx: Any) -> tuple[Any, dict[int, Tensor]]:
         values[0] = _whole_input(ctx, values[0])
     with ctx.conditions.repeated(saved[count:]):
         inputs, received = replay_inputs({place: values[place] for place in ctx.needing})
-        for place, tensor in inputs.items():
-            values[place] = tensor
-        return ctx.call.replay(*values), received
+        values |= inputs
+        return ctx.call.replay(*values.values()), received
 
 
 def _whole_input(ctx: Any, shard: Tensor) -> Tensor:
@@ -230,10 +229,9 @@ class Record:
                 self._forward = run
                 return outputs
             places, other = self._forward.differences(run, whole=True)
-            if places:
-                raise RecomputeMismatch(f"{NOT_THE_SAME} {described(places)}")
-            if other:
-                raise RecomputeMismatch(f"{NOT_THE_SAME} {self.what}, {other}")
+            if places or other:
+                what = described(places) if places else f"{self.what}, {other}"
+                raise RecomputeMismatch(f"{NOT_THE_SAME} {what}")
             return outputs
 
         return call

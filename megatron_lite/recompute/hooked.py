@@ -257,7 +257,7 @@ class _LayerCall:
                 with self.how.turns.taken():
                     values = self._values[task] = self._rebuilt()
                 if task != NO_TASK:  # tensors that this backward does not read must not outlive it
-                    engine.queue_callback(partial(_forget, weakref.ref(self), task))
+                    engine.queue_callback(partial(self._values.pop, task, None))
             if number not in values:
                 del self._values[task]
                 raise _unlike(
@@ -467,9 +467,3 @@ def _unlike(name: str, what: str) -> RecomputeMismatch:
 
 def _text(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
     return f"{list(shape)} of {str(dtype).removeprefix('torch.')} on {device}"
-
-
-def _forget(reference: weakref.ref[_LayerCall], task: int) -> None:
-    call = reference()
-    if call:
-        call._values.pop(task, None)

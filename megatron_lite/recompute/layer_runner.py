@@ -160,13 +160,12 @@ def _chain(
 
 def _bound(layer: Layer, extras: Sequence[Any]) -> Layer:
     """Returns the layer with its extras bound, except the tensors, which stay arguments."""
-    tables = [None if isinstance(extra, Tensor) else extra for extra in extras]
-    places = [place for place, extra in enumerate(extras) if isinstance(extra, Tensor)]
+    # the class in the place of each tensor
+    tables = [Tensor if isinstance(extra, Tensor) else extra for extra in extras]
 
     def call(hidden_states: Tensor, *tensors: Tensor) -> Tensor:
-        own = list(tables)
-        for place, tensor in zip(places, tensors, strict=True):
-            own[place] = tensor
+        given = iter(tensors)
+        own = [next(given) if table is Tensor else table for table in tables]
         return layer(hidden_states, *own)
 
     return call

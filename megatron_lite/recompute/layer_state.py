@@ -105,7 +105,7 @@ class LayerState:
                 name: copied(part.value)
                 for name, part in self._parts.items()
                 if (_is_small(part) if self.is_first else name in (found or ()))
-                and _has_values(part)
+                and has_values(part.value)
             }
         # BatchNorm's kernels do not count their writes to the running statistics, nor does
         # `weight.data.copy_`. So the first forward compares the values.
@@ -212,10 +212,6 @@ def _is_small(part: Part) -> bool:
     return not isinstance(part.value, Tensor) or not (
         part.owner or isinstance(part.value, nn.Parameter)
     )
-
-
-def _has_values(part: Part) -> bool:
-    return not isinstance(part.value, Tensor) or has_values(part.value)
 
 
 def copied(value: Any) -> Any:

@@ -103,9 +103,9 @@ class KeptResults:
         It counts the calls (matmul/2 keeps every second), so every call in the forward must ask
         once, in order.
         """
-        return not _draws_dropout(operator, args, kwargs) and self._choice.keeps(
-            self.operators[operator]
-        )
+        # An attention kernel with dropout draws random numbers.
+        dropout = _named(operator, args, kwargs).get("dropout_p", 0.0) > 0.0
+        return not dropout and self._choice.keeps(self.operators[operator])
 
     @contextmanager
     def _under(self, run: Run) -> Iterator[None]:
@@ -250,12 +250,6 @@ def _check(operator: Any, name: str, setting: str) -> None:
             f"{setting} ops({name}): it draws random numbers. In a replay without it all later "
             "draws would be others, and the gradients wrong"
         )
-
-
-def _draws_dropout(operator: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Tells whether this call is of an attention kernel with dropout, which draws random
-    numbers."""
-    return bool(_named(operator, args, kwargs).get("dropout_p", 0.0) > 0.0)
 
 
 def _named(operator: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:

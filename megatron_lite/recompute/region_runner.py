@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from megatron_lite.config.regions import MLP_REGION, MOE, REGIONS
 from megatron_lite.parallel.collectives import results_may_be_kept
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.torch_internals import address_of, disable_current_modes
+from megatron_lite.parallel.torch_internals import address_of, disable_current_modes, hooks_in_force
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.saved import (
     Handle,
     bytes_of,
     exchanging,
-    hooks_in_force,
     results_of,
     saved_value,
     view_in,

@@ -21,9 +21,9 @@ from torch.nn import Parameter
 from megatron_lite.parallel.torch_internals import (
     address_of,
     base_of,
+    hooks_in_force,
     is_fake,
     is_view,
-    saved_tensors_hooks_in_force,
     untraced,
     write_count_of,
 )
@@ -75,12 +75,12 @@ def check_unwritten(
         )
 
 
-def has_values(tensor: Tensor) -> bool:
-    """Tells whether the tensor has values that can be copied and compared.
+def has_values(value: Any) -> bool:
+    """Tells whether a tensor or an array has values that can be copied and compared.
 
     A tensor on the meta device and a fake tensor have none.
     """
-    return tensor.device.type != "meta" and not is_fake(tensor)
+    return not isinstance(value, Tensor) or (value.device.type != "meta" and not is_fake(value))
 
 
 @contextmanager
@@ -138,11 +138,6 @@ def moving(
             yield
         finally:
             moved.clear()
-
-
-def hooks_in_force() -> Any:
-    """Returns the innermost pair of hooks (pack, unpack), or None."""
-    return saved_tensors_hooks_in_force(False)
 
 
 def saved_value(tensor: Tensor, hooks: Any = IN_FORCE) -> Handle:

@@ -20,13 +20,13 @@ from megatron_lite.parallel.torch_internals import (
     dispatch_modes,
     flags_of_kernels,
     function_modes,
+    hooks_in_force,
     hooks_of_all_modules,
     pop_function_mode,
     push_function_mode,
     set_attention_order,
 )
 from megatron_lite.recompute.contents import kind_of, unobserved
-from megatron_lite.recompute.saved import hooks_in_force
 
 GPUS = ("cuda", "xpu")
 # What reads and what sets each. Each call of a layer reads them all, nearly all by functions of C.

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
@@ -137,9 +136,23 @@ def measure(device: str, like: Hardware) -> Hardware:
     pinned = torch.empty(elements, pin_memory=cuda)
     # An update reads a weight, its gradient and two moments, and writes all but the gradient.
     weight, grad, mean, square = ([torch.ones(elements)] for _ in range(4))
-    rates: Any = dict(lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8)
-    kernel: Any = dict(fused=True, amsgrad=False, maximize=False)
-    update = partial(adamw, weight, grad, mean, square, [], [torch.ones(())], **kernel, **rates)
+    update = partial(
+        adamw,
+        weight,
+        grad,
+        mean,
+        square,
+        [],
+        [torch.ones(())],
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=0.1,
+        eps=1e-8,
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+    )
     updated = 7 * source.nbytes / _seconds(update)
     to_host = source.nbytes / _seconds(lambda: pinned.copy_(source, non_blocking=True))
     ranks = torch.cuda.device_count() if cuda else os.cpu_count() or 1

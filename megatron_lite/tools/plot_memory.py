@@ -13,6 +13,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.config.units import ByteUnit
@@ -118,10 +120,7 @@ def _draw_panel(panel: Any, timeline: Timeline, unit: ByteUnit) -> None:
     events = thinned(timeline.events)
     panel.stackplot(
         [event.number for event in events],
-        [
-            [bytes_ / unit.num_bytes for bytes_ in series]
-            for series in zip(*(event.live_bytes for event in events), strict=True)
-        ],
+        np.array([event.live_bytes for event in events]).T / unit.num_bytes,
         step="post",
         labels=[STYLES[category][1] for category in CATEGORIES],
         colors=[STYLES[category][0] for category in CATEGORIES],
