@@ -44,7 +44,7 @@ def with_own_caches(
     places: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
     # The graph holds `run`, so it must not hold the tensors in the dictionaries.
     found = {place: _filled(each, {}) for place, each in places if isinstance(each, UserDict)}
-    has_caches = any(isinstance(each, kind) for place, each in places if place not in found)
+    has_caches = any(isinstance(each, kind) for _, each in places)
     if not found and not has_caches:
         return forward, args, kwargs
 
