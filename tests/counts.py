@@ -29,7 +29,7 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 301_800,
+    "tokens of the library": 301_830,
     "files of the library": 260,
     "tokens of tests": 276_075,
     "tokens of benchmarks": 22_180,

@@ -38,8 +38,8 @@ from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segme
 from megatron_lite.recompute.saved import Args, Kwargs, has_values
 
 if TYPE_CHECKING:
-    from megatron_lite.recompute.offload import Offload
-    from megatron_lite.recompute.stores import Stores
+    from megatron_lite.recompute.offload import CopyStreams, Offload
+    from megatron_lite.recompute.pool import Pool
 
 MAX_FRAMES = 10  # between this module and nn.Module, which calls a forward; torch.compile adds some
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -314,14 +314,14 @@ class _Shared:
     def __init__(self, plan: RecomputePlan, rng: Generators | None) -> None:
         self.rng, self._without_router = rng, [each for each in plan.segments if each.router]
         self._host_layers = [each.first_layer for each in plan.segments if each.on_host]
-        self._stores: Stores | None = None
+        self._memory: tuple[Pool, CopyStreams] | None = None
         self._offload: Offload | None = None
         self._notified: set[str] = set()
         self.turns = Turns()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out host memory and streams, which belong to a process; a copy makes its own."""
-        return {**self.__dict__, "_stores": None, "_offload": None}
+        return {**self.__dict__, "_memory": None, "_offload": None}
 
     def notify(self, text: str) -> None:
         """Warns with `text`, but only the first time."""
@@ -340,15 +340,17 @@ class _Shared:
     def offloaded(self, layer: int, device: torch.device, *, stay: list[Tensor]) -> Iterator[None]:
         """Offloads the tensors that a layer saves inside the block. stay: tensors not moved."""
         # Imported late, as ops.py is: most policies move nothing and keep no results.
-        from megatron_lite.recompute.offload import Offload
-        from megatron_lite.recompute.stores import Stores
+        from megatron_lite.recompute.offload import Offload, copy_streams_of
+        from megatron_lite.recompute.pool import Pool
 
-        stores = self._stores = self._stores or Stores(device)
+        if not self._memory:
+            self._memory = Pool(pinned=device.type == "cuda"), copy_streams_of(device)
+        pool, copy_streams = self._memory
         # One Offload serves one forward of the model, in which each layer frees the originals of
         # the layer before. So the first layer with @host starts it and the last one finishes it.
         if not self._offload or layer == self._host_layers[0]:
-            self._offload = Offload(stores.copy_streams, kind=device.type)
-        with self._offload.segment(stores.pool, stay=stay):
+            self._offload = Offload(copy_streams, kind=device.type)
+        with self._offload.segment(pool, stay=stay):
             yield
         if layer == self._host_layers[-1]:
             self._offload.finish()
