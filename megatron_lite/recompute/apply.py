@@ -237,12 +237,20 @@ class _Recomputed:
             return forward(*args, **kwargs)
         given = tensors_of((args, kwargs))
         valued = all(map(has_values, given))
-        with self._elsewhere(layer, given, valued):
-            if not self._segment.unit and not self._segment.ops:
-                return forward(*args, **kwargs)
-            given += layer.parameters()
-            rng = self._shared.rng or DefaultGenerators({each.device for each in given})
-            return self._recomputed(layer, forward, args, kwargs, rng if valued else None)
+        try:
+            with self._elsewhere(layer, given, valued):
+                if not self._segment.unit and not self._segment.ops:
+                    return forward(*args, **kwargs)
+                given += layer.parameters()
+                rng = self._shared.rng or DefaultGenerators({each.device for each in given})
+                return self._recomputed(layer, forward, args, kwargs, rng if valued else None)
+        except RuntimeError as error:
+            if "support saved tensor hooks" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{self._name} runs torch.func.grad or its like, which torch refuses in a layer "
+                "whose activations are rebuilt or moved: take the layer out of the policy"
+            ) from error
 
     def _recomputed(
         self,

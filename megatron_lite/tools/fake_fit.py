@@ -416,7 +416,7 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
     batch, length = given.micro_batch_size, given.seq_length
     inputs = _images(model, given, dtype)
     image_tokens = inputs.pop("image_tokens", 0)
-    sound: Any = getattr(config, "audio_config", config)
+    sound: Any = getattr(config, "audio_config", getattr(config, "encoder_config", config))
     bins = getattr(sound, "num_mel_bins", None)
     if bins and hasattr(sound, "max_source_positions") and "input_features" in accepted:
         frames = 2 * sound.max_source_positions  # Whisper's first convolutions halve them

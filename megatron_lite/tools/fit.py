@@ -28,7 +28,7 @@ class FitSettings(Settings):
     hf_config: str = required("config.json of the model, or its folder")
     gpu: str = required("such as h100-80gb, or a file of calibrate")
     memory_budget: str | None = setting("such as 70GiB (default: the GPU's, less a reserve)")
-    seq_length: int = setting("tokens of a sample of text", 0)
+    seq_length: int = setting("tokens of a text, samples of a sound, frames of a spectrum", 0)
     image_size: int = setting("side of images in pixels (default: the model's)", 0)
     micro_batch_size: int = setting("samples", 1, least=1)
     dtype: str = setting("of weights and computation", "bf16", choices=("bf16", "fp16", "fp32"))

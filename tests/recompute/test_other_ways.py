@@ -128,6 +128,23 @@ def under_func(model):
     return [*each.values(), torch.func.jacrev(partial(summed, model))(given)]
 
 
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, hidden):
+        return hidden + torch.func.grad(lambda one: self.linear(one).square().sum())(hidden)
+
+
+@pytest.mark.parametrize("policy", EACH_KIND)
+def test_a_gradient_inside_a_layer_is_refused_with_the_reason(policy):
+    model = InOrder(Inner)
+    put(model, policy)
+    with pytest.raises(RuntimeError, match=r"runs torch.func.grad or its like.* out of the policy"):
+        model(batches()[0])
+
+
 def under_vmap(model):
     torch.vmap(partial(summed, model))(torch.stack(batches()[:2])).sum().backward()
     return gradients_of_weights(model)
