@@ -14,7 +14,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from operator import le, sub
 from statistics import median_low
 from typing import Any
@@ -298,30 +298,24 @@ class Measurement:
             alone = [self._compared({number: key}, full) for number, key in tried.items()]
             return dict(ChainMap(*alone))
         found = {}
-        # What no backward frees, such as a cache, is there as long as an output of the model is.
+        # Who has no backward is often freed at once, but an output of the model may hold it.
         first = next(n for n, span in enumerate(full) if span.name == BACKWARD)
         last = max(n for n, span in enumerate(full[:first]) if span.name == FORWARD)
         grown = {n: [*map(sub, _figures(spans, n), _figures(full, n))] for n in tried}
-        freed = sum(held for _, held, *_ in grown.values())
-        alone = sum(kept for kept, held, *_ in grown.values() if not held)  # without a backward
-        caches = sum(kept for kept, held, *_ in grown.values() if held) - freed
+        lonely = {n for n in tried if all((n, BACKWARD) != (one.layer, one.name) for one in full)}
+        size = sum(grown[number][0] for number in lonely)
 
-        def are_there(more: int) -> tuple[bool, bool]:
-            """Tells which of both is there, as so many more bytes are."""
-            choices = product((False, True), repeat=2)
-            return min(
-                choices, key=lambda one: abs(more - freed - alone * one[0] - caches * one[1])
-            )
+        def are_there(more: int, figure: int) -> bool:
+            more -= sum(each[figure] for number, each in grown.items() if number not in lonely)
+            return 2 * more > size
 
-        to_end, _ = are_there(spans[last + 1].peak - full[last + 1].peak)
-        longer = are_there(spans[first].start - full[first].start)
+        to_end = are_there(spans[last + 1].peak - full[last + 1].peak, 0)
+        longer = are_there(spans[first].start - full[first].start, 1)
         for number, key in tried.items():
             places = self._step.sharing.kept[number]
             kept, held, forward, backward, time = grown[number]
-            left = (kept - held) * longer[held != 0]
-            if not (held or to_end):
-                kept = left
-            held += left
+            if number in lonely:
+                kept, held = kept * to_end, kept * longer
             # Times are compared within one step, since others may use the machine as well.
             if others := [_figures(spans, n)[-1] for n in self._alike[number] if n not in tried]:
                 time = _figures(spans, number)[-1] - median_low(others)
@@ -329,9 +323,7 @@ class Measurement:
             for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
                 one = self._shared[each]
                 held -= one.num_bytes * ((one.first < here or each in keeps) - (one.first <= here))
-            found[key] = Option(
-                key[1], kept, held, forward, backward, time, frozenset(places), left=left
-            )
+            found[key] = Option(key[1], kept, held, forward, backward, time, frozenset(places))
         return found
 
     def _agreed(self, options: list[Option]) -> list[Option]:
@@ -339,7 +331,7 @@ class Measurement:
         # A layer that keeps everything does the least, also where clocks are not exact.
         quickest = min(-1, *(option.nanoseconds for option in options))
         options[0] = options[0]._replace(nanoseconds=quickest)
-        fields = ("left", *Option._fields[1:-3])
+        fields = Option._fields[1:-2]
         agreed = [
             same[0]._replace(**{name: max(getattr(one, name) for one in same) for name in fields})
             for same in zip(*self._ranks.told(options), strict=True)

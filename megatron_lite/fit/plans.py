@@ -21,14 +21,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
 MOST_STATES = 4000  # of one bin; of more, those with nearly the same bytes are joined
 ENDLESS = 1 << 62
 CALL = 1000  # the weight of a layer's largest call, to which other calls are compared
-LEFT = -1
 BINS = 128  # of peaks of parts in which later layers wait; states of one bin are compared
 FORWARD, BACKWARD, OUTSIDE, AFTER = range(4)
 PLACES = ("the forward of", "the backward of", *["what comes after"] * 2)
@@ -41,7 +39,6 @@ class Option(NamedTuple):
     held: how many of these are still there when its backward begins. The rest is a cache of keys
         and values. It is freed when the forward of the model ends, or else after the backward of
         the first later layer that is rebuilt: the replay gets the cache as its forward did.
-    left: how many are there after its backward, as the step holds them by an output of the model.
     forward, backward: how much higher the peak inside is, above the bytes at its begin.
     nanoseconds: how much longer all its calls in a step take.
     keeps: the numbers of the shared tensors that it keeps. Their bytes are not in `held`.
@@ -57,7 +54,6 @@ class Option(NamedTuple):
     nanoseconds: int = 0
     keeps: frozenset[int] = frozenset()
     moved: int = 0
-    left: int = 0
 
     @property
     def rebuilds(self) -> bool:
@@ -116,9 +112,8 @@ class _State(NamedTuple):
     is_last: whether no other one follows.
     peak: the most bytes in parts of the step at the last of these layers, the name of the part, and
         the layer's number.
-    waiting: the same for parts so far in which later layers wait, by `Moment.behind`, or in which
-        later layers have left something, by LEFT. After the last layer of all they count for
-        `peak`.
+    waiting: the same for parts so far in which later layers wait, by `Moment.behind`. After the
+        last layer of all they count for `peak`.
     before: the state without this layer, which has the option.
     """
 
@@ -154,10 +149,6 @@ class Problem:
     nanoseconds: int
     shared: Mapping[int, Shared]
 
-    @cached_property
-    def _leave(self) -> bool:
-        return any(option.left for options in self.options for option in options)
-
     def with_layer(
         self, state: _State, number: int, option: Option, *, is_last: bool = False
     ) -> _State:
@@ -180,17 +171,12 @@ class Problem:
         there = state.kept, held + extra, kept, held + extra
         inside = option.forward + state.moving, option.backward + state.moving, moving, moving
         peaks = {
-            behind: (
-                peak + (option.left if behind == LEFT else option.held * behind // CALL),
-                *place,
-            )
-            for behind, (peak, *place) in state.waiting
+            behind: (peak + option.held * behind // CALL, name, place)
+            for behind, (peak, name, place) in state.waiting
         }
         for name, peak, before, behind in self.moments[number]:
             own = option.held * behind // CALL * (name == FORWARD)
             peak += there[name] * before // CALL + inside[name] + own
-            if self._leave and not behind and name in (BACKWARD, AFTER):
-                behind = LEFT
             peaks[behind] = max((peak, name, number), peaks.get(behind, (0, 0, 0)))
         highest = peaks.pop(0, (0, 0, number))
         if number + 1 == len(self.options):

@@ -224,12 +224,6 @@ def image_and_text(model):
     model(input_ids=tokens, pixel_values=torch.ones(2, 3, 16, 16), labels=tokens).loss.backward()
 
 
-def image_and_text_with_its_output(model):
-    """The output has the cache of keys and values, which is there in backward too."""
-    output = model(input_ids=ids(2, 24), labels=ids(2, 24), pixel_values=torch.ones(2, 3, 16, 16))
-    output.loss.backward()
-
-
 def frozen():
     model = Model([64] * 5)
     for name, each in model.named_parameters():
@@ -282,7 +276,6 @@ def unequal_batches(model):
     ("step", "build", "bound"),
     [
         (image_and_text, vision_and_language, 0.01),
-        (image_and_text_with_its_output, vision_and_language, 0.01),
         (accumulated_in_bf16, frozen, 0.1),
         (without_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),
         (with_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),

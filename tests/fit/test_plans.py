@@ -45,7 +45,7 @@ def drawn(seed):
         kept = draw.randint(-2, 9)
         return Option(
             action, kept, kept - draw.randint(0, 5), draw.randint(-2, 5), draw.randint(-9, 5),
-            -draw.randint(0, 9), frozenset(keeps), moved, draw.randint(0, 4) * (seed % 3 == 0),
+            -draw.randint(0, 9), frozenset(keeps), moved,
         )  # fmt: skip
 
     def moment(name):
@@ -93,7 +93,6 @@ def peak_of(problem, choice):
         before = [n for n in copying if n < number + between]
         return choice[before[-1]].moved if before and before[-1] != copying[-1] else 0
 
-    later = (BACKWARD, AFTER)
     inside = {FORWARD: lambda one: one.forward, BACKWARD: lambda one: one.backward}
     return max(
         *(problem.update, problem.begin),
@@ -101,7 +100,6 @@ def peak_of(problem, choice):
             one.peak
             + extra(one.name, n) * one.before // CALL
             + sum(each.held for each in choice[n + (one.name != FORWARD) :]) * one.behind // CALL
-            + sum(each.left for each in choice[n + 1 :]) * (one.name in later and not one.behind)
             + inside.get(one.name, lambda _: 0)(choice[n])
             + moving(n, between=one.name in (OUTSIDE, AFTER))
             for n in numbers
