@@ -13,8 +13,6 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.config.units import ByteUnit
@@ -120,7 +118,10 @@ def _draw_panel(panel: Any, timeline: Timeline, unit: ByteUnit) -> None:
     events = thinned(timeline.events)
     panel.stackplot(
         [event.number for event in events],
-        np.array([event.live_bytes for event in events]).T / unit.num_bytes,
+        [
+            [bytes_ / unit.num_bytes for bytes_ in series]
+            for series in zip(*(event.live_bytes for event in events), strict=True)
+        ],
         step="post",
         labels=[STYLES[category][1] for category in CATEGORIES],
         colors=[STYLES[category][0] for category in CATEGORIES],
@@ -129,11 +130,7 @@ def _draw_panel(panel: Any, timeline: Timeline, unit: ByteUnit) -> None:
         panel.plot(
             [event.number for event, _ in points],
             [point.num_bytes / unit.num_bytes for _, point in points],
-            color="black",
-            linewidth=1.2,
-            marker="o",
-            markersize=2.5,
-            label=LINE_LABEL,
+            **dict(color="black", linewidth=1.2, marker="o", markersize=2.5, label=LINE_LABEL),
         )
     stretches = [
         (next(stretch).number, phase)
