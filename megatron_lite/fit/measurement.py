@@ -298,7 +298,7 @@ class Measurement:
             alone = [self._compared({number: key}, full) for number, key in tried.items()]
             return dict(ChainMap(*alone))
         found = {}
-        # Who has no backward is often freed at once, but an output of the model may hold it.
+        # A layer without a backward is often freed at once, but an output may hold what it keeps.
         first = next(n for n, span in enumerate(full) if span.name == BACKWARD)
         last = max(n for n, span in enumerate(full[:first]) if span.name == FORWARD)
         grown = {n: [*map(sub, _figures(spans, n), _figures(full, n))] for n in tried}

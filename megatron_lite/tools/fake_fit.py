@@ -396,9 +396,10 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _batch(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns the `_inputs`. Raises InputError where a configuration names them otherwise."""
     try:
         return _inputs(model, given, dtype)
-    except (AttributeError, TypeError, ValueError) as error:  # a configuration of other fields
+    except (AttributeError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         name = type(model).__name__
