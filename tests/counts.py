@@ -29,9 +29,9 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 301_870,
+    "tokens of the library": 302_070,
     "files of the library": 260,
-    "tokens of tests": 276_180,
+    "tokens of tests": 276_450,
     "tokens of benchmarks": 22_180,
     "own files in one plain step": 32,
     "own functions in one plain step": 129,

@@ -25,6 +25,7 @@ from torch import nn
 from megatron_lite.fit.gauges import Clock, CpuGauge, Gauge
 from megatron_lite.fit.layers import LayerList, kind_of
 from megatron_lite.fit.plans import (
+    AFTER,
     BACKWARD,
     FORWARD,
     Moment,
@@ -177,12 +178,12 @@ class Measurement:
 
     def _problem(self, spans: list[Span], candidates: list[str]) -> Problem:
         kinds: dict[Any, list[int]] = {}
-        used = {span.layer for span in spans if span.name == BACKWARD}
+        self._used = {span.layer for span in spans if span.name == BACKWARD}
         lists = {layer: place for place, one in enumerate(self._lists) for layer in one.layers}
         for number in self._order:
             # Without a backward, what is kept is soon freed.
             layer = self._layers[number]
-            others = self._notes.forms[number], lists[layer], number in used
+            others = self._notes.forms[number], lists[layer], number in self._used
             kinds.setdefault((kind_of(layer), *others), []).append(number)
         told = self._ranks.told((list(kinds.values()), self._notes.shared(self._order)))
         self._shared = _of_all_ranks(*zip(*told, strict=True))
@@ -194,13 +195,15 @@ class Measurement:
             for numbers, actions in waiting:
                 # The first and the last layer of a kind may have other neighbours. A layer that is
                 # rebuilt holds the cache of one before it, so no neighbours are tried together.
-                # Two layers that copy to the host would wait for each other.
+                # Two layers that copy to the host would wait for each other. What a layer without
+                # a backward keeps is seen by what is there, not by what its backward frees.
                 for number in numbers[1:-1] or numbers:
                     place = self._order.index(number)
                     near = set(self._order[max(0, place - 1) : place + 2])
                     copies = any(action in ON_HOST for _, action in tried.values())
                     if (
                         actions
+                        and not (tried.keys() - self._used or (tried and number not in self._used))
                         and not tried.keys() & near
                         and not (copies and actions[0] in ON_HOST)
                     ):
@@ -238,6 +241,7 @@ class Measurement:
                 for number in self._order
             ],
             begin=max(one.peak for one in moments[-1]),
+            end=max((one.peak for one in moments[-1] if one.name == AFTER), default=0),
             moments=[moments[place] for place in range(len(self._order))],
             update=end + self._update,
             nanoseconds=time,
@@ -301,21 +305,21 @@ class Measurement:
         # A layer without a backward is often freed at once, but an output may hold what it keeps.
         first = next(n for n, span in enumerate(full) if span.name == BACKWARD)
         last = max(n for n, span in enumerate(full[:first]) if span.name == FORWARD)
+        to_end = spans[last + 1].peak - full[last + 1].peak
+        longer = spans[first].start - full[first].start
         grown = {n: [*map(sub, _figures(spans, n), _figures(full, n))] for n in tried}
-        lonely = {n for n in tried if all((n, BACKWARD) != (one.layer, one.name) for one in full)}
-        size = sum(grown[number][0] for number in lonely)
-
-        def are_there(more: int, figure: int) -> bool:
-            more -= sum(each[figure] for number, each in grown.items() if number not in lonely)
-            return 2 * more > size
-
-        to_end = are_there(spans[last + 1].peak - full[last + 1].peak, 0)
-        longer = are_there(spans[first].start - full[first].start, 1)
-        for number, key in tried.items():
+        ends = {n: _end(spans, n) - _end(full, n) for n in tried}
+        earlier, later = sum(kept for kept, *_ in grown.values()), 0
+        for number, key in sorted(tried.items(), key=lambda each: -self._order.index(each[0])):
             places = self._step.sharing.kept[number]
             kept, held, forward, backward, time = grown[number]
-            if number in lonely:
-                kept, held = kept * to_end, kept * longer
+            earlier -= kept
+            left = 0
+            if number not in self._used:
+                kept, held = kept * (2 * to_end > kept), kept * (2 * longer > kept)
+            elif 2 * (ends[number] - earlier - later) > kept - held > 0:
+                left, held = kept - held, kept
+            later += left
             # Times are compared within one step, since others may use the machine as well.
             if others := [_figures(spans, n)[-1] for n in self._alike[number] if n not in tried]:
                 time = _figures(spans, number)[-1] - median_low(others)
@@ -323,7 +327,9 @@ class Measurement:
             for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
                 one = self._shared[each]
                 held -= one.num_bytes * ((one.first < here or each in keeps) - (one.first <= here))
-            found[key] = Option(key[1], kept, held, forward, backward, time, frozenset(places))
+            found[key] = Option(
+                key[1], kept, held, forward, backward, time, frozenset(places), left=left
+            )
         return found
 
     def _agreed(self, options: list[Option]) -> list[Option]:
@@ -331,7 +337,7 @@ class Measurement:
         # A layer that keeps everything does the least, also where clocks are not exact.
         quickest = min(-1, *(option.nanoseconds for option in options))
         options[0] = options[0]._replace(nanoseconds=quickest)
-        fields = Option._fields[1:-2]
+        fields = ("left", *Option._fields[1:-3])
         agreed = [
             same[0]._replace(**{name: max(getattr(one, name) for one in same) for name in fields})
             for same in zip(*self._ranks.told(options), strict=True)
@@ -351,6 +357,12 @@ def _figures(spans: list[Span], layer: int) -> list[int]:
         max((span.peak - span.start for span in backward), default=0),
         sum(span.nanoseconds for span in own),
     ]
+
+
+def _end(spans: list[Span], layer: int) -> int:
+    """Returns the bytes at the end of a layer's last backward, or 0 if it has none."""
+    ends = [span.end for span in spans if (span.layer, span.name) == (layer, BACKWARD)]
+    return ends[-1] if ends else 0
 
 
 def _of_all_ranks(

@@ -21,12 +21,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
 MOST_STATES = 4000  # of one bin; of more, those with nearly the same bytes are joined
 ENDLESS = 1 << 62
 CALL = 1000  # the weight of a layer's largest call, to which other calls are compared
+LEFT = -1  # the key of peaks that grow with what later layers have left
 BINS = 128  # of peaks of parts in which later layers wait; states of one bin are compared
 FORWARD, BACKWARD, OUTSIDE, AFTER = range(4)
 PLACES = ("the forward of", "the backward of", *["what comes after"] * 2)
@@ -44,6 +46,7 @@ class Option(NamedTuple):
     keeps: the numbers of the shared tensors that it keeps. Their bytes are not in `held`.
     moved: the bytes that it copies to the host. On the device they stay until the next layer that
         copies has ended its forward, and are there again when the backward of that one begins.
+    left: how many are there to the end of all backwards, as the step holds an output of the model.
     """
 
     action: str
@@ -54,6 +57,7 @@ class Option(NamedTuple):
     nanoseconds: int = 0
     keeps: frozenset[int] = frozenset()
     moved: int = 0
+    left: int = 0
 
     @property
     def rebuilds(self) -> bool:
@@ -112,8 +116,8 @@ class _State(NamedTuple):
     is_last: whether no other one follows.
     peak: the most bytes in parts of the step at the last of these layers, the name of the part, and
         the layer's number.
-    waiting: the same for parts so far in which later layers wait, by `Moment.behind`. After the
-        last layer of all they count for `peak`.
+    waiting: the same for parts so far in which later layers wait, by `Moment.behind`, or have left
+        something, by LEFT. After the last layer of all they count for `peak`.
     before: the state without this layer, which has the option.
     """
 
@@ -135,7 +139,7 @@ class Problem:
     """The measured bytes of a step in which every layer is rebuilt in full.
 
     options: the options of each layer, in the order of the layers' forwards.
-    begin: the peak where no layer has kept anything.
+    begin: the peak where no layer has kept anything. end: the same once all backwards have ended.
     moments: the others, at each layer.
     update: the peak of the optimizer's update.
     nanoseconds: the time of the step.
@@ -144,10 +148,17 @@ class Problem:
 
     options: Sequence[Sequence[Option]]
     begin: int
+    end: int
     moments: Sequence[Sequence[Moment]]
     update: int
     nanoseconds: int
     shared: Mapping[int, Shared]
+
+    @cached_property
+    def _first(self) -> _State:
+        """The state before all layers."""
+        leave = any(option.left for options in self.options for option in options)
+        return _State(waiting=((LEFT, (self.end, AFTER, 0)),) * leave)
 
     def with_layer(
         self, state: _State, number: int, option: Option, *, is_last: bool = False
@@ -171,12 +182,17 @@ class Problem:
         there = state.kept, held + extra, kept, held + extra
         inside = option.forward + state.moving, option.backward + state.moving, moving, moving
         peaks = {
-            behind: (peak + option.held * behind // CALL, name, place)
-            for behind, (peak, name, place) in state.waiting
+            behind: (
+                peak + (option.left if behind == LEFT else option.held * behind // CALL),
+                *place,
+            )
+            for behind, (peak, *place) in state.waiting
         }
         for name, peak, before, behind in self.moments[number]:
             own = option.held * behind // CALL * (name == FORWARD)
             peak += there[name] * before // CALL + inside[name] + own
+            if LEFT in peaks and not behind and name in (BACKWARD, AFTER):
+                behind = LEFT
             peaks[behind] = max((peak, name, number), peaks.get(behind, (0, 0, 0)))
         highest = peaks.pop(0, (0, 0, number))
         if number + 1 == len(self.options):
@@ -199,7 +215,7 @@ class Problem:
         """Yields the peaks of a step: the bytes, where they are, and the number of the layer."""
         yield self.update, "the optimizer's update", 0
         yield self.begin, "what is before the layers", 0
-        state = _State()
+        state = self._first
         last = max((number for number, one in enumerate(choice) if one.moved), default=-1)
         for number, option in enumerate(choice):
             state = self.with_layer(state, number, option, is_last=number == last)
@@ -216,7 +232,7 @@ def fastest(problem: Problem, budget: int) -> Plan | None:
     """Returns the fastest plan whose peak is at most the budget, or None."""
     if max(problem.update, problem.begin) > budget:
         return None
-    states = [_State()]
+    states = [problem._first]
     for number, options in enumerate(problem.options):
         after: dict[Any, list[_State]] = {}
         for state, option in product(states, options):

@@ -224,6 +224,24 @@ def image_and_text(model):
     model(input_ids=tokens, pixel_values=torch.ones(2, 3, 16, 16), labels=tokens).loss.backward()
 
 
+def image_and_text_with_its_output(model):
+    """The output has the cache of keys and values, which is there in backward too."""
+    tokens = torch.cat([torch.full((2, 4), 98), ids(2, 20)], 1)
+    output = model(input_ids=tokens, pixel_values=torch.ones(2, 3, 16, 16), labels=tokens)
+    output.loss.backward()
+
+
+def language(kind, **shape):
+    return lambda: transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(kind, vocab_size=99, **shape)
+    ).train()
+
+
+def text_with_its_output(model):
+    output = model(input_ids=ids(2, 60), labels=ids(2, 60))
+    output.loss.backward()
+
+
 def frozen():
     model = Model([64] * 5)
     for name, each in model.named_parameters():
@@ -276,6 +294,19 @@ def unequal_batches(model):
     ("step", "build", "bound"),
     [
         (image_and_text, vision_and_language, 0.01),
+        (image_and_text_with_its_output, vision_and_language, 0.01),
+        (text_with_its_output, language("gpt2", n_embd=32, n_layer=4, n_head=4), 0.01),
+        (
+            text_with_its_output,
+            language(
+                "llama",
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+            ),
+            0.01,
+        ),
         (accumulated_in_bf16, frozen, 0.1),
         (without_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),
         (with_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),

@@ -45,7 +45,7 @@ def drawn(seed):
         kept = draw.randint(-2, 9)
         return Option(
             action, kept, kept - draw.randint(0, 5), draw.randint(-2, 5), draw.randint(-9, 5),
-            -draw.randint(0, 9), frozenset(keeps), moved,
+            -draw.randint(0, 9), frozenset(keeps), moved, draw.randint(0, 4) * (seed % 3 == 0),
         )  # fmt: skip
 
     def moment(name):
@@ -57,6 +57,7 @@ def drawn(seed):
     return Problem(
         options=[[option(a, n) for a in ("none", "none@host", "full")] for n in numbers],
         begin=draw.randint(20, 45),
+        end=draw.randint(0, 45),
         moments=[[moment(name) for name in LEAST for _ in range(1 + seed % 2)] for _ in numbers],
         update=draw.randint(20, 45),
         nanoseconds=100,
@@ -93,13 +94,17 @@ def peak_of(problem, choice):
         before = [n for n in copying if n < number + between]
         return choice[before[-1]].moved if before and before[-1] != copying[-1] else 0
 
+    later = (BACKWARD, AFTER)
     inside = {FORWARD: lambda one: one.forward, BACKWARD: lambda one: one.backward}
     return max(
         *(problem.update, problem.begin),
+        (problem.end + sum(each.left for each in choice))
+        * any(each.left for each in itertools.chain(*problem.options)),
         *(
             one.peak
             + extra(one.name, n) * one.before // CALL
             + sum(each.held for each in choice[n + (one.name != FORWARD) :]) * one.behind // CALL
+            + sum(each.left for each in choice[n + 1 :]) * (one.name in later and not one.behind)
             + inside.get(one.name, lambda _: 0)(choice[n])
             + moving(n, between=one.name in (OUTSIDE, AFTER))
             for n in numbers
@@ -143,6 +148,7 @@ def test_a_problem_of_many_layers_is_solved_within_its_budget(num_layers, waitin
     problem = Problem(
         options=[actions] * num_layers,
         begin=10_000,
+        end=0,
         moments=[
             [Moment(name, 10_000 + 10 * n + 1000 * (name == BACKWARD), *waiting) for name in LEAST]
             for n in numbers
