@@ -181,13 +181,10 @@ class Problem:
         moving = state.moving if not option.moved else 0 if is_last else option.moved
         there = state.kept, held + extra, kept, held + extra
         inside = option.forward + state.moving, option.backward + state.moving, moving, moving
-        peaks = {
-            behind: (
-                peak + (option.left if behind == LEFT else option.held * behind // CALL),
-                *place,
-            )
-            for behind, (peak, *place) in state.waiting
-        }
+        peaks = {}
+        for behind, (peak, name, place) in state.waiting:
+            more = option.left if behind == LEFT else option.held * behind // CALL
+            peaks[behind] = peak + more, name, place
         for name, peak, before, behind in self.moments[number]:
             own = option.held * behind // CALL * (name == FORWARD)
             peak += there[name] * before // CALL + inside[name] + own
