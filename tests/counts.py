@@ -52,6 +52,8 @@ import json
 import os
 import sys
 
+import torch
+
 sys.argv = ["pretrain_gpt.py"] + (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
     "--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size 1 --train-iters 5 "
@@ -62,33 +64,33 @@ root, called, backwards = os.getcwd() + os.sep, set(), 0
 
 
 def watch(frame, event, _):
-    global backwards
-    if event != "call":
-        return
     code = frame.f_code
-    if code.co_name == "_engine_run_backward":
-        backwards += 1
-    elif backwards == 3 and code.co_filename.startswith(root + "megatron_lite") and (
+    if event == "call" and code.co_filename.startswith(root + "megatron_lite") and (
         code.co_name not in ("<listcomp>", "<setcomp>", "<dictcomp>")
     ):
         called.add((code.co_filename, code.co_qualname if hasattr(code, "co_qualname") else code))
 
 
+def counted(*arguments, engine=torch.autograd._engine_run_backward, **options):
+    global backwards
+    backwards += 1
+    sys.setprofile(watch if backwards == 3 else None)
+    return engine(*arguments, **options)
+
+
 from megatron_lite.cli.pretrain import main
 
-sys.setprofile(watch)
+torch.autograd._engine_run_backward = counted
 try:
     main()
 except SystemExit:
     pass
-sys.setprofile(None)
 loaded = {
     str(module.__file__)
     for name, module in list(sys.modules.items())
     if name.startswith("megatron_lite") and getattr(module, "__file__", None)
 }
 
-import torch
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.weight_gradient import accumulate_with_
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear

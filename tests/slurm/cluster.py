@@ -291,5 +291,5 @@ def until(true, seconds):
     while not true():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        time.sleep(0.2)  # a look at the cluster takes two processes
     return True
