@@ -128,7 +128,7 @@ def test_values_gradients_and_what_is_kept(name, dtype, kernels, monkeypatch):
     check(CASES[name], kernels, dtype)
 
 
-@pytest.mark.runs(daily=0, ci=1)
+@pytest.mark.weekly
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", sorted(CASES))

@@ -206,7 +206,7 @@ def test_16_bit_logits_give_float32_losses_as_exact_as_the_logits(dtype, roundin
     [
         (None, False),
         (7, False),
-        pytest.param(None, True, marks=[pytest.mark.long, NEEDS_COMPILER]),
+        pytest.param(None, True, marks=[pytest.mark.weekly, NEEDS_COMPILER]),
         pytest.param(7, True, marks=[pytest.mark.weekly, NEEDS_COMPILER]),
     ],
 )

@@ -58,7 +58,8 @@ def differing(expected, actual, bound=0.0):
 
 
 def faults(rank, world_size, layout, variants, dtype, dropout):
-    """Returns what a policy changes in the bits of a compiled run, by variant and policy."""
+    """Returns what a policy changes in the bits of a compiled run, by variant and policy, and where
+    torch's operators give other values."""
     found, kernels = [], CompiledKernels()
     for variant in variants:
         run = partial(outcome, layout, variant, dtype=dtype, rank=rank, **dropout)
@@ -68,9 +69,8 @@ def faults(rank, world_size, layout, variants, dtype, dropout):
                 f"{variant} {policy}: {name}"
                 for name in differing(expected, run(policy, kernels=kernels))
             ]
-        if dtype == torch.float64:
-            eager = run("*:none", kernels=None)
-            found += [f"{variant} eager: {name}" for name in differing(eager, expected, 1e-9)]
+        eager, bound = run("*:none", kernels=None), 1e-9 if dtype == torch.float64 else 0.02
+        found += [f"{variant} eager: {name}" for name in differing(eager, expected, bound)]
     return found
 
 
@@ -91,7 +91,8 @@ def test_kernels_equal_torchs_operators_and_no_policy_changes_a_bit(layout, vari
 @pytest.mark.long
 @NEEDS_COMPILER
 def test_no_policy_changes_a_bit_of_a_compiled_run():
-    """Of nine functions, the fewest of a model: each takes seconds to compile."""
+    """Of nine functions, the fewest of a model: each takes seconds to compile. Their values are
+    those of torch's operators, up to the rounding of bf16 (seen: 0.4 %)."""
     assert faults(0, 1, Layout(), ["nemotron"], torch.bfloat16, {}) == []
 
 
