@@ -115,8 +115,8 @@ LAYOUTS = {
     "vp2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "cp2": (2, "--context-parallel-size 2"),
     "dp2-zero1": (2, "--use-distributed-optimizer"),
+    "dp2-fsdp2": (2, "--use-torch-fsdp2"),
 }
-MORE_LAYOUTS = {**LAYOUTS, "dp2-fsdp2": (2, "--use-torch-fsdp2")}
 
 
 def main():
@@ -183,7 +183,7 @@ def train_cases():
 def wide_cases():
     """Yields the name, the number of ranks and the flags of the runs with wide shapes."""
     for name, (model, layout, length, further) in WIDE_CASES.items():
-        ranks, parallel = MORE_LAYOUTS[layout]
+        ranks, parallel = LAYOUTS[layout]
         sizes = f"{WIDE} --seq-length {length} {MODELS[model]}"
         yield name, ranks, f"{sizes} {parallel} {further} {WIDE_TRAIN}"
 

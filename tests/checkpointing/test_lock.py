@@ -18,13 +18,10 @@ def holder(job="7", starts=(0, 0), token="a", run="r"):
     )
 
 
-def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path):
-    first = DirectoryLock(tmp_path, holder("7"))
+def refuses(folder, other=None):
+    """The folder is in use by the job of `holder()`: another one, by default job 8, is refused."""
     with pytest.raises(InputError, match="in use by job 7, process 42 on node1: wait for its end"):
-        DirectoryLock(tmp_path, holder("8", token="b"))
-    first.check()
-    first.release()
-    DirectoryLock(tmp_path, holder("8", token="b")).release()
+        DirectoryLock(folder, other or holder("8"))
 
 
 @pytest.mark.parametrize("earlier", [(1, 9), (2, 3)])
@@ -34,12 +31,10 @@ def test_a_later_start_takes_the_lock_and_the_earlier_one_finds_out(tmp_path, ea
     new.check()
     with pytest.raises(InputError, match=r"is now held by job 7, .*was given up for lost"):
         stale.check()
-    with pytest.raises(InputError, match="in use by job 7"):  # and nobody else can come in
-        DirectoryLock(tmp_path, holder("8"))
+    refuses(tmp_path)
     stale.release()
     new.check()
-    with pytest.raises(InputError, match="in use by job 7"):  # also once the stale one is gone
-        DirectoryLock(tmp_path, holder("8"))
+    refuses(tmp_path)
     new.release()
 
 
@@ -65,8 +60,7 @@ def test_a_lock_that_another_start_takes_beside_the_look_for_it_is_lost(tmp_path
 def test_what_is_no_later_start_is_refused(tmp_path, other):
     """The same one, an earlier one, and restarts by another torchrun within the same job."""
     first = DirectoryLock(tmp_path, holder(starts=(0, 1)))
-    with pytest.raises(InputError, match="in use by job 7"):
-        DirectoryLock(tmp_path, other)
+    refuses(tmp_path, other)
     first.release()
 
 
@@ -89,8 +83,7 @@ def test_a_lock_file_that_was_removed_comes_back(tmp_path):
     lock = DirectoryLock(tmp_path, holder())
     (tmp_path / LOCK).unlink()
     lock.check()
-    with pytest.raises(InputError, match="in use by job 7"):
-        DirectoryLock(tmp_path, holder("8"))
+    refuses(tmp_path)
     lock.release()
 
 

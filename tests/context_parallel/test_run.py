@@ -1,12 +1,9 @@
 """Whole runs with --context-parallel-size: data, loss, evaluation, checkpoints, reports."""
 
-from dataclasses import replace
-
 import pytest
 
 from megatron_lite.training.evaluate import mean_loss
 from tests.support import equality
-from tests.support.changes import with_settings
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
@@ -16,14 +13,6 @@ LLAMA = dict(
     NO_DROPOUT, **equality.LLAMA, ffn_hidden_size=48, group_query_attention=True, num_query_groups=2
 )
 ITERATIONS = 10
-
-
-def shared(config, cp_size, **fields):
-    return with_settings(config, context_parallel_size=cp_size, **fields)
-
-
-def run_of(model, **fields):
-    return tiny_run(**model, train_iters=ITERATIONS, **fields)
 
 
 def validated(rank, world_size, config):
@@ -46,12 +35,13 @@ def validated(rank, world_size, config):
 def test_ten_losses_and_the_validation_loss_are_those_of_one_rank(
     tmp_path, model, world_size, layout, data_parallel
 ):
-    alone = validated(0, 1, run_of(model, metrics=tmp_path / "one"))
-    config = replace(
-        shared(run_of(model, metrics=tmp_path / "several"), 2, **layout),
-        data_parallel=data_parallel,
+    places = dict(layout, context_parallel_size=2, data_parallel=data_parallel)
+    one, several = (
+        tiny_run(**model, **place, train_iters=ITERATIONS, metrics=tmp_path / name)
+        for name, place in (("one", {}), ("several", places))
     )
-    of_ranks = run_ranks(validated, world_size, config, detail=False)
+    alone = validated(0, 1, one)
+    of_ranks = run_ranks(validated, world_size, several, detail=False)
     expected, found = rows(tmp_path / "one"), rows(tmp_path / "several")
     for field in ("lm_loss", "grad_norm"):
         assert [row[field] for row in found] == pytest.approx(

@@ -14,11 +14,7 @@ import torch
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.weight_gradient import accumulate_with_
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron_lite.training.apex_kernels import (
-    installed_package,
-    kernel_of_apex,
-    weight_gradient_kernel,
-)
+from megatron_lite.training.apex_kernels import installed_package, weight_gradient_kernel
 from tests.support import apex, cuda_addmm
 from tests.support.equality import difference, variant_config
 from tests.support.layouts import LAYOUTS
@@ -233,14 +229,6 @@ def packages(tmp_path, monkeypatch):
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in ("apex", EXTENSION):
             del sys.modules[name]
-
-
-def test_no_kernel_is_used_on_another_device(monkeypatch):
-    apex.install(monkeypatch)
-    apex.has_kernels_for(monkeypatch, "cuda")
-    reason = "NVIDIA apex has kernels for cuda and this run is on cpu"
-    assert kernel_of_apex("cpu") == (None, reason)
-    assert kernel_of_apex("cuda")[0] is not None
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,6 @@ from tests.support.planned import loss_of
 
 INPUT = SEQ_LENGTH * BATCH * 32 * 4  # bytes of a unit's input, s b h in float32
 SLOT = -(-INPUT // ALIGNMENT) * ALIGNMENT
-POLICIES = (
-    "*:full",
-    "*:full/2",
-    "*:full@host",
-    "0:none; 1-2:full; 3:pointwise; 4:full",
-    "0-1:full/2@host; *:full",
-)
 
 
 def build(policy, *, contiguous=True, micro_batches=1):
@@ -47,32 +40,25 @@ def allocations():
         yield made
 
 
-@pytest.mark.runs(daily=2, ci=4)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_are_the_same_bits_in_every_step(policy):
-    ours, plain = build(policy, micro_batches=2), build("*:none", contiguous=False)
-    for batches in ((3,), (3, 4), (4, 5)):
-        assert (
-            equal(step(ours, batches=batches), step(plain, batches=batches)) and in_use(ours) == 0
-        )
-
-
 @pytest.mark.runs(ci=3)
 @pytest.mark.parametrize(
     ("policy", "sizes"),
     [
         ("*:full", [5 * SLOT]),
+        ("*:full@host", [5 * SLOT]),
         ("0:none; 1-2:full; 3:pointwise; 4:full", [3 * SLOT]),
         ("0-1:full/2@host; *:full", [SLOT, 3 * SLOT]),
     ],
 )
 def test_there_is_one_allocation_for_each_kind_of_memory_of_the_planned_size(policy, sizes):
-    model = build(policy, micro_batches=3)
+    """And in every step gradients have the bits of a run that keeps everything."""
+    ours, plain = build(policy, micro_batches=3), build("*:none", contiguous=False)
     with allocations() as made:
-        for _ in range(3):
-            step(model, batches=(0, 1, 2))
+        for batches in ((0, 1, 2), (3, 4), (0, 1, 2)):
+            assert equal(step(ours, batches=batches), step(plain, batches=batches))
+            assert in_use(ours) == 0
     assert made == [3 * size for size in sizes]
-    assert len(model.decoder.stores.storages()) == len(sizes)
+    assert len(ours.decoder.stores.storages()) == len(sizes)
 
 
 def test_more_forwards_in_flight_than_slots_is_an_error_that_names_the_flag():

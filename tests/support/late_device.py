@@ -2,8 +2,8 @@
 
 The operators of a run compute at once, but the device of this stand-in is behind: it has done what
 the host has launched only up to the last event for which the host has waited. A copy to pinned
-memory is one of those things. The clock of the device goes on by N ms in step N, and by `between`
-ms for each batch of an evaluation.
+memory is one of those things. The clock of the device goes on by N ms in step N, and by 1000 ms
+for each batch of an evaluation.
 """
 
 import torch
@@ -22,7 +22,7 @@ class LateDevice:
     waited_for: for each wait of the host the steps that it waited for, and those launched by then.
     """
 
-    def __init__(self, patch, *, between=1000.0):
+    def __init__(self, patch):
         self.launched, self.milliseconds = 0, 0.0
         self.waited_for = []
         self.faults = []
@@ -37,7 +37,7 @@ class LateDevice:
         patch.setattr(Tensor, "copy_", self._copied(Tensor.copy_))
         for name in ("item", "tolist", "__float__", "__bool__"):
             patch.setattr(Tensor, name, self._read(getattr(Tensor, name)))
-        self._note_steps(patch, between)
+        self._note_steps(patch)
 
     def come_to(self, copies, steps):
         """Does the first `copies` copies. The host waits for that, and for this many steps."""
@@ -74,7 +74,7 @@ class LateDevice:
 
         return value
 
-    def _note_steps(self, patch, between):
+    def _note_steps(self, patch):
         @replaces("train_step", loop)
         def launching(step, *args, **options):
             self.launched += 1
@@ -83,7 +83,7 @@ class LateDevice:
 
         @replaces("mean_loss", evaluate)
         def evaluating(mean_loss, *args, **options):
-            self.milliseconds += between
+            self.milliseconds += 1000.0
             return mean_loss(*args, **options)
 
         @replaces("_finish_step", loop.Trainer)

@@ -201,14 +201,9 @@ def test_16_bit_logits_give_float32_losses_as_exact_as_the_logits(dtype, roundin
     torch.testing.assert_close(logits.grad.double(), whole.grad, rtol=rounding, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize(
-    ("chunk", "is_compiled"),
-    [
-        (None, False),
-        (7, False),
-        pytest.param(None, True, marks=[pytest.mark.weekly, NEEDS_COMPILER]),
-        pytest.param(7, True, marks=[pytest.mark.weekly, NEEDS_COMPILER]),
-    ],
+    "is_compiled", [False, pytest.param(True, marks=[pytest.mark.weekly, NEEDS_COMPILER])]
 )
 def test_the_compiled_loss_keeps_overwrites_and_returns_what_torchs_does(
     chunk, is_compiled, monkeypatch
