@@ -6,7 +6,6 @@
 import os
 import shlex
 import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,6 @@ from megatron_lite.config.units import GIB
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from tests.support.commands import ROOT
 from tests.support.limits import HANG_S
-from tests.support.runs import rows
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.sh"))
 SOURCED = ("environment.sh", "launch.sh", "workload.sh", "restarts.sh")
@@ -106,15 +104,6 @@ def test_a_recompute_example_rebuilds_what_its_name_says_and_differs_in_nothing_
         none.parallel, sequence_parallel=not policy.recompute.distribute_saved_activations
     )
     assert policy == replace(none, recompute=policy.recompute, parallel=parallel)
-
-
-@pytest.mark.long
-def test_a_recompute_example_trains_as_it_is(tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    words = ["--train-iters", "2", "--metrics-jsonl", str(metrics), "--distributed-backend", "gloo"]
-    completed = run_script(policy_script("selective_pointwise"), *words, VENV=sys.prefix)
-    assert completed.returncode == 0, completed.stderr
-    assert [row["iteration"] for row in rows(metrics)] == [1, 2]
 
 
 def test_quickstart_takes_each_option_as_a_flag_or_from_the_environment(tmp_path):

@@ -59,8 +59,9 @@ def actions():
 def parsed_fields(words):
     config = parsed_line(f"{BASE} {words}").config
     assert parse_args(flags_of(config)).config == config, "the way back is exact"
-    again = RunConfig.from_json(config.to_json())
-    assert again == config and again.to_json() == config.to_json()
+    text = config.to_json()
+    again = RunConfig.from_json(text)
+    assert again == config and again.to_json() == text
     return {
         field: value
         for topic in dataclasses.asdict(config).values()
