@@ -277,14 +277,18 @@ def a_slot_is_free_as_soon_as_it_is_taken(take, self, num_bytes):
 
 
 LATE = test_offload.test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient
-ARENA = test_arena.test_gradients_are_the_same_bits_in_every_step
+ARENA = test_arena.test_there_is_one_allocation_for_each_kind_of_memory_of_the_planned_size
 HOST_UNITS, HOST_LAYERS = dict(policy="*:full@host"), dict(policy="*:none@host")
 
 MUTANTS += [
     Mutant(originals_are_freed_before_they_are_copied, LATE, HOST_LAYERS),
     Mutant(a_buffer_is_given_to_two, LATE, HOST_UNITS),
     Mutant(backward_does_not_wait_for_the_copy_back, LATE, HOST_UNITS),
-    Mutant(a_slot_is_free_as_soon_as_it_is_taken, ARENA, dict(policy="*:full")),
+    Mutant(
+        a_slot_is_free_as_soon_as_it_is_taken,
+        ARENA,
+        dict(policy="*:full", sizes=[5 * test_arena.SLOT]),
+    ),
 ]
 
 
