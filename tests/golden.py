@@ -72,40 +72,20 @@ SPLIT = (
 PRECISIONS = {"float32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536"}
 # Shapes that reach what a kernel does with more than one block: long sequences, wide products.
 WIDE = (
-    "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 512 "
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 512 "
     "--micro-batch-size 2 --vocab-size 3001 --make-vocab-size-divisible-by 64"
 )
 WIDE_TRAIN = (
     "--global-batch-size 4 --train-iters 6 --lr 1e-3 --mock-data --log-interval 1 "
     "--eval-interval 6 --eval-iters 1 --save-interval 6 --seed 7"
 )
-WIDE_MIXED = "--recompute-policy '0:full@host; 1:ops(matmul/2,attention)'"
-# Each case: the model, the layout, the length of a sequence, and further flags.
-WIDE_CASES = {
-    "gpt_256_float32_tp1": ("no-dropout", "tp1", 256, ""),
-    "gpt_256_dropout_tp1": ("gpt", "tp1", 256, WIDE_MIXED),
-    "llama_512_float32_tp1": ("llama", "tp1", 512, WIDE_MIXED),
-    "qwen_256_float32_tp2": ("qwen", "tp2", 256, POLICIES["uniform"]),
-    "gpt_512_float32_tp2-sp": ("no-dropout", "tp2-sp", 512, POLICIES["every-region"]),
-    "gpt_512_bf16_autograd_tp1": (
-        "no-dropout",
-        "tp1",
-        512,
-        "--bf16 --no-gradient-accumulation-fusion",
-    ),
-    "llama_512_bf16_tp1": ("llama", "tp1", 512, f"--bf16 {POLICIES['ops']}"),
-    "gpt_256_fp16_tp1": (
-        "no-dropout",
-        "tp1",
-        256,
-        "--fp16 --initial-loss-scale 65536 --loss-chunk-size 64",
-    ),
-    "llama_256_muon_bf16_tp1": ("llama", "tp1", 256, "--bf16 --optimizer muon"),
-    "gpt_512_chunks_tp1": ("no-dropout", "tp1", 512, "--loss-chunk-size 300"),
-    "llama_256_float32_dp2-zero1": ("llama", "dp2-zero1", 256, ""),
-    "llama_256_float32_dp2-fsdp2": ("llama", "dp2-fsdp2", 256, POLICIES["uniform"]),
-    "llama_512_float32_cp2": ("llama", "cp2", 512, ""),
-}
+# What a wide run has beside its layout, precision and policy, by turns.
+BESIDE = (
+    "--seq-length 512",
+    "--seq-length 256 --optimizer muon",
+    "--seq-length 512 --loss-chunk-size 300",
+    "--seq-length 256 --no-gradient-accumulation-fusion",
+)
 # Each layout: the number of ranks and its flags.
 LAYOUTS = {
     "tp1": (1, ""),
@@ -181,11 +161,16 @@ def train_cases():
 
 
 def wide_cases():
-    """Yields the name, the number of ranks and the flags of the runs with wide shapes."""
-    for name, (model, layout, length, further) in WIDE_CASES.items():
-        ranks, parallel = LAYOUTS[layout]
-        sizes = f"{WIDE} --seq-length {length} {MODELS[model]}"
-        yield name, ranks, f"{sizes} {parallel} {further} {WIDE_TRAIN}"
+    """Yields the name, the number of ranks and the flags of the runs with wide shapes.
+
+    Each model has each layout, and by turns a precision, a policy and further flags.
+    """
+    cases = itertools.product(("no-dropout", "llama", "qwen"), LAYOUTS.items())
+    turns = zip(itertools.cycle(PRECISIONS), itertools.cycle(POLICIES), itertools.cycle(BESIDE))
+    for case, (precision, policy, beside) in zip(cases, turns, strict=False):
+        model, (layout, (ranks, parallel)) = case
+        flags = f"{MODELS[model]} {PRECISIONS[precision]} {POLICIES[policy]} {parallel} {beside}"
+        yield f"{model}_{precision}_{policy}_{layout}", ranks, f"{WIDE} {flags} {WIDE_TRAIN}"
 
 
 def explained(root, ranks, flags):

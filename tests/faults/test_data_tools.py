@@ -21,7 +21,7 @@ from megatron_lite.tools import preprocess_data, train_tokenizer
 from tests.support.commands import ROOT, environment
 from tests.support.corpora import written
 from tests.support.disks import small_disk
-from tests.support.forks import dies_before, status_of_fork
+from tests.support.forks import children_of, dies_before, status_of_fork
 from tests.support.limits import HANG_S
 from tests.support.syscalls import recorded
 
@@ -79,7 +79,7 @@ def test_workers_end_with_a_parent_that_is_killed_and_the_next_run_removes_its_p
 ):
     (tmp_path / "out").mkdir()
     with _endless(tmp_path, workers=2) as tool:
-        workers = [os.pidfd_open(pid) for pid in _children(tool.pid)]
+        workers = [os.pidfd_open(pid) for pid in children_of(tool.pid)]
         assert len(workers) >= 2
         tool.kill()
         tool.wait()
@@ -128,10 +128,6 @@ def _endless(folder, workers):
         if process.poll() is None:
             process.kill()
         process.communicate()
-
-
-def _children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 # --- lines that are too long ---

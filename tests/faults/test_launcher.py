@@ -8,12 +8,12 @@ import signal
 import sys
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 from torch.distributed import run as torchrun
 
 from tests.support.commands import MOCK, ROOT, SMALL_RUN
+from tests.support.forks import children_of
 from tests.support.limits import HANG_S
 from tests.support.programs import program
 from tests.support.runs import rows, step_bytes
@@ -34,8 +34,7 @@ def _launched(main, *words):
             has_ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             assert not has_ended and time.monotonic() < deadline, run.everything()
             time.sleep(0.01)
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ranks = [os.pidfd_open(int(child)) for child in children]
+        ranks = [os.pidfd_open(child) for child in children_of(pid)]
         try:
             yield run, ranks
         finally:

@@ -66,10 +66,14 @@ class Job:
         self.calls.unlink(missing_ok=True)
         return found
 
+    def outcome(self, step, *state, **variables):
+        """The status of a start, and what it called."""
+        return self.start(step, *state, **variables).returncode, self.called()
+
     def fails_twice(self):
         """Both starts are put back into the queue."""
         for _ in range(2):
-            assert (self.start("exit 5").returncode, self.called()) == (5, ["requeue 7"])
+            assert self.outcome("exit 5") == (5, ["requeue 7"])
 
 
 @pytest.fixture
@@ -78,8 +82,7 @@ def job(tmp_path):
 
 
 def test_a_fault_after_the_last_checkpoint_fails_the_job_and_is_not_repeated(job):
-    done = job.start(f"{job.saved(40)}; exit 3")
-    assert (done.returncode, job.called()) == (3, [])
+    assert job.outcome(f"{job.saved(40)}; exit 3") == (3, [])
 
 
 @pytest.mark.parametrize("status", [0, 1, 143])
@@ -99,16 +102,13 @@ def test_what_fails_each_time_at_the_same_iteration_is_requeued_only_so_often(jo
         "error: start 3 from iteration 0 came no further (status 5): the job is not requeued"
         in done.stderr
     )
-    assert (job.start("exit 0", MAX_STARTS="1").returncode, job.called()) == (1, [])
+    assert job.outcome("exit 0", MAX_STARTS="1") == (1, [])
 
 
 def test_progress_begins_a_new_count_and_so_does_another_job(job):
     for iteration in (8, 16):
         job.fails_twice()
-        assert (job.start(f"{job.saved(iteration)}; exit 5").returncode, job.called()) == (
-            5,
-            ["requeue 7"],
-        )
+        assert job.outcome(f"{job.saved(iteration)}; exit 5") == (5, ["requeue 7"])
     job.start("exit 5")
     job.start("exit 5")
     done = job.start("exit 5", SLURM_JOB_ID="9")
@@ -117,7 +117,7 @@ def test_progress_begins_a_new_count_and_so_does_another_job(job):
 
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PENDING"])
 def test_a_job_that_was_cancelled_stays_so(job, state):
-    assert (job.start("exit 1", state=state).returncode, job.called()) == (1, [])
+    assert job.outcome("exit 1", state) == (1, [])
 
 
 @pytest.mark.parametrize("name", ["USR1", "TERM"])

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 
 
 def leave(status):
@@ -39,6 +40,11 @@ def start_fork(function):
 def status_of_fork(function):
     """Runs the function in a fork. Returns its status, negative if a signal has ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(start_fork(function), 0)[1])
+
+
+def children_of(pid):
+    """Returns the ids of a process's children, in the order in which they were started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def dies_before(number, functions):
