@@ -15,12 +15,10 @@ budget of 1.
 """
 
 import copy
-import gc
 import math
 import sys
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 
 import torch
 import transformers
@@ -31,22 +29,26 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
+sys.path.insert(0, ".")  # the root of the clone, which may not be installed
 
 from benchmarks.harness import (
     OutOfTime,
-    Progress,
+    add_device,
     clock_of,
     end_with_what_there_is,
+    in_rounds,
     new_report,
     parse_benchmark,
+    peak_above,
     plain_parser,
     publish,
     spread,
 )
 from megatron_lite.api import apply_policy_, fit_memory_, remove_policy_
+from megatron_lite.config import known_models
+from megatron_lite.config.hf_config import to_hf
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.data.durable_files import write_text
-from megatron_lite.fit.gauges import CpuGauge, CudaGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.step import bytes_of
 from megatron_lite.pages.document import svg_text
@@ -72,13 +74,11 @@ def decoder(kind, device, *, tokens=(2, 256), dtype=torch.float32, **settings):
     return model, dict(input_ids=ids, labels=ids, use_cache=False)
 
 
-def published(h, ffn, layers, heads):
+def published(name):
     """Returns what builds a Qwen3 of a published size in bf16, with 4096 tokens: for a GPU."""
-    sizes = dict(
-        vocab_size=151936, hidden_size=h, intermediate_size=ffn, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
-    )  # fmt: skip
-    return partial(decoder, "Qwen3", tokens=(1, 4096), dtype=torch.bfloat16, **sizes)
+    known = known_models.preset(name)
+    config = to_hf(ModelConfig(**known.fields), known.vocab_size, "qwen3")
+    return partial(decoder, "Qwen3", tokens=(1, 4096), dtype=torch.bfloat16, **config)
 
 
 def whisper(device):
@@ -94,17 +94,14 @@ def whisper(device):
     return model, dict(input_features=sound, labels=words, use_cache=False)
 
 
+ON_A_CPU = ["Qwen3", "Qwen3-MoE", "Whisper"]
 MODELS = {
     "Qwen3": partial(decoder, "Qwen3"),
     "Qwen3-MoE": partial(
         decoder, "Qwen3Moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256
     ),
     "Whisper": whisper,
-}
-ON_A_GPU = {
-    "Qwen3-0.6B": published(1024, 3072, 28, 16),
-    "Qwen3-1.7B": published(2048, 6144, 28, 16),
-    "Qwen3-4B": published(2560, 9728, 36, 32),
+    **{name: published(name.lower()) for name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B")},
 }
 
 
@@ -167,31 +164,26 @@ def compiled(model, batch, budget):
 def peak_of(model, step, device):
     """Returns the most bytes of a step, with the weights."""
     model.zero_grad()
-    gc.collect()
-    held = bytes_of([*model.parameters(), *model.buffers()])
-    with (CudaGauge if device.type == "cuda" else CpuGauge)(device, lambda: held) as gauge:
-        gauge.mark()
-        step()
-        gauge.mark()
-    return gauge.readings[-1].peak  # the first one's is that of what ran before
+    there = bytes_of([*model.parameters(), *model.buffers()])
+    if device.type == "cuda":
+        there = torch.cuda.memory_allocated(device)
+    return there + peak_above(step, device)
 
 
-def rows_of(name, args, progress):
+def rows_of(name, args):
     """Measures one model under every setting."""
     torch.manual_seed(0)
-    model, batch = (MODELS | ON_A_GPU)[name](args.device)
+    model, batch = MODELS[name](args.device)
     step, plain = stepped(model, batch), stepped(copy.deepcopy(model), batch)
     clock = clock_of(args)
     plain()  # its gradients are on the device from now on
 
     def row(setting, other, base, measured):
-        progress(f"{name}, {setting}")
         assert torch.allclose(other(), base(), rtol=1e-4), setting
-        peak, times = peak_of(measured, other, args.device), ([], [])
-        for number in range(args.repeats):
-            for which in (0, 1) if number % 2 else (1, 0):
-                times[which].append(clock.ms((other, base)[which]))
-        return dict(what=name, name=setting, peak_bytes=peak, time_ratio=spread(*times))
+        peak = peak_of(measured, other, args.device)
+        steps = {setting: partial(clock, other), "the plain model": partial(clock, base)}
+        ratio = spread(*in_rounds(steps, args.repeats).values())
+        return dict(what=name, name=setting, peak_bytes=peak, time_ratio=ratio)
 
     most = peak_of(model, step, args.device)
     for one in layer_lists(model, None):
@@ -256,18 +248,17 @@ def draw(rows, file):
 def main(argv=None):
     """Runs the benchmark. Returns 0, or 1 if a step took more than its budget."""
     parser = plain_parser(__doc__, repeats=5)
-    parser.add_argument("--device", default="auto", help="default: cuda where there is one")
-    parser.add_argument("--models", nargs="+", choices=MODELS | ON_A_GPU, default=list(MODELS))
+    add_device(parser)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=ON_A_CPU)
     parser.add_argument("--picture", metavar="FILE.svg", help="memory against time, drawn")
     args = parse_benchmark(parser, argv)
-    report, progress = new_report(args), Progress()
+    report = new_report(args)
     end_with_what_there_is()
     above = []
     for name in args.models:
         rows = []
         with suppress(OutOfTime):
-            for row in rows_of(name, args, progress):
-                rows.append(row)
+            rows.extend(rows_of(name, args))  # what there is stays
         publish(report, rows, args.json)
         above += [
             row for row in rows if row["peak_bytes"] > 1.01 * row.get("budget_bytes", math.inf)

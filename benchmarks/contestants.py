@@ -6,7 +6,7 @@ in place of the MLP, and norms of queries and keys. All contestants of a
 model have the weights of ours, so their losses are equal up to rounding.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -26,13 +26,7 @@ from megatron_lite.training.step import StageRunner, train_step
 OURS, PLAIN = "ours, none", "plain torch"
 COMPILED, GRAPH, DETERMINISTIC = ", compiled", ", CUDA graph", ", deterministic"
 ROUNDED = ", 16-bit states"  # as the peers have: all that is summed or kept of gradients
-IN_16_BITS = dict(
-    use_precision_aware_optimizer=True,
-    main_grads_dtype="bf16",
-    exp_avg_dtype="bf16",
-    exp_avg_sq_dtype="bf16",
-)
-OUR_POLICIES = ("full", "pointwise")
+LATE = ("transformers", "litgpt")  # what the compiler makes of them comes after the others
 PEERS = {
     "plain": (("gpt2",), others.plain),
     "transformers": (("gpt2", "llama", "qwen3_moe"), others.transformers),
@@ -56,28 +50,29 @@ def build_contestants(setting, skipped, *, peers=tuple(PEERS), compiled=False):
     yield from _ours(model, optimizer, setting, [OURS])
     own = replace(setting, compiled=compiled)
     fused = our_model(own, one_rank(own), weights=weights)
-    build, modes = partial(_ours, fused, optimizer, own), ()
+    ours, modes = partial(_ours, fused, optimizer, own), ()
     if compiled:
         modes = (COMPILED, GRAPH) if setting.device.type == "cuda" else (COMPILED,)
-    for mode in modes:
-        yield from _built(OURS + mode, skipped, partial(build, [OURS], mode=mode))
+    building = {OURS + mode: partial(ours, [OURS], mode=mode) for mode in modes}
     for library in peers:
-        families, of_library = PEERS[library]
+        families, theirs = PEERS[library]
         if setting.family in families:
-            theirs = partial(of_library, setting, weights, compiled=compiled)
-            for one in _built(library, skipped, theirs):
-                if one.name.endswith(COMPILED) and one.name != PLAIN + COMPILED:
+            building[library] = partial(theirs, setting, weights, compiled=compiled)
+    if GRAPH in modes:
+        building[OURS + ROUNDED] = partial(_rounded, own, weights)
+        building[OURS + DETERMINISTIC] = partial(ours, [OURS], mode=DETERMINISTIC)
+    building |= {"full" + mode: partial(ours, ["ours, full"], mode=mode) for mode in modes}
+    for name, build in building.items():
+        try:
+            for one in build():
+                if name in LATE and one.name.endswith(COMPILED):
                     late.append(one)
                 else:
                     yield one
-    if GRAPH in modes:
-        yield from _built(OURS + ROUNDED, skipped, partial(_rounded, own, weights))
-        yield from _built(OURS + DETERMINISTIC, skipped, partial(build, [OURS], mode=DETERMINISTIC))
-    for mode in modes:
-        yield from _built("full" + mode, skipped, partial(build, ["ours, full"], mode=mode))
-    # the best ones of the peers first: the compiler may take more time than there is
-    yield from sorted(late, key=lambda one: "Liger" not in one.name)
-    yield from _ours(model, optimizer, setting, [f"ours, {name}" for name in OUR_POLICIES])
+        except (ImportError, InputError, torch.OutOfMemoryError) as reason:
+            skipped[name] = str(reason).splitlines()[0]
+    yield from late
+    yield from _ours(model, optimizer, setting, ["ours, full", "ours, pointwise"])
 
 
 def as_graph(step, rng, batches):
@@ -88,19 +83,19 @@ def as_graph(step, rng, batches):
     return recorder.run
 
 
-def _built(name, skipped, build):
-    """Yields what `build` returns, or notes why there is nothing."""
-    try:
-        yield from build()
-    except (ImportError, InputError, torch.OutOfMemoryError) as reason:
-        skipped[name] = str(reason).splitlines()[0]
-
-
 def _rounded(setting, weights):
     """Returns ours with all that is summed or kept of gradients in 16 bits."""
     model = our_model(setting, one_rank(setting))
     model.load_state_dict(weights)
-    return _ours(model, our_optimizer(model, setting, **IN_16_BITS), setting, [OURS], mode=ROUNDED)
+    optimizer = our_optimizer(
+        model,
+        setting,
+        use_precision_aware_optimizer=True,
+        main_grads_dtype="bf16",
+        exp_avg_dtype="bf16",
+        exp_avg_sq_dtype="bf16",
+    )
+    return _ours(model, optimizer, setting, [OURS], mode=ROUNDED)
 
 
 def _ours(model, optimizer, setting, names, *, mode=""):
@@ -109,20 +104,19 @@ def _ours(model, optimizer, setting, names, *, mode=""):
     runner = StageRunner(stages, parallel, loss_in_one_pass=setting.loss_in_one_pass)
     batch, num_layers = setting.batch(), setting.shape.num_layers
     model.loss_chunk_size = setting.loss_chunk_size
-    around = deterministic if mode == DETERMINISTIC else nullcontext
 
     def run(plan, batches, **_):
         model.decoder.plan = plan
         optimizer.zero_grad()
-        with around():
-            return runner.train(batches, loss_factor=1.0, before_last=optimizer.sync_next_backward)
+        return runner.train(batches, loss_factor=1.0, before_last=optimizer.sync_next_backward)
 
     def step(plan, batches, learning_rate, **_):
         model.decoder.plan = plan
-        with around():
-            return train_step(runner, optimizer, batches, learning_rate=learning_rate).loss
+        return train_step(runner, optimizer, batches, learning_rate=learning_rate).loss
 
     def called(way):
+        if mode == DETERMINISTIC:
+            way = deterministic()(way)
         if mode == GRAPH:
             way = as_graph(way, parallel.rng, (batch,))
         return partial(way, (batch,), learning_rate=LEARNING_RATE)
@@ -131,7 +125,7 @@ def _ours(model, optimizer, setting, names, *, mode=""):
         policy = RecomputeConfig(recompute_policy=f"*:{name.split(', ')[1]}")
         plan = plan_stage(policy, num_layers)
         ways = (called(partial(way, plan)) for way in (run, step))
-        yield Contestant(name + mode, optimizer.zero_grad, *ways, plan)
+        yield Contestant(name + mode, optimizer.zero_grad, *ways)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The shapes and settings of the benchmarks, and our model and optimizer for one of them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,13 +20,11 @@ from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch
 
 SEED = 1234
-OURS = "megatron_lite"
 LEARNING_RATE = 1e-4
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """One GPT with learned positions and tied embeddings, and the tokens of one step."""
 
     num_layers: int
@@ -43,9 +42,42 @@ PRESETS = {
     "1024": Shape(16, 1024, 16, 2048, 2, 32768),
     "0.6b": Shape(28, 1024, 16, 4096, 1, 32000),  # as deep and as wide as Qwen3 0.6B
     "gpt2": Shape(12, 768, 12, 1024, 8, 50304),
-    "a3b": Shape(1, 2048, 32, 4096, 1, 32768),  # a layer of Qwen3-30B-A3B, with --family experts
+    "a3b": Shape(1, 2048, 32, 4096, 1, 32768),  # a layer of Qwen3-30B-A3B, with --family qwen3_moe
     "8b": Shape(6, 4096, 32, 4096, 1, 32768),  # Llama 3 8B but for its vocabulary and depth
 }
+
+
+def llama(shape):
+    """Returns what a Llama has besides the sizes: rotary positions, RMSNorm, swiglu, no biases,
+    untied."""
+    return dict(
+        normalization="RMSNorm",
+        swiglu=True,
+        position_embedding_type="rope",
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        ffn_hidden_size=-(-8 * shape.hidden_size // (3 * 64)) * 64,
+    )
+
+
+def qwen3_moe(shape):
+    """Returns what Qwen3's experts have. At h = 2048 a layer is that of Qwen3-30B-A3B."""
+    h, heads = shape.hidden_size, shape.num_attention_heads
+    experts = max(8, h // 16)
+    return dict(
+        llama(shape),
+        kv_channels=2 * h // heads,
+        group_query_attention=True,
+        num_query_groups=max(1, heads // 8),
+        qk_layernorm=True,
+        num_experts=experts,
+        moe_router_topk=max(2, experts // 16),
+        moe_ffn_hidden_size=3 * h // 8,
+    )
+
+
+# By the name of the model in transformers, which has the same.
+FAMILIES = {"gpt2": lambda shape: {}, "llama": llama, "qwen3_moe": qwen3_moe}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +88,23 @@ class Setting:
     device: torch.device
     dtype: str
     dropout: float
-    attention_backend: str = "auto"
     compiled: bool = False  # whether ours has the kernels of --torch-compile
-    family = "gpt2"  # of transformers, which has the same model
+    family: str = "gpt2"
 
     @property
     def tokens(self):
         """The tokens of the batch."""
         return self.shape.batch_size * self.shape.seq_length
+
+    @property
+    def sizes(self):
+        """The batch and the vocabulary as fields of description's Sizes."""
+        shape = self.shape
+        return dict(
+            micro_batch_size=shape.batch_size,
+            seq_length=shape.seq_length,
+            padded_vocab_size=shape.vocab_size,
+        )
 
     @property
     def loss_in_one_pass(self):
@@ -85,7 +126,7 @@ class Setting:
             num_attention_heads=shape.num_attention_heads,
             hidden_dropout=self.dropout,
             attention_dropout=self.dropout,
-            attention_backend=self.attention_backend,
+            **FAMILIES[self.family](shape),
         )
 
     def batch(self):
@@ -139,43 +180,3 @@ def our_optimizer(model, setting, **settings):
     optimizer = Optimizer(stages, OptimizerConfig(**settings), parallel, kernels=kernels)
     fuse_weight_gradients_(TrainingConfig(micro_batch_size=1), parallel, stages, optimizer)
     return optimizer
-
-
-class LlamaSetting(Setting):
-    """The setting of the Llama model: rotary positions, RMSNorm, swiglu, no biases, untied."""
-
-    family = "llama"
-
-    def model_config(self):
-        return replace(
-            super().model_config(),
-            normalization="RMSNorm",
-            swiglu=True,
-            position_embedding_type="rope",
-            add_bias_linear=False,
-            untie_embeddings_and_output_weights=True,
-            ffn_hidden_size=-(-8 * self.shape.hidden_size // (3 * 64)) * 64,
-        )
-
-
-class ExpertSetting(LlamaSetting):
-    """The setting of Qwen3's experts. At h = 2048 a layer is that of Qwen3-30B-A3B."""
-
-    family = "qwen3_moe"
-
-    def model_config(self):
-        h, heads = self.shape.hidden_size, self.shape.num_attention_heads
-        experts = max(8, h // 16)
-        return replace(
-            super().model_config(),
-            kv_channels=2 * h // heads,
-            group_query_attention=True,
-            num_query_groups=max(1, heads // 8),
-            qk_layernorm=True,
-            num_experts=experts,
-            moe_router_topk=max(2, experts // 16),
-            moe_ffn_hidden_size=3 * h // 8,
-        )
-
-
-SETTINGS = {"gpt": Setting, "llama": LlamaSetting, "experts": ExpertSetting}

@@ -64,7 +64,7 @@ else
 fi
 step+=("${compile[@]}")
 part "stack-8b" 108 "${step[@]}" --seconds 102 --family llama "${big[@]}" --peers transformers --steps-per-round 1
-part "experts-a3b" 55 "${step[@]}" --seconds 50 --family experts "${experts[@]}" --steps-per-round 1
+part "experts-a3b" 55 "${step[@]}" --seconds 50 --family qwen3_moe "${experts[@]}" --steps-per-round 1
 part "llama-28x1024" 74 "${step[@]}" --seconds 69 --family llama "${deep[@]}" --peers transformers --steps-per-round 1
 part "llama-16x1024" 70 "${step[@]}" --seconds 65 --family llama "${llama[@]}" "${few[@]}"
 part "gpt2" 68 "${step[@]}" --seconds 63 "${gpt2[@]}" --peers plain "${few[@]}"

@@ -1,7 +1,8 @@
 """Joins what the parts of gpu.sh wrote into one JSON file, and writes a page of it beside it.
 
-python benchmarks/gpu_report.py PARTS FILE      PARTS: the folder with NAME.json and NAME.status
-python benchmarks/gpu_report.py FILE            only writes the page again
+    python benchmarks/gpu_report.py PARTS FILE
+
+PARTS is the folder with NAME.json and NAME.status.
 """
 
 import importlib.metadata
@@ -13,8 +14,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
-
 from benchmarks.harness import about, table
 from megatron_lite.data.durable_files import write_text
 
@@ -22,29 +21,16 @@ PACKAGES = ("transformers", "liger-kernel", "litgpt", "megatron-core")
 OUT_OF_TIME = (124, 137)  # of `timeout`
 
 
-def commit():
-    """Returns the commit, with "-dirty" if files were changed; None without a repository."""
-    words = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def version(package):
-    """Returns the version of a package; None: it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+COMMIT = "git describe --always --dirty --abbrev=40 2>/dev/null"  # nothing without a repository
 
 
 def joined(parts):
     """Returns the report: machine, versions, and of each part its status and what it wrote."""
+    versions = {one.name: one.version for one in importlib.metadata.distributions()}
     return {
         **about(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        "git_commit": commit(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "git_commit": subprocess.getoutput(COMMIT) or None,
+        "packages": {name: versions.get(name) for name in PACKAGES},
         "parts": {
             path.stem: {
                 "status": int(path.read_text()),
@@ -61,7 +47,7 @@ def page(report):
     """Yields the lines of the page."""
     yield f"# {report['device']}, torch {report['torch']}, {report['date'][:10]}"
     yield f"\nMade by `bash benchmarks/gpu.sh` at commit {report['git_commit']}."
-    yield report.get("note", "")  # written by hand
+    yield ""
     yield "Packages: " + ", ".join(f"{name} {has}" for name, has in report["packages"].items())
     for name, part in report["parts"].items():
         yield f"\n## {name}\n"
@@ -83,8 +69,8 @@ def page(report):
 
 def main():
     """Writes the report and its page. Returns 0, or 1 if a part failed."""
-    *parts, output = map(Path, sys.argv[1:])
-    report = joined(parts[0]) if parts else json.loads(output.read_text())
+    parts, output = map(Path, sys.argv[1:])
+    report = joined(parts)
     beside = output.with_suffix(".md")
     write_text(str(output), json.dumps(report, indent=1) + "\n")
     write_text(str(beside), "\n".join([*page(report), ""]))

@@ -8,45 +8,36 @@ import itertools
 import json
 import math
 import platform
+import re
 import signal
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+import timeit
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.engines import DTYPES, PRESETS, Shape
+from benchmarks.engines import DTYPES, PRESETS
 from megatron_lite.data.durable_files import write_text
+from megatron_lite.memory.measure.live_storages import allocator_peak
 
 
-@dataclass(frozen=True, kw_only=True)
-class Clock:
-    """Measures the time of an action.
+def timed(action, device, *, kind="wall", steps=1):
+    """Returns the milliseconds per call over `steps` calls, including the device's work.
 
     kind: "wall" is the time that a user waits. "cpu" is this process's processor time, which other
         programs on the machine hardly disturb.
-    steps: how many calls are timed together.
     """
+    now = time.process_time if kind == "cpu" else time.perf_counter
 
-    device: torch.device
-    kind: str = "wall"
-    steps: int = 1
+    def waited():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return now()
 
-    def ms(self, action):
-        """Returns the milliseconds per call over `steps` calls, including the device's work."""
-        now = time.process_time if self.kind == "cpu" else time.perf_counter
-        self._wait()
-        start = now()
-        for _ in range(self.steps):
-            action()
-        self._wait()
-        return (now() - start) * 1000.0 / self.steps
-
-    def _wait(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    return timeit.timeit(action, timer=waited, number=steps) * 1000.0 / steps
 
 
 class OutOfTime(Exception):
@@ -75,16 +66,23 @@ def end_with_what_there_is():
     sys.unraisablehook = dropped
 
 
-class Progress:
-    """Prints lines on stderr, at most one in ten seconds."""
+def progress(text):
+    """Shows on a terminal what is measured now, in place of what it showed before."""
+    if sys.stderr.isatty():
+        print(f"\r{text[:78]:78}", end="", file=sys.stderr, flush=True)
 
-    def __init__(self):
-        self._began = self._last = time.monotonic()
 
-    def __call__(self, text):
-        if time.monotonic() - self._last > 10.0:
-            self._last = time.monotonic()
-            print(f"{self._last - self._began:3.0f} s: {text}", file=sys.stderr, flush=True)
+def peak_above(action, device):
+    """Returns the most bytes of the device's allocator during the action, above those before."""
+    gc.collect()
+    if device.type != "cuda":
+        with allocator_peak() as found:
+            action()
+        return found.peak_bytes
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    action()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def in_rounds(measured, rounds, until=math.inf):
@@ -95,7 +93,10 @@ def in_rounds(measured, rounds, until=math.inf):
         only what has been measured as often as all others counts, or at least once.
     """
     samples = {name: [] for name in measured}
-    names, progress = list(measured), Progress()
+    names = list(measured)
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # the collections of each turn skip the objects that exist now
     with contextlib.suppress(OutOfTime):
         for number in range(-1, rounds):
             if number > 0 and time.monotonic() > until:
@@ -121,9 +122,7 @@ def plain_parser(about, *, repeats):
         "--clock",
         choices=["wall", "cpu"],
         default="wall",
-        help=(
-            "cpu: processor time, for a machine that others use too; needs --threads 1 and the CPU"
-        ),
+        help="cpu: one thread's processor time on a CPU, for a machine that others use too",
     )
     parser.add_argument(
         "--json",
@@ -135,38 +134,36 @@ def plain_parser(about, *, repeats):
 
 def add_number(parser, flag, default, text):
     """Adds a flag that takes a whole number."""
-    more = "" if default is None else f"; default: {default}"
-    parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text}{more}")
+    more = "" if default is None else "; default: %(default)s"
+    parser.add_argument(flag, type=int, default=default, metavar="N", help=text + more)
 
 
 def add_preset(parser, default):
     """Adds the flag of the model's shape."""
     parser.add_argument(
-        "--preset", choices=list(PRESETS), default=default, help=f"the shape; default: {default}"
+        "--preset", choices=PRESETS, default=default, help="the shape; default: %(default)s"
     )
+
+
+def add_device(parser):
+    """Adds the flag of the device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    text = "cpu, cuda, cuda:1 ..; default: cuda where there is one"
+    parser.add_argument("--device", type=torch.device, default=device, help=text)
 
 
 def benchmark_parser(about, *, repeats):
     """Returns a parser with the options of a benchmark of models."""
     parser = plain_parser(about, repeats=repeats)
-    parser.add_argument(
-        "--device", default="auto", help="cpu, cuda, cuda:1 ..; default: cuda where there is one"
-    )
-    parser.add_argument(
-        "--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="default: both"
-    )
+    add_device(parser)
+    dtypes = list(DTYPES)
+    parser.add_argument("--dtype", nargs="+", choices=dtypes, default=dtypes, help="default: both")
     parser.add_argument(
         "--dropout", nargs="+", type=float, default=[0.0, 0.1], help="default: 0.0 0.1"
     )
     add_preset(parser, "small")
-    for field in Shape.__dataclass_fields__:
-        add_number(parser, f"--{field.replace('_', '-')}", None, "instead of the preset's")
-    add_number(
-        parser,
-        "--steps-per-round",
-        None,
-        "steps between two looks at the clock; default: 1 on a CPU, 5 on CUDA",
-    )
+    text = "steps between two looks at the clock; default: 1 on a CPU, 5 on CUDA"
+    add_number(parser, "--steps-per-round", None, text)
     return parser
 
 
@@ -177,47 +174,42 @@ def spread(times, others):
 
 
 def parse_benchmark(parser, argv):
-    """Returns the parsed options, with `device` resolved and `shape` added. Sets the threads."""
+    """Returns the parsed options, with `device` and `shape` where they are no options. Sets the
+    threads."""
     args = parser.parse_args(argv)
-    args.device = getattr(args, "device", "cpu")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    args.device = torch.device(args.device)
-    if args.clock == "cpu" and (args.threads != 1 or args.device.type != "cpu"):
-        parser.error("--clock cpu reads one thread's processor time: add --threads 1 --device cpu")
+    if args.clock == "cpu":
+        args.threads = 1
+    if args.clock == "cpu" or "device" not in args:
+        args.device = torch.device("cpu")
     if "preset" in args:
-        sizes = {name: vars(args).get(name) for name in Shape.__dataclass_fields__}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        args.shape = replace(PRESETS[args.preset], **given)
+        args.shape = PRESETS[args.preset]
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return args
 
 
 def clock_of(args):
-    """Returns the clock that the options ask for."""
-    return Clock(
-        device=args.device,
-        kind=args.clock,
-        steps=getattr(args, "steps_per_round", None) or (5 if args.device.type == "cuda" else 1),
-    )
+    """Returns the clock that the options ask for, which returns the milliseconds of an action."""
+    steps = getattr(args, "steps_per_round", None) or (5 if args.device.type == "cuda" else 1)
+    return partial(timed, device=args.device, kind=args.clock, steps=steps)
 
 
 def new_report(args):
     """Prints and returns a report with machine and settings, and without rows."""
-    settings = {name: value for name, value in vars(args).items() if name not in ("json", "shape")}
     report = {
         **about(args.device),
         "threads": torch.get_num_threads(),
-        "settings": {name: str(value) for name, value in settings.items()},
-        "shape": asdict(args.shape) if "shape" in args else {},
+        "settings": {
+            name: str(value) for name, value in vars(args).items() if name not in ("json", "shape")
+        },
+        "shape": args.shape._asdict() if "shape" in args else {},
         "rows": [],
         "skipped": {},
     }
     print(
         f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, "
         f"{args.clock} time, medians of {args.repeats} rounds",
-        ", ".join(f"{name} {value}" for name, value in report["shape"].items()),
+        getattr(args, "shape", ""),
         sep="\n",
         flush=True,
     )
@@ -320,21 +312,5 @@ def device_name(device):
     """Returns the name of the GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-@contextlib.contextmanager
-def garbage_kept():
-    """Turns off automatic garbage collection inside the block. gc.collect() still works."""
-    gc.collect()
-    gc.freeze()  # later collections skip the objects that exist now
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
+    found = re.search("model name\t: (.*)", Path("/proc/cpuinfo").read_text())
+    return found[1] if found else platform.machine()

@@ -15,8 +15,7 @@ and attention are left out.
 import sys
 from collections import Counter
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from functools import cache, partial
 from unittest import mock
 
 import pytest
@@ -26,7 +25,7 @@ import torch.nn.functional as F
 from arguments import parse_args
 from megatron_lite.parallel import weight_gradient
 from megatron_lite.parallel.compiled import CompiledKernels
-from megatron_lite.parallel.torch_internals import disable_current_modes, fake_mode_of, tree_map
+from megatron_lite.parallel.torch_internals import disable_current_modes, fake_mode_of
 from megatron_lite.tensor_parallel import layers
 from megatron_lite.training import build_trainer
 from megatron_lite.training.step import train_step
@@ -78,8 +77,12 @@ def _nbytes(tensor):
     return int(min(tensor.nbytes, tensor.untyped_storage().nbytes()))
 
 
-def fused_groups(function, tensors):
-    """Returns the number of kernels that inductor makes of a function, and the bytes they move."""
+@cache
+def fused_groups(function, layouts, **constants):
+    """Returns the number of kernels that inductor makes of a function, and the bytes they move.
+
+    layouts: shape, strides and dtype of each tensor that it takes.
+    """
     import torch._inductor.config as settings
     from torch._inductor.scheduler import Scheduler
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -101,8 +104,8 @@ def fused_groups(function, tensors):
         mock.patch.object(Scheduler, "codegen", counted),
         settings.patch(force_disable_caches=True, force_pointwise_cat=True),
     ):
-        cpu = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype) for one in tensors]
-        pure = torch.func.functionalize(function, remove="mutations")
+        cpu = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in layouts]
+        pure = torch.func.functionalize(partial(function, **constants), remove="mutations")
         graph = make_fx(pure, tracing_mode="fake")(*cpu)
         torch._inductor.compile(graph, cpu)
     return found[0], found[1]
@@ -113,24 +116,20 @@ class CountedKernels(CompiledKernels):
 
     def __init__(self, counts):
         super().__init__()
-        self.counts, self.known = counts, dict[Any, tuple[int, int]]()
+        self.counts = counts
 
     def __call__(self, function, *tensors, **constants):
-        graph = partial(function, **constants)
-        shapes = tuple((one.shape, one.stride(), one.dtype) for one in tensors)
-        key = (function, shapes, *constants.items())
-        if key not in self.known:
-            self.known[key] = fused_groups(graph, tensors)
-        self.counts.add(f"graph of {name_of(function)}", *self.known[key])
+        layouts = tuple((one.shape, one.stride(), one.dtype) for one in tensors)
+        found = fused_groups(function, layouts, **constants)
+        self.counts.add(f"graph of {name_of(function)}", *found)
         with disable_current_modes(), fake_mode_of(tensors[0]):
-            results = graph(*tensors)
-        return tree_map(lambda one: one, results)
+            return function(*tensors, **constants)
 
 
 def name_of(function):
     inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     named = [one for one in inner if callable(one)]
-    return name_of(named[0]) if named else str(getattr(function, "__name__", function))
+    return name_of(named[0]) if named else function.__name__
 
 
 def flash(query, key, value, **settings):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from benchmarks.engines import DTYPES, LEARNING_RATE, SEED
 from megatron_lite.config.hf_config import to_hf
-from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 
 class Contestant(NamedTuple):
@@ -25,19 +24,16 @@ class Contestant(NamedTuple):
     clear: drops the gradients of the step before.
     run: clear, one forward and backward; returns the loss, 0-d.
     step: a training step: clear, run, clip the gradients at 1.0, and update with AdamW.
-    plan: what ours recomputes.
     """
 
     name: str
     clear: Callable[[], None]
     run: Callable[[], Tensor]
     step: Callable[[], Tensor]
-    plan: RecomputePlan | None = None
 
     def ms(self, clock, action):
-        """Returns the time of `run` or `step`, with no gradients before."""
-        self.clear()
-        ms = clock.ms(action)
+        """Returns the time of `run` or `step`, and leaves no gradients."""
+        ms = clock(action)
         self.clear()
         return ms
 
@@ -45,17 +41,20 @@ class Contestant(NamedTuple):
 FULL = "transformers, full"
 
 
-def sharing(losses, parameters, *, compiled):
-    """Returns a contestant for each way to compute a loss of the same parameters.
+def sharing(losses, model, *, compiled):
+    """Returns a contestant for each way to compute a loss of the same model's parameters.
 
     compiled: whether each but FULL is there through torch.compile too.
 
     They share an optimizer. In bf16 its moments, the weights and the gradients are bf16: less work
     than ours, whose sums of gradients, moments and masters are float32.
     """
-    if compiled:
-        ways = losses.items()
-        losses |= {f"{name}, compiled": torch.compile(way) for name, way in ways if name != FULL}
+    losses |= {
+        f"{name}, compiled": torch.compile(loss)
+        for name, loss in losses.items()
+        if compiled and name != FULL
+    }
+    parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
 
     def run(loss):
@@ -77,45 +76,47 @@ def sharing(losses, parameters, *, compiled):
 
 
 def of_logits(model, setting):
-    """Returns the loss of a model that maps tokens [b, s] to logits [b, s, V]."""
+    """Returns the loss of a model that maps tokens [b, s] to logits [b, s, V], or to an output that
+    has them."""
     batch = setting.batch()
-    labels = batch.labels.reshape(-1)
-    return lambda: F.cross_entropy(model(batch.tokens).float().flatten(0, 1), labels)
+
+    def loss():
+        found = model(batch.tokens)
+        logits = getattr(found, "logits", found)
+        return F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
+
+    return loss
 
 
 def plain(setting, weights, *, compiled):
     """Returns GPT-2 in plain torch, and the same model compiled if `compiled`."""
     with setting.device:
         model = PlainGPT(setting).to(DTYPES[setting.dtype]).train()
-    parameters = list(model.parameters())  # in the order of ours
-    with torch.no_grad():
-        for parameter, (name, weight) in zip(parameters, weights.items(), strict=True):
+    with torch.no_grad():  # its parameters are in the order of ours
+        for parameter, (name, weight) in zip(model.parameters(), weights.items(), strict=True):
             if ".linear_qkv." in name:  # ours has the rows of a head together
                 rows = weight.unflatten(0, (setting.shape.num_attention_heads, 3, -1))
                 weight = rows.transpose(0, 1).flatten(0, 2)
             parameter.copy_(weight)
-    return sharing({"plain torch": of_logits(model, setting)}, parameters, compiled=compiled)
+    return sharing({"plain torch": of_logits(model, setting)}, model, compiled=compiled)
 
 
 def transformers(setting, weights, *, compiled):
-    """Returns transformers' model: as it is, with its checkpoint of each layer, and on a GPU, where
-    Liger is installed, with Liger's kernels. All share one set of weights."""
-    first, theirs = transformers_model(setting), as_transformers(weights, setting)
-    with torch.no_grad():
-        for name, parameter in first.model.named_parameters():
-            parameter.copy_(theirs[name])
-
-    checkpointing = transformers_model(setting, like=first, use_reentrant=False)
-    losses = {"transformers": of_logits(first, setting), FULL: of_logits(checkpointing, setting)}
+    """Returns transformers' model: on a GPU, where Liger is installed, with Liger's kernels, as it
+    is, and with its checkpoint of each layer. All share one set of weights."""
+    first = transformers_model(setting)
+    first.load_state_dict(as_transformers(weights, setting), strict=False)
+    checkpointing, losses = transformers_model(setting, like=first, use_reentrant=False), {}
     if setting.family == "llama" and setting.device.type == "cuda":
         with contextlib.suppress(ImportError):
             from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-            liger, batch = transformers_model(setting, like=first).model, setting.batch()
+            liger, batch = transformers_model(setting, like=first), setting.batch()
             apply_liger_kernel_to_llama(model=liger)
             given = dict(input_ids=batch.tokens, labels=batch.labels, shift_labels=batch.labels)
-            losses["transformers, Liger"] = lambda: liger(**given, use_cache=False).loss
-    return sharing(losses, list(first.parameters()), compiled=compiled)
+            losses["transformers, Liger"] = lambda: liger(**given).loss
+    losses |= {"transformers": of_logits(first, setting), FULL: of_logits(checkpointing, setting)}
+    return sharing(losses, first, compiled=compiled)
 
 
 def litgpt(setting, weights, *, compiled):
@@ -148,9 +149,7 @@ def litgpt(setting, weights, *, compiled):
             parameter.copy_(
                 torch.cat([theirs[name.replace("qkv", f"{one}_proj")] for one in parts])
             )
-    return sharing(
-        {"litgpt": of_logits(model, setting)}, list(model.parameters()), compiled=compiled
-    )
+    return sharing({"litgpt": of_logits(model, setting)}, model, compiled=compiled)
 
 
 def megatron(setting, weights, *, compiled):
@@ -171,25 +170,23 @@ def megatron(setting, weights, *, compiled):
         state = torch.cuda.get_rng_state()  # that of our random streams
         tensor_parallel.model_parallel_cuda_manual_seed(SEED)
         torch.cuda.set_rng_state(state)
-    more = dict(
+    model = their_model(
+        setting.model_config(),
+        dtype=DTYPES[setting.dtype],
+        padded=shape.vocab_size,
         gathers=False,  # as their loss takes them
         hidden_dropout=setting.dropout,
         attention_dropout=setting.dropout,
         bf16=setting.dtype == "bf16",
         bias_activation_fusion=True,
-    )
-    model = their_model(
-        setting.model_config(), dtype=DTYPES[setting.dtype], padded=shape.vocab_size, **more
     ).to(setting.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+    model.load_state_dict(weights, strict=False)  # without its extra states
     positions = torch.arange(shape.seq_length, device=setting.device).expand_as(batch.tokens)
 
     def loss():
         return model(batch.tokens, positions, None, labels=batch.labels).float().mean()
 
-    return sharing({"megatron-core": loss}, list(model.parameters()), compiled=False)
+    return sharing({"megatron-core": loss}, model, compiled=False)
 
 
 def as_transformers(weights, setting):
@@ -209,7 +206,7 @@ def as_transformers(weights, setting):
 
 
 def transformers_model(setting, *, like=None, use_reentrant=None):
-    """Returns transformers' model of the shape, on its device, which returns its logits only.
+    """Returns transformers' model of the shape, on its device.
 
     like: another one, whose weights it shares. use_reentrant: of its checkpoint of each layer;
         None: it has none.
@@ -220,16 +217,15 @@ def transformers_model(setting, *, like=None, use_reentrant=None):
     config = to_hf(setting.model_config(), setting.shape.vocab_size, setting.family)
     if setting.family == "gpt2":
         config["activation_function"] = "gelu_pytorch_tanh"
-    made = AutoConfig.for_model(**config, bos_token_id=0, eos_token_id=0)
+    made = AutoConfig.for_model(**config, use_cache=False, bos_token_id=0, eos_token_id=0)
     with setting.device:
         model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
-    model = Logits(model).to(DTYPES[setting.dtype]).train()
+    model.to(DTYPES[setting.dtype]).train()
     if like is not None:
         model.load_state_dict(like.state_dict(keep_vars=True), assign=True)
-        model.model.tie_weights()
+        model.tie_weights()
     if use_reentrant is not None:
-        renamed = getattr(model.model, "activation_checkpointing_enable", None)  # transformers 6
-        (renamed or model.model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     return model
 
 
@@ -253,17 +249,6 @@ LITGPT_NAMES = {
 }
 
 
-class Logits(nn.Module):
-    """A transformers model that returns its logits only."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens):
-        return self.model(tokens, use_cache=False, return_dict=True).logits
-
-
 class PlainLayer(nn.Module):
     """A GPT-2 layer of nn.Linear and scaled_dot_product_attention, batch first."""
 
@@ -271,28 +256,20 @@ class PlainLayer(nn.Module):
         super().__init__()
         h = shape.hidden_size
         self.num_heads, self.dropout = shape.num_attention_heads, dropout
-        self.norm1 = nn.LayerNorm(h)
-        self.qkv = nn.Linear(h, 3 * h)
+        self.qkv = nn.Sequential(nn.LayerNorm(h), nn.Linear(h, 3 * h))
         self.proj = nn.Linear(h, h)
-        self.norm2 = nn.LayerNorm(h)
-        self.fc1 = nn.Linear(h, 4 * h)
-        self.fc2 = nn.Linear(4 * h, h)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(h), nn.Linear(h, 4 * h), nn.GELU("tanh"), nn.Linear(4 * h, h)
+        )
 
     def forward(self, hidden_states):
-        b, s, h = hidden_states.shape
-        query, key, value = (
-            self.qkv(self.norm1(hidden_states))
-            .view(b, s, 3, self.num_heads, -1)
-            .permute(2, 0, 3, 1, 4)
-        )
+        qkv = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1))
         context = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=self.dropout, is_causal=True
+            *qkv.permute(2, 0, 3, 1, 4), dropout_p=self.dropout, is_causal=True
         )
-        hidden_states = hidden_states + F.dropout(
-            self.proj(context.transpose(1, 2).reshape(b, s, h)), self.dropout
-        )
-        intermediate = F.gelu(self.fc1(self.norm2(hidden_states)), approximate="tanh")
-        return hidden_states + F.dropout(self.fc2(intermediate), self.dropout)
+        attended = self.proj(context.transpose(1, 2).flatten(2))
+        hidden_states = hidden_states + F.dropout(attended, self.dropout)
+        return hidden_states + F.dropout(self.mlp(hidden_states), self.dropout)
 
 
 class PlainGPT(nn.Module):
@@ -300,17 +277,15 @@ class PlainGPT(nn.Module):
 
     def __init__(self, setting):
         super().__init__()
-        shape = setting.shape
-        self.dropout = setting.dropout
+        shape, self.dropout = setting.shape, setting.dropout
         self.tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.positions = nn.Embedding(shape.seq_length, shape.hidden_size)
         self.layers = nn.Sequential(
-            *(PlainLayer(shape, setting.dropout) for _ in range(shape.num_layers))
+            *(PlainLayer(shape, self.dropout) for _ in range(shape.num_layers)),
+            nn.LayerNorm(shape.hidden_size),
         )
-        self.norm = nn.LayerNorm(shape.hidden_size)
 
     def forward(self, tokens):
-        hidden_states = F.dropout(
-            self.tokens(tokens) + self.positions.weight[: tokens.shape[1]], self.dropout
-        )
-        return F.linear(self.norm(self.layers(hidden_states)), self.tokens.weight)
+        embedded = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        hidden_states = self.layers(F.dropout(embedded, self.dropout))
+        return F.linear(hidden_states, self.tokens.weight)

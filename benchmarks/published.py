@@ -6,7 +6,6 @@ runs, and for each source what its software does in another way than this engine
 has the tables.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -15,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
+sys.path.insert(0, ".")  # the root of the clone, which may not be installed
 
 from megatron_lite.cli.flags import parse_args
 from megatron_lite.plan.hardware import Flash, Mode, load_hardware
@@ -103,8 +102,7 @@ def _row(source, run, words, machine):
 
 def _config(words):
     # Kernels were not compiled unless a run says so.
-    compiled = [] if "--torch-compile" in words else ["--no-torch-compile"]
-    return parse_args([*words.split(), *compiled, *TRAINING.split()]).config
+    return parse_args(f"--no-torch-compile {words} {TRAINING}".split()).config
 
 
 def _machine(source):
@@ -151,7 +149,6 @@ def table(found):
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     for group in ("measured", "published"):
         found = rows(group)
         for lines in (table(found), summary(found, "source"), summary(found, "kind")):

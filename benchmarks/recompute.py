@@ -1,40 +1,147 @@
 """Measures memory and time of recomputation: our policies, and torch's and transformers' engines.
 
-The engines are those of benchmarks/recompute_engines.py. The table has for each the kept bytes
-after forward, the most bytes alive in forward and backward, the FLOPs, and the step's time. The
-time comes from rounds in which every engine has its turn. benchmarks/README.md explains how to read
-the table.
+ours            `policies` by name, as flags; all share one set of weights
+torch ..        our model and weights with torch.utils.checkpoint around each layer, MLP or core
+                attention
+transformers    GPT2LMHeadModel of the same shape, without and with
+                gradient_checkpointing_enable
+
+The table has for each the kept bytes after forward, the most bytes alive in forward and backward,
+the FLOPs, and the step's time. The time comes from rounds in which every engine has its turn.
+benchmarks/README.md explains how to read the table.
 """
 
 import gc
 import statistics
 import sys
-from contextlib import suppress
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
+sys.path.insert(0, ".")  # the root of the clone, which may not be installed
 
 from benchmarks.contestants import GRAPH, as_graph
-from benchmarks.engines import Setting, one_rank
+from benchmarks.engines import SEED, Setting, one_rank, our_model
 from benchmarks.harness import (
     OutOfTime,
-    Progress,
     benchmark_parser,
     blocks,
     clock_of,
-    garbage_kept,
     in_rounds,
     parse_benchmark,
+    progress,
     spread,
 )
-from benchmarks.recompute_engines import NONE, build_engines, engine_names
-from megatron_lite.config.model import ATTENTION_BACKENDS
+from benchmarks.peers import of_logits, transformers_model
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.recompute.schedule import plan_stage
 from tests.support.flash_flops import FORMULAS
+
+NONE = "none"
+
+
+class Engine(NamedTuple):
+    """A model under one kind of recomputation.
+
+    forward: returns the loss, 0-d, with its graph.
+    rival: the policy of ours that keeps the same tensors. None for an engine of ours.
+    """
+
+    name: str
+    model: nn.Module
+    forward: Callable[[], Tensor]
+    rival: str | None = None
+
+    def step(self):
+        """Drops the gradients, then runs forward, loss and backward.
+
+        It leaves out the optimizer, which is the same for all engines.
+        """
+        self.model.zero_grad()
+        self.forward().backward()
+
+
+def policies(num_layers):
+    """Returns our policies by name."""
+    regions = ("core_attn", "mlp", "layernorm+activation", "core_attn+layernorm+activation")
+    as_named = (
+        "*:pointwise",
+        "*:pointwise+core_attn",
+        "every-2:full",
+        "*:ops(matmul,attention)",
+        "*:ops(matmul/2,attention)",
+        "*:full@host",
+        "*:pointwise@host",
+        "*:none@host",
+    )
+    texts = {
+        NONE: "*:none",
+        "uniform 1": "*:full",
+        "uniform 2": "*:full/2",
+        f"block {num_layers // 2}": f"0-{num_layers // 2 - 1}:full",
+        **{name: f"*:{name}" for name in (*regions, "core_attn+layernorm+mlp")},
+        **{text: text for text in as_named},
+        "every-2:full, else pointwise": "every-2:full; *:pointwise+core_attn",
+    }
+    table = {name: RecomputeConfig(recompute_policy=text) for name, text in texts.items()}
+    whole = replace(table["uniform 1"], recompute_tail_skip=False)
+    return {**table, "uniform 1, no tail skip": whole}
+
+
+# Peers with torch.utils.checkpoint: the policy of ours that rebuilds the same, the module of a
+# layer that the checkpoint wraps, and n for every n-th layer, as torchtune does it.
+TORCH_PEERS = {
+    "torch layers": ("uniform 1", lambda layer: layer, 1),
+    "torch every-2": ("every-2:full", lambda layer: layer, 2),
+    "torch core_attn": ("core_attn", lambda layer: layer.self_attention.core_attention, 1),
+    "torch mlp": ("mlp", lambda layer: layer.mlp, 1),
+}
+MODES = {"reentrant": True, "non-reentrant": False}
+
+
+def build_engines(setting, parallel, skipped):
+    """Yields the engines that can run here, NONE first. skipped: gets the others, and why.
+
+    torch's checkpoint restores the generator's state but not our named streams. With dropout its
+    replays of attention therefore draw other masks than the forward. The time is the same, but a
+    training would be wrong.
+    """
+    batch, num_layers = setting.batch(), setting.shape.num_layers
+    weights = dict(our_model(setting, parallel).named_parameters())
+
+    def ours(name, config, rival=None):
+        plan = plan_stage(config, num_layers)
+        model = our_model(setting, parallel, plan=plan, weights=weights)
+        return Engine(name, model, lambda: model.loss(batch.tokens, batch.labels).mean(), rival)
+
+    for name, config in policies(num_layers).items():
+        if name.endswith("@host") and setting.device.type == "cpu":
+            skipped[name] = "on a CPU the host's memory is the device's"
+        else:
+            yield ours(name, config)
+    for name, (rival, part, step) in TORCH_PEERS.items():
+        for mode, use_reentrant in MODES.items():
+            engine = ours(f"{name}, {mode}", RecomputeConfig(), rival)
+            for layer in list(engine.model.decoder.layers)[::step]:
+                module = part(layer)
+                module.forward = partial(checkpoint, module.forward, use_reentrant=use_reentrant)
+            yield engine
+    torch.manual_seed(SEED)
+    model = None
+    try:
+        for mode, use_reentrant in {NONE: None, **MODES}.items():
+            model = transformers_model(setting, like=model, use_reentrant=use_reentrant)
+            rival = NONE if use_reentrant is None else "uniform 1"
+            yield Engine(f"transformers, {mode}", model, of_logits(model, setting), rival)
+    except ImportError as reason:
+        skipped["transformers"] = str(reason)
 
 
 def footprint(engine, streams, start):
@@ -75,38 +182,40 @@ def measure(setting, args, skipped):
         engine is not ours. Above 1 ours is faster.
     """
     parallel = one_rank(setting)
-    built = build_engines(setting, parallel, skipped)
-    chosen = args.engines or [one.name for one in built]
-    engines = [one for one in built if one.name in chosen or one.name.endswith(NONE)]
-    start, footprints, progress = parallel.rng.snapshot(), {}, Progress()
-    steps, clock = {}, clock_of(args)
-    with garbage_kept():
-        with suppress(OutOfTime):
-            for one in engines:
-                progress(f"bytes and FLOPs of {one.name}")
-                footprints[one.name] = footprint(one, parallel.rng, start)
-                steps[one.name] = partial(clock.ms, one.step)
-                if args.cuda_graph and one.rival is None and "@host" not in one.name:
-                    graph = as_graph(lambda *_, one=one, **__: one.step(), parallel.rng, ())
-                    replay = partial(graph, (), learning_rate=0.0)
-                    steps[one.name + GRAPH] = partial(clock.ms, replay)
-        samples = in_rounds(steps, args.repeats)
-    rows, by_name = [], {one.name: one for one in engines}
-    for name in {**by_name, **steps}:
-        engine = by_name[name.removesuffix(GRAPH)]
-        base = footprints.get(f"transformers, {NONE}" if name.startswith("transf") else NONE)
+    built = list(build_engines(setting, parallel, skipped))
+    names = [one.name for one in built]
+    chosen = args.engines or names
+    skipped |= dict.fromkeys({*chosen}.difference(names, skipped), "there is no such engine here")
+    start, clock = parallel.rng.snapshot(), clock_of(args)
+    measured, steps = {}, {}
+    try:
+        for one in built:
+            if one.name not in chosen and not one.name.endswith(NONE):
+                continue
+            progress(f"bytes and FLOPs of {one.name}")
+            found = footprint(one, parallel.rng, start)
+            measured[one.name], steps[one.name] = (one, found), partial(clock, one.step)
+            if args.cuda_graph and one.rival is None and "@host" not in one.name:
+                graph = as_graph(lambda *_, one=one, **__: one.step(), parallel.rng, ())
+                measured[one.name + GRAPH] = one, found
+                steps[one.name + GRAPH] = partial(clock, partial(graph, (), learning_rate=0.0))
+    except OutOfTime as reason:
+        skipped["the other engines"] = str(reason)
+    samples, rows = in_rounds(steps, args.repeats), []
+    for name, (engine, found) in measured.items():
+        base = f"transformers, {NONE}" if name.startswith("transformers") else NONE
         none = NONE + GRAPH if name.endswith(GRAPH) else NONE
-        if base is None or none not in samples or name not in samples:
+        if not {name, none} <= samples.keys() or base not in measured:
             skipped[name] = "no time left"
             continue
-        found, times, rival = footprints[engine.name], samples[name], engine.rival
+        without, times, rival = measured[base][1], samples[name], engine.rival
         rows.append(
             dict(
                 dtype=setting.dtype,
                 dropout=setting.dropout,
                 engine=name,
-                kept_ratio=found["kept_bytes"] / base["kept_bytes"],
-                extra_flops=found["flops"] / base["flops"] - 1.0,
+                kept_ratio=found["kept_bytes"] / without["kept_bytes"],
+                extra_flops=found["flops"] / without["flops"] - 1.0,
                 ms=statistics.median(times),
                 samples_ms=times,
                 time_ratio=spread(times, samples[none]),
@@ -118,14 +227,9 @@ def measure(setting, args, skipped):
     return rows
 
 
-def parse(argv):
+def main(argv=None):
+    """Runs the benchmark. Returns 0."""
     parser = benchmark_parser(__doc__, repeats=9)
-    parser.add_argument(
-        "--attention-backend",
-        choices=ATTENTION_BACKENDS,
-        default="auto",
-        help="of megatron_lite; default: auto, which is unfused on a CPU with dropout, else flash",
-    )
     parser.add_argument("--compile", action="store_true", help="ours has its compiled kernels")
     parser.add_argument(
         "--cuda-graph", action="store_true", help="time ours as CUDA graphs too, but for @host"
@@ -138,17 +242,7 @@ def parse(argv):
         help='only these rows of the table and those without recomputation, such as "uniform 1"',
     )
     args = parse_benchmark(parser, argv)
-    known = engine_names(args.shape.num_layers)
-    for name in set(args.engines) - known:
-        parser.error(f"--engines {name!r} must be one of {', '.join(sorted(known))}")
-    return args
-
-
-def main(argv=None):
-    """Runs the benchmark. Returns 0."""
-    args = parse(argv)
-    own = dict(attention_backend=args.attention_backend, compiled=args.compile)
-    for _ in blocks(args, partial(Setting, **own), measure):
+    for _ in blocks(args, partial(Setting, compiled=args.compile), measure):
         pass
     return 0
 

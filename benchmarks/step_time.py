@@ -6,34 +6,32 @@ forward and backward too, above what weights, gradients and optimizer hold befor
 """
 
 import gc
-import itertools
 import math
-import statistics
 import sys
 import time
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
+sys.path.insert(0, ".")  # the root of the clone, which may not be installed
 
 from benchmarks.contestants import GRAPH, OURS, PEERS, build_contestants
-from benchmarks.engines import DTYPES, SETTINGS
+from benchmarks.engines import DTYPES, FAMILIES, Setting
 from benchmarks.harness import (
     OutOfTime,
-    Progress,
     add_number,
     benchmark_parser,
     blocks,
     clock_of,
-    garbage_kept,
     in_rounds,
     parse_benchmark,
+    peak_above,
+    progress,
     spread,
 )
 from megatron_lite.description.model_ends import head_operations
@@ -52,13 +50,11 @@ def linear_layers(setting):
 
     Those of experts are grouped products of balanced rows.
     """
-    config, shape = setting.model_config(), setting.shape
-    b, s, layers = shape.batch_size, shape.seq_length, shape.num_layers
-    sizes = Sizes(micro_batch_size=b, seq_length=s, padded_vocab_size=shape.vocab_size)
-    described = [layer.operations for layer in describe_layers(config, sizes, layers)]
-    operations = itertools.chain(*described, head_operations(config, sizes))
-    calls = [call for one in operations if one.name != CORE for call in one.calls]
-    matmuls = [one for call in calls for one in call.matmuls]
+    config, sizes = setting.model_config(), Sizes(**setting.sizes)
+    layers = describe_layers(config, sizes, config.num_layers)
+    operations = [*head_operations(config, sizes)]
+    operations += [one for layer in layers for one in layer.operations if one.name != CORE]
+    matmuls = [one for operation in operations for call in operation.calls for one in call.matmuls]
     drawn = partial(torch.randn, device=setting.device, dtype=DTYPES[setting.dtype])
     products = {}
     for one in set(matmuls):
@@ -86,22 +82,17 @@ def kernels(one, device):
 
 
 def warm(one, device):
-    """Runs the contestant twice. Returns its loss, and on a GPU its peak, launches and kernels."""
-    is_cuda = device.type == "cuda"
-    before = 0
-    for _ in range(2):  # the first run builds kernels and workspaces
-        one.clear()
-        if is_cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-        loss = one.run().item()
-    peak = None
-    if is_cuda and GRAPH not in one.name:  # a graph's memory was there before
-        peak = torch.cuda.max_memory_allocated(device) - before
-    launches, kernel_ms = kernels(one, device) if is_cuda else (None, None)
+    """Runs the contestant. Returns its loss, and on a GPU its peak, launches and kernels, as fields
+    of its row."""
+    loss = one.run().item()  # it builds kernels and workspaces
     one.clear()
-    return loss, peak, launches, kernel_ms
+    peak = launches = kernel_ms = None
+    if device.type == "cuda":
+        if GRAPH not in one.name:  # a graph's memory was there before
+            peak = peak_above(one.run, device)
+        launches, kernel_ms = kernels(one, device)
+        one.clear()
+    return dict(loss=loss, peak_bytes=peak, launches=launches, kernel_ms=kernel_ms)
 
 
 def measure(setting, args, skipped):
@@ -113,15 +104,14 @@ def measure(setting, args, skipped):
     of_matmuls: the model's FLOPs at the rate of its linear layers alone, over `ms`.
     peak_bytes: on a GPU, above what was there before.
     """
-    began, seconds, progress = time.monotonic(), args.seconds or math.inf, Progress()
+    began, seconds = time.monotonic(), args.seconds or math.inf
     contestants = build_contestants(setting, skipped, peers=args.peers, compiled=args.compile)
-    first, running = {}, {}
+    warmed = {}
     with suppress(OutOfTime):
         for one in contestants:  # a contestant that fails leaves the others alone
             progress(f"warming up {one.name}")
             try:
-                first[one.name] = warm(one, setting.device)
-                running[one.name] = one
+                warmed[one.name] = one, warm(one, setting.device)
             except (RuntimeError, ImportError, OutOfTime) as reason:
                 skipped[one.name] = str(reason).splitlines()[0][:150]
                 one.clear()
@@ -129,66 +119,51 @@ def measure(setting, args, skipped):
             if time.monotonic() > began + FOR_WARMING * seconds:
                 skipped["those after " + one.name] = f"no time left of --seconds {args.seconds}"
                 break
-    clock, shape, config = clock_of(args), setting.shape, setting.model_config()
-    run, linear_flops = linear_layers(setting)
-    with garbage_kept():
-        linear = in_rounds({LINEAR: partial(clock.ms, run)}, args.repeats)
-        samples, steps = {}, {}
-        try:
-            for found, kind, share in ((samples, "run", FOR_WARMING + 0.2), (steps, "step", 1.0)):
-                timed = {
-                    name: partial(one.ms, clock, getattr(one, kind))
-                    for name, one in running.items()
-                }
-                found |= in_rounds(timed, args.repeats, began + share * seconds)
-        except torch.OutOfMemoryError as reason:
-            skipped["the rest"] = str(reason).splitlines()[0][:150]
-    sizes = dict(
-        micro_batch_size=shape.batch_size,
-        seq_length=shape.seq_length,
-        padded_vocab_size=shape.vocab_size,
+    clock, (run, linear_flops) = clock_of(args), linear_layers(setting)
+    linear = in_rounds({LINEAR: partial(clock, run)}, args.repeats).get(LINEAR, [math.nan])
+    # the ms of the model's FLOPs at the rate of these layers
+    at_their_rate = (
+        median(linear) / linear_flops * step_flops(setting.model_config(), **setting.sizes)
     )
-    flops = step_flops(config, **sizes)
-    rows = []
+    samples, steps, rows = {}, {}, []
+    try:
+        for found, kind, share in ((samples, "run", FOR_WARMING + 0.2), (steps, "step", 1.0)):
+            timed = {
+                name: partial(one.ms, clock, getattr(one, kind))
+                for name, (one, _) in warmed.items()
+            }
+            found |= in_rounds(timed, args.repeats, began + share * seconds)
+    except torch.OutOfMemoryError as reason:
+        skipped["the rest"] = str(reason).splitlines()[0][:150]
     for name, times in samples.items() if OURS in samples else ():
-        loss, peak, launches, kernel_ms = first[name]
-        ms, step = statistics.median(times), steps.get(name)
-        alone = statistics.median(linear[LINEAR]) if linear else math.nan
+        ms, step = median(times), steps.get(name)
         rows.append(
             dict(
                 name=name,
                 dtype=setting.dtype,
                 dropout=setting.dropout,
-                loss=loss,
-                peak_bytes=peak,
-                launches=launches,
-                kernel_ms=kernel_ms,
+                **warmed[name][1],
                 ms=ms,
                 ratio=spread(times, samples[OURS]),
-                step_ms=statistics.median(step) if step else None,
+                step_ms=median(step) if step else None,
                 step_ratio=spread(step, steps[OURS]) if step else None,
                 tokens_per_second=setting.tokens / ms * 1000.0,
-                of_matmuls=flops * alone / linear_flops / ms,
+                of_matmuls=at_their_rate / ms,
                 samples_ms=times,
             )
         )
     return rows
 
 
-def parse(argv):
+def main(argv=None):
+    """Runs the benchmark. Returns 0, or 1 if the losses of the contestants differ."""
     parser = benchmark_parser(__doc__, repeats=9)
-    parser.add_argument("--family", choices=list(SETTINGS), default="gpt", help="default: gpt")
+    parser.add_argument("--family", choices=FAMILIES, default="gpt2", help="default: gpt2")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--compile", action="store_true", help="also torch.compile's contestants")
     add_number(parser, "--seconds", None, "leave out contestants and rounds, to end in this time")
-    return parse_benchmark(parser, argv)
-
-
-def main(argv=None):
-    """Runs the benchmark. Returns 0, or 1 if the losses of the contestants differ."""
-    args = parse(argv)
-    status = 0
-    for rows in blocks(args, SETTINGS[args.family], measure):
+    args, status = parse_benchmark(parser, argv), 0
+    for rows in blocks(args, partial(Setting, family=args.family), measure):
         losses = [row["loss"] for row in rows if not row["dropout"]]
         if losses and max(losses) - min(losses) > 2e-2 * max(losses):
             print(f"the contestants compute different losses: {losses}", file=sys.stderr)

@@ -9,4 +9,6 @@ if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python3
     if [[ -x $root/.venv/bin/python ]]; then PYTHON=$root/.venv/bin/python; fi
 fi
-exec "$PYTHON" "$root/benchmarks/two_cards.py" --device "${DEVICE:-cuda}" "$@"
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+cd "$root"
+exec "$PYTHON" benchmarks/two_cards.py --device "${DEVICE:-cuda}" "$@"

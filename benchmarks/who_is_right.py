@@ -12,24 +12,29 @@ text is the same on every run.
 """
 
 import argparse
+import pickle
+import re
+import resource
+import signal
 import sys
+import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
+sys.path.insert(0, ".")  # the root of the clone, which may not be installed
 
-from benchmarks.outcomes import EQUAL, ROUNDED, alone, verdict
 from megatron_lite.recompute.apply import apply_policy_
-from tests.support.foreign import Foreign, Outcome, Prepare, train
+from tests.support.foreign import Foreign, Outcome, Prepare, count_unequal, error_of, train
 from tests.support.foreign_families import FAMILIES, VARIANTS
 from tests.support.foreign_layers import LAYERS
 from tests.support.foreign_wrapped import (
@@ -39,22 +44,25 @@ from tests.support.foreign_wrapped import (
     train_compiled,
     train_in_ddp,
 )
+from tests.support.forks import status_of_fork
 from tests.support.odd_state import CONTEXTS, STATES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 
 BEGIN, END = "<!-- tables of benchmarks/who_is_right.py -->", "<!-- end of the tables -->"
+OF_TRANSFORMERS = [*FAMILIES.values(), *VARIANTS.values()]
 MODELS = {**FAMILIES, **VARIANTS, **LAYERS, **STATES, **CONTEXTS}
 ROUNDING = 1e-3  # relative; a gradient further off is wrong
 BF16_ROUNDING = 2.0**-5  # under autocast
 WAYS_OF = "BERT"  # the model of the table of ways to train: no cache, no side channel
+EQUAL = "equal"
+ROUNDED = "equal up to rounding"
 NOT_APPLICABLE = "-"
 REFUSED_TOO = "error, as without"
 REFUSED_BY_PLAIN = "a saved result that it writes afterwards"
 PLAIN_REFUSES = "weights written before backward"
 
 
-@dataclass(frozen=True)
-class Engine:
+class Engine(NamedTuple):
     """An engine that is compared.
 
     put: puts the engine on a model.
@@ -80,21 +88,19 @@ def _checkpointed(forward, use_reentrant, *args, **kwargs):
     """
     if not use_reentrant:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    names = tuple(kwargs)
+    n = len(args)
 
     def by_position(*values):
-        return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+        return forward(*values[:n], **dict(zip(kwargs, values[n:], strict=True)))
 
     return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=True)
 
 
-def _enable(model, foreign, *, use_reentrant):
+def _enable(model, foreign, *, options):
     inner = next(
         module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)
     )
-    inner.gradient_checkpointing_enable(
-        None if use_reentrant is None else {"use_reentrant": use_reentrant}
-    )
+    inner.gradient_checkpointing_enable(options)
 
 
 def _policy(model, foreign, *, text, verify="first"):
@@ -105,8 +111,8 @@ def _policy(model, foreign, *, text, verify="first"):
 ENGINES = (
     Engine("torch, non-reentrant", partial(_wrap_layers, use_reentrant=False)),
     Engine("torch, reentrant", partial(_wrap_layers, use_reentrant=True)),
-    Engine("transformers", partial(_enable, use_reentrant=None), only_transformers=True),
-    Engine("transformers, reentrant", partial(_enable, use_reentrant=True), only_transformers=True),
+    Engine("transformers", partial(_enable, options=None), True),
+    Engine("transformers, reentrant", partial(_enable, options={"use_reentrant": True}), True),
     Engine("ours, `full`", partial(_policy, text="*:full")),
     Engine("ours, `full`, verify", partial(_policy, text="*:full", verify=True)),
     Engine("ours, `ops(matmul)`", partial(_policy, text="*:ops(matmul)")),
@@ -116,8 +122,7 @@ OURS = "ours"  # the last columns, which the tables show as one
 NUM_OTHERS = sum(not engine.name.startswith(OURS) for engine in ENGINES)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A row of the tables.
 
     run: returns the outcome of the model that `prepare` has changed.
@@ -134,6 +139,83 @@ class Row:
     seconds: int = 20
 
 
+def alone(training, seconds):
+    """Returns the outcome of the training, or a text about the error in which it ends.
+
+    The training runs in its own process, because some engines never return.
+    """
+
+    def run():
+        # The limit is on processor time: on a busy machine a training does not count as endless.
+        used = int(time.process_time())
+        resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, used + seconds + 5))
+        try:
+            found = training()
+        except Exception as error:  # any error of an engine is the content of its cell
+            found = f"error: {short(error)}"
+        file.write(pickle.dumps(found))
+        file.flush()
+
+    with tempfile.TemporaryFile() as file:
+        status = status_of_fork(run)
+        file.seek(0)
+        if not status:
+            return pickle.load(file)
+    # A stack overflow or the time limit: the size of the stack decides which comes first.
+    if status in (-signal.SIGXCPU, -signal.SIGSEGV):
+        return "**hangs, or the process dies**"
+    return f"error: the process ends with {status}"
+
+
+def verdict(expected, found, tolerance):
+    """Returns the comparison in a few words. Bold text means that the training is wrong."""
+    counts, parts = count_unequal(expected, found, tolerance), []
+    rounded = counts["rounded"] > 0 or not all(map(torch.equal, expected.losses, found.losses))
+    if max(map(error_of, expected.losses, found.losses)) > tolerance:
+        parts.append("loss wrong")
+    trained = sum(gradient is not None for gradient in expected.gradients.values())
+    parts += [f"{counts[kind]} of {trained} {kind}" for kind in ("wrong", "lost") if counts[kind]]
+    if counts["made up"]:
+        parts.append(f"{counts['made up']} zeros for None")
+    changed = sum(
+        not torch.equal(buffer, found.buffers[name]) for name, buffer in expected.buffers.items()
+    )
+    if changed:
+        parts.append(f"{changed} of {len(expected.buffers)} buffers differ")
+    if not torch.equal(expected.generator, found.generator):
+        parts.append("the generator ends elsewhere")
+    if parts:
+        return f"**{', '.join(parts)}**"
+    return ROUNDED if rounded else EQUAL
+
+
+def short(error):
+    """Returns the error's message in at most 60 characters, without memory addresses."""
+    for pattern, words in SHORT.items():
+        if re.search(pattern, str(error), re.DOTALL):
+            return words
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = lines[-1 if isinstance(error, RankFailure) else 0].removeprefix("RuntimeError: ")
+    text = re.sub(r"0x[0-9a-f]+", "..", text).replace("|", "/")
+    return text if len(text) <= 60 else text[:57].rsplit(" ", 1)[0] + " .."
+
+
+# Long messages of torch, as patterns, and their meaning here in a few words.
+SHORT = {
+    "a replay is not what its forward": "the replay is not what its forward was",
+    r"size of tensor a .* must match|shape '.*' is invalid": "other shapes inside of the replay",
+    r"backward through the graph a second time": "backward through a graph that is gone",
+    r"A different number of tensors": "the replay saves another number of tensors",
+    r"modified by an inplace operation|modified in-place since": "a tensor was written in place",
+    r"is being (modified inplace|used in an in-place)": "an argument must not be written in place",
+    r"does not require grad and does not have a grad_fn": "the loss has no gradient",
+    r"checkpoint is incompatible with": "only with backward(), not autograd.grad()",
+    r"has been marked as ready twice|mark a variable ready only once": "DDP gets a gradient twice",
+    r"'tuple' object has no attribute": "the output came back as a plain tuple",
+    r"during backward but not found|invocation index": "the replay runs another operator",
+}
+
+
 def cells(row):
     """Returns the cells of the row, one for each engine."""
     expected = None if row.plain_refuses else alone(partial(row.run, None), row.seconds)
@@ -143,7 +225,7 @@ def cells(row):
 
 def cell(row, engine, expected):
     """Returns one cell. expected: the outcome of plain torch, or None if it ends in an error."""
-    if engine.only_transformers and not _is_of_transformers(row.foreign):
+    if engine.only_transformers and row.foreign not in OF_TRANSFORMERS:
         return NOT_APPLICABLE
     found = alone(partial(row.run, lambda model: engine.put(model, row.foreign)), row.seconds)
     if isinstance(found, str):
@@ -151,59 +233,34 @@ def cell(row, engine, expected):
     return "**silent**" if expected is None else verdict(expected, found, row.tolerance)
 
 
-def _is_of_transformers(foreign):
-    return any(foreign is model for model in (*FAMILIES.values(), *VARIANTS.values()))
-
-
 def _trained(names):
     for name in names:
-        yield Row(
-            name,
-            MODELS[name],
-            partial(train, MODELS[name], "two micro-batches"),
-            plain_refuses=name == REFUSED_BY_PLAIN,
-        )
+        run = partial(train, MODELS[name], "two micro-batches")
+        yield Row(name, MODELS[name], run, plain_refuses=name == REFUSED_BY_PLAIN)
 
 
 def _ways():
     model = MODELS[WAYS_OF]
     for way, name in WAYS.items():
-        yield Row(
-            name,
-            model,
-            partial(train, model, way),
-            tolerance=BF16_ROUNDING if "bf16" in way else ROUNDING,
-            plain_refuses=way == PLAIN_REFUSES,
-        )
+        tolerance = BF16_ROUNDING if "bf16" in way else ROUNDING
+        yield Row(name, model, partial(train, model, way), tolerance, way == PLAIN_REFUSES)
+    unread = LAYERS["an output that nobody reads"]
     for name, other, options in (
-        ("DDP", model, {}),
-        ("DDP, static_graph", model, dict(static=True)),
+        ("DDP", model, dict(find_unused=False)),
+        ("DDP, static_graph", model, dict(find_unused=False, static=True)),
         ("DDP, find_unused_parameters", model, dict(find_unused=True)),
-        (
-            "the same, a layer with an output that nobody reads",
-            LAYERS["an output that nobody reads"],
-            dict(find_unused=True),
-        ),
+        ("the same, a layer with an output that nobody reads", unread, dict(find_unused=True)),
     ):
-        yield Row(
-            name,
-            other,
-            partial(_in_ranks, other, dict(dict(find_unused=False), **options)),
-            seconds=300,
-        )
+        yield Row(name, other, partial(_in_ranks, other, options), seconds=300)
     chain = LAYERS["a tensor"]
-    for name, other, wrap, first in (
-        (f"torch.compile around {WAYS_OF}", model, compile_around, False),
-        ("torch.compile around a chain of layers", chain, compile_around, False),
-        ("torch.compile around each layer, engine included", chain, compile_layers, False),
-        ("the engine around compiled forwards", chain, compile_forwards, True),
+    for name, other, wrap in (
+        (f"torch.compile around {WAYS_OF}", model, compile_around),
+        ("torch.compile around a chain of layers", chain, compile_around),
+        ("torch.compile around each layer, engine included", chain, compile_layers),
+        ("the engine around compiled forwards", chain, compile_forwards),
     ):
-        yield Row(
-            name,
-            other,
-            partial(train_compiled, other, wrap=wrap, backend="aot_eager", first=first),
-            seconds=600,
-        )
+        run = partial(train_compiled, other, wrap=wrap, backend="aot_eager")
+        yield Row(name, other, partial(run, first=wrap is compile_forwards), seconds=600)
 
 
 WAYS = {
@@ -221,11 +278,9 @@ WAYS = {
 
 def _in_ranks(foreign, options, prepare):
     """Returns the outcome of the first of two ranks that train under DDP."""
-    result = run_ranks(
+    return run_ranks(
         lambda rank, size: train_in_ddp(foreign, prepare, **options), 2, detail=False, timeout=60
     )[0]
-    assert isinstance(result, Outcome)
-    return result
 
 
 TABLES = {
@@ -267,16 +322,13 @@ def markdown(found):
     }
     versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
     counts = [
-        (engine.name, [str(sum(kind(line[number]) for line in every)) for kind in kinds.values()])
-        for number, engine in enumerate(ENGINES)
+        (engine.name, [str(sum(map(kind, column))) for kind in kinds.values()])
+        for engine, *column in zip(ENGINES, *every, strict=True)
     ]
     parts = [f"{versions}, on a CPU. Rows by outcome:\n", _table(["engine", *kinds], counts)]
     for title, (what, _) in TABLES.items():
-        shown = [
-            number
-            for number in range(NUM_OTHERS)
-            if any(line[number] != NOT_APPLICABLE for _, line in found[title])
-        ]
+        columns = list(zip(*(line for _, line in found[title]), strict=True))[:NUM_OTHERS]
+        shown = [number for number, cells in enumerate(columns) if {*cells} != {NOT_APPLICABLE}]
         head = [what, *(ENGINES[number].name for number in shown), OURS]
         lines = [
             (name, [*(line[number] for number in shown), merged(line[NUM_OTHERS:])])
@@ -302,12 +354,8 @@ def _warm_up():
 
     The imports of a selective checkpoint and of a compiler take seconds.
     """
-    for name, way in (("a tensor", "two micro-batches"), ("BERT", "bf16 autocast")):
-        train(
-            MODELS[name],
-            way,
-            lambda model, name=name: _policy(model, MODELS[name], text="0:ops(matmul)"),
-        )
+    model = MODELS[WAYS_OF]
+    train(model, "bf16 autocast", lambda found: _policy(found, model, text="0:ops(matmul)"))
     train_compiled(MODELS["a tensor"], None, wrap=compile_layers, backend="aot_eager")
 
 
@@ -324,16 +372,15 @@ def main(arguments=None):
     parser.add_argument(
         "--output", type=Path, help="a page with the two marks between which the tables stand"
     )
-    chosen = parser.parse_args(arguments)
-    page = chosen.output.read_text() if chosen.output and chosen.output.is_file() else ""
-    if chosen.output and not (BEGIN in page and END in page):
-        parser.error(f"--output {chosen.output} is no page that holds the marks {BEGIN} and {END}")
+    output = parser.parse_args(arguments).output
+    page = output.read_text() if output else BEGIN + END
+    before, rest = page.split(BEGIN)
     torch.set_num_threads(1)  # the ranks are forks of this process
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     text = tables()
-    if chosen.output:
-        chosen.output.write_text(f"{page.split(BEGIN)[0]}{BEGIN}\n{text}{END}{page.split(END)[1]}")
+    if output:
+        output.write_text(f"{before}{BEGIN}\n{text}{END}{rest.split(END)[1]}")
     else:
         print(text, end="")
 
