@@ -236,12 +236,18 @@ class _StandIn(torch.autograd.Function):
 class LowRank(nn.Module):
     """A frozen linear layer and its trainable adapter of low rank (LoRA, 2106.09685)."""
 
-    def __init__(self, linear: nn.Linear, rank: int) -> None:
+    def __init__(self, linear: Any, rank: int) -> None:
         super().__init__()
-        dtype = linear.weight.dtype
+        dtype, sizes = linear.weight.dtype, linear.weight.shape
+        width, given = sizes if isinstance(linear, nn.Linear) else sizes[::-1]
         self.linear = linear
-        self.down = nn.Linear(linear.in_features, rank, bias=False, dtype=dtype)
-        self.up = nn.Linear(rank, linear.out_features, bias=False, dtype=dtype)
+        self.down = nn.Linear(given, rank, bias=False, dtype=dtype)
+        self.up = nn.Linear(rank, width, bias=False, dtype=dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the layer, of which T5 reads the type."""
+        return self.linear.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the sum of both."""
@@ -350,11 +356,13 @@ def shard_(model: nn.Module, lists: list[LayerList], mesh: DeviceMesh) -> None:
 
 def add_adapters_(model: nn.Module, rank: int) -> None:
     """Freezes a model, and puts adapters on the linear layers inside its repeated layers."""
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
+
     model.requires_grad_(False)
     layers = [layer for one in layer_lists(model, None) for layer in one.layers]
     for module in [module for layer in layers for module in layer.modules()]:
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and not isinstance(module, LowRank):
+            if isinstance(child, (nn.Linear, Conv1D)) and not isinstance(module, LowRank):
                 setattr(module, name, LowRank(child, rank))
 
 

@@ -31,6 +31,10 @@ T5 = dict(
     d_model=64, d_kv=16, d_ff=128, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
 )  # fmt: skip
 
+GPT2 = dict(
+    model_type="gpt2", architectures=["GPT2LMHeadModel"], vocab_size=200, n_embd=64, n_layer=2,
+    n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+)  # fmt: skip
 BERT = dict(
     model_type="bert", architectures=["BertForMaskedLM"], vocab_size=200, hidden_size=32,
     num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
@@ -48,7 +52,10 @@ def given(**settings):
 @pytest.mark.parametrize(
     ("config", "rank", "length"),
     # In a short step the peak is the update, which on a GPU is of all tensors at once.
-    [(SHALLOW, 4, 128), (LLAMA, 0, 128), (SHALLOW, 0, 4), (MIXTRAL, 0, 128), (T5, 0, 128)],
+    [
+        *((SHALLOW, 4, 128), (LLAMA, 0, 128), (SHALLOW, 0, 4), (MIXTRAL, 0, 128), (T5, 0, 128)),
+        *((T5, 4, 128), (GPT2, 4, 128)),  # T5 reads the weights, GPT-2 has them transposed
+    ],
 )
 def test_fake_tensors_give_the_peak_of_the_real_step(config, rank, length):
     machine = load_hardware("h100")
