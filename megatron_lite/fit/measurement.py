@@ -308,16 +308,15 @@ class Measurement:
         to_end = spans[last + 1].peak - full[last + 1].peak
         longer = spans[first].start - full[first].start
         grown = {n: [*map(sub, _figures(spans, n), _figures(full, n))] for n in tried}
-        ends = {n: _end(spans, n) - _end(full, n) for n in tried}
         earlier, later = sum(kept for kept, *_ in grown.values()), 0
         for number, key in sorted(tried.items(), key=lambda each: -self._order.index(each[0])):
             places = self._step.sharing.kept[number]
-            kept, held, forward, backward, time = grown[number]
+            kept, held, forward, backward, end, time = grown[number]
             earlier -= kept
             left = 0
             if number not in self._used:
                 kept, held = kept * (2 * to_end > kept), kept * (2 * longer > kept)
-            elif 2 * (ends[number] - earlier - later) > kept - held > 0:
+            elif 2 * (end - earlier - later) > kept - held > 0:
                 left, held = kept - held, kept
             later += left
             # Times are compared within one step, since others may use the machine as well.
@@ -346,7 +345,8 @@ class Measurement:
 
 
 def _figures(spans: list[Span], layer: int) -> list[int]:
-    """Returns the figures of an Option for a layer, which are not compared with anything yet."""
+    """Returns the figures of an Option for a layer, which are not compared with anything yet, and
+    the bytes at the end of its last backward."""
     own = [span for span in spans if span.layer == layer]
     forward = [span for span in own if span.name == FORWARD and span.is_largest]
     backward = [span for span in own if span.name == BACKWARD and span.is_largest]
@@ -355,14 +355,9 @@ def _figures(spans: list[Span], layer: int) -> list[int]:
         sum(span.start - span.end for span in backward),
         max((span.peak - span.start for span in forward), default=0),
         max((span.peak - span.start for span in backward), default=0),
+        next((span.end for span in reversed(backward)), 0),
         sum(span.nanoseconds for span in own),
     ]
-
-
-def _end(spans: list[Span], layer: int) -> int:
-    """Returns the bytes at the end of a layer's last backward, or 0 if it has none."""
-    ends = [span.end for span in spans if (span.layer, span.name) == (layer, BACKWARD)]
-    return ends[-1] if ends else 0
 
 
 def _of_all_ranks(
