@@ -9,7 +9,6 @@ how to install apex.
 
 import importlib
 import importlib.util
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -62,12 +61,9 @@ def fuse_weight_gradients_(
         for chunk in model
         if chunk.stage.is_first and chunk.embedding is not None
     }
-    compiled = {
-        # only transformer layers are compiled
-        parameter
-        for chunk in model
-        for parameter in (chunk.decoder.layers.parameters() if compiled_layers else ())
-    }
+    compiled = set[nn.Parameter]()  # only transformer layers are
+    for chunk in model if compiled_layers else ():
+        compiled |= {*chunk.decoder.layers.parameters()}
     gradients = optimizer.layout.gradients
     buckets = gradients.buckets if isinstance(gradients, GradBuffer) else ()
     narrow = any(bucket.flat.dtype.itemsize == 2 for bucket in buckets)
@@ -79,10 +75,10 @@ def fuse_weight_gradients_(
     sums = Counter[str]()  # the matmuls, by who sums their gradients
     for name, weight in model.named_parameters():
         reason = for_all
-        if not reason and weight in compiled:
-            reason = "the graph of a compiled layer cannot call the kernel"
-        elif not reason and not narrow and not can_be_summed(weight.dtype):
-            reason = (
+        if weight in compiled:
+            reason = reason or "the graph of a compiled layer cannot call the kernel"
+        elif not narrow and not can_be_summed(weight.dtype):
+            reason = reason or (
                 f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
             )
         if not for_all and weight in tables and lookup_adds(weight) and not narrow:
@@ -134,53 +130,29 @@ def weight_gradient_kernel() -> tuple[Any, str]:
 
     The kernel adds grad_output^T input to main_grad [out, in], float32.
     """
-    found = _kernel(EXTENSION)
     # Releases of apex have put their extensions at the top level or inside the package.
-    if found[0] is None and installed_package()[0] == "nvidia":
-        inside = _kernel(f"apex._extensions.{EXTENSION}")
-        found = found if inside[0] is None else inside
-    return found
-
-
-def installed_package() -> tuple[str, str]:
-    """Returns whose package has the name apex here, and its folder or file. Imports nothing.
-
-    The owner is "nvidia", "other" or, without a package, "absent". A folder without `__init__.py`
-    counts as absent. An example is a clone of apex's repository beside the program.
-    """
-    if (loaded := sys.modules.get("apex")) is not None:
-        folders = [str(folder) for folder in getattr(loaded, "__path__", ())]
-        place = getattr(loaded, "__file__", None)
-    else:
+    names = [EXTENSION, f"apex._extensions.{EXTENSION}"] if _is_nvidias() else [EXTENSION]
+    for name in names:
         try:
-            spec = importlib.util.find_spec("apex")
-        except Exception:  # finders that other packages have installed
-            spec = None
-        if spec is None or spec.origin is None:
-            return "absent", ""
-        folders, place = list(spec.submodule_search_locations or ()), spec.origin
-    is_nvidia = "apex.optimizers" in sys.modules or any(
-        (Path(folder) / "optimizers").is_dir() for folder in folders
+            found = importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # built for another torch it may raise any
+            if isinstance(error, ModuleNotFoundError) and name.startswith(error.name or name):
+                continue
+            text = " ".join(str(error).split()) or "no message"
+            return None, f"importing {name} fails ({type(error).__name__}: {text[:200]})"
+        missing = f"{name} has no {SYMBOL}: it is of another release of apex"
+        return getattr(found, SYMBOL, None), missing
+    return None, (
+        "NVIDIA apex is not installed with its CUDA extensions (`pip install apex` installs "
+        "another package)"
     )
-    return "nvidia" if is_nvidia else "other", folders[0] if folders else str(place)
 
 
-def _kernel(module_name: str) -> tuple[Any, str]:
-    """Finds the kernel in a module."""
+def _is_nvidias() -> bool:
+    """Returns whether the package with the name apex here is NVIDIA's. Imports nothing."""
     try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # an extension built for another torch may raise any
-        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
-            owner, place = installed_package()
-            return None, {
-                "nvidia": f"apex is installed without {module_name}, as it is without its CUDA "
-                "extensions",
-                "other": f"the package apex in {place} is not NVIDIA's",
-                "absent": "NVIDIA apex is not installed",
-            }[owner]
-        text = " ".join(str(error).split()) or "no message"
-        why = f"{type(error).__name__}: {text[:200]}"
-        return None, f"importing {module_name} fails ({why})"
-    place = getattr(module, "__file__", None) or "this environment"
-    missing = f"{module_name} in {place} has no {SYMBOL}: it is of another release of apex"
-    return getattr(module, SYMBOL, None), missing
+        spec = importlib.util.find_spec("apex")
+    except Exception:  # finders that other packages have installed
+        return False
+    folders = spec.submodule_search_locations if spec is not None else None
+    return any(Path(folder, "optimizers").is_dir() for folder in folders or ())

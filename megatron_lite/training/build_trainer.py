@@ -330,12 +330,12 @@ def _add_what_flags_ask_for(trainer: Trainer) -> None:
     if config.logging.timing_log_level:
         from megatron_lite.training.profiler import Timers
 
-        trainer.timers = Timers(config.logging, parallel)
+        trainer.timers = Timers(config.logging.timing_log_level, parallel)
         trainer.optimizer.timed = trainer.runner.timed = trainer.timers
     if config.profiling.profile or config.profiling.record_memory_history:
         from megatron_lite.training.profiler import Profiler
 
-        trainer.profiler = Profiler(config, parallel)
+        trainer.profiler = Profiler(config, parallel, lambda text: trainer.log.line(text))
     if config.logging.log_straggler:
         from megatron_lite.supervision.slow_rank import SlowRanks
 

@@ -54,7 +54,6 @@ from megatron_lite.training.terminal import Terminal, log_file_path, skipped_bat
 
 if TYPE_CHECKING:
     from megatron_lite.training.log_files import AppendedFile, TensorBoard, Wandb
-    from megatron_lite.training.profiler import Times
     from megatron_lite.training.skipped import SkippedUpdate
 
 LAST = 10  # iterations over which the last loss is a mean
@@ -313,13 +312,17 @@ class RunLog:
             scalars[f"lm loss {name} ppl"] = result.perplexity
         self._write_scalars(iteration, scalars, scalars)
 
-    def times(self, times: Times | None, iteration: int) -> None:
-        """Prints the timers of --timing-log-level, and writes the slowest rank's to TensorBoard."""
-        if times is None:
-            return
-        self.line(str(times))
+    def times(self, times: Mapping[str, Sequence[float]], iteration: int) -> None:
+        """Prints the timers of --timing-log-level, and writes the slowest rank's to TensorBoard.
+
+        times: by the name of the timer, the milliseconds of each rank.
+        """
+        from megatron_lite.training.profiler import times_text
+
+        if times:
+            self.line(times_text(times, self._config.timing_log_option))
         if self._config.log_timers_to_tensorboard:
-            slowest = {f"{name}-time": max(ms) / 1000.0 for name, ms in times.ranks.items()}
+            slowest = {f"{name}-time": max(ms) / 1000.0 for name, ms in times.items()}
             self._write_scalars(iteration, slowest)
 
     def _write_scalars(

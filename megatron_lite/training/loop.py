@@ -171,8 +171,8 @@ class Trainer:
                     self.saver.say = log.line
                 with self._settings():
                     finished = self._train()
-                for line in self.profiler.close() if self.profiler is not None else ():
-                    log.line(line)
+                if self.profiler is not None:
+                    self.profiler.close()
                 if self.config.logging.memory_timeline is not None and self._num_steps < 2:
                     log.line("no memory timeline: the run had no second iteration to record")
                 if self.saver is not None:
@@ -309,9 +309,9 @@ class Trainer:
         )
         self._num_steps += 1
         looks = self._looks() if self._num_steps <= 2 else Looks()
-        if self.profiler is not None:
-            self.profiler.begin(iteration)
         with ExitStack() as around:
+            if self.profiler is not None:
+                around.enter_context(self.profiler.step(iteration))
             if looks.peak is not None:
                 around.enter_context(looks.peak.step())
             if self.slow_ranks is not None:
@@ -330,8 +330,6 @@ class Trainer:
                 timeline=looks.timeline,
                 masked=masked,
             )
-        for notice in self.profiler.end(iteration) if self.profiler is not None else ():
-            self.log.line(notice)
         if looks.meter is not None:
             self._compare_kept_bytes(looks.meter)
         if looks.peak is not None:

@@ -13,17 +13,16 @@ step slower, which is why level 0 is the default.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import size
 from megatron_lite.description.sizes import Sizes
@@ -50,79 +49,75 @@ MOST_ALLOCATIONS = 100_000  # of the memory history
 
 
 class Profiler:
-    """The profiler of this rank. Call `begin` and `end` around every iteration, and `close` last.
+    """The profiler of this rank. Use `step` around every iteration, and call `close` at the end.
 
-    It issues no collective.
+    say: writes a line to the log. The profiler issues no collective.
     """
 
-    def __init__(self, config: RunConfig, parallel: ParallelState) -> None:
-        self._config, self._rank = config.profiling, parallel.rank
-        on_cuda, mine = parallel.device.type == "cuda", config.profiling.of_rank(parallel.rank)
-        traces = config.profiling.use_pytorch_profiler
-        self._is_due = config.profiling.profile and mine and (traces or on_cuda)
-        self._keeps_history = config.profiling.record_memory_history and mine and on_cuda
-        self._log_interval = config.logging.log_interval
-        folder = config.logging.tensorboard_dir or config.checkpoint.save or "."
-        self._trace = Path(folder) / "torch_profile" / f"rank-{self._rank}.json.gz"
-        self._torch: Any = None
-        self._marks: ExitStack | None = None  # ends the marks for Nsight Systems
+    def __init__(
+        self, config: RunConfig, parallel: ParallelState, say: Callable[[str], None]
+    ) -> None:
+        own, self._config, self._rank, self._say = config.profiling, config, parallel.rank, say
+        on_cuda, mine = parallel.device.type == "cuda", own.of_rank(parallel.rank)
+        self._is_due = own.profile and mine and (own.use_pytorch_profiler or on_cuda)
+        self._keeps_history = own.record_memory_history and mine and on_cuda
+        self._recording: ExitStack | None = None
+        self._mark: Callable[[str], AbstractContextManager[object]] = not_timed
         if self._keeps_history:
             record_memory_history(max_entries=MOST_ALLOCATIONS)
 
-    def begin(self, iteration: int) -> None:
-        """Begins to record, if this iteration, counted from 1, is the first one to profile."""
-        config = self._config
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Records the block if this iteration, counted from 1, is one to profile."""
+        config = self._config.profiling
         if self._is_due and config.profile_step_start < iteration <= config.profile_step_end:
-            self._is_due = False
+            self._is_due, self._recording = False, ExitStack()
             if config.use_pytorch_profiler:
-                self._torch = torch.profiler.profile(
+                recorded = torch.profiler.profile(
+                    on_trace_ready=self._write,
                     record_shapes=config.pytorch_profiler_collect_shapes,
                     with_stack=config.pytorch_profiler_collect_callstack,
                 )
-                self._torch.start()
+                self._recording.enter_context(recorded)
+                self._mark = torch.profiler.record_function
             else:
-                self._marks = ExitStack()
                 torch.cuda.cudart().cudaProfilerStart()
-                self._marks.callback(torch.cuda.cudart().cudaProfilerStop)
+                self._recording.callback(torch.cuda.cudart().cudaProfilerStop)
+                self._mark = torch.cuda.nvtx.range
                 if config.record_shapes or config.nvtx_ranges:
                     operators = torch.autograd.profiler.emit_nvtx(
                         record_shapes=config.record_shapes
                     )
-                    self._marks.enter_context(operators)
-        elif self._torch is not None:
-            self._torch.step()  # a mark in the trace between two iterations
-        if self._marks is not None:
-            torch.cuda.nvtx.range_push(f"iteration {iteration}")
-
-    def end(self, iteration: int) -> list[str]:
-        """Ends the recording after the last iteration to profile. Returns lines for the log."""
-        if self._marks is not None:
-            torch.cuda.nvtx.range_pop()
-        lines = [] if iteration < self._config.profile_step_end else self.close()
-        if self._keeps_history and iteration % self._log_interval == 0:
-            given = Path(self._config.memory_snapshot_path)
+                    self._recording.enter_context(operators)
+        with self._mark(f"iteration {iteration}"):
+            yield
+        if iteration >= config.profile_step_end:
+            self.close()
+        if self._keeps_history and iteration % self._config.logging.log_interval == 0:
+            given = Path(config.memory_snapshot_path)
             path = given.with_name(f"{given.stem}_{self._rank}{given.suffix}")
             try:
                 write_memory_history(str(path))
             except OSError as error:
-                lines.append(f"warning: {path}: no memory snapshot is written ({error.strerror})")
-        return lines
+                self._say(f"warning: {path}: no memory snapshot is written ({error.strerror})")
 
-    def close(self) -> list[str]:
-        """Ends a recording that still runs, and writes it. Returns lines for the log."""
-        if self._marks is not None:
-            self._marks.close()
-            self._marks = None
-        recorded, self._torch = self._torch, None
-        if recorded is None:
-            return []
-        recorded.stop()
+    def close(self) -> None:
+        """Ends a recording that still runs, and writes it."""
+        self._mark = not_timed
+        if self._recording is not None:
+            self._recording.close()
+            self._recording = None
+
+    def _write(self, recorded: torch.profiler.profile) -> None:
+        folder = self._config.logging.tensorboard_dir or self._config.checkpoint.save or "."
+        path = Path(folder, "torch_profile", f"rank-{self._rank}.json.gz")
         try:
-            self._trace.parent.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(self._trace))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
-            return [f"warning: {self._trace}: the profile cannot be written ({error})"]
-        return [f"profile of rank {self._rank} written to {self._trace}"]
+            self._say(f"warning: {path}: the profile cannot be written ({error})")
+        else:
+            self._say(f"profile of rank {self._rank} written to {path}")
 
 
 class PeakMemory(NamedTuple):
@@ -240,52 +235,32 @@ LEVELS = {
 }
 
 
-class Times(NamedTuple):
-    """The milliseconds of an iteration, on average since the last report.
+def times_text(times: Mapping[str, Sequence[float]], option: str) -> str:
+    """Returns Megatron's lines. Ranks that have not used a timer are left out.
 
-    ranks: by the name of the timer, those of each rank. A timer that no rank has used is missing.
+    times: by the name of the timer, the milliseconds of each rank.
     option: "minmax", "max" or "all", the form of the text.
     """
-
-    ranks: dict[str, list[float]]
-    option: str
-
-    def __str__(self) -> str:
-        """Megatron's lines. Ranks that have not used a timer are left out."""
-        used = {
-            name: [(rank, ms) for rank, ms in enumerate(times) if ms > 0.0]
-            for name, times in self.ranks.items()
-        }
-        if self.option == "all":
-            lines = ["times across ranks (ms):"]
-            for name, times in used.items():
-                lines.append(f"  {name}:")
-                lines += [f"     rank {rank:2d}: {ms:.2f}" for rank, ms in times]
-            return "\n".join(lines)
-        title = "(min, max)" if self.option == "minmax" else "max"
-        lines = [f"{title} time across ranks (ms):"]
-        for name, times in used.items():
-            least, most = (choose(ms for _, ms in times) for choose in (min, max))
-            text = f"({least:.2f}, {most:.2f})" if self.option == "minmax" else f"{most:.2f}"
-            lines.append(f"    {(name + ' ').ljust(48, '.')}: {text}")
-        return "\n".join(lines)
+    what = {"minmax": "(min, max) time", "max": "max time", "all": "times"}[option]
+    lines = [f"{what} across ranks (ms):"]
+    for name, of_ranks in times.items():
+        used = [ms for ms in of_ranks if ms > 0.0]
+        text = f"{max(used):.2f}"
+        if option == "minmax":
+            text = f"({min(used):.2f}, {text})"
+        lines.append(f"    {(name + ' ').ljust(48, '.')}: {text}")
+        if option == "all":
+            lines[-1] = f"  {name}:"
+            lines += [f"     rank {i:2d}: {ms:.2f}" for i, ms in enumerate(of_ranks) if ms > 0.0]
+    return "\n".join(lines)
 
 
 class Timers:
-    """The timers of this rank. Calling an object with a name returns the context to be timed.
+    """The timers of this rank. Calling an object with a name returns the context to be timed."""
 
-    clock: returns the seconds of a clock.
-    """
-
-    def __init__(
-        self,
-        config: LoggingConfig,
-        parallel: ParallelState,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._level, self._option = config.timing_log_level, config.timing_log_option
-        self._parallel, self._clock = parallel, clock
-        self._seconds = {name: 0.0 for name, level in LEVELS.items() if level <= self._level}
+    def __init__(self, level: int, parallel: ParallelState) -> None:
+        self._level, self._parallel = level, parallel
+        self._seconds = {name: 0.0 for name, least in LEVELS.items() if least <= level}
 
     def __call__(self, name: str) -> AbstractContextManager[object]:
         """Returns a context manager that adds the time of its block to the timer of this name."""
@@ -304,23 +279,21 @@ class Timers:
     def _now(self) -> float:
         if self._parallel.device.type == "cuda":
             torch.cuda.synchronize(self._parallel.device)
-        return self._clock()
+        return time.perf_counter()
 
-    def report(self, num_iterations: int) -> Times | None:
-        """Returns the times since the last report, and resets all timers.
+    def report(self, num_iterations: int) -> dict[str, list[float]]:
+        """Returns the milliseconds of an iteration, on average since the last report, and resets
+        all timers. They are those of each rank by the name of the timer; a timer that no rank has
+        used is missing.
 
         Every rank must call this. It issues one all-gather of a number for each timer and rank, on
         the CPU.
         num_iterations: how many iterations the times are the sum of.
         """
         own = [1000.0 * seconds / num_iterations for seconds in self._seconds.values()]
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
         gathered = all_gather_first_dim(
             torch.tensor([own], dtype=torch.float64), self._parallel.world_group
         )
-        ranks = {
-            name: times
-            for name, times in zip(self._seconds, gathered.T.tolist(), strict=True)
-            if max(times) > 0.0
-        }
-        return Times(ranks, self._option) if ranks else None
+        times = dict(zip(self._seconds, gathered.T.tolist(), strict=True))
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        return {name: of_ranks for name, of_ranks in times.items() if max(of_ranks) > 0.0}
