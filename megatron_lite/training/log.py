@@ -14,20 +14,20 @@ that can no longer be written gives one warning in the others, and the run goes 
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import ByteUnit
 from megatron_lite.parallel.messages import told_if_slow
@@ -53,7 +53,6 @@ from megatron_lite.training.summary import (
 from megatron_lite.training.terminal import Terminal, log_file_path, skipped_batches_path
 
 if TYPE_CHECKING:
-    from megatron_lite.training.log_files import AppendedFile, TensorBoard, Wandb
     from megatron_lite.training.skipped import SkippedUpdate
 
 LAST = 10  # iterations over which the last loss is a mean
@@ -81,69 +80,55 @@ class RunLog:
     ) -> None:
         peak = peak_rate(config.logging, parallel.device, bf16=config.training.precision != "fp32")
         facts = run_facts(config, parallel, batches, start, num_iterations, peak.flops)
-        self._run, self._config, self._facts = config, config.logging, facts
-        self._start = start
+        self._run, self._config, self._facts, self._start = config, config.logging, facts, start
         self._shows_peak = measures_peak(config, parallel.device)
         self._began, self._num_rows, self._milliseconds = time.monotonic(), 0, 0.0
         self._memory = "-"
         self._interval: list[IterationRecord] = []
         self._last = deque[IterationRecord](maxlen=LAST)
         self._best: tuple[int, Evaluation] | None = None
-        self._files: dict[str, AppendedFile | None] = {}  # None: its disk is full
-        self._scalars: list[TensorBoard | Wandb] = []
+        self._parts: dict[str, Any] = {}  # of log_files.py. None: its disk is full
         self._lost: set[str] = set()
         self._terminal: Terminal | None = None
         if parallel.rank == 0:
             self._terminal = Terminal(total=facts.num_iterations, done=start.iteration)
-            self._open(config.logging, start)
+            self._open()
         started = f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()}"
         for text in (started, arguments_table(config), ranks_line(parallel), *printed):
             self.to_file(text)
         self.line(peak.line())
 
-    def _open(self, config: LoggingConfig, start: Progress) -> None:
-        if (path := log_file_path(self._run)) is not None:
-            flag = "--save" if self._run.checkpoint.save is not None else "--tensorboard-dir"
-            flag = flag if config.log_file is None else "--log-file"
-            name = f"{flag}: the log file {path}"
-            from megatron_lite.training.log_files import AppendedFile
+    def _open(self) -> None:
+        """Opens the parts of the log that the flags ask for."""
+        run, config, start = self._run, self._config, self._start
+        log, skipped = log_file_path(run), skipped_batches_path(run)
+        if not (log or config.metrics_jsonl or config.wandb_project):
+            return
+        from megatron_lite.training import log_files
 
-            self._files["log"] = self._opened(lambda: AppendedFile(path, name=name))
-        skipped, metrics = skipped_batches_path(self._run), config.metrics_jsonl
+        if log is not None:
+            self._add("log", log_files.log_file, log, run)
         if skipped is not None and os.path.exists(skipped):
-            self._open_skipped(start.iteration)
-        if metrics is not None:
-            from megatron_lite.training.log_files import metrics_file
-
-            self._files["metrics"] = self._opened(lambda: metrics_file(metrics, start.iteration))
-        if (folder := config.tensorboard_dir) is not None:
-            from megatron_lite.training.log_files import TensorBoard
-
-            self._scalars += filter(None, [self._opened(lambda: TensorBoard(folder, start))])
+            self._add("skipped", log_files.metrics_file, skipped, start.iteration, "--save")
+        if config.metrics_jsonl is not None:
+            self._add("metrics", log_files.metrics_file, config.metrics_jsonl, start.iteration)
+        if config.tensorboard_dir is not None:
+            self._add("tensorboard", log_files.TensorBoard, config.tensorboard_dir, start)
         if config.wandb_project:
-            from megatron_lite.training.log_files import Wandb
+            self._add("wandb", log_files.Wandb, run)
 
-            self._scalars += filter(None, [self._opened(lambda: Wandb(self._run))])
-
-    def _open_skipped(self, iteration: int) -> None:
-        if (path := skipped_batches_path(self._run)) is not None:
-            from megatron_lite.training.log_files import metrics_file
-
-            opened = self._opened(lambda: metrics_file(path, iteration, flag="--save"))
-            self._files["skipped"] = opened
-
-    def _opened(self, open_: Callable[[], Any]) -> Any:
-        """Returns a part of the log, or None with a warning if its disk is full.
+    def _add(self, key: str, opened: Callable[..., object], *args: object) -> None:
+        """Opens a part of the log. If its disk is full, a warning says so.
 
         Raises InputError for any other reason why it cannot be opened.
         """
+        self._parts[key] = None
         try:
-            return open_()
+            self._parts[key] = opened(*args)
         except InputError as error:
             if getattr(error.__cause__, "errno", None) not in FULL:
                 raise
             self.line(f"warning: {error}; this run does not write it")
-            return None
 
     def __enter__(self) -> RunLog:
         return self
@@ -152,9 +137,10 @@ class RunLog:
         if error is not None:
             # The terminal gets the error from the program, on standard error.
             self.to_file(f"error: {error}" if str(error) else f"error: {type(error).__name__}")
-        for sink in (*self._files.values(), *self._scalars, self._terminal):
-            if sink is not None:
-                sink.close()
+        for part in (*self._parts.values(), self._terminal):
+            if part is not None:
+                with suppress(Exception):  # whatever a package raises is no reason to fail
+                    part.close()
 
     def _try(self, name: str, what: str, write: Callable[..., None], *args: object) -> None:
         """Writes to one part of the log. The first fault of each part is a warning in the others.
@@ -172,14 +158,9 @@ class RunLog:
                     "and later ones are tried again without another warning"
                 )
 
-    def _write(self, key: str, what: str, text: str) -> None:
-        if (file := self._files.get(key)) is not None:
-            self._try(file.name, what, file.write, f"{text}\n")
-
-    def _write_row(self, key: str, record: IterationRecord | SkippedUpdate) -> None:
-        from megatron_lite.training.log_files import row_text
-
-        self._write(key, f"iteration {record.iteration}", row_text(record))
+    def _write(self, key: str, what: str, *args: object) -> None:
+        if (part := self._parts.get(key)) is not None:
+            self._try(part.name, what, part.write, *args)
 
     def line(self, text: str) -> None:
         """Prints one line, and writes it to the log file."""
@@ -204,7 +185,7 @@ class RunLog:
 
     def slow(self, what: str) -> AbstractContextManager[None]:
         """Returns a context that tells of work that takes more than a few seconds."""
-        return nullcontext() if self._terminal is None else told_if_slow(what, self.line)
+        return told_if_slow(what, self.line)
 
     def measured(self, predicted: int, measured: int, *, is_peak: bool) -> None:
         """Takes the bytes of the rows' last column: the peak of a step, or the kept bytes."""
@@ -223,31 +204,28 @@ class RunLog:
         self._last.append(record)
         self._interval.append(record)
         self._milliseconds += record.iteration_ms
-        if "metrics" in self._files:
-            self._write_row("metrics", record)
-        if self._scalars and record.iteration % config.tensorboard_log_interval == 0:
-            from megatron_lite.training.log_files import BY_SAMPLES, scalars_of
+        self._write("metrics", f"iteration {record.iteration}", record)
+        draws = config.tensorboard_dir is not None or config.wandb_project
+        if draws and record.iteration % config.tensorboard_log_interval == 0:
+            from megatron_lite.training.log_files import scalars_of
 
             scalars = scalars_of(Interval([record], facts), facts, config)
-            self._write_scalars(record.iteration, scalars, BY_SAMPLES)
-        if self._terminal.has_bar:
-            speed = f"{record.tokens_per_second:,.0f} tokens/s"
-            self._terminal.advance(record.iteration, f"loss {record.lm_loss:.4f}, {speed}")
+            self._write_scalars(record.iteration, scalars)
+        speed = f"{record.tokens_per_second:,.0f} tokens/s"
+        self._terminal.advance(record.iteration, f"loss {record.lm_loss:.4f}, {speed}")
         if record.iteration == facts.num_iterations or record.iteration % config.log_interval == 0:
             interval, self._interval = Interval(self._interval, facts), []
-            if config.log_style == "megatron" or "log" in self._files:
-                self.detail(iteration_line(interval, facts, throughput=config.log_throughput))
-            if config.log_style != "megatron":
-                row = short_row(
-                    interval,
-                    facts,
-                    self._memory,
-                    columns=self._terminal.columns,
-                    heading=f"{'peak' if self._shows_peak else 'kept'} pred./measured",
-                    is_first=self._num_rows % HEADING_EVERY == 0,
-                )
-                self._num_rows += 1
-                self._terminal.line(row)
+            row = short_row(
+                interval,
+                facts,
+                self._memory,
+                columns=self._terminal.columns,
+                heading=f"{'peak' if self._shows_peak else 'kept'} pred./measured",
+                is_first=self._num_rows % HEADING_EVERY == 0,
+            )
+            self._num_rows += 1
+            whole = iteration_line(interval, facts, throughput=config.log_throughput)
+            self.detail(whole, short=row)
 
     def summary(self, summary: RunSummary, progress: Progress, *, finished: bool) -> None:
         """Prints the lines at the end of the run. Writes the predictions beside the metrics.
@@ -275,11 +253,12 @@ class RunLog:
             )
         for label, text in (*details, *file_lines(run, progress)):
             self.line(f"  {label:13}{text}")
-        if self._files.get("metrics") is not None and summary.compared():
-            path = f"{self._config.metrics_jsonl}.summary.json"
-            from megatron_lite.training.log_files import write_json
+        if self._parts.get("metrics") is not None and summary.compared():
+            from megatron_lite.data.durable_files import write_text
 
-            self._try(path, "the summary", write_json, path, summary._asdict())
+            path = f"{self._config.metrics_jsonl}.summary.json"
+            text = json.dumps(summary._asdict(), indent=2)
+            self._try(path, "the summary", write_text, path, f"{text}\n")
 
     def skipped(self, update: SkippedUpdate) -> None:
         """Writes a line in the log and a row in the file about a skipped update.
@@ -288,9 +267,12 @@ class RunLog:
         """
         if update.reason != "overflow":
             self.line(update.line())
-        if self._terminal is not None and "skipped" not in self._files:
-            self._open_skipped(update.iteration - 1)
-        self._write_row("skipped", update)
+        path = skipped_batches_path(self._run)
+        if path is not None and self._terminal is not None and "skipped" not in self._parts:
+            from megatron_lite.training.log_files import metrics_file
+
+            self._add("skipped", metrics_file, path, update.iteration - 1, "--save")
+        self._write("skipped", f"iteration {update.iteration}", update)
 
     def evaluation(self, name: str, iteration: int, result: Evaluation) -> None:
         """Prints the loss and perplexity of a validation or test pass."""
@@ -310,7 +292,7 @@ class RunLog:
         scalars = {f"lm loss {name}": result.loss}
         if self._config.log_validation_ppl_to_tensorboard:
             scalars[f"lm loss {name} ppl"] = result.perplexity
-        self._write_scalars(iteration, scalars, scalars)
+        self._write_scalars(iteration, scalars)
 
     def times(self, times: Mapping[str, Sequence[float]], iteration: int) -> None:
         """Prints the timers of --timing-log-level, and writes the slowest rank's to TensorBoard.
@@ -325,12 +307,8 @@ class RunLog:
             slowest = {f"{name}-time": max(ms) / 1000.0 for name, ms in times.items()}
             self._write_scalars(iteration, slowest)
 
-    def _write_scalars(
-        self, iteration: int, scalars: Mapping[str, float | None], by_samples: Collection[str] = ()
-    ) -> None:
-        """Writes points. by_samples: the names that TensorBoard also gets over the samples."""
+    def _write_scalars(self, iteration: int, scalars: Mapping[str, float | None]) -> None:
         known = {name: value for name, value in scalars.items() if value is not None}
         consumed = (self._last[-1] if self._last else self._start).consumed_samples
-        for sink in self._scalars:
-            what = f"iteration {iteration}"
-            self._try(sink.name, what, sink.write, iteration, consumed, known, by_samples)
+        for key in ("tensorboard", "wandb"):
+            self._write(key, f"iteration {iteration}", iteration, consumed, known)

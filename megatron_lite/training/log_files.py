@@ -1,5 +1,7 @@
 """What a log writes to: text, JSON lines, TensorBoard and Weights & Biases. None can end a run.
 
+Each of them has a name for messages, `write` and `close`.
+
 A write that fails raises, and RunLog makes one warning of it (log.py). A file then holds whole
 records only. Scalars have Megatron's names. The packages for them are optional and loaded here,
 when a run needs them. W&B writes an offline run, which `wandb sync` can upload later; the
@@ -13,7 +15,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -27,7 +29,7 @@ from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.plain import parse_json
+from megatron_lite.config.plain import parse_object
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import written_beside
 from megatron_lite.training.iteration_line import Interval, IterationRecord, RunFacts, peak_gib
@@ -49,7 +51,7 @@ def _opening(path: Path, name: str) -> Iterator[None]:
 
 
 class AppendedFile:
-    """A file to which whole records are appended without a buffer.
+    """A file to which whole records are appended without a buffer, each with an end of line.
 
     name: the file's name in messages.
     Raises InputError if the file cannot be opened, or if it is a checkpoint's.
@@ -63,11 +65,12 @@ class AppendedFile:
                 path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
             )
 
-    def write(self, record: str) -> None:
-        """Appends a record. If it does not fit, its written part is cut off."""
+    def write(self, record: str | IterationRecord | SkippedUpdate) -> None:
+        """Appends a text, or a row as JSON. If it does not fit, its written part is cut off."""
+        text = record if isinstance(record, str) else _row_text(record)
         status = os.fstat(self._descriptor)
         try:
-            rest = memoryview(record.encode(errors="replace"))
+            rest = memoryview(f"{text}\n".encode(errors="replace"))
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError:
@@ -77,27 +80,43 @@ class AppendedFile:
             raise
 
     def close(self) -> None:
-        """Closes the file. A file system that reports lost last bytes only now is ignored."""
-        with suppress(OSError):
-            os.close(self._descriptor)
+        os.close(self._descriptor)
 
 
-def metrics_file(path: str, iteration: int, *, flag: str = "--metrics-jsonl") -> AppendedFile:
+def log_file(path: str, config: RunConfig) -> AppendedFile:
+    """Opens the log file."""
+    flag = "--save" if config.checkpoint.save is not None else "--tensorboard-dir"
+    flag = flag if config.logging.log_file is None else "--log-file"
+    return AppendedFile(path, name=f"{flag}: the log file {path}")
+
+
+def metrics_file(path: str, iteration: int, flag: str = "--metrics-jsonl") -> AppendedFile:
     """Opens a file with one JSON object a line.
 
     Keeps the rows up to `iteration` and drops later rows, which the run will write again. A resumed
-    run therefore leaves the same rows as an uninterrupted one. If rows are dropped, the file as it
-    was stays beside it as FILE.previous.
+    run therefore leaves the same rows as an uninterrupted one. A last line that a kill cut short is
+    dropped too. The file as it was then stays beside it as FILE.previous, and a process that is
+    killed meanwhile leaves either the old or the new text whole.
     flag: the option that named the file, for messages.
     """
-    target, name = Path(path), f"{flag} {path}"
-    with _opening(target, name):
-        if (kept := _rows_up_to(target, iteration)) is not None:
-            _replace(path, kept)
+    name, temporary = f"{flag} {path}", f"{path}.tmp"
+    with _opening(Path(path), name):
+        text = Path(path).read_text(errors="replace") if os.path.isfile(path) else ""
+        lines = [(_iteration_of(line), line) for line in text.splitlines(keepends=True)]
+        if len(lines) > 1 and min(lines)[0] == math.inf:
+            raise InputError(
+                f"{path}: holds no metrics of a run, and would be emptied: choose another file"
+            )
+        kept = "".join(line for number, line in lines if number <= iteration)
+        if kept != text:
+            with written_beside(f"{path}.previous", name=temporary):
+                shutil.copyfile(path, temporary)
+            with written_beside(path, name=temporary):
+                Path(temporary).write_text(kept)
     return AppendedFile(path, name=name)
 
 
-def row_text(record: IterationRecord | SkippedUpdate) -> str:
+def _row_text(record: IterationRecord | SkippedUpdate) -> str:
     """Returns the known fields of a record as JSON. Floats have all their digits; NaN and infinity
     are null."""
     row = {
@@ -108,57 +127,22 @@ def row_text(record: IterationRecord | SkippedUpdate) -> str:
     return json.dumps(row)
 
 
-def _replace(path: str, text: str) -> None:
-    """Replaces the file's text and keeps the old file beside it.
-
-    A process that is killed meanwhile leaves either the old or the new text whole.
-    """
-    temporary = f"{path}.tmp"
-    with written_beside(f"{path}.previous", name=temporary):
-        shutil.copyfile(path, temporary)
-    with written_beside(path, name=temporary):
-        Path(temporary).write_text(text)
-
-
-def _rows_up_to(path: Path, iteration: int) -> str | None:
-    """Returns the rows to keep, or None if the file can stay as it is.
-
-    A last line that a kill cut short is dropped.
-    """
-    if not path.is_file():
-        return None
-    text = path.read_text(errors="replace")
-    lines = text.splitlines(keepends=True)
-    numbered = [(line, _iteration_of(line)) for line in lines]
-    if len(lines) > 1 and all(number is None for _, number in numbered):
-        raise InputError(
-            f"{path}: holds no metrics of a run, and would be emptied: choose another file"
-        )
-    kept = "".join(line for line, number in numbered if number is not None and number <= iteration)
-    return None if kept == text else kept
-
-
-def _iteration_of(line: str) -> int | None:
+def _iteration_of(line: str) -> float:
+    """Returns the iteration of a row; infinity for any other line."""
     try:
-        value = parse_json(line, longest=None, strict=False)
+        number = parse_object(line).get("iteration")
     except ValueError:
-        return None
-    number = value.get("iteration") if isinstance(value, dict) else None
-    return number if isinstance(number, int) and line.endswith("\n") else None
+        return math.inf
+    return number if isinstance(number, int) and line.endswith("\n") else math.inf
 
 
-def write_json(path: str, values: object) -> None:
-    """Writes a JSON file. It is complete or does not appear."""
-    with written_beside(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        json.dump(values, file, indent=2)
-        file.write("\n")
-
-
-# The scalars that TensorBoard also gets over the consumed samples, as in Megatron.
-BY_SAMPLES = (
-    *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size"),
+# The scalars that TensorBoard also gets over the consumed samples, as in Megatron. So it does the
+# losses, whose names begin with LOSS.
+BY_SAMPLES = {
+    *("learning-rate", "batch-size", "loss-scale", "world-size"),
     *("grad-norm", "num-zeros", "params-norm"),
-)
+}
+LOSS = "lm loss"
 
 
 class TensorBoard:
@@ -181,27 +165,19 @@ class TensorBoard:
                 os.path.join(folder, "by_samples"), purge_step=start.consumed_samples + 1
             )
 
-    def write(
-        self,
-        iteration: int,
-        consumed: int,
-        scalars: Mapping[str, float],
-        by_samples: Collection[str] = (),
-    ) -> None:
+    def write(self, iteration: int, consumed: int, scalars: Mapping[str, float]) -> None:
         """Writes the points of an iteration, some of them also over the samples so far."""
         for name, value in scalars.items():
             self._by_iteration.add_scalar(name, value, iteration)
-            if name in by_samples:
+            if name in BY_SAMPLES or name.startswith(LOSS):
                 self._by_samples.add_scalar(f"{name} vs samples", value, consumed)
         # A run that is killed loses no point, and a fault shows here.
         self._by_iteration.flush()
         self._by_samples.flush()
 
     def close(self) -> None:
-        """Closes the files."""
-        for writer in (self._by_iteration, self._by_samples):
-            with suppress(Exception):  # whatever the package raises is no reason to fail
-                writer.close()
+        self._by_iteration.close()
+        self._by_samples.close()
 
 
 class Wandb:
@@ -228,16 +204,12 @@ class Wandb:
                 mode=os.environ.get("WANDB_MODE", "offline"),
             )
 
-    def write(
-        self, iteration: int, consumed: int, scalars: Mapping[str, float], _: Collection[str] = ()
-    ) -> None:
+    def write(self, iteration: int, consumed: int, scalars: Mapping[str, float]) -> None:
         """Writes the points of an iteration, and the samples so far."""
         self._run.log({**scalars, "samples vs steps": consumed}, step=iteration)
 
     def close(self) -> None:
-        """Ends the run."""
-        with suppress(Exception):  # as in TensorBoard.close
-            self._run.finish(quiet=True)
+        self._run.finish(quiet=True)
 
 
 def scalars_of(one: Interval, facts: RunFacts, config: LoggingConfig) -> dict[str, float | None]:
@@ -250,7 +222,7 @@ def scalars_of(one: Interval, facts: RunFacts, config: LoggingConfig) -> dict[st
         "learning-rate": record.learning_rate,
         "decoupled-learning-rate": record.decoupled_learning_rate,
         "batch-size": record.global_batch_size,
-        "lm loss": record.lm_loss,
+        LOSS: record.lm_loss,
         "loss-scale": record.loss_scale if config.log_loss_scale_to_tensorboard else None,
         "world-size": facts.world_size if config.log_world_size_to_tensorboard else None,
         "grad-norm": record.grad_norm,

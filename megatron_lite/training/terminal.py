@@ -53,13 +53,11 @@ class Terminal:
     """Prints the lines of one run.
 
     total, done: the iterations of the run, and those before this start.
-    has_bar: whether a progress bar is shown.
     """
 
     def __init__(self, *, total: int, done: int) -> None:
         self._output_is_lost = False
         self._console = console()
-        self.has_bar = self._console.is_terminal
         self.columns = min(self._console.width, BATCH_COLUMNS)
         self._bar = Progress(
             TextColumn("training"),
@@ -69,7 +67,7 @@ class Terminal:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self._console,
-            disable=not self.has_bar,
+            disable=not self._console.is_terminal,
         )
         self._bar.start()
         self._task = self._bar.add_task("", total=total, completed=done, status="")
