@@ -17,14 +17,14 @@ by induction every row has the values that the loop computes, in the same float6
 product, one difference, the first maximum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.data_paths import normalized
 from megatron_lite.data.index_cache import Expected, arrays_fault, kept_arrays
 
 WARM_UP = 1 << 11  # samples before a row, from the guess to its start
@@ -97,7 +97,7 @@ def kept_blend_index(
     if size < KEPT_FROM:
         return build_blend_index(weights, size)
 
-    expected = {"dataset": Expected((size,), 0, len(weights)), "sample": Expected((size,), 0, size)}
+    expected = {"dataset": Expected(size, 0, len(weights)), "sample": Expected(size, 0, size)}
     key = {"kind": "blend index 1", "weights": [float(one).hex() for one in weights], "size": size}
     return BlendIndex(
         **kept_arrays(
@@ -110,24 +110,12 @@ def kept_blend_index(
     )
 
 
+@dataclass(frozen=True)
 class BlendedDataset:
-    """`size` samples of several datasets in the shares `weights`, whose sum may be any number.
+    """The samples of several datasets that an index names."""
 
-    index_of: returns the index of the normalized weights and the size (see kept_blend_index).
-    """
-
-    def __init__(
-        self,
-        datasets: Sequence[Dataset],
-        weights: Sequence[float],
-        size: int,
-        *,
-        index_of: Callable[[Sequence[float], int], BlendIndex] = build_blend_index,
-    ) -> None:
-        self.datasets = tuple(datasets)
-        # Weights from --data-path are divided by their sum a second time here, as in Megatron. This
-        # can change their last bit, and so decide which of two nearly equal errors is larger.
-        self.index = index_of(normalized(weights), size)
+    datasets: Sequence[Dataset]
+    index: BlendIndex
 
     def __len__(self) -> int:
         return len(self.index.dataset)

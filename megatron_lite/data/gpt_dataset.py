@@ -13,7 +13,7 @@ are read before it.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,13 +28,14 @@ class SampleIndex(NamedTuple):
     """The index from samples to tokens.
 
     document_order: the documents of the tape, in order.
-    sample_starts: [samples + 1, 2], for each sample its place in the tape and the token offset in
-    the document of that place.
+    sample_places, sample_offsets: [samples + 1], for each sample its place in the tape, and the
+    offset of its first token in the document of that place.
     sample_order: the shuffled numbers of the samples.
     """
 
     document_order: np.ndarray
-    sample_starts: np.ndarray
+    sample_places: np.ndarray
+    sample_offsets: np.ndarray
     sample_order: np.ndarray
 
 
@@ -67,17 +68,16 @@ def build_sample_index(
     ends = np.cumsum(taken, dtype=np.int64)
     firsts = np.arange(samples + 1, dtype=np.int64) * seq_length
     places = np.searchsorted(ends, firsts, side="right")
-    largest = max(len(document_order), int(lengths.max()))
-    sample_starts = np.empty((samples + 1, 2), np.int32 if largest < 2**31 else np.int64)
-    sample_starts[:, 0] = places
-    sample_starts[:, 1] = firsts - ends[places] + taken[places]
+    offsets = firsts - ends[places] + taken[places]
     # As in Megatron, sample 0 starts at place 0 even if the tape begins with empty documents.
-    sample_starts[0] = 0
+    places[0] = offsets[0] = 0
+    largest = max(len(document_order), int(lengths.max()))
+    dtype = np.int32 if largest < 2**31 else np.int64
     # Megatron's type: the shuffle of 32-bit and of 64-bit items draws the same numbers.
     order_type = np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64
     sample_order = np.arange(samples, dtype=order_type)
     _shuffle(random, sample_order, last_is_apart * before_last)
-    return SampleIndex(document_order, sample_starts, sample_order)
+    return SampleIndex(document_order, places.astype(dtype), offsets.astype(dtype), sample_order)
 
 
 def sample_index_fault(arrays: Arrays, lengths: np.ndarray, *, first_document: int) -> str | None:
@@ -90,21 +90,13 @@ def sample_index_fault(arrays: Arrays, lengths: np.ndarray, *, first_document: i
     places, samples = (
         arrays[name].size if name in arrays else 0 for name in ("document_order", "sample_order")
     )
-    longest = int(lengths.max()) + 1
-    fault = arrays_fault(
-        arrays,
-        {
-            "document_order": Expected((places,), first_document, first_document + len(lengths)),
-            "sample_starts": Expected((samples + 1, 2), 0, max(places, longest)),
-            "sample_order": Expected((samples,), 0, samples),
-        },
-    )
-    if fault:
-        return fault
-    starts, offsets = arrays["sample_starts"].T
-    if starts.max() >= places or offsets.max() >= longest:
-        return f"sample_starts points beyond {places} documents of up to {longest - 1} tokens"
-    return None if (starts[:-1] <= starts[1:]).all() else "sample_starts is not in order"
+    expected = {
+        "document_order": Expected(places, first_document, first_document + len(lengths)),
+        "sample_places": Expected(samples + 1, 0, places),
+        "sample_offsets": Expected(samples + 1, 0, int(lengths.max()) + 1),
+        "sample_order": Expected(samples, 0, samples),
+    }
+    return arrays_fault(arrays, expected)
 
 
 class GPTDataset:
@@ -143,23 +135,21 @@ class GPTDataset:
                 "or a shorter --seq-length"
             )
 
-        def build() -> Arrays:
-            return build_sample_index(
-                lengths,
-                first_document=start,
-                num_samples=num_samples,
-                seq_length=seq_length,
-                seed=seed,
-            )._asdict()
-
-        key = {
-            "kind": "GPT sample index 1",
-            "data": indexed.fingerprint,
-            "documents": [start, stop],
+        settings: dict[str, Any] = {
             "num_samples": num_samples,
             "seq_length": seq_length,
             "seed": seed,
         }
+        key = {
+            "kind": "GPT sample index 2",
+            "data": indexed.fingerprint,
+            "documents": [start, stop],
+            **settings,
+        }
+
+        def build() -> Arrays:
+            return build_sample_index(lengths, first_document=start, **settings)._asdict()
+
         fault = partial(sample_index_fault, lengths=lengths, first_document=start)
         self.index = SampleIndex(**kept_arrays(cache_path, indexed.prefix, key, build, fault=fault))
 
@@ -168,19 +158,11 @@ class GPTDataset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Returns the token ids of a sample, [seq_length + 1] int64."""
-        sample = int(self.index.sample_order[index])
-        # A sample ends with the first token of the next sample, which is its last label.
-        (first, offset), (last, end) = self.index.sample_starts[sample : sample + 2].tolist()
-        sequences = self.index.document_order[first : last + 1].tolist()
-        parts = []
-        for place, sequence in enumerate(sequences, first):
-            begin = offset if place == first else 0
-            parts.append(
-                self.indexed.get(sequence, begin, end + 1 - begin if place == last else None)
-            )
+        pieces = self._pieces(index)
+        parts = [self.indexed.get(*piece) for piece in pieces]
         sample_ids = np.concatenate(parts, dtype=np.int64)
         if sample_ids.max() >= self.vocab_size or sample_ids.min() < 0:
-            self._refuse(sequences, parts)
+            self._refuse([sequence for sequence, *_ in pieces], parts)
         return sample_ids
 
     def documents(self, index: int) -> dict[str, list[int]]:
@@ -188,12 +170,20 @@ class GPTDataset:
 
         The list also holds documents without tokens that lie between others.
         """
-        sample = int(self.index.sample_order[index])
-        first, last = self.index.sample_starts[sample : sample + 2, 0].tolist()
-        sequences = self.index.document_order[first : last + 1].tolist()
-        return {
-            self.indexed.bin_path: list(dict.fromkeys(map(self.indexed.document_of, sequences)))
-        }
+        found = [self.indexed.document_of(sequence) for sequence, *_ in self._pieces(index)]
+        return {self.indexed.bin_path: list(dict.fromkeys(found))}
+
+    def _pieces(self, index: int) -> list[list[Any]]:
+        """Returns the arguments of `indexed.get` for each piece of a sample."""
+        sample, found = int(self.index.sample_order[index]), self.index
+        # A sample ends with the first token of the next sample, which is its last label.
+        first, last = found.sample_places[sample : sample + 2].tolist()
+        begin, end = found.sample_offsets[sample : sample + 2].tolist()
+        sequences = found.document_order[first : last + 1].tolist()
+        pieces = [[sequence, 0, None] for sequence in sequences]
+        pieces[0][1] = begin
+        pieces[-1][2] = end + 1 - pieces[-1][1]
+        return pieces
 
     def _refuse(self, sequences: list[int], parts: list[np.ndarray]) -> None:
         for sequence, ids in zip(sequences, parts, strict=True):

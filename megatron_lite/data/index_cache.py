@@ -34,9 +34,9 @@ FORMAT = "index cache 3"  # part of every key, so that a folder of another forma
 
 
 class Expected(NamedTuple):
-    """The shape of an array, and the bounds of its whole numbers: low <= number < stop."""
+    """The length of an array, and the bounds of its whole numbers: low <= number < stop."""
 
-    shape: tuple[int, ...]
+    length: int
     low: int
     stop: int
 
@@ -45,10 +45,10 @@ def arrays_fault(arrays: Arrays, expected: Mapping[str, Expected]) -> str | None
     """Returns what is wrong with arrays that were read from files; None if nothing is."""
     if set(arrays) != set(expected):
         return f"found arrays {sorted(arrays)}, expected {sorted(expected)}"
-    for name, (shape, low, stop) in expected.items():
+    for name, (length, low, stop) in expected.items():
         array = arrays[name]
-        if array.shape != shape or array.dtype.kind not in "iu":
-            return f"{name}: found {array.dtype} {array.shape}, expected whole numbers of {shape}"
+        if array.shape != (length,) or array.dtype.kind not in "iu":
+            return f"{name}: found {array.dtype} {array.shape}, {length} whole numbers expected"
         if array.size and not (low <= array.min() and array.max() < stop):
             return f"{name} holds {array.min()} to {array.max()}, expected {low} to {stop - 1}"
     return None

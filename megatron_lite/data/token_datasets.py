@@ -22,7 +22,6 @@ in Megatron, an empty document or part is left out with the token behind it, unl
 one of the sample.
 """
 
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -157,15 +156,20 @@ def _build_split(
                 "enlarge it"
             )
     weights, size = path.weights, num_samples
-    index_of = functools.partial(
-        kept_blend_index, data_cache_path=data.data_cache_path, prefix=parts[0].indexed.prefix
-    )
+
+    def blend(datasets: Sequence[Dataset], weights: Sequence[float]) -> BlendedDataset:
+        # Weights from --data-path are divided by their sum a second time here, as in Megatron. This
+        # can change their last bit, and so decide which of two nearly equal errors is larger.
+        shares, prefix = normalized(weights), parts[0].indexed.prefix
+        index = kept_blend_index(shares, size, data_cache_path=data.data_cache_path, prefix=prefix)
+        return BlendedDataset(datasets, index)
+
     if weights is None:
         # The shares follow the sizes, which are known only after one epoch of each part is built.
         datasets = [part.of(split, None) for part in parts]
         sizes = [len(dataset) for dataset in datasets]
         if num_samples <= sum(sizes):
-            return BlendedDataset(datasets, sizes, num_samples, index_of=index_of)
+            return blend(datasets, sizes)
         weights = normalized(sizes)
     elif data.dataloader_type == "cyclic":
         # Megatron's blend is a few samples longer than requested. A shuffle of all samples shows
@@ -175,10 +179,10 @@ def _build_split(
         part.of(split, math.ceil(math.ceil(num_samples * weight) * (1 + SURPLUS)))
         for part, weight in zip(parts, weights, strict=True)
     ]
-    blend = BlendedDataset(datasets, weights, size, index_of=index_of)
+    found = blend(datasets, weights)
     if size > num_samples:
-        blend.check_sizes()
-    return blend
+        found.check_sizes()
+    return found
 
 
 def _content(dataset: IndexedDataset) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.data import gpt_dataset
-from megatron_lite.data.blend import BlendedDataset
+from megatron_lite.data.blend import BlendedDataset, build_blend_index
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
 from tests.support.corpora import written
@@ -46,7 +46,7 @@ def test_the_documents_of_a_sample_are_those_whose_ids_it_holds(tmp_path, num_sa
         for number, row in enumerate(rows(data)):
             expected = [of_id[token - first_id] for token in row]
             assert data.documents(number) == {data.indexed.bin_path: list(dict.fromkeys(expected))}
-    blend = BlendedDataset(parts, [0.5, 0.5], 6)
+    blend = BlendedDataset(parts, build_blend_index([0.5, 0.5], 6))
     for number in range(6):
         (path,) = blend.documents(number)
         assert path == (second if blend[number][0] >= 50 else first).bin_path

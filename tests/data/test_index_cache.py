@@ -96,7 +96,7 @@ def _device(path):
 
 @pytest.mark.parametrize("damage", [Path.unlink, _cut, _link, _pipe, _device])
 def test_a_damaged_file_is_built_again_with_a_notice(cache, damage, capsys):
-    damage(next(cache.path.glob("sample_starts.*")))
+    damage(next(cache.path.glob("sample_places.*")))
     assert arrays_equal(cache.read(), build())
     (line,) = capsys.readouterr().err.splitlines()
     assert "is damaged" in line and str(cache.path) in line
@@ -107,11 +107,11 @@ def test_a_damaged_file_is_built_again_with_a_notice(cache, damage, capsys):
     ("name", "change", "reason"),
     [
         ("document_order", lambda array: array + 1, "document_order holds 3 to 9, expected 2 to 8"),
-        ("document_order", lambda array: array.astype(np.float32), "expected whole numbers"),
-        ("sample_order", lambda array: array[:-1], "expected whole numbers"),
+        ("document_order", lambda array: array.astype(np.float32), "whole numbers expected"),
+        ("sample_order", lambda array: array[:-1], "whole numbers expected"),
         ("sample_order", lambda array: array + np.uint32(1), "sample_order holds 1 to "),
-        ("sample_starts", lambda array: array[::-1].copy(), "sample_starts is not in order"),
-        ("sample_starts", lambda array: array - 1, "sample_starts holds -1 to "),
+        ("sample_places", lambda array: array + 1, "sample_places holds 1 to "),
+        ("sample_offsets", lambda array: array - 1, "sample_offsets holds -1 to "),
     ],
 )
 def test_numbers_that_point_nowhere_are_not_used_despite_their_checksum(
