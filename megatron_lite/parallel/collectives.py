@@ -321,17 +321,6 @@ def _waited(result: Tensor) -> Tensor:
         return _functional.wait_tensor(result)
 
 
-def are_equal(hashes: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Returns whether all ranks of the group hold the same hashes, 0-d bool.
-
-    Issues one all-reduce of 16 bytes per hash. Does not wait for the device.
-    """
-    # ~x is largest where x is smallest
-    extremes = all_reduce_(torch.cat([hashes, ~hashes]), group, dist.ReduceOp.MAX)
-    largest, smallest = extremes.chunk(2)
-    return (largest == ~smallest).all()
-
-
 def odd_ones_out(hashes: Tensor, group: ProcessGroup | None) -> list[int]:
     """Returns the indices of this rank's hashes that at most half of the group holds.
 

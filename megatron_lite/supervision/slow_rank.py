@@ -46,7 +46,6 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import (
     WAITING,
     all_gather_first_dim,
-    are_equal,
     odd_ones_out,
     timed_waiting,
 )
@@ -74,19 +73,17 @@ def slow_ranks(times: Sequence[RankTime], *, ratio: float, at_most: int) -> list
     ranks the median is the lower of the two middle times: of two ranks, the faster one's.
     """
     found = []
-    for one in times:
-        stage = [other.ms for other in times if other.stage == one.stage]
-        median = statistics.median_low(stage)
-        if len(stage) > 1 and median > 0.0 and one.ms > ratio * median:
-            part = "" if len(stage) == len(times) else f" of pipeline rank {one.stage}"
-            found.append(
-                (
-                    one.ms / median,
-                    f"slow rank: {one.rank} ({one.host}) {one.ms / median:.1f}x the median of "
-                    f"{len(stage)} ranks{part} ({one.ms:.1f} ms against {median:.1f} ms)",
-                )
+    for rank, stage, host, ms in times:
+        others = [other.ms for other in times if other.stage == stage]
+        median = statistics.median_low(others)
+        if len(others) > 1 and median > 0.0 and ms > ratio * median:
+            part = "" if len(others) == len(times) else f" of pipeline rank {stage}"
+            line = (
+                f"slow rank: {rank} ({host}) {ms / median:.1f}x the median of {len(others)} ranks"
+                f"{part} ({ms:.1f} ms against {median:.1f} ms)"
             )
-    return [line for _, line in sorted(found, key=lambda pair: -pair[0])[:at_most]]
+            found.append((-ms / median, line))
+    return [line for _, line in sorted(found)[:at_most]]
 
 
 class SlowRanks:
@@ -179,31 +176,21 @@ class ReplicaCheck(NamedTuple):
 
         Every rank returns the same text. The text names a rank unless more than half of the copies
         are equal to its own. If no value has such a majority, the text names all ranks.
-        Issues one all-reduce for each group and one for the agreement. If a tensor differs, it also
-        gathers the hashes and the texts. Waits for the device.
+        Issues one all-gather of 8 bytes a tensor for each group, and gathers a text of every rank.
+        Waits for the device.
         """
         self.optimizer.finish()
-        held = self._held()  # nothing on a rank whose stage has no parameters
-        hashes = torch.stack(
-            [quick_hash(tensor).to(self.parallel.device) for _, tensor, *_ in held]
-            or [torch.zeros((), dtype=torch.int64, device=self.parallel.device)]
-        )
-        groups = self._groups(held)
-        alike = torch.stack(
-            [are_equal(hashes[places], group) for places, group in groups] or [torch.tensor(True)]
-        )
-        if self.parallel.all_agree(bool(alike.all())):
-            return None
-        odd = [
-            int(places[number])
-            for places, group in groups
-            for number in odd_ones_out(hashes[places], group)
-        ]
-        names = list(dict.fromkeys(held[number][0] for number in odd))
-        text = "".join(names[:1])
-        if len(names) > 1:
-            text += f" and {len(names) - 1} more tensors"
-        return by_rank(gather_texts(text, self.parallel))
+        held = self._held()
+        hashes = [quick_hash(tensor).to(self.parallel.device) for _, tensor, *_ in held]
+        odd = {
+            held[numbers[place]][0]: None
+            for numbers, group in self._groups(held)
+            for place in odd_ones_out(torch.stack([hashes[one] for one in numbers]), group)
+        }
+        text = "".join([*odd][:1])
+        if len(odd) > 1:
+            text += f" and {len(odd) - 1} more tensors"
+        return by_rank(gather_texts(text, self.parallel)) or None
 
     def _held(self) -> list[_HeldTensor]:
         layout = self.optimizer.layout
@@ -221,7 +208,7 @@ class ReplicaCheck(NamedTuple):
             ]
         return held
 
-    def _groups(self, held: list[_HeldTensor]) -> list[tuple[Tensor, ProcessGroup]]:
+    def _groups(self, held: list[_HeldTensor]) -> list[tuple[list[int], ProcessGroup]]:
         """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
         parallel = self.parallel
         found: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
@@ -241,7 +228,4 @@ class ReplicaCheck(NamedTuple):
             for key, group in groups.items():
                 if group is not None:
                     found.setdefault(key, (group, []))[1].append(number)
-        return [
-            (torch.tensor(numbers, device=parallel.device), group)
-            for _, (group, numbers) in sorted(found.items())
-        ]
+        return [(numbers, group) for _, (group, numbers) in sorted(found.items())]
