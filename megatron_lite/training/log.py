@@ -204,7 +204,8 @@ class RunLog:
         self._last.append(record)
         self._interval.append(record)
         self._milliseconds += record.iteration_ms
-        self._write("metrics", f"iteration {record.iteration}", record)
+        if "metrics" in self._parts:
+            self._write("metrics", f"iteration {record.iteration}", record)
         draws = config.tensorboard_dir is not None or config.wandb_project
         if draws and record.iteration % config.tensorboard_log_interval == 0:
             from megatron_lite.training.log_files import scalars_of
@@ -215,17 +216,19 @@ class RunLog:
         self._terminal.advance(record.iteration, f"loss {record.lm_loss:.4f}, {speed}")
         if record.iteration == facts.num_iterations or record.iteration % config.log_interval == 0:
             interval, self._interval = Interval(self._interval, facts), []
-            row = short_row(
-                interval,
-                facts,
-                self._memory,
-                columns=self._terminal.columns,
-                heading=f"{'peak' if self._shows_peak else 'kept'} pred./measured",
-                is_first=self._num_rows % HEADING_EVERY == 0,
-            )
-            self._num_rows += 1
-            whole = iteration_line(interval, facts, throughput=config.log_throughput)
-            self.detail(whole, short=row)
+            if config.log_style == "megatron" or "log" in self._parts:
+                self.detail(iteration_line(interval, facts, throughput=config.log_throughput))
+            if config.log_style != "megatron":
+                row = short_row(
+                    interval,
+                    facts,
+                    self._memory,
+                    columns=self._terminal.columns,
+                    heading=f"{'peak' if self._shows_peak else 'kept'} pred./measured",
+                    is_first=self._num_rows % HEADING_EVERY == 0,
+                )
+                self._num_rows += 1
+                self._terminal.line(row)
 
     def summary(self, summary: RunSummary, progress: Progress, *, finished: bool) -> None:
         """Prints the lines at the end of the run. Writes the predictions beside the metrics.
