@@ -236,7 +236,7 @@ class GPTModel(nn.Module):
         # FSDP2 and ZeRO-1 complete a module's weight before the module's forward. An output layer
         # is therefore called as a module. A tied weight is read with weight_of, which completes it.
         if self.output_layer is not None:
-            return self.output_layer(hidden_states, function)
+            return self.output_layer(hidden_states, function=function)
         assert self.embedding is not None, self.stage
         return function(hidden_states, weight_of(self.embedding.word_embeddings))
 

@@ -51,10 +51,10 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.config, self.context = config, context
         hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-        up = partial(
-            ColumnParallelLinear, bias=False, init_std=config.init_method_std, context=context
+        up, down = (
+            partial(kind, bias=False, init_std=config.init_method_std, context=context)
+            for kind in (ColumnParallelLinear, ReplicatedLinear)
         )
-        down = partial(ReplicatedLinear, init_std=config.init_method_std, context=context)
         of_latents = config
         if config.latent_norm_epsilon is not None:
             of_latents = replace(config, norm_epsilon=config.latent_norm_epsilon)

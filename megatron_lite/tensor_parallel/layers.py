@@ -178,42 +178,16 @@ def new_parameter(spec: ParameterSpec, context: RankContext) -> nn.Parameter:
 
 
 class _ParallelLinear(nn.Module):
-    """What both kinds of sharded linear layers have. bias: its specification, or None."""
-
-    def __init__(
-        self,
-        weight: ParameterSpec,
-        bias: ParameterSpec | None,
-        context: RankContext,
-        skip_bias_add: bool,
-    ) -> None:
-        super().__init__()
-        self.context, self.skip_bias_add = context, skip_bias_add
-        self.weight = new_parameter(weight, context)
-        self.bias = None if bias is None else new_parameter(bias, context)
-
-    @property
-    def skipped_bias(self) -> nn.Parameter | None:
-        """The bias that `forward` does not add; None if there is none."""
-        return self.bias if self.skip_bias_add else None
-
-
-class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer whose output features are sharded over the TP group.
-
-    Input [s, b, input_size], under sequence parallelism [s/t, b, input_size]. Output
-    [s, b, output_size/t]. Weight [output_size/t, input_size], bias [output_size/t].
+    """A linear layer whose weight [output_size, input_size] is sharded along `tp_dim`.
 
     tp_blocks: the rows form this many blocks, and each block is split over the ranks.
     padded_output_size: the number of rows to split, if it is greater than output_size (a padded
         vocabulary; without bias).
     matrices: see ParameterSpec; () for an output weight.
     skip_bias_add: whether the next kernel adds the bias (`skipped_bias`).
-
-    Forward issues an all-gather of the input under sequence parallelism, else no collective.
-    Backward issues an all-reduce of the input's gradient. Under sequence parallelism it issues the
-    all-gather again and a reduce-scatter instead. Keeps the input as received: [s/t] or [s].
     """
+
+    tp_dim: int | None
 
     def __init__(
         self,
@@ -228,58 +202,82 @@ class ColumnParallelLinear(_ParallelLinear):
         matrices: tuple[int, ...] = (1,),
         skip_bias_add: bool = False,
     ) -> None:
+        super().__init__()
+        self.context, self.skip_bias_add = context, skip_bias_add
         spec = ParameterSpec(
             global_shape=(output_size, input_size),
-            tp_dim=0,
+            tp_dim=self.tp_dim,
             tp_blocks=tp_blocks,
             padded_length=padded_output_size,
             matrices=matrices,
             init_std=init_std,
+            sum_grad_over_tp=context.sequence_parallel and self.tp_dim is None,
         )
-        of_bias = ParameterSpec(global_shape=(output_size,), tp_dim=0, tp_blocks=tp_blocks)
-        super().__init__(spec, of_bias if bias else None, context, skip_bias_add)
+        self.weight = new_parameter(spec, context)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            of_bias = ParameterSpec(
+                global_shape=(output_size,),
+                tp_dim=0 if self.tp_dim == 0 else None,
+                tp_blocks=tp_blocks,
+                sum_grad_over_tp=context.sequence_parallel and self.tp_dim != 0,
+            )
+            self.bias = new_parameter(of_bias, context)
+
+    @property
+    def skipped_bias(self) -> nn.Parameter | None:
+        """The bias that `forward` does not add; None if there is none."""
+        return self.bias if self.skip_bias_add else None
 
     def forward(
-        self, hidden_states: Tensor, function: Callable[[Tensor, Tensor], Tensor] | None = None
+        self,
+        hidden_states: Tensor,
+        skip_tail: bool = False,
+        function: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Returns the sharded product, or `function(hidden_states, weight)` if a function is given.
+        """Returns the product.
 
-        A function replaces the matmul, for example by the loss in chunks
-        (linear_cross_entropy.py), which never holds the whole product.
+        skip_tail: builds only the graph, for a replay whose output is never used. It runs neither
+            the matmul nor the collective, and the values are undefined. For row-parallel layers.
+        function: `function(hidden_states, weight)` is returned in place of the product, for example
+            the loss in chunks (linear_cross_entropy.py), which never holds the whole product.
         """
         if function is not None:
             return function(hidden_states, self.weight)
+        is_split = self.tp_dim is not None
         return parallel_linear(
             hidden_states,
             self.weight,
             None if self.skip_bias_add else self.bias,
-            tp_group=self.context.group,
-            sequence_parallel=self.context.sequence_parallel,
+            tp_group=self.context.group if is_split else None,
+            sequence_parallel=self.context.sequence_parallel and is_split,
+            is_row=self.tp_dim == 1,
+            skip_tail=skip_tail,
         )
 
 
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer whose output features are sharded over the TP group.
+
+    Input [s, b, input_size], under sequence parallelism [s/t, b, input_size]. Output
+    [s, b, output_size/t]. Weight [output_size/t, input_size], bias [output_size/t].
+
+    Forward issues an all-gather of the input under sequence parallelism, else no collective.
+    Backward issues an all-reduce of the input's gradient. Under sequence parallelism it issues the
+    all-gather again and a reduce-scatter instead. Keeps the input as received: [s/t] or [s].
+    """
+
+    tp_dim = 0
+
+
 class ReplicatedLinear(_ParallelLinear):
-    """A linear layer without bias that every TP rank holds whole: [.., n] -> [.., m].
+    """A linear layer that every TP rank holds whole: [.., n] -> [.., m].
 
     Under sequence parallelism each rank runs it on its own tokens, so its gradient is summed over
     the ranks. Issues no collective. Keeps the input.
     """
 
-    def __init__(
-        self, input_size: int, output_size: int, *, init_std: float, context: RankContext
-    ) -> None:
-        spec = ParameterSpec(
-            global_shape=(output_size, input_size),
-            sum_grad_over_tp=context.sequence_parallel,
-            matrices=(1,),
-            init_std=init_std,
-        )
-        super().__init__(spec, None, context, False)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return parallel_linear(
-            hidden_states, self.weight, None, tp_group=None, sequence_parallel=False
-        )
+    tp_dim = None
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -289,45 +287,12 @@ class RowParallelLinear(_ParallelLinear):
     [s/t, b, output_size]. Weight [output_size, input_size/t].
     The bias [output_size] is whole on every rank and is added once, after the sum. Under sequence
     parallelism each rank adds it to its own tokens only, so its gradient is summed over the ranks.
-    skip_bias_add: whether the next kernel adds the bias (`skipped_bias`).
 
     Forward issues an all-reduce of the output, or a reduce-scatter under sequence parallelism.
     Backward issues an all-gather under sequence parallelism, else no collective. Keeps the input.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        bias: bool,
-        init_std: float,
-        context: RankContext,
-        skip_bias_add: bool,
-    ) -> None:
-        spec = ParameterSpec(
-            global_shape=(output_size, input_size), tp_dim=1, matrices=(1,), init_std=init_std
-        )
-        of_bias = ParameterSpec(
-            global_shape=(output_size,), sum_grad_over_tp=context.sequence_parallel
-        )
-        super().__init__(spec, of_bias if bias else None, context, skip_bias_add)
-
-    def forward(self, hidden_states: Tensor, skip_tail: bool = False) -> Tensor:
-        """Returns the summed product.
-
-        With skip_tail it only builds the graph, for a replay whose output is never used. It runs
-        neither the matmul nor the collective, and the values are undefined.
-        """
-        return parallel_linear(
-            hidden_states,
-            self.weight,
-            None if self.skip_bias_add else self.bias,
-            tp_group=self.context.group,
-            sequence_parallel=self.context.sequence_parallel,
-            is_row=True,
-            skip_tail=skip_tail,
-        )
+    tp_dim = 1
 
 
 class VocabParallelEmbedding(nn.Module):
