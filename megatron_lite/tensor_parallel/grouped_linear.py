@@ -25,17 +25,48 @@ ROW_BYTES = 16
 
 
 def grouped_linear(
-    rows: Tensor, weight: Tensor, ends: Tensor, *, skip_tail: bool = False
+    rows: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    bias: Tensor | None = None,
+    factors: Tensor | None = None,
+    *,
+    adds_bias: bool = True,
+    skip_tail: bool = False,
 ) -> Tensor:
-    """Returns the product of each row with the weight of its expert: [n, in] -> [n, out].
+    """Returns each row times the weight of its expert, plus its bias: [n, in] -> [n, out].
 
-    rows: sorted by expert. weight: [E, out, in].
+    rows: sorted by expert. weight: [E, out, in]. bias: [E, out].
     ends: [E] int32, the number of rows of the experts up to and including each one.
+    factors: [n], that on the bias of each row; None: 1.
+    adds_bias: whether this rank adds the bias; elsewhere the sum over ranks does. Each rank
+        computes its whole gradient.
     skip_tail: builds only the graph, for a replay whose output is never read (layers.py).
-    Issues no collective. Keeps the rows, the weight and `ends`.
+    Issues no collective. Keeps the rows, the weight, `ends`, and with a bias its factors.
     """
     rows, weight = in_autocast_dtype(rows, weight)
-    return _GroupedMatmul.apply(rows, weight, ends, skip_tail)
+
+    def forward(rows: Tensor, weight: Tensor, ends: Tensor, *of_bias: Any) -> Tensor:
+        if skip_tail:
+            return rows.new_empty(()).expand(rows.shape[0], weight.shape[1])
+        product = products(rows, weight.transpose(1, 2), ends)
+        if not (of_bias and adds_bias):
+            return product
+        bias, factors = of_bias
+        # A new tensor: a policy may keep the product.
+        return _of_rows(bias, factors, ends, product).add_(product)
+
+    def backward(
+        grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, *of_bias: Any
+    ) -> tuple[Tensor | None, ...]:
+        grad = grad.contiguous()
+        of_bias_grads = _bias_gradients(grad, ends, adds_bias, *of_bias) if of_bias else ()
+        grads = products(grad, weight, ends), outer_products(grad, rows, ends)
+        return *grads, None, *of_bias_grads
+
+    inputs = rows, weight, ends, *(() if bias is None else (bias, factors))
+    output: Tensor = applied(Pair(forward, backward, slice(None)), None, *inputs)
+    return output
 
 
 class GroupedLinear(nn.Module):
@@ -84,69 +115,32 @@ class GroupedLinear(nn.Module):
     def forward(
         self, rows: Tensor, ends: Tensor, skip_tail: bool = False, factors: Tensor | None = None
     ) -> Tensor:
-        """Returns the rows times the weights of their experts. See `grouped_linear`.
-
-        factors: [n], that on the bias of each row; None: 1.
-        """
-        output = grouped_linear(rows, self.weight, ends, skip_tail=skip_tail)
-        if self.bias is None:
-            return output
-        adds = self._adds_bias and not skip_tail
-        return _biased(output, self.bias, factors, ends, self._adds_bias, adds)
-
-
-class _GroupedMatmul(torch.autograd.Function):
-    """x [n, in], A [E, out, in] -> y [n, out]."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, skip_tail: bool) -> Tensor:
-        ctx.save_for_backward(rows, weight, ends)
-        if skip_tail:
-            return rows.new_empty(()).expand(rows.shape[0], weight.shape[1])
-        return products(rows, weight.transpose(1, 2), ends)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, ends = ctx.saved_tensors
-        grad_output = grad_output.contiguous()
-        needs_rows, needs_weight = ctx.needs_input_grad[:2]
-        grad_rows = products(grad_output, weight, ends) if needs_rows else None
-        grad_weight = outer_products(grad_output, rows, ends) if needs_weight else None
-        return grad_rows, grad_weight, None, None
+        """Returns the rows times the weights of their experts. See `grouped_linear`."""
+        return grouped_linear(
+            rows,
+            self.weight,
+            ends,
+            self.bias,
+            factors,
+            adds_bias=self._adds_bias,
+            skip_tail=skip_tail,
+        )
 
 
-def _biased(
-    output: Tensor, bias: Tensor, factors: Tensor | None, ends: Tensor, is_own: bool, adds: bool
-) -> Tensor:
-    """y [n, out], b [E, out], w [n] or None -> y + b w of each row's expert. Keeps w.
-
-    is_own: whether this rank adds the bias; elsewhere the sum over ranks does. Each rank computes
-        its whole gradient. adds: whether the values of the result are read.
-    """
-
-    def forward(output: Tensor, bias: Tensor, factors: Tensor | None, ends: Tensor) -> Tensor:
-        if not adds:
-            return output.view_as(output)
-        # A new tensor: a policy may keep the product.
-        return _of_rows(bias, ends, factors, output).add_(output)
-
-    def backward(
-        grad: Tensor, bias: Tensor, factors: Tensor | None, ends: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        ones = grad.new_ones(grad.shape[0]) if factors is None else factors.to(grad.dtype)
-        # as many equal columns as the grouped product takes
-        columns = ones[:, None].expand(-1, ROW_BYTES // grad.element_size()).contiguous()
-        grad_bias = outer_products(grad.contiguous(), columns, ends)[..., 0].to(bias.dtype)
-        grad_factors = None
-        if factors is not None and is_own:
-            of_rows = _of_rows(bias, ends, None, grad)
-            grad_factors = (grad * of_rows).sum(-1, dtype=factors.dtype)
-        return grad, grad_bias, grad_factors
-
-    return applied(Pair(forward, backward, slice(1, None)), None, output, bias, factors, ends)
+def _bias_gradients(
+    grad: Tensor, ends: Tensor, adds_bias: bool, bias: Tensor, factors: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    ones = grad.new_ones(grad.shape[0]) if factors is None else factors.to(grad.dtype)
+    # as many equal columns as the grouped product takes
+    columns = ones[:, None].expand(-1, ROW_BYTES // grad.element_size()).contiguous()
+    grad_bias = outer_products(grad, columns, ends)[..., 0].to(bias.dtype)
+    if factors is None or not adds_bias:
+        return grad_bias, None
+    grad_rows = grad * _of_rows(bias, None, ends, grad)
+    return grad_bias, grad_rows.sum(-1, dtype=factors.dtype)
 
 
-def _of_rows(bias: Tensor, ends: Tensor, factors: Tensor | None, like: Tensor) -> Tensor:
+def _of_rows(bias: Tensor, factors: Tensor | None, ends: Tensor, like: Tensor) -> Tensor:
     """Returns the bias of each row's expert, times its factor, in the dtype of `like`."""
     numbers = torch.arange(len(like), dtype=ends.dtype, device=ends.device)
     rows = bias.to(like.dtype)[torch.searchsorted(ends, numbers, right=True)]
