@@ -96,23 +96,26 @@ def _attend_backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     own = torch.stack((key, value))
-    grad_keys_values = exchange.sum(own, group)
     grad_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
-    # The parts arrive again, as in forward. Each kernel gets the output and lse of all keys, so
-    # the sum of the parts' gradients is the whole gradient.
-    for source, keys_values in exchange.parts(own, group):
-        queries, keys, causal = _reading(group.rank(), source, query.shape[0])
-        attended = Attended(heads_first(output[queries]), lse[:, :, queries])
-        grad, own_query, part_key, part_value = map(
-            heads_first, (grad_output[queries], query[queries], *keys_values[:, keys])
-        )
-        grads = attend_backward(
-            grad, own_query, part_key, part_value, attended, causal=causal, scale=scale
-        )
-        of_query, of_key, of_value = map(heads_last, grads)
-        grad_query[queries] += of_query
-        grad_keys_values.add(source, keys, of_key, of_value)
-    return grad_query.to(query.dtype), *grad_keys_values.result().unbind()
+
+    def gradients() -> Iterator[PartGradient]:
+        # The parts arrive again, as in forward. Each kernel gets the output and lse of all keys, so
+        # the sum of the parts' gradients is the whole gradient.
+        for source, keys_values in exchange.parts(own, group):
+            queries, keys, causal = _reading(group.rank(), source, query.shape[0])
+            attended = Attended(heads_first(output[queries]), lse[:, :, queries])
+            grad, own_query, part_key, part_value = map(
+                heads_first, (grad_output[queries], query[queries], *keys_values[:, keys])
+            )
+            grads = attend_backward(
+                grad, own_query, part_key, part_value, attended, causal=causal, scale=scale
+            )
+            of_query, of_key, of_value = map(heads_last, grads)
+            grad_query[queries] += of_query
+            yield source, keys, of_key, of_value
+
+    grad_keys_values = exchange.sum(own, group, gradients())
+    return grad_query.to(query.dtype), *grad_keys_values.unbind()
 
 
 class Reading(NamedTuple):
@@ -169,17 +172,22 @@ def _attend_in_named_group(
     return _attend(query, key, value, group_of_name(group), comm_type, scale)
 
 
+# The rank of a part, the tokens that queries of this rank read, and the gradients of their keys and
+# of their values, [m, b, g, d] each.
+PartGradient = tuple[int, slice, Tensor, Tensor]
+
+
 class Exchange(NamedTuple):
     """The two functions of one way to exchange parts.
 
     parts: yields all parts, each with its rank: this rank's own first, and then those of the
         ranks before it.
-    sum: returns the sum of the gradients of every rank's part, over all ranks, for tensors like the
-        given part.
+    sum: returns the sum of the gradients of this rank's part over all ranks, from this rank's
+        gradients of all parts. They come in the order of the parts, once each.
     """
 
     parts: Callable[[Tensor, ProcessGroup], Iterator[tuple[int, Tensor]]]
-    sum: Callable[[Tensor, ProcessGroup], RingSum | ScatteredSum]
+    sum: Callable[[Tensor, ProcessGroup, Iterable[PartGradient]], Tensor]
 
 
 def around_the_ring(own: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
@@ -196,34 +204,21 @@ def around_the_ring(own: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Ten
         current = own if onwards is None else onwards.wait()
 
 
-class RingSum:
-    """A sum that travels around the ring, in the tensors' dtype like a reduce-scatter.
+def ring_sum(own: Tensor, group: ProcessGroup, gradients: Iterable[PartGradient]) -> Tensor:
+    """Returns a sum that travels around the ring, in the tensors' dtype like a reduce-scatter.
 
-    Parts come in ring order. The running sum of a part follows the part by one step: each rank
-    receives it, adds its own gradients and sends it on. After the last rank the sum arrives at the
-    part's owner.
+    The running sum of a part follows the part by one step: each rank receives it, adds its own
+    gradients and sends it on. After the last rank the sum arrives at the part's owner.
+    own: this rank's part, [2, n, b, g, d], as the result.
     """
-
-    def __init__(self, like: Tensor, group: ProcessGroup) -> None:
-        self._like, self._group = like, group
-        self._travelling: Started | None = None
-
-    def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
-        """Adds this rank's gradients for some tokens of the rank `source`.
-
-        key, value: [m, b, g, d]. Call it once for each part, in the order in which the parts come.
-        """
-        total = (
-            torch.zeros_like(self._like) if self._travelling is None else self._travelling.wait()
-        )
+    travelling: Started | None = None
+    for _, tokens, key, value in gradients:
+        total = torch.zeros_like(own) if travelling is None else travelling.wait()
         total[0, tokens] += key
         total[1, tokens] += value
-        self._travelling = start_shift(total, self._group)
-
-    def result(self) -> Tensor:
-        """Returns the gradients of this rank's own part, summed over all ranks: [2, n, b, g, d]."""
-        assert self._travelling is not None
-        return self._travelling.wait()
+        travelling = start_shift(total, group)
+    assert travelling is not None
+    return travelling.wait()
 
 
 def gathered(own: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
@@ -236,27 +231,19 @@ def gathered(own: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
         yield (rank - step) % size, whole[(rank - step) % size]
 
 
-class ScatteredSum:
-    """A sum that holds the gradients of all c parts and issues one reduce-scatter at the end."""
-
-    def __init__(self, like: Tensor, group: ProcessGroup) -> None:
-        self._group = group
-        self._whole = like.new_zeros((group.size(), *like.shape))
-
-    def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
-        """Sets this rank's gradients for some tokens of the rank `source`, as RingSum.add."""
+def scattered_sum(own: Tensor, group: ProcessGroup, gradients: Iterable[PartGradient]) -> Tensor:
+    """Returns the sum by one reduce-scatter of the gradients of all c parts."""
+    whole = own.new_zeros((group.size(), *own.shape))
+    for source, tokens, key, value in gradients:
         # Each part comes once, so nothing is added. Tokens that no query here reads stay 0.
-        self._whole[source, 0, tokens] = key
-        self._whole[source, 1, tokens] = value
-
-    def result(self) -> Tensor:
-        """Returns what RingSum.result returns."""
-        return reduce_scatter_first_dim(self._whole.flatten(0, 1), self._group)
+        whole[source, 0, tokens] = key
+        whole[source, 1, tokens] = value
+    return reduce_scatter_first_dim(whole.flatten(0, 1), group)
 
 
 EXCHANGES = {
-    "p2p": Exchange(around_the_ring, RingSum),
-    "allgather": Exchange(gathered, ScatteredSum),
+    "p2p": Exchange(around_the_ring, ring_sum),
+    "allgather": Exchange(gathered, scattered_sum),
 }
 
 

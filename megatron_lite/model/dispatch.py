@@ -110,18 +110,12 @@ class Journey(NamedTuple):
     received: list[int]
     places: Tensor
 
-    def there(self, rows: Tensor) -> Tensor:
-        """Returns the rows of this rank's experts. Backward takes their gradients back."""
-        return self._moved(rows, is_back=False)
-
-    def back(self, rows: Tensor, skip_tail: bool) -> Tensor:
-        """Returns the results of the rows that this rank has sent.
+    def moved(self, rows: Tensor, *, is_back: bool = False, skip_tail: bool = False) -> Tensor:
+        """Returns the rows of this rank's experts; if `is_back`, the results of those that this
+        rank has sent. Backward moves the gradients the other way.
 
         skip_tail: builds only the graph, for a replay whose output is never read.
         """
-        return self._moved(rows, is_back=True, skip=skip_tail)
-
-    def _moved(self, rows: Tensor, *, is_back: bool, skip: bool = False) -> Tensor:
         # The places are among the saved tensors, so that hooks see them.
         group, sent, received, _ = self
 
@@ -131,7 +125,7 @@ class Journey(NamedTuple):
             return all_to_all(rows, received, sent, group)[places]
 
         def forward(rows: Tensor, places: Tensor) -> Tensor:
-            if skip:
+            if skip_tail:
                 return rows.new_empty(()).expand(sum(sent), *rows.shape[1:])
             return move(rows, places, is_back)
 

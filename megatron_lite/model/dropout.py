@@ -122,17 +122,15 @@ def drop(
     return dropped if residual is None else dropped.add_(residual), mask
 
 
-def drop_backward(grad_output: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """Returns gradient x mask x scale, which is the forward of a dropout too."""
-    return torch.ops.aten.native_dropout_backward(grad_output, mask, scale)
+def drop_backward(
+    grad_output: Tensor, mask: Tensor, *, scale: float, has_bias: bool = False
+) -> Any:
+    """Returns gradient x mask x scale, which is the forward of a dropout too.
 
-
-def drop_with_bias_backward(
-    grad_output: Tensor, mask: Tensor, *, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of the tensor and of the bias."""
-    grad = drop_backward(grad_output, mask, scale=scale)
-    return grad, grad.flatten(0, -2).sum(0)
+    has_bias: returns the gradient of a bias besides, the sum over the tokens.
+    """
+    grad = torch.ops.aten.native_dropout_backward(grad_output, mask, scale)
+    return (grad, grad.flatten(0, -2).sum(0)) if has_bias else grad
 
 
 def add_biased(branch: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
@@ -217,8 +215,8 @@ class _Dropout(torch.autograd.Function):
         if saved:
             (kept,) = saved
             mask = kept if ctx.redraw is None else ctx.redraw.again(kept)
-            backward = drop_with_bias_backward if ctx.has_bias else drop_backward
-            grads = run(ctx.kernels, backward, grad_output, mask, scale=ctx.scale)
+            sizes = dict(scale=ctx.scale, has_bias=ctx.has_bias)
+            grads = run(ctx.kernels, drop_backward, grad_output, mask, **sizes)
             grad_branch, grad_bias = grads if ctx.has_bias else (grads, None)
         elif ctx.has_bias:
             grad_bias = grad_output.flatten(0, -2).sum(0)

@@ -187,7 +187,7 @@ class Experts(nn.Module):
         rows, row_weights = _sent(tokens, weights, order.order, order.is_padded)
         num_sent = rows.shape[0]
         if order.journey is not None:
-            rows, row_weights = order.journey.there(rows), order.journey.there(row_weights)
+            rows, row_weights = map(order.journey.moved, (rows, row_weights))
         self.num_rows = rows.shape[0], num_sent
         activated = regions.run_discarding(
             MOE_ACTIVATION, self.activation, self.linear_fc1(rows, order.ends), row_weights
@@ -196,7 +196,7 @@ class Experts(nn.Module):
             regions.enter_tail()
         output = self.linear_fc2(activated, order.ends, skip_tail, row_weights)
         if order.journey is not None:
-            output = order.journey.back(output, skip_tail)
+            output = order.journey.moved(output, is_back=True, skip_tail=skip_tail)
         return _summed(output, order.order, weights.shape, order.is_padded, skip_tail)
 
 

@@ -170,7 +170,7 @@ def split_back(
 @cache
 def latent_heads(fixed: int) -> Pair:
     """Returns the pair of `joined_heads`."""
-    return turning(joined_heads, split_back, fixed=fixed)
+    return turning(partial(joined_heads, fixed=fixed), partial(split_back, fixed=fixed))
 
 
 def _halves(pairs: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from megatron_lite.config.variants import (
     SLOW_TURNS,
     RotaryScaling,
 )
+from megatron_lite.model.attention import join_heads, split_heads
 from megatron_lite.model.norm import NORMS
 from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
 
@@ -142,42 +143,31 @@ def split_rotated(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, queries: int, d: int
 ) -> tuple[Tensor, ...]:
     """Returns query and key, rotated, and value of qkv [s, b, g/t (q + 2) d]."""
-    grouped = qkv.unflatten(-1, (-1, queries + 2, d))
-    query, key, value = grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
+    query, key, value = split_heads(qkv, queries=queries, d=d, is_view=True)
     return rotate(query, cos, sin).flatten(2, 3), rotate(key, cos, sin), value
 
 
 def joined_back(
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    queries: int,
-    d: int,
+    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     """Returns the gradient of `split_rotated` with respect to qkv."""
     grad_query, grad_key = (rotate_back(one, cos, sin) for one in (grad_query, grad_key))
-    grouped = grad_query.reshape(*grad_key.shape[:3], queries * d)
-    return torch.cat((grouped, grad_key, grad_value), -1).flatten(2)
+    return join_heads(grad_query, grad_key, grad_value)
 
 
-def turning(forward: Callable[..., Any], backward: Callable[..., Any], **sizes: int) -> Pair:
+def turning(forward: Callable[..., Any], backward: Callable[..., Any]) -> Pair:
     """Returns a pair of query, key and value whose last two inputs are the tables of a rotation.
 
     They alone are kept. With compiled kernels all results are contiguous.
-    sizes: what both functions are given by name.
     """
-    both = partial(forward, **sizes), partial(backward, **sizes)
-    return Pair(*both, slice(-2, None), outputs=3)
+    return Pair(forward, backward, slice(-2, None), outputs=3)
 
 
 @cache  # the functions are a part of the key of a compiled graph
 def rotated_heads(queries: int, d: int) -> Pair:
     """Returns the pair [s, b, g/t (q + 2) d] -> the rotated query [s, b, a/t, d] and key
     [s, b, g/t, d], and the value."""
-    return turning(split_rotated, joined_back, queries=queries, d=d)
+    return turning(partial(split_rotated, queries=queries, d=d), joined_back)
 
 
 @cache

@@ -129,12 +129,10 @@ class Router(nn.Module):
         received = None if self.exchange is None else counts.pop()
         own = self.context
         num_ranks = (own.size if own.sequence_parallel else 1) * own.cp.size
-        losses = _Losses(config, tuple(counts), num_ranks, self.gradient_scale)
-        weights = _chosen_weights(
-            logits, experts, config, losses if self.training else None, *counts
-        )
-        if self.training and not is_recomputing():
-            self._count(logits.detach(), experts, losses)
+        losses = partial(_losses, config, num_ranks) if self.training else None
+        weights = _chosen_weights(logits, experts, config, losses, self.gradient_scale, *counts)
+        if losses is not None and not is_recomputing():
+            self._count(logits.detach(), experts, losses(counts))
         return Routing(experts, weights, received)
 
     def start_step(self, gradient_scale: Tensor | float) -> None:
@@ -207,10 +205,10 @@ class Router(nn.Module):
         return (self.global_tokens.add_(counts[0]) / self.num_calls.add_(1.0)).unsqueeze(0)
 
     @torch.no_grad()
-    def _count(self, logits: Tensor, experts: Tensor, losses: _Losses) -> None:
+    def _count(self, logits: Tensor, experts: Tensor, losses: Sequence[_Term]) -> None:
         num_experts = logits.shape[1]
         self.tokens_per_expert.add_(_counts(experts, 1, 2 * num_experts)[0, :num_experts])
-        for one in losses.terms():
+        for one in losses:
             self.loss_sums[one.place].add_(one.of(logits) * one.share)
 
 
@@ -224,44 +222,35 @@ class _Term(NamedTuple):
     share: float = 1.0
 
 
-class _Losses(NamedTuple):
-    """The losses of one call of a router, as functions of its logits.
+def _losses(config: ModelConfig, num_ranks: int, counts: Sequence[Tensor]) -> list[_Term]:
+    """Returns the losses of one call of a router that have an effect.
 
-    counts: those of each load-balancing loss: [1, E], or [b, E] for the loss of each sequence.
     num_ranks: the number of ranks that split the tokens. Each computes its part of a loss.
-    scale: the factor on their gradients.
+    counts: those of each load-balancing loss: [1, E], or [b, E] for the loss of each sequence.
     """
 
-    config: ModelConfig
-    counts: tuple[Tensor, ...]
-    num_ranks: int
-    scale: Tensor
-
-    def balance(self, kind: str, counts: Tensor, logits: Tensor) -> Tensor:
-        """Returns E sum_e f_e P_e (2101.03961, eq. 4): the share of tokens sent to an expert, times
-        its mean score. For sequences it is the mean over them."""
+    def balance(kind: str, counts: Tensor, logits: Tensor) -> Tensor:
+        # E sum_e f_e P_e (2101.03961, eq. 4): the share of tokens sent to an expert, times its mean
+        # score. For sequences it is the mean over them.
         num_tokens, num_experts = logits.shape
         columns = counts.shape[0]
-        total: Any = num_tokens // columns * self.num_ranks
+        total: Any = num_tokens // columns * num_ranks
         if kind == OF_STEP:
-            total = counts.sum() / self.config.moe_router_topk
-        scores = _balance_scores(logits, self.config).view(-1, columns, num_experts).sum(0)
-        factor = num_experts / (self.config.moe_router_topk * columns * total * total)
+            total = counts.sum() / config.moe_router_topk
+        scores = _balance_scores(logits, config).view(-1, columns, num_experts).sum(0)
+        factor = num_experts / (config.moe_router_topk * columns * total * total)
         return (scores * counts).sum() * factor
 
-    def small(self, logits: Tensor) -> Tensor:
-        """Returns the mean square of the logits' logsumexp (2202.08906, eq. 5)."""
-        return logits.logsumexp(-1).square().mean() / self.num_ranks
+    def small(logits: Tensor) -> Tensor:  # the mean square of logsumexp (2202.08906, eq. 5)
+        return logits.logsumexp(-1).square().mean() / num_ranks
 
-    def terms(self) -> list[_Term]:
-        """Returns the losses that have an effect."""
-        losses, z_coefficient = self.config.balance_losses, self.config.moe_z_loss_coeff
-        total = sum(coefficient for _, coefficient in losses)
-        found = [
-            _Term(0, partial(self.balance, kind, counts), coefficient, coefficient / total)
-            for (kind, coefficient), counts in zip(losses, self.counts, strict=True)
-        ]
-        return [*found, _Term(1, self.small, z_coefficient)] if z_coefficient else found
+    losses, z_coefficient = config.balance_losses, config.moe_z_loss_coeff
+    all_coefficients = sum(coefficient for _, coefficient in losses)
+    found = [
+        _Term(0, partial(balance, kind, own), coefficient, coefficient / all_coefficients)
+        for (kind, coefficient), own in zip(losses, counts, strict=True)
+    ]
+    return [*found, _Term(1, small, z_coefficient)] if z_coefficient else found
 
 
 def _logits(
@@ -296,20 +285,26 @@ def _logits(
 
 
 def _chosen_weights(
-    logits: Tensor, experts: Tensor, config: ModelConfig, losses: _Losses | None, *counts: Tensor
+    logits: Tensor,
+    experts: Tensor,
+    config: ModelConfig,
+    losses: Callable[[Sequence[Tensor]], list[_Term]] | None,
+    scale: Tensor,
+    *counts: Tensor,
 ) -> Tensor:
-    """logits [T, E], experts [T, k] -> weights [T, k]. Backward adds the losses' gradients."""
-    # The counts are among the saved tensors, so that hooks see them.
-    losses = losses and losses._replace(counts=())
+    """logits [T, E], experts [T, k] -> weights [T, k]. Backward adds the losses' gradients.
+
+    losses: returns them for counts, which are among the saved tensors, so that hooks see them.
+    scale: the factor on their gradients.
+    """
 
     def backward(grad: Tensor, saved: Tensor, experts: Tensor, *counts: Tensor) -> Tensor:
         with torch.enable_grad():
             logits = saved.detach().requires_grad_()
             outputs, grads = [_weights(logits, experts, config)], [grad]
-            if losses is not None:
-                for one in losses._replace(counts=counts).terms():
-                    outputs.append(one.of(logits))
-                    grads.append((losses.scale * one.coefficient).to(outputs[-1].dtype))
+            for one in () if losses is None else losses(counts):
+                outputs.append(one.of(logits))
+                grads.append((scale * one.coefficient).to(outputs[-1].dtype))
             return torch.autograd.grad(outputs, logits, grads)[0]
 
     pair = Pair(

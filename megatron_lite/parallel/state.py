@@ -316,8 +316,6 @@ def _build(
                 mesh=places_of[own[0], :, :, own[3]],
                 mesh_dim_names=("replicas", "shards"),
             )
-    pipelines = mesh.mesh.flatten(1).t().tolist()
-    directions = 4 if sizes["pp"] > 1 else 0
     parallel = ParallelState(
         device=device,
         rng=RngStreams(
@@ -333,10 +331,8 @@ def _build(
         replica_group=replica_group,
         shard_mesh=shard_mesh,
         num_instances=instances,
-        pp_direction_groups=tuple(
-            dist.new_subgroups_by_enumeration(pipelines)[0] for _ in range(directions)
-        ),
-        embedding_group=_embedding_group(pipelines, places["pp_group"]),
+        pp_direction_groups=tuple(filter(None, (subgroups(mesh.mesh, 0) for _ in range(4)))),
+        embedding_group=_embedding_group(mesh.mesh, places["pp_group"]),
         saver_group=dist.new_group(
             backend="gloo" if device.type == "cuda" else None,
             group_desc=SAVER,
@@ -352,17 +348,13 @@ def _build(
 
 
 def subgroups(ranks: Tensor, dim: int) -> ProcessGroup | None:
-    """Returns the group of this rank along a dim of all ranks' numbers; None for one rank. Every
-    rank must call it."""
+    """Returns the group of this rank along a dim of ranks' numbers; None for one rank, and for a
+    rank that is not among them. Every rank must call it."""
     lists = ranks.movedim(dim, -1).flatten(0, -2).tolist()
     return dist.new_subgroups_by_enumeration(lists)[0] if len(lists[0]) > 1 else None
 
 
-def _embedding_group(
-    pipelines: list[list[int]], pp_group: ProcessGroup | None
-) -> ProcessGroup | None:
+def _embedding_group(ranks: Tensor, pp_group: ProcessGroup | None) -> ProcessGroup | None:
     if pp_group is None or pp_group.size() == 2:  # two stages are the first and the last one
         return pp_group
-    ends = [[pipeline[0], pipeline[-1]] for pipeline in pipelines]
-    group = dist.new_subgroups_by_enumeration(ends)[0]
-    return group if pp_group.rank() in (0, pp_group.size() - 1) else None
+    return subgroups(ranks[[0, -1]], 0)

@@ -82,10 +82,14 @@ def every_update_has_the_same_noise(real, key, update, *place):
     return real(key, update * 0, *place)
 
 
-@replaces("there", dispatch.Journey)
-def a_token_is_lost_on_its_way(real, self, rows):
-    moved = real(self, rows)
-    return moved * (torch.arange(moved.shape[0]) > 0).view(-1, *[1] * (moved.dim() - 1))
+@replaces("moved", dispatch.Journey)
+def a_token_is_lost_on_its_way(real, self, rows, **options):
+    moved = real(self, rows, **options)
+    return (
+        moved
+        if options
+        else moved * (torch.arange(moved.shape[0]) > 0).view(-1, *[1] * (moved.dim() - 1))
+    )
 
 
 @replaces("__init__", grad_buffer.Bucket)
@@ -152,7 +156,7 @@ def unfused_masks_as_if_keys_were_gathered_in_order(real, self, num_tokens, devi
 
 
 @replaces("_embedding_group", state)
-def each_end_keeps_its_own_gradient_of_a_tied_embedding(_, pipelines, pp_group):
+def each_end_keeps_its_own_gradient_of_a_tied_embedding(_, ranks, pp_group):
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes, first_like_stage
 from megatron_lite.memory.predict.flops import replay_flops
-from megatron_lite.memory.predict.kept_tensors import activation_bytes, activation_terms
-from megatron_lite.memory.predict.stage_course import replays_of
+from megatron_lite.memory.predict.kept_tensors import activation_bytes
+from megatron_lite.memory.predict.stage_course import stage_course
 from megatron_lite.pipeline.order import Action, keeping_all, order
 from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.recompute.schedule import plan_stage
@@ -103,11 +104,12 @@ def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -
         """Returns the bytes of tables, of all else that is kept, and of what is rebuilt."""
         stage = schedule.stages[chunk]
         sizes = Sizes.of(config, device, stage)
-        plan, own = stage_plan(config, stage, keeps_all), [0, 0]
-        for term in activation_terms(config.model, plan, sizes):
-            own[not term.tensor.shared] += term.num_bytes * (not term.on_host)
-        most = max((one.num_bytes for one in replays_of(config.model, plan, sizes)), default=0)
-        return own[0], own[1], max(0, most - sum(own))
+        # An input in an arena counts with its own bytes.
+        plan = replace(stage_plan(config, stage, keeps_all), contiguous=False)
+        course = stage_course(config.model, plan, sizes)
+        kept, own = activation_bytes(config.model, plan, sizes), course.forward.kept
+        most = max((one.num_bytes for one in course.replays), default=0)
+        return kept - own, own, max(0, most - kept)
 
     number = held = before = 0
     tables: dict[int, int] = {}  # by chunk; the model holds them beyond the step
