@@ -2,7 +2,7 @@
 
 import os
 
-from megatron_lite.config.setting import Settings, setting, switch
+from megatron_lite.config.setting import Settings, count, setting, switch
 
 READS_NONE = "no checkpoint is read"
 
@@ -20,23 +20,18 @@ class CheckpointConfig(Settings):
     """
 
     save: str | None = setting("directory to write checkpoints into")
-    save_interval: int | None = setting(
-        "iterations between checkpoints",
-        alias="--persistent-save-interval",
-        least=1,
-        without="save",
+    save_interval: int | None = count(
+        "iterations between checkpoints", alias="--persistent-save-interval", without="save"
     )
-    save_retain_interval: int | None = setting(
+    save_retain_interval: int | None = count(
         "keep the checkpoints of iterations that are multiples of it, and the last ones",
-        least=1,
-        multiple_of=("save_interval",),
+        multiple_of="save_interval",
         without="save",
         why="only a saved checkpoint can be kept",
     )
-    save_keep_last: int | None = setting(
+    save_keep_last: int | None = count(
         "keep the last so many checkpoints; default: all, with --save-retain-interval 1",
-        least=1,
-        needs=("save",),
+        needs="save",
         why="it deletes what the run has saved",
     )
     async_save: bool = switch(
@@ -47,18 +42,18 @@ class CheckpointConfig(Settings):
         "directory to take the weights only from, at iteration 0, where --load has no checkpoint"
     )
     allow_fresh_start: bool = switch(
-        "start from scratch where --load finds no checkpoint", needs=("load",), why=READS_NONE
+        "start from scratch where --load finds no checkpoint", needs="load", why=READS_NONE
     )
     finetune: bool = switch("take the weights only, and start at iteration 0", without="load")
     no_load_optim: bool = switch("do not read the optimizer's state", without="load")
     no_load_rng: bool = switch("do not read the states of the random streams", without="load")
     no_load_fallback: bool = switch(
         "stop where the newest checkpoint is damaged, instead of using the one before it",
-        needs=("load",),
+        needs="load",
         why=READS_NONE,
     )
     allow_changed_data: bool = switch(
-        "go on with other data than the checkpoint's run has read", needs=("load",), why=READS_NONE
+        "go on with other data than the checkpoint's run has read", needs="load", why=READS_NONE
     )
 
     @property

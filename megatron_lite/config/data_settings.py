@@ -8,6 +8,7 @@ from megatron_lite.config.setting import (
     Settings,
     check_settings,
     condition,
+    count,
     required,
     setting,
     switch,
@@ -65,7 +66,7 @@ class DataConfig(Settings):
         nargs="*",
     )
     mock_data: bool = switch(
-        "made-up token ids instead of a dataset", excludes=SOURCES[:1], why=ONE_SOURCE
+        "made-up token ids instead of a dataset", excludes="data_path", why=ONE_SOURCE
     )
     split: str = setting(
         "shares of the documents for training, validation and test",
@@ -96,10 +97,10 @@ class DataConfig(Settings):
         ONE_SPLIT.format("train"), (), nargs="*", excludes=SOURCES[:3], why=ONE_SOURCE
     )
     valid_data_path: tuple[str, ...] = setting(
-        ONE_SPLIT.format("valid"), (), nargs="*", needs=SOURCES[3:4], why=ONE_BY_ONE
+        ONE_SPLIT.format("valid"), (), nargs="*", needs="train_data_path", why=ONE_BY_ONE
     )
     test_data_path: tuple[str, ...] = setting(
-        ONE_SPLIT.format("test"), (), nargs="*", needs=SOURCES[3:4], why=ONE_BY_ONE
+        ONE_SPLIT.format("test"), (), nargs="*", needs="train_data_path", why=ONE_BY_ONE
     )
     per_split_data_args_path: str | None = setting(
         'JSON file {"train": [..], "valid": [..], "test": [..]} with the words of these three',
@@ -116,18 +117,18 @@ class DataConfig(Settings):
         "data-parallel rank",
         True,
         name="--no-data-sharding",
-        needs=("dataloader_type=cyclic",),
+        needs="dataloader_type=cyclic",
     )
     fim_data: bool = switch(
         "rearrange documents for filling in the middle",
-        needs=("tokenizer_type=HuggingFaceTokenizer/GPT2BPETokenizer",),
-        excludes=("mock_data",),
+        needs="tokenizer_type=HuggingFaceTokenizer/GPT2BPETokenizer",
+        excludes="mock_data",
         why="documents are cut as texts",
     )
     fim_rate: float = _fim("share of documents rearranged", 0.5, least=0, most=1)
     fim_spm_rate: float = _fim("share of these with the suffix first", 0.5, least=0, most=1)
     fim_split_sample: str | None = _fim(
-        "token between parts of a document, each rearranged by itself", needs=("fim_fragment_rate",)
+        "token between parts of a document, each rearranged by itself", needs="fim_fragment_rate"
     )
     fim_fragment_rate: float | None = _fim("share of parts rearranged", above=0, most=1)
     fim_no_prefix: str | None = _fim("text that begins no rearranged document")
@@ -176,21 +177,18 @@ class TokenizerConfig(Settings):
     tokenizer_model: str | None = setting(
         "tokenizer.json or its directory, for HuggingFaceTokenizer; a SentencePiece model, for "
         "Llama2Tokenizer and the like; a JSON list of tokens, for TikTokenizer",
-        needs=("tokenizer_type",),
+        needs="tokenizer_type",
         without=f"tokenizer_type={OF_ONE_FILE}",
     )
     vocab_file: str | None = setting("vocab.json, for GPT2BPETokenizer", without=OF_BPE)
     merge_file: str | None = setting("merges.txt, for GPT2BPETokenizer", without=OF_BPE)
-    vocab_size: int | None = setting(
-        "token ids before padding; derived from the tokenizer's files", least=1
+    vocab_size: int | None = count("token ids before padding; derived from the tokenizer's files")
+    make_vocab_size_divisible_by: int = count(
+        "each rank's rows of the embedding are padded to a multiple of it", 128
     )
-    make_vocab_size_divisible_by: int = setting(
-        "each rank's rows of the embedding are padded to a multiple of it", 128, least=1
-    )
-    padded_vocab_size: int | None = setting(
+    padded_vocab_size: int | None = count(
         "rows of the embedding in all, instead of those that the divisor gives",
-        least=1,
-        multiple_of=("tensor_model_parallel_size",),
+        multiple_of="tensor_model_parallel_size",
         why="each rank holds an equal part",
     )
     tiktoken_pattern: str | None = setting(
@@ -198,8 +196,8 @@ class TokenizerConfig(Settings):
         choices=TIKTOKEN_PATTERNS,
         without=OF_TIKTOKEN,
     )
-    tiktoken_num_special_tokens: int = setting(
-        "special tokens of TikTokenizer", 1000, least=1, without=OF_TIKTOKEN
+    tiktoken_num_special_tokens: int = count(
+        "special tokens of TikTokenizer", 1000, without=OF_TIKTOKEN
     )
     tokenizer_special_tokens: tuple[str, ...] = setting(
         "names of its first special tokens, if they are not the usual ones",

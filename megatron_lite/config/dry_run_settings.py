@@ -5,7 +5,7 @@ from typing import Any
 from megatron_lite.config.checks import flag, quoted
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.plain import parse_whole_number
-from megatron_lite.config.setting import Settings, check_settings, setting, settings_of
+from megatron_lite.config.setting import Settings, check_settings, count, setting, settings_of
 from megatron_lite.config.stages import stages_of_rank
 
 DEVICES = ("cpu", "cuda")
@@ -35,10 +35,9 @@ class DryRunConfig(Settings):
         parse=_parse_ranks,
         least=0,
     )
-    dry_run_world_size: int | None = setting(
+    dry_run_world_size: int | None = count(
         "number of ranks of the run of --dry-run-memory (default: those that the launcher "
-        "started, or those of one model)",
-        least=1,
+        "started, or those of one model)"
     )
     dry_run_device: str | None = setting(
         "device of the run of --dry-run-memory (default: the one that the run would use); "

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from megatron_lite.config.layer_pattern import check_pattern, parse_pattern, spelled
-from megatron_lite.config.setting import Settings, setting, switch
+from megatron_lite.config.setting import Settings, count, setting, switch
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 SINKHORN = "sinkhorn"
@@ -34,10 +34,9 @@ class ExpertSettings(Settings):
     moe_expert_capacity_factor: see `capacity`. A dropped token gets nothing from that expert.
     """
 
-    num_experts: int | None = setting(
+    num_experts: int | None = count(
         "experts of each mixture-of-experts layer; none: every layer has a dense MLP",
-        least=1,
-        multiple_of=("expert_model_parallel_size",),
+        multiple_of="expert_model_parallel_size",
         why="each rank holds equally many of them",
     )
     moe_layer_freq: int | tuple[int, ...] = setting(
@@ -48,26 +47,24 @@ class ExpertSettings(Settings):
         without="num_experts",
         **ALONE,
     )
-    moe_ffn_hidden_size: int | None = setting(
+    moe_ffn_hidden_size: int | None = count(
         "channels inside each expert; derived: --ffn-hidden-size",
-        least=1,
-        multiple_of=("tensor_model_parallel_size",),
+        multiple_of="tensor_model_parallel_size",
         why="each rank holds an equal part of every expert",
         without="num_experts",
     )
-    moe_shared_expert_intermediate_size: int | None = setting(
+    moe_shared_expert_intermediate_size: int | None = count(
         "channels inside the shared expert, which reads every token; none: no shared expert",
-        least=1,
-        multiple_of=("tensor_model_parallel_size",),
+        multiple_of="tensor_model_parallel_size",
         why="each rank holds an equal part of it",
         without="num_experts",
     )
     moe_shared_expert_gate: bool = switch(
         "multiply the shared expert's output by a sigmoid of the token",
-        needs=("moe_shared_expert_intermediate_size",),
+        needs="moe_shared_expert_intermediate_size",
     )
-    moe_router_topk: int = setting(
-        "experts that each token is sent to", 2, least=1, upto="num_experts", without="num_experts"
+    moe_router_topk: int = count(
+        "experts that each token is sent to", 2, upto="num_experts", without="num_experts"
     )
     moe_router_score_function: str = setting(
         "scores of the experts for a token",
@@ -79,7 +76,7 @@ class ExpertSettings(Settings):
     )
     moe_router_pre_softmax: bool = switch(
         "softmax over all experts before the choice, instead of over the chosen ones",
-        needs=("moe_router_score_function=softmax",),
+        needs="moe_router_score_function=softmax",
         without="num_experts",
         **ALONE,
     )
@@ -88,22 +85,18 @@ class ExpertSettings(Settings):
         choices=("fp32", "fp64"),
         without="num_experts",
     )
-    moe_router_num_groups: int | None = setting(
-        "groups of experts, of which a token chooses some first",
-        least=1,
-        without="moe_router_group_topk",
+    moe_router_num_groups: int | None = count(
+        "groups of experts, of which a token chooses some first", without="moe_router_group_topk"
     )
-    moe_router_group_topk: int | None = setting(
+    moe_router_group_topk: int | None = count(
         "groups that a token chooses",
-        least=1,
         upto="moe_router_num_groups",
-        needs=("moe_router_num_groups",),
+        needs="moe_router_num_groups",
         **ALONE,
     )
-    moe_router_group_best: int | None = setting(
+    moe_router_group_best: int | None = count(
         "best experts that judge a group, 1 in DeepSeek-V2; derived as in Megatron: "
         "--moe-router-topk / --moe-router-group-topk",
-        least=1,
         without="moe_router_group_topk",
     )
     moe_router_topk_scaling_factor: float | None = setting(
@@ -112,10 +105,10 @@ class ExpertSettings(Settings):
     moe_router_enable_expert_bias: bool = switch(
         "balance without a loss: a bias of each expert, which only the choice reads, moves after "
         "each step (2408.15664)",
-        needs=("moe_router_score_function=sigmoid",),
+        needs="moe_router_score_function=sigmoid",
     )
     moe_router_bias_update_rate: float = setting(
-        "step of the experts' biases", 1e-3, least=0.0, needs=("moe_router_enable_expert_bias",)
+        "step of the experts' biases", 1e-3, least=0.0, needs="moe_router_enable_expert_bias"
     )
     moe_router_load_balancing_type: str | tuple[str, ...] = setting(
         "tokens over which the load-balancing loss is taken: a micro-batch, each sequence, or all "
@@ -157,8 +150,8 @@ class ExpertSettings(Settings):
     )
     moe_pad_expert_input_to_capacity: bool = switch(
         "give each expert as many rows as its capacity, so that kept bytes depend on no choice",
-        needs=("moe_expert_capacity_factor",),
-        excludes=("moe_router_enable_expert_bias",),
+        needs="moe_expert_capacity_factor",
+        excludes="moe_router_enable_expert_bias",
         why="experts with equally many rows need no bias, and get none in Megatron",
     )
 

@@ -1,6 +1,6 @@
 """The settings of the log and of the profilers, each as one frozen class."""
 
-from megatron_lite.config.setting import Settings, check_settings, setting, switch
+from megatron_lite.config.setting import Settings, check_settings, count, setting, switch
 
 LOG_FILE = "train.log"  # its name in the folder of --save or --tensorboard-dir
 
@@ -32,7 +32,7 @@ class LoggingConfig(Settings):
     straggler_minmax_count: the largest number of ranks that one log interval names.
     """
 
-    log_interval: int = setting("iterations between two lines", 100, least=1)
+    log_interval: int = count("iterations between two lines", 100)
     log_style: str = setting(
         "standard output: short lines of at most 120 columns, or Megatron's table of arguments and "
         "iteration line, which the log file always has",
@@ -53,7 +53,7 @@ class LoggingConfig(Settings):
     memory_timeline: str | None = setting(
         "file for the memory of one micro-batch, operator by operator, as JSON; "
         "python -m megatron_lite.tools.plot_memory draws it",
-        excludes=("pipeline_model_parallel_size>1",),
+        excludes="pipeline_model_parallel_size>1",
         why="a pipeline mixes one micro-batch with others",
     )
     log_throughput: bool = switch("TFLOP/s per GPU in Megatron's iteration line")
@@ -76,13 +76,11 @@ class LoggingConfig(Settings):
         alias="--disable-log-loss-scale-to-tensorboard",
         name="--no-log-loss-scale-to-tensorboard",
     )
-    tensorboard_log_interval: int = setting(
-        "iterations between two points in TensorBoard and W&B", 1, least=1
-    )
+    tensorboard_log_interval: int = count("iterations between two points in TensorBoard and W&B", 1)
     wandb_project: str | None = setting(
         "project of an offline run of Weights & Biases, which gets the scalars of TensorBoard; "
         "needs the package wandb",
-        needs=("wandb_save_dir|save",),
+        needs="wandb_save_dir|save",
         why="it writes there",
     )
     wandb_exp_name: str | None = setting("its name", without="wandb_project")
@@ -103,9 +101,7 @@ class LoggingConfig(Settings):
     log_straggler: bool = switch(
         "name the slowest ranks, where they are slower than the others of their stage"
     )
-    straggler_minmax_count: int = setting(
-        "how many of them at most", 1, least=1, without="log_straggler"
-    )
+    straggler_minmax_count: int = count("how many of them at most", 1, without="log_straggler")
     straggler_ratio: float = setting(
         "how many times the median's time a slow rank takes", 1.2, above=1, without="log_straggler"
     )
@@ -135,7 +131,7 @@ class ProfilingConfig(Settings):
     )
     use_pytorch_profiler: bool = switch(
         "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save",
-        needs=("tensorboard_dir|save",),
+        needs="tensorboard_dir|save",
         without="profile",
         why="it writes there",
     )

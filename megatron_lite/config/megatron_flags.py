@@ -166,7 +166,7 @@ SHARDING_STRATEGIES = {
     "optim_grads_params": "use_torch_fsdp2",
 }
 STRATEGY = Setting(
-    "what --use-megatron-fsdp shares out (default: no_shard)", choices=tuple(SHARDING_STRATEGIES)
+    "what --use-megatron-fsdp shares out (default: no_shard)", choices=SHARDING_STRATEGIES
 )
 # The switches that count the embedding or the loss as a layer, with the field of each.
 ACCOUNTED = {

@@ -26,7 +26,7 @@ from megatron_lite.config.layer_pattern import (
     spelled,
 )
 from megatron_lite.config.plain import MOST_LAYERS
-from megatron_lite.config.setting import check_settings, required, setting, switch
+from megatron_lite.config.setting import check_settings, count, required, setting, switch
 from megatron_lite.config.variants import (
     NORMS_ALL_HEADS,
     LatentSettings,
@@ -79,7 +79,7 @@ ACTIVATIONS = {
     "geglu": ActivationFacts(fc1_blocks=2, moved=(5, 13), fused=(3, 5)),
 }
 DEFAULT_ACTIVATION, *SWITCHED_ACTIVATIONS = ACTIVATIONS
-OF_RANKS = ("tensor_model_parallel_size",)
+OF_RANKS = "tensor_model_parallel_size"
 ALWAYS_UNFUSED = {"auto": False, "flash": False, "fused": False, "unfused": True}
 ATTENTION_BACKENDS = tuple(ALWAYS_UNFUSED)
 
@@ -108,21 +108,20 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
         "attention heads", least=1, multiple_of=OF_RANKS, why="each rank holds an equal part"
     )
     max_position_embeddings: int = required("longest sequence that the model can read", least=1)
-    ffn_hidden_size: int | None = setting(
+    ffn_hidden_size: int | None = count(
         "channels inside the MLP; derived: 4 x hidden, or 8/3 x hidden with --swiglu",
-        least=1,
         multiple_of=OF_RANKS,
         why="each rank holds an equal part",
     )
-    kv_channels: int | None = setting("channels of one head; derived: hidden / heads", least=1)
+    kv_channels: int | None = count("channels of one head; derived: hidden / heads")
     group_query_attention: bool = switch("share keys and values among groups of heads")
-    num_query_groups: int = setting(
-        "groups of --group-query-attention", 1, least=1, needs=("group_query_attention",)
+    num_query_groups: int = count(
+        "groups of --group-query-attention", 1, needs="group_query_attention"
     )
     position_embedding_type: str = setting(
-        "position embedding", "learned_absolute", choices=tuple(POSITIONS)
+        "position embedding", "learned_absolute", choices=POSITIONS
     )
-    rotary_base: int = setting("base of the rotary frequencies", 10000, least=1)
+    rotary_base: int = count("base of the rotary frequencies", 10000)
     rotary_percent: float = setting("share of a head's channels that is rotated", 1.0)
     use_rope_scaling: bool = switch(
         "scale the rotary frequencies by Llama 3.1's rule", without="position_embedding_type=rope"
@@ -130,18 +129,17 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
     rope_scaling_factor: float = setting(
         "factor of --use-rope-scaling", 8.0, least=1.0, without="use_rope_scaling"
     )
-    rotary_seq_len_interpolation_factor: int | None = setting(
+    rotary_seq_len_interpolation_factor: int | None = count(
         "divide the positions of the rotary embedding by N, for sequences N times as long",
-        least=1,
         without="position_embedding_type=rope",
     )
     no_rope_freq: int | tuple[int, ...] | None = setting(
         "every N-th layer does not rotate queries and keys; or a list with 1 for each layer that "
         "does not, such as ([0]*3+[1])*2",
         parse=partial(parse_pattern, "--no-rope-freq"),
-        needs=("position_embedding_type=rope",),
+        needs="position_embedding_type=rope",
     )
-    normalization: str = setting("norm of every layer", "LayerNorm", choices=tuple(NORM_VECTORS))
+    normalization: str = setting("norm of every layer", "LayerNorm", choices=NORM_VECTORS)
     norm_epsilon: float = setting("added to the variance in a norm", 1e-5, least=0.0)
     apply_layernorm_1p: bool = switch(
         "norms multiply by 1 + their weight, and the weight starts at zero"
@@ -150,7 +148,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
     swiglu: bool = switch("gated linear unit with SiLU in the MLP, instead of GELU")
     squared_relu: bool = switch(
         "squared ReLU in the MLP, instead of GELU",
-        excludes=("swiglu",),
+        excludes="swiglu",
         why="an MLP has one activation",
     )
     bias_gelu_fusion: bool = setting(
@@ -183,10 +181,10 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
         "every N-th layer has no window; or a list with 1 for each layer that has it, "
         "such as ([1]*3+[0])*2",
         parse=partial(parse_pattern, "--window-attn-skip-freq"),
-        needs=("window_size",),
+        needs="window_size",
     )
     fp32_residual_connection: bool = switch(
-        "residual stream in float32 under --bf16 and --fp16", needs=("norm_position=before",)
+        "residual stream in float32 under --bf16 and --fp16", needs="norm_position=before"
     )
     hidden_dropout: float = setting(
         "dropout of embeddings and of what each layer adds", 0.1, least=0.0, below=1.0

@@ -6,7 +6,7 @@ A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, a modul
 
 from collections.abc import Iterable
 
-from megatron_lite.config.setting import Settings, check_settings, setting, switch
+from megatron_lite.config.setting import Settings, check_settings, count, setting, switch
 
 ADAM, MUON, SGD = OPTIMIZERS = ("adam", "muon", "sgd")
 FLOAT32 = 4
@@ -15,11 +15,11 @@ FORMATS = {"fp32": FLOAT32, "bf16": 2, "fp16": 2}  # bytes of an element
 PART = 2**24
 SMALL = 2**16  # below, one kernel for many parts is better than one for each
 
-PRECISION_AWARE = dict(needs=("use_precision_aware_optimizer",))
+PRECISION_AWARE = dict(needs="use_precision_aware_optimizer")
 NO_FP8 = {"fp8": "is not built: give bf16 or fp16"}
 NOT_SGD = "optimizer=adam/muon"
 # The facts of a setting of Muon.
-OF_MUON = dict(needs=("optimizer=muon",), why="AdamW and SGD do not read it")
+OF_MUON = dict(needs="optimizer=muon", why="AdamW and SGD do not read it")
 
 
 class OptimizerConfig(Settings):
@@ -83,26 +83,26 @@ class OptimizerConfig(Settings):
     )
     stochastic_rounding: bool = switch(
         "round main weights up or down at random, to themselves in the mean; --seed decides",
-        needs=("main_params_dtype=fp16",),
+        needs="main_params_dtype=fp16",
         why="float32 main weights are not rounded",
     )
     exp_avg_dtype: str = setting(
         "format of AdamW's mean; fp16 with a scale",
         "fp32",
-        choices=tuple(FORMATS),
+        choices=FORMATS,
         refused=NO_FP8,
         **PRECISION_AWARE,
     )
     exp_avg_sq_dtype: str = setting(
         "format of its mean square; fp16 with a scale",
         "fp32",
-        choices=tuple(FORMATS),
+        choices=FORMATS,
         refused=NO_FP8,
         **PRECISION_AWARE,
     )
     optimizer_cpu_offload: bool = switch(
         "main weights, moments and update on the host, by torch's fused AdamW or SGD",
-        excludes=("use_torch_fsdp2",),
+        excludes="use_torch_fsdp2",
         why="main weights stay on the device there",
     )
     optimizer_offload_fraction: float = setting(
@@ -127,7 +127,7 @@ class OptimizerConfig(Settings):
     muon_nesterov: bool = switch(
         "orthogonalize the mean as it would be after the same gradient once more", **OF_MUON
     )
-    muon_num_ns_steps: int = setting("Newton-Schulz iterations", 5, least=1, below=100, **OF_MUON)
+    muon_num_ns_steps: int = count("Newton-Schulz iterations", 5, below=100, **OF_MUON)
     muon_scale_mode: str = setting(
         "by what the orthogonal matrix of m rows and n columns is multiplied: "
         "sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",
@@ -220,7 +220,7 @@ class OptimizerConfig(Settings):
 
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-OF_SAMPLES = ("train_samples",)
+OF_SAMPLES = "train_samples"
 ALIKE = "the length of the run and its learning rate count alike"
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
@@ -244,11 +244,11 @@ class LrScheduleConfig(Settings):
         "smallest learning rate, at the end of the decay", 0.0, least=0.0, upto="lr"
     )
     lr_decay_style: str = setting("shape of the decay", "linear", choices=LR_DECAY_STYLES)
-    lr_decay_iters: int | None = setting(
-        "iterations until --min-lr; derived: the whole run", least=1, excludes=OF_SAMPLES, why=ALIKE
+    lr_decay_iters: int | None = count(
+        "iterations until --min-lr; derived: the whole run", excludes=OF_SAMPLES, why=ALIKE
     )
-    lr_decay_samples: int | None = setting(
-        "the same in samples, with --train-samples", least=1, needs=OF_SAMPLES, why=ALIKE
+    lr_decay_samples: int | None = count(
+        "the same in samples, with --train-samples", needs=OF_SAMPLES, why=ALIKE
     )
     lr_warmup_iters: int = setting(
         "iterations of linear warm-up", 0, least=0, excludes=OF_SAMPLES, why=ALIKE
@@ -271,17 +271,15 @@ class LrScheduleConfig(Settings):
         choices=WSD_DECAY_STYLES,
         megatron={"1-sqrt": "minus_sqrt"},
     )
-    lr_wsd_decay_iters: int | None = setting(
+    lr_wsd_decay_iters: int | None = count(
         "iterations of WSD's decay, at the end",
-        least=1,
-        needs=("lr_decay_style=WSD",),
+        needs="lr_decay_style=WSD",
         excludes=OF_SAMPLES,
         why=ALIKE,
     )
-    lr_wsd_decay_samples: int | None = setting(
+    lr_wsd_decay_samples: int | None = count(
         "the same in samples, with --train-samples",
-        least=1,
-        needs=("lr_decay_style=WSD", *OF_SAMPLES),
+        needs=("lr_decay_style=WSD", OF_SAMPLES),
         why=ALIKE,
     )
     decoupled_lr: float | None = setting(
@@ -300,7 +298,7 @@ class LrScheduleConfig(Settings):
         "not list the differences",
         alias="--override-opt-param-scheduler",
         name="--override-opt_param-scheduler",
-        excludes=("use_checkpoint_opt_param_scheduler",),
+        excludes="use_checkpoint_opt_param_scheduler",
     )
 
     def __post_init__(self) -> None:
@@ -341,13 +339,12 @@ class LossScaleConfig(Settings):
         upto="initial_loss_scale",
         without="fp16",
     )
-    loss_scale_window: float = setting(
-        "steps without overflow after which the scale doubles", 1000.0, least=1, without="fp16"
+    loss_scale_window: float = count(
+        "steps without overflow after which the scale doubles", 1000.0, without="fp16"
     )
-    hysteresis: int = setting(
+    hysteresis: int = count(
         "overflows before the scale is halved for the first time, or after it has doubled",
         2,
-        least=1,
         without="fp16",
     )
 

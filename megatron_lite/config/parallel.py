@@ -2,7 +2,7 @@
 
 import math
 
-from megatron_lite.config.setting import Settings, check_settings, setting, switch
+from megatron_lite.config.setting import Settings, check_settings, count, setting, switch
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 OTHER_EXPERTS = dict(
@@ -10,7 +10,7 @@ OTHER_EXPERTS = dict(
     why="ranks hold different experts, and exchange as many rows as their routers choose; use "
     "--use-distributed-optimizer, and other graphs",
 )
-PIPELINE = ("pipeline_model_parallel_size>1",)
+PIPELINE = "pipeline_model_parallel_size>1"
 CP_COMM_TYPES = ("p2p", "allgather", "a2a")
 
 
@@ -40,35 +40,31 @@ class ParallelConfig(Settings):
     distributed_timeout_seconds_after_init: the limit from the second iteration on, if given.
     """
 
-    tensor_model_parallel_size: int = setting("ranks that share each layer", 1, least=1)
+    tensor_model_parallel_size: int = count("ranks that share each layer", 1)
     sequence_parallel: bool = switch(
         "split norms and dropout over the tensor-parallel ranks, along the sequence",
         without="tensor_model_parallel_size>1",
         why="it splits the sequence over these ranks, and is turned off",
     )
-    pipeline_model_parallel_size: int = setting(
-        "ranks that share the layers, one behind the other", 1, least=1
+    pipeline_model_parallel_size: int = count(
+        "ranks that share the layers, one behind the other", 1
     )
-    num_layers_per_virtual_pipeline_stage: int | None = setting(
+    num_layers_per_virtual_pipeline_stage: int | None = count(
         "several stages of so many layers on each pipeline rank",
-        least=1,
         needs=PIPELINE,
         why="only a pipeline has stages",
     )
-    num_virtual_stages_per_pipeline_rank: int | None = setting(
+    num_virtual_stages_per_pipeline_rank: int | None = count(
         "the same, by their number",
-        least=1,
         needs=PIPELINE,
-        excludes=("num_layers_per_virtual_pipeline_stage",),
+        excludes="num_layers_per_virtual_pipeline_stage",
         why="both give the number of virtual stages",
     )
-    decoder_first_pipeline_num_layers: int | None = setting(
-        "layers of the first pipeline rank, if not as many as of the others",
-        least=1,
-        needs=PIPELINE,
+    decoder_first_pipeline_num_layers: int | None = count(
+        "layers of the first pipeline rank, if not as many as of the others", needs=PIPELINE
     )
-    decoder_last_pipeline_num_layers: int | None = setting(
-        "layers of the last pipeline rank", least=1, needs=PIPELINE
+    decoder_last_pipeline_num_layers: int | None = count(
+        "layers of the last pipeline rank", needs=PIPELINE
     )
     pipeline_model_parallel_layout: str | None = setting(
         "what each stage holds, as Megatron writes it: E embedding, t layer, L loss, | between "
@@ -84,9 +80,9 @@ class ParallelConfig(Settings):
         "receive what a stage needs only when it needs it",
         True,
         name="--no-overlap-p2p-communication",
-        without=PIPELINE[0],
+        without=PIPELINE,
     )
-    context_parallel_size: int = setting("ranks that share each sequence", 1, least=1)
+    context_parallel_size: int = count("ranks that share each sequence", 1)
     cp_comm_type: str | tuple[str, ...] = setting(
         "how context-parallel ranks exchange keys and values: around a ring, or all at once; a2a: "
         "they exchange heads, and attend to whole sequences; one for all layers, or one for each",
@@ -94,18 +90,16 @@ class ParallelConfig(Settings):
         nargs="+",
         choices=CP_COMM_TYPES,
         megatron={"a2a+p2p": "p2p", "all_gather": "allgather"},
-        needs=("context_parallel_size>1",),
+        needs="context_parallel_size>1",
     )
-    expert_model_parallel_size: int = setting(
+    expert_model_parallel_size: int = count(
         "ranks over which the experts of each layer are spread",
         1,
-        least=1,
-        needs=("num_experts",),
+        needs="num_experts",
         **OTHER_EXPERTS,
     )
-    expert_tensor_parallel_size: int | None = setting(
+    expert_tensor_parallel_size: int | None = count(
         "ranks that share each expert, a divisor of what is derived: --tensor-model-parallel-size",
-        least=1,
         without="num_experts",
         excludes=OTHER_EXPERTS["excludes"],
     )
@@ -124,12 +118,11 @@ class ParallelConfig(Settings):
         upto="expert_model_parallel_size",
         why="no rank has more rows than all",
     )
-    num_distributed_optimizer_instances: int = setting(
+    num_distributed_optimizer_instances: int = count(
         "groups of data-parallel ranks that each share out all states; gradients are summed within "
         "a group, then over groups (HSDP)",
         1,
-        least=1,
-        needs=("use_distributed_optimizer|use_torch_fsdp2",),
+        needs="use_distributed_optimizer|use_torch_fsdp2",
         why="otherwise every rank holds all states",
     )
     distributed_backend: str = setting(
@@ -137,13 +130,12 @@ class ParallelConfig(Settings):
         "auto",
         choices=DISTRIBUTED_BACKENDS,
     )
-    distributed_timeout_minutes: int = setting(
-        "time after which a collective gives up, and the run with it", 10, least=1
+    distributed_timeout_minutes: int = count(
+        "time after which a collective gives up, and the run with it", 10
     )
-    distributed_timeout_seconds_after_init: int | None = setting(
+    distributed_timeout_seconds_after_init: int | None = count(
         "the same from the second iteration on; it must cover the writing of a checkpoint, for "
-        "which ranks wait",
-        least=1,
+        "which ranks wait"
     )
 
     def __post_init__(self) -> None:
@@ -285,15 +277,14 @@ class DataParallelConfig(Settings):
     overlap_grad_reduce: bool = switch(
         "sum gradients over the data-parallel ranks bucket by bucket, beside backward"
     )
-    ddp_bucket_size: int | None = setting(
+    ddp_bucket_size: int | None = count(
         "parameters of a bucket; derived: 40 million, or 1 million per data-parallel rank",
-        least=1,
         without="overlap_grad_reduce",
         why="everything is reduced at once",
     )
     grad_reduce_in_bf16: bool = switch(
         "exchange gradients in bfloat16 (each rank sums its micro-batches in float32)",
-        needs=("bf16",),
+        needs="bf16",
         why="gradients of float32 weights are exchanged in float32",
     )
     use_distributed_optimizer: bool = switch(
@@ -306,18 +297,18 @@ class DataParallelConfig(Settings):
     )
     use_torch_fsdp2: bool = switch(
         "weights, gradients and optimizer states over the data-parallel ranks, layer by layer",
-        excludes=("use_distributed_optimizer",),
+        excludes="use_distributed_optimizer",
         why="FSDP2 shares out the optimizer states too",
     )
     torch_fsdp2_reshard_after_forward: bool = setting(
         "keep a layer's weights from its forward until its backward",
         True,
         name="--torch-fsdp2-no-reshard-after-forward",
-        needs=("use_torch_fsdp2",),
+        needs="use_torch_fsdp2",
     )
     fsdp_memory_efficient_wrapping: bool = switch(
         "gather token embedding and output projection by themselves, when needed",
-        needs=("use_torch_fsdp2",),
+        needs="use_torch_fsdp2",
     )
 
     def bucket_size(self, dp_cp_size: int) -> int | None:

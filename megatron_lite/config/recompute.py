@@ -20,7 +20,7 @@ from megatron_lite.config.regions import (
     regions_help,
     store_of,
 )
-from megatron_lite.config.setting import Settings, check_settings, setting, switch
+from megatron_lite.config.setting import Settings, check_settings, count, setting, switch
 from megatron_lite.config.units import parse_bytes
 
 METHODS = ("uniform", "block")
@@ -65,7 +65,7 @@ class RecomputeConfig(Settings):
 
     recompute_activations: bool = switch(
         "the same as --recompute-granularity selective",
-        excludes=("recompute_granularity=full",),
+        excludes="recompute_granularity=full",
         why="it means selective",
     )
     recompute_granularity: str | None = setting(
@@ -84,7 +84,7 @@ class RecomputeConfig(Settings):
     )
     distribute_saved_activations: bool = switch(
         "keep 1/t of a unit's input on each tensor-parallel rank",
-        needs=("recompute_granularity=full",),
+        needs="recompute_granularity=full",
         why="only the input of a whole layer is split",
     )
     recompute_modules: tuple[str, ...] = setting(
@@ -108,7 +108,7 @@ class RecomputeConfig(Settings):
     memory_budget: str | None = setting(
         "for --recompute-policy auto: the memory of one rank for everything that it allocates, "
         "such as 80GiB; derived on a GPU: its memory less a reserve",
-        needs=("recompute_policy=auto",),
+        needs="recompute_policy=auto",
         why="auto chooses a policy that fits it",
     )
     activation_memory_budget: float | None = setting(
@@ -116,7 +116,7 @@ class RecomputeConfig(Settings):
         "it keeps for backward: at most this share of its activations, 0 to 1",
         least=0.0,
         most=1.0,
-        needs=("torch_compile",),
+        needs="torch_compile",
         # What a compiled layer keeps is not known, and every collective would end its graph.
         excludes=(
             *("recompute_verify", "overlap_param_gather"),
@@ -126,7 +126,7 @@ class RecomputeConfig(Settings):
     )
     contiguous_saved_activations: bool = switch(
         "keep the inputs of recomputed layers in one allocation, made once",
-        excludes=("recompute_policy=auto",),
+        excludes="recompute_policy=auto",
     )
     recompute_tail_skip: bool = setting(
         "replays also do their last matmul, whose result nothing reads",
@@ -136,11 +136,10 @@ class RecomputeConfig(Settings):
     recompute_verify: bool = switch(
         "compare replays with their forward, and predicted with measured bytes; slow"
     )
-    num_microbatches_with_partial_activation_checkpoints: int | None = setting(
+    num_microbatches_with_partial_activation_checkpoints: int | None = count(
         "in a pipeline: of as many micro-batches as are in flight at once, so many keep everything",
-        least=1,
-        needs=("pipeline_model_parallel_size>1",),
-        excludes=("recompute_policy=auto",),
+        needs="pipeline_model_parallel_size>1",
+        excludes="recompute_policy=auto",
     )
     cpu_offloading_num_layers: int = setting(
         "keep what so many first layers of each stage save in host memory: the policy "

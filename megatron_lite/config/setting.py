@@ -9,8 +9,8 @@ facts, and `check_settings` checks the values. Standard library only.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megatron_lite.config.checks import ContradictionError, flag
@@ -34,7 +34,8 @@ class Setting(NamedTuple):
         a multiple of each.
     why: the reason for the bounds, and for the exclusions or else the needs; if there are no needs,
         also for `without`.
-    needs, excludes: conditions that must hold, or must not, unless the field has its default.
+    needs, excludes: conditions that must hold, or must not, unless the field has its default. One
+        alone may be a text, and so may one field of multiple_of.
     without: the condition without which the flag has no effect, as a notice says.
 
     A condition names a field of any topic: "load", "optimizer=muon", "tokenizer_type=A/B" for one
@@ -44,7 +45,7 @@ class Setting(NamedTuple):
     help: str
     name: str = ""
     alias: str = ""
-    choices: Sequence[str] = ()
+    choices: Collection[str] = ()
     megatron: Mapping[str, str] = {}
     refused: Mapping[str, str] = {}
     nargs: str | int | None = None
@@ -91,7 +92,14 @@ class Setting(NamedTuple):
 
 def setting(help: str, default: Any = None, **facts: Any) -> Any:
     """Returns a field of a config class with the facts of `Setting`."""
+    for name in ("multiple_of", "needs", "excludes"):
+        if isinstance(only := facts.get(name), str):
+            facts[name] = (only,)
     return dataclasses.field(default=default, metadata={"setting": Setting(help, **facts)})
+
+
+# A field that is at least 1.
+count = partial(setting, least=1)
 
 
 def required(help: str, **facts: Any) -> Any:

@@ -4,7 +4,7 @@ import itertools
 
 from megatron_lite.config.batch_schedule import MOST_STEPS, BatchSchedule, parse_steps, ramp_steps
 from megatron_lite.config.checks import ContradictionError, quoted, resolve
-from megatron_lite.config.setting import Settings, check_settings, required, setting, switch
+from megatron_lite.config.setting import Settings, check_settings, count, required, setting, switch
 from megatron_lite.config.units import parse_bytes
 
 LANGUAGE_MODEL_SEED = 1234
@@ -38,37 +38,35 @@ class TrainingConfig(Settings):
     """
 
     micro_batch_size: int = required("samples of one forward pass on one rank", least=1)
-    global_batch_size: int | None = setting(
+    global_batch_size: int | None = count(
         "samples of one iteration over all ranks; derived: one micro-batch per replica",
-        least=1,
-        multiple_of=("micro_batch_size",),
+        multiple_of="micro_batch_size",
     )
-    rampup_batch_size: tuple[int, ...] = setting(
+    rampup_batch_size: tuple[int, ...] = count(
         "START INCREMENT SAMPLES: a batch that grows from START to --global-batch-size by "
         "INCREMENT at a time, while SAMPLES are consumed",
         (),
         nargs=3,
-        least=1,
-        needs=("global_batch_size",),
+        needs="global_batch_size",
     )
     step_batch_size_schedule: str | None = setting(
         "TOKENS:SAMPLES ..: the batch size from each number of consumed tokens on, such as "
         "'0:768 250B:1536'; the last one is --global-batch-size",
-        excludes=("rampup_batch_size",),
+        excludes="rampup_batch_size",
     )
     train_iters: int | None = setting(
         "length of the run in iterations; or --train-samples",
         least=0,
-        excludes=("train_samples",),
+        excludes="train_samples",
         why="both give the length of the run",
     )
-    train_samples: int | None = setting("length of the run in samples", least=1)
+    train_samples: int | None = count("length of the run in samples")
     seed: int = setting(
         "seed of initial weights, data order and dropout", LANGUAGE_MODEL_SEED, least=0, below=2**32
     )
     bf16: bool = switch(
         "weights and activations in bfloat16, master weights in float32; --model assumes it",
-        excludes=("fp16",),
+        excludes="fp16",
         why="weights have one precision",
     )
     fp16: bool = switch(
@@ -99,18 +97,16 @@ class TrainingConfig(Settings):
         "--eod-mask-loss makes a difference between them",
         without="eod_mask_loss",
     )
-    eval_interval: int | None = setting(
-        "iterations between validations; the end of the run has one in any case", least=1
+    eval_interval: int | None = count(
+        "iterations between validations; the end of the run has one in any case"
     )
     eval_iters: int = setting("global batches of one validation; 0 for none at all", 100, least=0)
-    eval_global_batch_size: int | None = setting(
-        "samples of a batch of a validation; none: the full batch of training", least=1
+    eval_global_batch_size: int | None = count(
+        "samples of a batch of a validation; none: the full batch of training"
     )
-    exit_interval: int | None = setting(
-        "save and stop when the iteration is a multiple of it", least=1
-    )
-    exit_duration_in_mins: int | None = setting(
-        "save and stop after the iteration that ends later than this", least=1
+    exit_interval: int | None = count("save and stop when the iteration is a multiple of it")
+    exit_duration_in_mins: int | None = count(
+        "save and stop after the iteration that ends later than this"
     )
     exit_signal_handler: bool = switch(
         "save and stop after the iteration or the batch of an evaluation in which any rank gets "
@@ -120,26 +116,24 @@ class TrainingConfig(Settings):
         "another signal that --exit-signal-handler waits for",
         "SIGTERM",
         choices=("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"),
-        needs=("exit_signal_handler",),
+        needs="exit_signal_handler",
         why="without it a signal ends the run at once",
     )
     check_for_nan_in_loss_and_grad: bool = setting(
         "go on after a NaN", True, name="--no-check-for-nan-in-loss-and-grad"
     )
-    max_skipped_updates: int | None = setting(
+    max_skipped_updates: int | None = count(
         "stop after so many skipped updates in a row; derived: after 1 of a NaN, and "
-        "after 10 of a spike",
-        least=1,
+        "after 10 of a spike"
     )
     skip_update_on_spike: float | None = setting(
         "skip the update where the loss is above so many times its running mean",
         above=1,
         why="a spike is a loss above so many times its running mean",
     )
-    check_weight_hash_across_dp_replicas_interval: int | None = setting(
+    check_weight_hash_across_dp_replicas_interval: int | None = count(
         "iterations between comparisons of the weights that several ranks hold alike; also before "
-        "each checkpoint",
-        least=1,
+        "each checkpoint"
     )
     torch_compile: bool | None = setting(
         "compile norms, activations, rotary embedding, dropout and the loss with torch's compiler; "

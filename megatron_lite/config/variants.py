@@ -25,7 +25,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.setting import Settings, setting, switch
+from megatron_lite.config.setting import Settings, count, setting, switch
 
 NORMS_AFTER = {"before": False, "after": True, "both": True}
 NORMS_ALL_HEADS = {"head": False, "all-heads": True}
@@ -49,21 +49,21 @@ class Variants(Settings):
 
     parallel_residual: bool = switch(
         "attention and the MLP read the same input, and the layer adds both to it, as in GPT-NeoX",
-        needs=("norm_position=before",),
+        needs="norm_position=before",
     )
     shared_norm: bool = switch(
-        "attention and the MLP read their input through one norm", needs=("parallel_residual",)
+        "attention and the MLP read their input through one norm", needs="parallel_residual"
     )
     norm_position: str = setting(
         "norms before attention and the MLP, after each and before the residual is added as in "
         "OLMo 2, or both as in Gemma 2",
         "before",
-        choices=tuple(NORMS_AFTER),
+        choices=NORMS_AFTER,
     )
     qk_layernorm_scope: str = setting(
         "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
         "head",
-        choices=tuple(NORMS_ALL_HEADS),
+        choices=NORMS_ALL_HEADS,
         needs=("qk_layernorm", "normalization=RMSNorm"),
         why="it norms queries and keys, and only RMSNorm sums over the ranks",
     )
@@ -127,21 +127,17 @@ class LatentSettings(Settings):
         ),
         why="its heads share a rotated part, and its values are smaller than its keys",
     )
-    q_lora_rank: int | None = setting(
-        "channels of the queries' latent; none: queries come from the hidden states",
-        least=1,
-        without=LATENT,
+    q_lora_rank: int | None = count(
+        "channels of the queries' latent; none: queries come from the hidden states", without=LATENT
     )
-    kv_lora_rank: int = setting(
-        "channels of the latent of keys and values", 32, least=1, without=LATENT
-    )
-    qk_head_dim: int = setting(
-        "channels of a head of queries and keys that are not rotated", 128, least=1, without=LATENT
+    kv_lora_rank: int = count("channels of the latent of keys and values", 32, without=LATENT)
+    qk_head_dim: int = count(
+        "channels of a head of queries and keys that are not rotated", 128, without=LATENT
     )
     qk_pos_emb_head_dim: int = setting(
         "channels of a head of queries and keys that are rotated", 64, least=2, without=LATENT
     )
-    v_head_dim: int = setting("channels of a head of values", 128, least=1, without=LATENT)
+    v_head_dim: int = count("channels of a head of values", 128, without=LATENT)
     latent_norm_epsilon: float | None = setting(
         "of latents (default: --norm-epsilon)", least=0.0, without=LATENT
     )
@@ -166,7 +162,7 @@ ORIGINAL_LENGTH = 8192
 SLOW_TURNS, FAST_TURNS = 1.0, 4.0
 of_both = partial(setting, without="rope_type=yarn/longrope")
 of_yarn = partial(setting, without="rope_type=yarn")
-factors = partial(setting, default=(), nargs="+", above=0.0, needs=("rope_type=longrope",))
+factors = partial(setting, default=(), nargs="+", above=0.0, needs="rope_type=longrope")
 
 
 class RotaryScaling(NamedTuple):
@@ -214,14 +210,13 @@ class RotarySettings(Settings):
     rotary_interleaved: bool = switch(
         "rotate pairs of neighbouring channels of a head, not one of each half",
         without="position_embedding_type=rope",
-        excludes=("multi_latent_attention",),
+        excludes="multi_latent_attention",
         why="multi-latent attention has pairs of neighbours in any case",
     )
-    rotary_base_local: int | None = setting(
+    rotary_base_local: int | None = count(
         "base of the rotary frequencies of layers with a window, which are not scaled, as in "
         "Gemma 3; none: as those of the others",
-        least=1,
-        needs=("window_size",),
+        needs="window_size",
     )
     rotary_scaling_factor: float = of_both(
         "how many times as long sequences yarn or longrope is for", 1.0, above=0.0

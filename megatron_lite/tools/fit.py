@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_lite.config.checks import InputError, input_faults, quoted
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.run_flags import add_settings, taken
-from megatron_lite.config.setting import Settings, check_settings, required, setting, switch
+from megatron_lite.config.setting import Settings, check_settings, count, required, setting, switch
 from megatron_lite.config.units import parse_bytes
 from megatron_lite.plan.auto_policy import default_reserve
 from megatron_lite.plan.hardware import load_hardware
@@ -30,10 +30,10 @@ class FitSettings(Settings):
     memory_budget: str | None = setting("such as 70GiB (default: the GPU's, less a reserve)")
     seq_length: int = setting("tokens of a text, samples of a sound, frames of a spectrum", 0)
     image_size: int = setting("side of images in pixels (default: the model's)", 0)
-    micro_batch_size: int = setting("samples", 1, least=1)
+    micro_batch_size: int = count("samples", 1)
     dtype: str = setting("of weights and computation", "bf16", choices=("bf16", "fp16", "fp32"))
-    gpus: int = setting("data-parallel GPUs", 1, least=1, most=MOST_GPUS)
-    fsdp: bool = switch("shard each layer over the GPUs (default: DDP)", needs=("gpus>1",))
+    gpus: int = count("data-parallel GPUs", 1, most=MOST_GPUS)
+    fsdp: bool = switch("shard each layer over the GPUs (default: DDP)", needs="gpus>1")
     optimizer: str = setting("whose states count", "adamw", choices=("adamw", "sgd", "none"))
     trainable: str = setting("all, or lora:RANK on linear layers", "all")
 

@@ -15,7 +15,7 @@ import sys
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run_flags import Parser, add_flag, add_settings, fields_of, taken
-from megatron_lite.config.setting import Settings, setting, switch
+from megatron_lite.config.setting import Settings, count, setting, switch
 from megatron_lite.tools.command import tool
 
 
@@ -57,7 +57,7 @@ class Sampling(Settings):
     fewest of those whose probabilities reach top_p. `greedy` takes the likeliest token instead.
     """
 
-    max_new_tokens: int = setting("most tokens of a continuation", 64, least=1)
+    max_new_tokens: int = count("most tokens of a continuation", 64)
     greedy: bool = switch("take the likeliest token each time")
     temperature: float = setting(
         "below 1: sharper, above 1: flatter",

@@ -91,7 +91,7 @@ class PlanSettings(Settings):
         ", ".join(PRESETS), alias="--preset", excludes=("hf_config", "config_json"), why=ONE_RUN
     )
     hf_config: str | None = setting(
-        "a config.json of Hugging Face", excludes=("config_json",), why=ONE_RUN
+        "a config.json of Hugging Face", excludes="config_json", why=ONE_RUN
     )
     config_json: str | None = setting("a run as `train --dump-config` prints it")
     gpus: tuple[int, ...] = setting(
@@ -112,7 +112,7 @@ class PlanSettings(Settings):
         "tokens to train on, such as 2e12: prints the days", above=0, below=1e24
     )
     price_per_gpu_hour: float | None = setting(
-        "prints the cost", above=0, below=1e24, needs=("train_tokens",)
+        "prints the cost", above=0, below=1e24, needs="train_tokens"
     )
     json: str | None = setting("write the plans as JSON; - is stdout, without the text")
     html: str | None = setting("write a page, FILE.html, that shows the plans and their terms")

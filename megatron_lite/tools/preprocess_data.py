@@ -28,7 +28,7 @@ from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.input_file import open_input
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run_flags import add_settings, taken
-from megatron_lite.config.setting import Settings, required, setting, switch
+from megatron_lite.config.setting import Settings, count, required, setting, switch
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lite.data.tokenizers import build_tokenizer, check_encodes
 from megatron_lite.parallel.signals import STOPPING
@@ -53,11 +53,10 @@ class InputSettings(Settings):
     json_keys: tuple[str, ...] = setting(
         "keys whose texts are read", ("text",), alias="--json-key", nargs="+"
     )
-    max_line_bytes: int = setting(
+    max_line_bytes: int = count(
         "longest line that is read; a tokenizer takes about 170 bytes of memory for each byte of a "
         "text",
         MAX_LINE_BYTES,
-        least=1,
     )
 
 
@@ -126,8 +125,8 @@ class PreprocessSettings(InputSettings):
 
     output_prefix: str = required("files are named PREFIX_KEY_document.bin and .idx")
     append_eod: bool = switch("end documents with the end-of-document token")
-    workers: int = setting("processes that tokenize", 1, least=1)
-    log_interval: int = setting("documents between two log lines", 1000, least=1)
+    workers: int = count("processes that tokenize", 1)
+    log_interval: int = count("documents between two log lines", 1000)
 
     def __post_init__(self) -> None:
         super().__post_init__()
