@@ -11,7 +11,7 @@ import math
 from functools import partial
 from typing import Any
 
-from megatron_lite.config.layer_pattern import check_pattern, parse_pattern, spelled
+from megatron_lite.config.layer_pattern import parse_pattern
 from megatron_lite.config.setting import Settings, count, setting, switch
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
@@ -207,9 +207,9 @@ class ExpertSettings(Settings):
         pattern = self.moe_layer_freq
         return layer % pattern == 0 if isinstance(pattern, int) else pattern[layer] == 1
 
-    def check_experts(self, num_layers: int) -> None:
-        """Raises ValueError for experts in no layer, losses without a factor each, a shared expert
-        with a bias, or groups that do not divide the experts."""
+    def check_experts(self) -> None:
+        """Raises ValueError for losses without a factor each, a shared expert with a bias, or
+        groups that do not divide the experts."""
         self._check_losses()
         if self.num_experts is None:
             return
@@ -219,10 +219,6 @@ class ExpertSettings(Settings):
                 f"--moe-shared-expert-intermediate-size {shared} needs --disable-bias-linear: "
                 "Megatron's shared expert has no bias"
             )
-        name = f"--moe-layer-freq {spelled(self.moe_layer_freq)}"
-        check_pattern(name, self.moe_layer_freq, num_layers)
-        if not any(map(self.layer_has_experts, range(num_layers))):
-            raise ValueError(f"{name} gives no layer experts: leave --num-experts out")
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
         if groups is None or chosen is None:
             return

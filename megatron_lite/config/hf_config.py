@@ -296,7 +296,7 @@ def meaning_of(model: ModelConfig) -> dict[str, Any]:
     """
     layers = range(model.num_layers)
     have_experts = [model.layer_has_experts(layer) for layer in layers]
-    rotates = model.positions.rotated
+    rotates = model.rotates
     has_gelu = not any(getattr(model, name) for name in SWITCHED_ACTIVATIONS)
     return {
         **{name: value for name, value in asdict(model).items() if name not in NOT_COMPARED},

@@ -14,7 +14,7 @@ dim 0.
 from functools import partial
 from typing import NamedTuple
 
-from megatron_lite.config.checks import chosen, resolve
+from megatron_lite.config.checks import flag, resolve
 from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.layer_pattern import (
     LARGEST_NUMBER,
@@ -28,24 +28,13 @@ from megatron_lite.config.layer_pattern import (
 from megatron_lite.config.plain import MOST_LAYERS
 from megatron_lite.config.setting import check_settings, count, required, setting, switch
 from megatron_lite.config.variants import (
-    NORMS_ALL_HEADS,
+    ALL_HEADS,
     LatentSettings,
     RotaryScaling,
     RotarySettings,
     Variants,
     yarn_magnitude,
 )
-
-
-class Positions(NamedTuple):
-    """The ways in which a model encodes positions.
-
-    learned: whether each position has a learned embedding.
-    rotated: whether attention rotates queries and keys.
-    """
-
-    learned: bool
-    rotated: bool
 
 
 class ActivationFacts(NamedTuple):
@@ -65,12 +54,7 @@ class ActivationFacts(NamedTuple):
 
 
 # The facts about each choice, for the code that builds the model, predicts its memory and counts
-# its parameters. A choice without an entry raises ValueError wherever it is read (`chosen`).
-POSITIONS = {
-    "learned_absolute": Positions(learned=True, rotated=False),
-    "rope": Positions(learned=False, rotated=True),
-    "none": Positions(learned=False, rotated=False),
-}
+# its parameters.
 NORM_VECTORS = {"LayerNorm": 2, "RMSNorm": 1, "BiaslessLayerNorm": 1}
 ACTIVATIONS = {
     "gelu": ActivationFacts(fc1_blocks=1, moved=(2, 3), fused=(2, 3)),
@@ -80,8 +64,7 @@ ACTIVATIONS = {
 }
 DEFAULT_ACTIVATION, *SWITCHED_ACTIVATIONS = ACTIVATIONS
 OF_RANKS = "tensor_model_parallel_size"
-ALWAYS_UNFUSED = {"auto": False, "flash": False, "fused": False, "unfused": True}
-ATTENTION_BACKENDS = tuple(ALWAYS_UNFUSED)
+ROPE, UNFUSED = "rope", "unfused"
 
 
 class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
@@ -119,7 +102,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
         "groups of --group-query-attention", 1, needs="group_query_attention"
     )
     position_embedding_type: str = setting(
-        "position embedding", "learned_absolute", choices=POSITIONS
+        "position embedding", "learned_absolute", choices=("learned_absolute", ROPE, "none")
     )
     rotary_base: int = count("base of the rotary frequencies", 10000)
     rotary_percent: float = setting("share of a head's channels that is rotated", 1.0)
@@ -165,8 +148,8 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
         "core attention: flash is FlashAttention, fused cuDNN's kernel, auto what torch takes of "
         "them; unfused builds the scores",
         "auto",
-        choices=ATTENTION_BACKENDS,
-        megatron={"local": "unfused"},
+        choices=("auto", "flash", "fused", UNFUSED),
+        megatron={"local": UNFUSED},
     )
     attention_softmax_in_fp32: bool = switch(
         "softmax of unfused attention in float32",
@@ -232,7 +215,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
                 f"at --hidden-size {self.hidden_size}: set --ffn-hidden-size"
             )
         resolve(self, "ffn_hidden_size", default_ffn)
-        if POSITIONS.get(self.position_embedding_type, POSITIONS["none"]).rotated and (
+        if self.rotates and (
             not 0.0 < self.rotary_percent <= 1.0 or self.rotary_dim < 2 or self.rotary_dim % 2
         ):
             raise ValueError(
@@ -240,7 +223,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
                 f"{self.rotary_dim} rotated channels: it must be an even number of at least 2, in "
                 "(0, 1]"
             )
-        if self.rope_type != "rope" and self.position_embedding_type != "rope":
+        if self.rope_type != ROPE and not self.rotates:
             raise ValueError(
                 f"--rope-type {self.rope_type} changes rotary embeddings, and "
                 f"--position-embedding-type is {self.position_embedding_type}: give it as rope"
@@ -254,41 +237,42 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
                 f"--rope-type longrope needs --short-factor and --long-factor, each with a number "
                 f"for each of {frequencies} frequencies"
             )
-        self._check_window()
-        self._check_rotation()
-        self.check_experts(self.num_layers)
-
-    def _check_window(self) -> None:
-        window, skipped = self.window_size, self.window_attn_skip_freq
-        if window is None:
-            return
-        if len(window) != 2 or not 0 <= window[0] <= LARGEST_NUMBER or window[1] != 0:
+        window, unrotated = self.window_size, self.no_rope_freq
+        if window and (len(window) != 2 or not 0 <= window[0] <= LARGEST_NUMBER or window[1] != 0):
             raise ValueError(
                 f"--window-size {spelled(window)}: give LEFT,0, the tokens before a query that it "
                 "reads, and 0 since the model is causal; without a limit leave it out"
             )
-        if skipped is not None:
-            name = f"--window-attn-skip-freq {spelled(skipped)}"
-            check_pattern(name, skipped, self.num_layers)
-            if not any(map(self.layer_window, range(self.num_layers))):
-                raise ValueError(
-                    f"{name} leaves no layer with --window-size {spelled(window)}: leave both out"
-                )
-
-    def _check_rotation(self) -> None:
-        unrotated = self.no_rope_freq
-        if unrotated is None:
-            return
-        name = f"--no-rope-freq {spelled(unrotated)}"
-        check_pattern(name, unrotated, self.num_layers)
+        self.check_experts()
+        for field, pattern, is_marked, fault in (
+            (
+                "window_attn_skip_freq",
+                self.window_attn_skip_freq,
+                self.layer_window,
+                f"leaves no layer with --window-size {window and spelled(window)}: leave both out",
+            ),
+            (
+                "no_rope_freq",
+                unrotated,
+                self.layer_rotates,
+                "leaves no layer that rotates: give --position-embedding-type none instead",
+            ),
+            (
+                "moe_layer_freq",
+                self.num_experts and self.moe_layer_freq,
+                self.layer_has_experts,
+                "gives no layer experts: leave --num-experts out",
+            ),
+        ):
+            if pattern is not None:
+                name = f"{flag(field)} {spelled(pattern)}"
+                check_pattern(name, pattern, self.num_layers)
+                if not any(map(is_marked, range(self.num_layers))):
+                    raise ValueError(f"{name} {fault}")
         if isinstance(unrotated, int) and self.num_layers % unrotated:
             raise ValueError(
-                f"{name} does not divide --num-layers {self.num_layers}: give a divisor, or a list "
-                "with one number for each layer"
-            )
-        if not any(map(self.layer_rotates, range(self.num_layers))):
-            raise ValueError(
-                f"{name} leaves no layer that rotates: give --position-embedding-type none instead"
+                f"--no-rope-freq {unrotated} does not divide --num-layers {self.num_layers}: give "
+                "a divisor, or a list with one number for each layer"
             )
 
     @property
@@ -374,9 +358,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
         layer: the number of the layer in the whole model, counted from 0.
         """
         assert 0 <= layer < self.num_layers, (layer, self.num_layers)
-        return self.positions.rotated and (
-            self.no_rope_freq is None or not marks(self.no_rope_freq, layer)
-        )
+        return self.rotates and (self.no_rope_freq is None or not marks(self.no_rope_freq, layer))
 
     def layer_is_local(self, layer: int) -> bool:
         """Returns whether the layer has the rotary embedding of `--rotary-base-local`."""
@@ -385,20 +367,23 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
     @property
     def always_unfused(self) -> bool:
         """Tells whether core attention builds its scores on every device."""
-        is_chosen = chosen("--attention-backend", self.attention_backend, ALWAYS_UNFUSED)
-        return is_chosen or self.attn_logit_softcapping is not None
+        return self.attention_backend == UNFUSED or self.attn_logit_softcapping is not None
 
     @property
-    def positions(self) -> Positions:
-        """The ways in which the model encodes positions."""
-        return chosen("--position-embedding-type", self.position_embedding_type, POSITIONS)
+    def learns_positions(self) -> bool:
+        """Tells whether each position has a learned embedding."""
+        return self.position_embedding_type == "learned_absolute"
+
+    @property
+    def rotates(self) -> bool:
+        """Tells whether attention rotates queries and keys, at least in some layers."""
+        return self.position_embedding_type == ROPE
 
     @property
     def norms_all_heads(self) -> bool:
         """Tells whether the norms of queries and keys run over the channels of all heads
         together."""
-        scope = chosen("--qk-layernorm-scope", self.qk_layernorm_scope, NORMS_ALL_HEADS)
-        return self.qk_layernorm and scope
+        return self.qk_layernorm and self.qk_layernorm_scope == ALL_HEADS
 
     @property
     def norm_vectors(self) -> int:
@@ -406,7 +391,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
 
         RMSNorm has a weight. LayerNorm has a weight and a bias.
         """
-        return chosen("--normalization", self.normalization, NORM_VECTORS)
+        return NORM_VECTORS[self.normalization]
 
     @property
     def fc1_blocks(self) -> int:
@@ -414,7 +399,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
 
         A gated activation has two, any other activation one.
         """
-        return chosen("the activation", self.activation, ACTIVATIONS).fc1_blocks
+        return ACTIVATIONS[self.activation].fc1_blocks
 
     @property
     def rotary_dim(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from megatron_lite.config.checks import ContradictionError, chosen, flag
+from megatron_lite.config.checks import ContradictionError, flag
 from megatron_lite.config.policy import Policy, parse_policy
 from megatron_lite.config.regions import (
     ALIAS,
@@ -262,4 +262,4 @@ class RecomputeConfig(Settings):
             "block": f"0-{count - 1}:full{store}; *:none" if count else "*:none",
         }
         way = "selective" if self.recompute_granularity == "selective" else self.recompute_method
-        return chosen("--recompute-method", str(way), policies)
+        return policies[str(way)]

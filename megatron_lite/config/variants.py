@@ -24,11 +24,9 @@ import math
 from functools import partial
 from typing import NamedTuple
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.setting import Settings, count, setting, switch
 
-NORMS_AFTER = {"before": False, "after": True, "both": True}
-NORMS_ALL_HEADS = {"head": False, "all-heads": True}
+ALL_HEADS = "all-heads"
 
 
 class Variants(Settings):
@@ -58,12 +56,12 @@ class Variants(Settings):
         "norms before attention and the MLP, after each and before the residual is added as in "
         "OLMo 2, or both as in Gemma 2",
         "before",
-        choices=NORMS_AFTER,
+        choices=("before", "after", "both"),
     )
     qk_layernorm_scope: str = setting(
         "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
         "head",
-        choices=NORMS_ALL_HEADS,
+        choices=("head", ALL_HEADS),
         needs=("qk_layernorm", "normalization=RMSNorm"),
         why="it norms queries and keys, and only RMSNorm sums over the ranks",
     )
@@ -96,7 +94,7 @@ class Variants(Settings):
     @property
     def norms_after(self) -> bool:
         """Tells whether a layer normalises the outputs of attention and the MLP."""
-        return chosen("--norm-position", self.norm_position, NORMS_AFTER)
+        return self.norm_position != "before"
 
     @property
     def changes_branches(self) -> bool:

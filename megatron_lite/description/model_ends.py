@@ -42,7 +42,7 @@ def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, .
     # adds the rows to it.
     moved = Moved(2 * of.whole, table + 3 * of.whole)
     moved += (2 * of.whole * (model.embedding_multiplier != 1.0),) * 2
-    if model.positions.learned:
+    if model.learns_positions:
         shape = model.max_position_embeddings, model.hidden_size
         positions = Parameter("position_embeddings.weight", shape, sizes.sequence_parallel)
         parameters.append(positions)

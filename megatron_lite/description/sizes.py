@@ -128,7 +128,7 @@ class Sizes:
             has_head=stage is None or stage.is_last,
             first_layer=first_like_stage(config, stage) if stage else 0,
             masks_loss=config.data.eod_mask_loss,
-            resets_positions=config.data.reset_position_ids and config.model.positions.learned,
+            resets_positions=config.data.reset_position_ids and config.model.learns_positions,
             resets_attention=config.data.reset_attention_mask,
             compiled=config.uses_compiler(device),
             is_float16=config.training.precision == "fp16",

@@ -167,7 +167,7 @@ def _query_key_value(of: Shape, keeps: KeptTensor) -> Operation:
     kernel reads them next. Backward joins the three gradients.
     """
     model, twice = of.model, 2 * (of.query + 2 * of.kv)
-    next_reads = of.sizes.compiled and (model.qk_layernorm or model.positions.rotated)
+    next_reads = of.sizes.compiled and (model.qk_layernorm or model.rotates)
     grouped = model.query_groups < model.num_attention_heads and not next_reads
     return column_linear(
         of,
@@ -201,7 +201,7 @@ def _peculiarity(model: ModelConfig, sizes: Sizes, layer: int) -> str:
     words = [f"a window of {reach + 1} tokens"] if reach is not None else []
     if model.layer_has_experts(layer) and model.moe_layer_freq != 1:
         words.append(f"{model.num_experts} experts")
-    if model.positions.rotated and not model.layer_rotates(layer):
+    if model.rotates and not model.layer_rotates(layer):
         words.append("no rotary embedding")
     return ", ".join(words)
 

@@ -90,7 +90,7 @@ class GPTModel(nn.Module):
                 context,
                 vocab_size=vocab_size,
                 padded_vocab_size=padded_vocab_size,
-                has_positions=stage.is_first and config.positions.learned,
+                has_positions=stage.is_first and config.learns_positions,
             )
         self.decoder = TransformerBlock(
             config, context, plan or keep_everything(stage.num_layers), stage

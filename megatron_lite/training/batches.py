@@ -231,7 +231,7 @@ def document_rules(config: RunConfig) -> DocumentRules | None:
         eod=eod,
         mask_loss=data.eod_mask_loss,
         # Rotary tables follow the place in the sequence, as in Megatron.
-        reset_positions=data.reset_position_ids and config.model.positions.learned,
+        reset_positions=data.reset_position_ids and config.model.learns_positions,
         reset_attention=data.reset_attention_mask,
     )
 
