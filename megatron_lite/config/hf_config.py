@@ -37,7 +37,7 @@ from megatron_lite.config.hf_rules import (
     REQUIRED,
     Biases,
     Config,
-    DeepSeek,
+    ExpertGroups,
     Experts,
     Groups,
     Latent,
@@ -83,7 +83,7 @@ RULES = {
         Biases,
         ScaledEmbedding,
         Latent,
-        DeepSeek,
+        ExpertGroups,
     )
 }
 

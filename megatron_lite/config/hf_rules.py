@@ -5,7 +5,7 @@ returns keys that express a model. The keys need not express it exactly, because
 them back and compares. Standard library only.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import quoted
@@ -19,6 +19,7 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 MOST_SIZE = 2**40  # larger than any size of a model
 SLIDING, FULL = "sliding_attention", "full_attention"
 MLPS = ("dense", "sparse")
+FIRST = "max_window_layers"
 
 
 class Config:
@@ -117,14 +118,12 @@ class Windows(NamedTuple):
     """The attention windows.
 
     layers: which layers have one: "all"; "unrotated", those without a rotary embedding; "none";
-        "listed", those of layer_types; else the key of the number of the first layer with a
-        window. But for "all", layer_types, if it is there, says which layers have one, and but for
-        "all" and "listed", use_sliding_window turns the windows on.
+        "listed", those of layer_types; else FIRST, the key of the number of the first one. But for
+        "all", layer_types, if it is there, says which layers have one.
     default: the window, if its key is missing.
-    switched: whether use_sliding_window turns the windows of "all" layers on.
-    unswitched: whether the windows from a layer on need no use_sliding_window.
+    switched: whether use_sliding_window turns the windows on.
     without, first: if layer_types is missing, every such layer from the first on has no window.
-        Without `without`, `first` is the first layer with a window if its key is missing.
+        Without `without`, `first` is the first layer with a window if FIRST is missing.
     unlisted: the kind of every layer if layer_types is missing, if it is not the window's.
     rotates: whether only layers with a window are rotated, where there are windows.
     """
@@ -135,7 +134,6 @@ class Windows(NamedTuple):
     without: int = 0
     first: int = 0
     rotates: bool = False
-    unswitched: bool = False
     unlisted: str = ""
 
     def read(self, config: Config, fields: Values) -> None:
@@ -143,8 +141,8 @@ class Windows(NamedTuple):
         if kinds is None and self.unlisted:
             kinds = [self.unlisted] * number
         size = config.value("sliding_window", int, self.default, null=None)
-        is_used, is_fixed = size is not None, self.layers == "all"
-        if self.switched or not (self.unswitched or self.layers in ("all", "listed")):
+        is_used = size is not None
+        if self.switched:
             is_used &= config.value("use_sliding_window", bool, False)
         if is_used and self.layers == "none":
             raise ValueError(
@@ -156,8 +154,8 @@ class Windows(NamedTuple):
             have = list(fields.get("no_rope_freq", (0,) * number))
         elif is_used and self.without:
             have = [int(layer % self.without != self.first) for layer in range(number)]
-        elif is_used and self.layers not in ("all", "listed"):
-            first = config.value(self.layers, int, self.first or 28)
+        elif is_used and self.layers == FIRST:
+            first = config.value(FIRST, int, self.first)
             have = [int(layer >= first) for layer in range(number)]
         if kinds is not None:
             if not isinstance(kinds, list) or len(kinds) != number:
@@ -168,7 +166,7 @@ class Windows(NamedTuple):
                         f"layer_types {quoted(kind)} has no counterpart: only {SLIDING} and {FULL}"
                     )
             theirs = [int(kind == SLIDING) for kind in kinds]
-            if theirs != have and (is_fixed or not is_used):
+            if theirs != have and (self.layers == "all" or not is_used):
                 raise ValueError(
                     f"layer_types {quoted(kinds)} contradicts the windows of this family with "
                     f"sliding_window {size} and its switches: correct one of them"
@@ -184,18 +182,15 @@ class Windows(NamedTuple):
 
     def write(self, model: ModelConfig) -> Values:
         window = model.window_size
-        found = {"sliding_window": None if window is None else window[0] + 1}
-        if self.layers == "all":
-            return {**found, "use_sliding_window": window is not None} if self.switched else found
         have = [model.layer_window(layer) is not None for layer in range(model.num_layers)]
-        kinds = [SLIDING if one else FULL for one in have]
-        if self.layers == "listed":
-            return {**found, "layer_types": kinds}
-        if self.layers not in ("unrotated", "none"):
-            found[self.layers] = have.index(True) if any(have) else model.num_layers
-        if not self.unswitched:
+        found: Values = {"sliding_window": None if window is None else window[0] + 1}
+        if self.switched:
             found["use_sliding_window"] = any(have)
-        return {**found, "layer_types": kinds}
+        if self.layers == FIRST:
+            found[FIRST] = [*have, True].index(True)
+        if self.layers != "all":
+            found["layer_types"] = [SLIDING if one else FULL for one in have]
+        return found
 
 
 EPSILON = 1e-6  # of transformers' norms of latents
@@ -219,105 +214,95 @@ class Latent(NamedTuple):
         return {"num_key_value_heads": model.query_groups}
 
 
-def _expert_layers(config: Config, number: int, dense: Collection[int]) -> int | tuple[int, ...]:
-    """Returns --moe-layer-freq by mlp_layer_types. If that is missing: all layers but `dense`."""
-    kinds = config.get("mlp_layer_types")
-    if kinds is None:
-        kinds = ["dense" if layer in dense else "sparse" for layer in range(number)]
-    if not isinstance(kinds, list) or len(kinds) != number or any(x not in MLPS for x in kinds):
-        raise ValueError(
-            f"mlp_layer_types must have one of {MLPS} for each of {number} layers (got "
-            f"{quoted(kinds)})"
-        )
-    return tuple(MLPS.index(kind) for kind in kinds) if "dense" in kinds else 1
-
-
-def _mlp_layer_types(model: ModelConfig) -> list[str]:
-    return [MLPS[model.layer_has_experts(layer)] for layer in range(model.num_layers)]
-
-
 class Experts(NamedTuple):
-    """The number of experts, the width of each, and the layers that have them.
+    """The number of experts, the width of each, the shared ones, and the layers that have them.
 
-    number: that of the experts, if neither of its keys is there. key: the one that is written;
-        versions of transformers differ in it.
-    size: the key of the width. sparse: whether decoder_sparse_step and mlp_only_layers say which
-        layers have a dense MLP instead, of the width intermediate_size.
+    experts, default, shared: the numbers if their keys are missing. default None: it must be there.
+    keys: those of the number of experts, in which versions of transformers differ; the first one is
+        written.
+    size, together: the keys of the width, and of the number of shared experts (none: no such).
+    layers: what says which layers have a dense MLP instead, of the width intermediate_size:
+        "stepped", decoder_sparse_step and mlp_only_layers; "listed", mlp_layer_types, if there.
+    dense: how many first layers have one if first_k_dense_replace is missing. None: not read.
     """
 
-    number: int
-    key: str = "num_experts"
+    experts: int
+    keys: Sequence[str] = ("num_experts", "num_local_experts")
     size: str = "intermediate_size"
     default: int | None = None
-    sparse: bool = False
-    listed: bool = False
+    layers: str = ""
+    dense: int | None = None
+    together: str = ""
+    shared: int = 0
 
     def read(self, config: Config, fields: Values) -> None:
-        given = {config.value(key, int, None) for key in ("num_experts", "num_local_experts")}
-        given -= {None}
+        given = {config.value(key, int, None) for key in self.keys} - {None}
         if len(given) > 1:
-            raise ValueError(f"num_experts and num_local_experts differ: {sorted(given)}")
-        fields["num_experts"] = given.pop() if given else self.number
+            raise ValueError(f"{' and '.join(self.keys)} differ: {sorted(given)}")
         default = REQUIRED if self.default is None else self.default
-        fields["moe_ffn_hidden_size"] = config.value(self.size, int, default)
-        number = fields["num_layers"]
-        if self.listed:
-            fields["moe_layer_freq"] = _expert_layers(config, number, ())
-        if not self.sparse:
-            return
-        step = config.value("decoder_sparse_step", int, 1)
-        dense = config.get("mlp_only_layers") or []
-        if step < 1 or not isinstance(dense, list) or not {*map(type, dense)} <= {int}:
+        size, number = config.value(self.size, int, default), fields["num_layers"]
+        fields["num_experts"] = given.pop() if given else self.experts
+        fields["moe_ffn_hidden_size"] = size
+        if self.together:
+            shared = config.value(self.together, int, self.shared)
+            fields["moe_shared_expert_intermediate_size"] = shared * size
+        dense: Collection[int] = ()
+        if self.dense is not None:
+            dense = range(config.value("first_k_dense_replace", int, self.dense))
+        elif self.layers == "stepped":
+            step = config.value("decoder_sparse_step", int, 1)
+            dense = config.get("mlp_only_layers") or []
+            if step < 1 or not isinstance(dense, list) or not {*map(type, dense)} <= {int}:
+                raise ValueError(
+                    f"decoder_sparse_step must be at least 1 (got {step}), and mlp_only_layers a "
+                    f"list of layers (got {quoted(dense)})"
+                )
+            dense = {*dense, *(n for n in range(number) if (n + 1) % step)}
+        kinds = config.get("mlp_layer_types") if self.layers == "listed" else None
+        if kinds is None:
+            kinds = [MLPS[layer not in dense] for layer in range(number)]
+        if not isinstance(kinds, list) or len(kinds) != number or any(x not in MLPS for x in kinds):
             raise ValueError(
-                f"decoder_sparse_step must be at least 1 (got {step}), and mlp_only_layers a list "
-                f"of layers (got {quoted(dense)})"
+                f"mlp_layer_types must have one of {MLPS} for each of {number} layers (got "
+                f"{quoted(kinds)})"
             )
-        dense = {*dense, *(n for n in range(number) if (n + 1) % step)}
-        fields["moe_layer_freq"] = _expert_layers(Config({}), number, dense)
+        if "dense" in kinds:
+            fields["moe_layer_freq"] = tuple(map(MLPS.index, kinds))
 
     def write(self, model: ModelConfig) -> Values:
         if model.num_experts is None:
             return {}
-        found = {self.key: model.num_experts, self.size: model.expert_size}
-        kinds = _mlp_layer_types(model)
-        if self.listed:
-            return {**found, "mlp_layer_types": kinds}
-        if not self.sparse:
-            return found
-        dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
-        return {**found, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+        size, kinds = (
+            model.expert_size,
+            [MLPS[model.layer_has_experts(layer)] for layer in range(model.num_layers)],
+        )
+        found: Values = {self.keys[0]: model.num_experts, self.size: size}
+        if self.together:
+            found[self.together] = (model.moe_shared_expert_intermediate_size or 0) // size
+        if self.layers == "listed":
+            found["mlp_layer_types"] = kinds
+        elif self.dense is not None:
+            found["first_k_dense_replace"] = kinds.count("dense")
+        elif self.layers == "stepped":
+            dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+            found |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        return found
 
 
-class DeepSeek(NamedTuple):
-    """The experts, their groups, the shared ones, and the dense layers before them.
+class ExpertGroups(NamedTuple):
+    """The groups of experts, of which a token chooses some first.
 
-    experts, size, shared, dense, groups, chosen: the numbers if their keys are missing.
+    groups, chosen: the numbers if their keys are missing.
     judged: how many of its best experts a group is judged by.
     by_method: whether groups count only if the key topk_method says so.
-    routed, together: the keys of the numbers of experts and of shared ones.
-    listed: whether mlp_layer_types says which layers are dense, if it is there.
     """
 
-    experts: int
-    size: int
-    shared: int
-    dense: int
     groups: int
     chosen: int
     judged: int
     by_method: bool = False
-    routed: str = "n_routed_experts"
-    together: str = "n_shared_experts"
-    listed: bool = False
 
     def read(self, config: Config, fields: Values) -> None:
-        fields["num_experts"] = config.value(self.routed, int, self.experts)
-        fields["moe_ffn_hidden_size"] = size = config.value("moe_intermediate_size", int, self.size)
-        shared = config.value(self.together, int, self.shared)
-        fields["moe_shared_expert_intermediate_size"] = shared * size
-        dense = config.value("first_k_dense_replace", int, self.dense)
-        listing = config if self.listed else Config({})
-        fields["moe_layer_freq"] = _expert_layers(listing, fields["num_layers"], range(dense))
         groups = config.value("n_group", int, self.groups)
         chosen = config.value("topk_group", int, self.chosen)
         if self.by_method and config.get("topk_method") != "group_limited_greedy":
@@ -327,18 +312,10 @@ class DeepSeek(NamedTuple):
             fields["moe_router_group_best"] = self.judged
 
     def write(self, model: ModelConfig) -> Values:
-        size, kinds = model.expert_size, _mlp_layer_types(model)
         found: Values = {
-            self.routed: model.num_experts,
-            "moe_intermediate_size": size,
-            self.together: (model.moe_shared_expert_intermediate_size or 0) // size,
             "n_group": model.moe_router_num_groups or 1,
             "topk_group": model.moe_router_group_topk or 1,
         }
-        if self.listed:
-            found["mlp_layer_types"] = kinds
-        else:
-            found["first_k_dense_replace"] = kinds.count("dense")
         if self.by_method:
             found["topk_method"] = "group_limited_" * model.chooses_in_groups + "greedy"
         return found
