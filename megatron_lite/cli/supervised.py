@@ -18,9 +18,9 @@ orderly way.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,57 +78,40 @@ def ready_to_train(
     return config, (*notices, notice)
 
 
-@dataclass
-class Supervision:
-    """The parts of the supervision that a trainer needs.
+def print_start(
+    config: RunConfig, parallel: ParallelState, notices: Sequence[str]
+) -> tuple[str, ...]:
+    """Prints on rank 0 the notices of the run, its settings (Megatron's table of all arguments
+    under --log-style megatron, else those that differ from their defaults), and the sizes of the
+    parallel groups. Returns these notices, for the log file; none on other ranks.
 
-    status: the exit status, valid once the run has ended.
+    notices: the notices of the command line.
     """
-
-    config: RunConfig
-    parallel: ParallelState
-    exits: Exits
-    pulse: Pulse
-    status: int = 0
-
-    def start(self, notices: Sequence[str]) -> tuple[str, ...]:
-        """Installs the signal handlers of --exit-signal-handler, if it is given.
-
-        Rank 0 prints the notices of the run, its settings (Megatron's table of all arguments under
-        --log-style megatron, else those that differ from their defaults), and the sizes of the
-        parallel groups. Returns these notices, for the log file; none on other ranks.
-
-        notices: the notices of the command line.
-        """
-        # The context manager itself must not listen: a signal that arrives before the body begins
-        # would raise outside of every handler.
-        self.exits.listen()
-        if self.parallel.rank != 0:
-            return ()
-        placed = notices_of(
-            self.config,
-            "placement",
-            device=self.parallel.device.type,
-            world_size=self.parallel.world_size,
-        )
-        settings = short_settings(self.config)
-        if self.config.logging.log_style == "megatron":
-            settings = [arguments_table(self.config)]
-        print_lines([*notices, *placed, *settings, ranks_line(self.parallel)])
-        return (*notices, *placed)
+    if parallel.rank != 0:
+        return ()
+    device = parallel.device.type
+    placed = notices_of(config, "placement", device=device, world_size=parallel.world_size)
+    settings = short_settings(config)
+    if config.logging.log_style == "megatron":
+        settings = [arguments_table(config)]
+    print_lines([*notices, *placed, *settings, ranks_line(parallel)])
+    return (*notices, *placed)
 
 
-@contextmanager
 def supervised(
-    config: RunConfig, parallel: ParallelState, launch: Launch, program: str
-) -> Iterator[Supervision]:
-    """Watches over the ranks during the block.
+    config: RunConfig,
+    parallel: ParallelState,
+    launch: Launch,
+    program: str,
+    body: Callable[[Exits, Pulse], object],
+) -> int:
+    """Calls `body`, watches over the ranks meanwhile, and returns the exit status.
 
     program: the name with which each message begins.
 
-    An error that ends the block becomes an exit status, by the table of this module.
+    An error that ends the body becomes an exit status, by the table of this module.
     """
-    exits, pulse = Exits(config.training, parallel), Pulse()
+    exits, pulse, status = Exits(config.training, parallel), Pulse(), 0
 
     def new_watch() -> Watch:
         # Imported late: a run of one rank needs it only to end at a signal.
@@ -144,35 +127,31 @@ def supervised(
         )
 
     with new_watch() if parallel.world_size > 1 else nullcontext() as watch:
-        supervision = Supervision(config, parallel, exits, pulse)
         # The outer try also catches a signal that arrives while the inner one reports an error.
         try:
             try:
-                yield supervision
+                exits.listen()  # not before: a signal would raise outside of every handler
+                body(exits, pulse)
             except Exception as error:
                 status = _status_after(error, exits, watch, parallel.rank, program)
-                if status is None:
-                    raise
-                supervision.status = status
-        except StoppedEarly as stopped:
-            from megatron_lite.supervision.verdict import Verdict
+        except (StoppedEarly, KeyboardInterrupt) as stopped:
+            from megatron_lite.supervision.verdict import Verdict, stopped_by
 
-            text = f"{stopped}: nothing was trained, nothing is saved"
-            (watch or new_watch()).end(Verdict(parallel.rank, 128 + stopped.number, text))
-        except KeyboardInterrupt:
-            from megatron_lite.supervision.verdict import stopped_by
-
-            (watch or new_watch()).end(stopped_by(signal.SIGINT, parallel.rank))
+            own = stopped_by(signal.SIGINT, parallel.rank)
+            if isinstance(stopped, StoppedEarly):
+                text = f"{stopped}: nothing was trained, nothing is saved"
+                own = Verdict(parallel.rank, 128 + stopped.number, text)
+            (watch or new_watch()).end(own)
         exits.finish()
+    return status
 
 
 def _status_after(
     error: Exception, exits: Exits, watch: Watch | None, rank: int, program: str
-) -> int | None:
+) -> int:
     """Reports the error and returns the exit status, or ends the process.
 
-    watch: None in a run of one rank.
-    Returns None if Python should report the error with its traceback.
+    watch: None in a run of one rank. There Python reports an unknown error, with its traceback.
     """
     if isinstance(error, TrainingError):
         if rank == 0:
@@ -191,5 +170,5 @@ def _status_after(
             print_fault(error, rank, program=program)
         return 2
     if watch is None:
-        return None
+        raise error
     watch.leave(watch.explain(error))

@@ -22,9 +22,9 @@ import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import plural, size
+from megatron_lite.config.units import size
 from megatron_lite.memory.predict.states import RankStates, rank_parameter_count, rank_states
-from megatron_lite.memory.predict.step_peak import PeakTerm, StepPeak
+from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.parallel.compiled import first_line
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.observe import own_step_peak
@@ -62,69 +62,70 @@ def check_fits(
     num_microbatches: those of a step. None: only the weights, gradients and optimizer state count,
         which are known before anything else.
     """
-    device, host = parallel.device, socket.gethostname()
-    if num_microbatches is None and config.optimizer.optimizer_cpu_offload:
-        _check_host(config, parallel, host)
-    if num_microbatches is None:
-        held = PeakTerm("weights, gradients and optimizer state", least_bytes(config, parallel))
-        peak = StepPeak(parallel.pp_rank, "from step to step", (held,))
-        need = f"the model does not fit: {held.name} of one rank take {size(held.num_bytes)}"
-    else:
+    device = parallel.device
+    if num_microbatches is not None:
         peak = own_step_peak(config, parallel, num_microbatches)
+
+        def advice(there: int) -> str:
+            return (
+                f"{_cheapest(config, there, parallel)}. --allow-predicted-out-of-memory starts the "
+                "run all the same"
+            )
+
         need = f"the run does not fit. {_need(peak)}. {size(peak.certain_bytes)} of it are certain"
-    own, place = peak.certain_bytes, str(device)
-    here = [own]
+        _check(peak.certain_bytes, device, parallel, need, advice)
+        return
+    if config.optimizer.optimizer_cpu_offload:
+        on_host = _own_states(config, parallel).on_host
+        need = (
+            f"--optimizer-cpu-offload puts {size(on_host)} of main weights and optimizer "
+            "states of one rank into host memory"
+        )
+        fix = (
+            "give a smaller --optimizer-offload-fraction "
+            f"(got {config.optimizer.optimizer_offload_fraction}), or more hosts"
+        )
+        _check(on_host, torch.device("cpu"), parallel, need, lambda _: fix)
+    held = least_bytes(config, parallel)
+    need = (
+        "the model does not fit: weights, gradients and optimizer state of one rank take "
+        f"{size(held)}"
+    )
+    fix = (
+        "give more ranks (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
+        "--use-distributed-optimizer, --use-torch-fsdp2), or smaller sizes"
+    )
+    _check(held, device, parallel, need, lambda _: fix)
+
+
+def _check(
+    own: int, device: torch.device, parallel: ParallelState, need: str, advice: Callable[[int], str]
+) -> None:
+    """Raises InputError if a device has not the bytes that this rank needs. The ranks of a host
+    share the memory of a CPU. Every rank must call this.
+
+    need, advice: the parts of the message; the advice gets the bytes that there are for one rank.
+    """
+    here, place = [own], str(device)
     if device.type == "cpu":
-        here, place = _of_host(own, host, parallel), host
+        place = socket.gethostname()
+        rows = [text.rpartition(" ") for text in gather_texts(f"{place} {own}", parallel)]
+        here = [int(number) for name, _, number in rows if name == place]
 
     def check() -> None:
-        there, of_all = memory_bytes(device), ""
-        if there is None or peak.fits(there - (sum(here) - own), at_best=True):
-            return
-        if here[1:]:
-            of_all = f" ({size(sum(here))} for the {len(here)} ranks there)"
-        if num_microbatches is None:
-            end = (
-                "give more ranks (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
-                "--use-distributed-optimizer, --use-torch-fsdp2), or smaller sizes"
-            )
-        else:
-            end = (
-                f"{_cheapest(config, there // len(here), parallel)}. "
-                "--allow-predicted-out-of-memory starts the run all the same"
-            )
-        raise InputError(f"{need}{of_all}, and {place} has {size(there)}: {end}")
+        there = memory_bytes(device)
+        if there is not None and sum(here) > there:
+            of_all = f" ({size(sum(here))} for the {len(here)} ranks there)" if here[1:] else ""
+            end = advice(there // len(here))
+            raise InputError(f"{need}{of_all}, and {place} has {size(there)}: {end}")
 
     parallel.together("the memory of the machine", check)
-
-
-def _check_host(config: RunConfig, parallel: ParallelState, host: str) -> None:
-    """Raises InputError if the optimizer states of a host's ranks need more memory than it has."""
-    here = _of_host(_own_states(config, parallel).on_host, host, parallel)
-
-    def check() -> None:
-        there = memory_bytes(torch.device("cpu"))
-        if there is not None and sum(here) > there:
-            raise InputError(
-                f"--optimizer-cpu-offload puts {size(sum(here))} of main weights and optimizer "
-                f"states into host memory, for {plural(len(here), 'rank')}, and {host} has "
-                f"{size(there)}: give a smaller --optimizer-offload-fraction "
-                f"(got {config.optimizer.optimizer_offload_fraction}), or more hosts"
-            )
-
-    parallel.together("the memory of the host", check)
 
 
 def _own_states(config: RunConfig, parallel: ParallelState) -> RankStates:
     return rank_states(
         config, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
     )
-
-
-def _of_host(own: int, host: str, parallel: ParallelState) -> list[int]:
-    """Returns the numbers of all ranks of this host. Every rank must call this."""
-    rows = [text.rpartition(" ") for text in gather_texts(f"{host} {own}", parallel)]
-    return [int(number) for name, _, number in rows if name == host]
 
 
 def least_bytes(config: RunConfig, parallel: ParallelState) -> int:

@@ -242,8 +242,8 @@ def test_optimizer_states_beyond_the_memory_of_the_host_are_refused_before_the_s
         monkeypatch.setattr(capacity, "gather_texts", lambda text, parallel: texts)
         monkeypatch.setattr(capacity.socket, "gethostname", lambda: "a")
         monkeypatch.setattr(capacity, "memory_bytes", lambda device: 2 * needed)
-        capacity._check_host(run, parallel, "a")
+        capacity.check_fits(run, parallel)
         monkeypatch.setattr(capacity, "memory_bytes", lambda device: 2 * needed - 1)
         message = r"--optimizer-cpu-offload puts .* --optimizer-offload-fraction \(got 1.0\)"
         with pytest.raises(InputError, match=message):
-            capacity._check_host(run, parallel, "a")
+            capacity.check_fits(run, parallel)

@@ -89,14 +89,13 @@ class StepPeak(NamedTuple):
         """The sum of the terms."""
         return sum(term.num_bytes for term in self.terms)
 
-    def fits(self, num_bytes: float, *, at_best: bool = False) -> bool:
+    def fits(self, num_bytes: float) -> bool:
         """Returns whether these bytes are enough for the step.
 
-        Whoever needs to know asks here: the planner, `--recompute-policy auto`, the message of a
-        run out of memory, and the start of a run.
-        at_best: counts the certain part alone. The start refuses only what surely does not fit.
+        Whoever needs to know asks here: the planner, `--recompute-policy auto`, and the message of
+        a run out of memory. The start of a run refuses only what surely does not fit.
         """
-        return (self.certain_bytes if at_best else self.num_bytes) <= num_bytes
+        return self.num_bytes <= num_bytes
 
     @property
     def certain_bytes(self) -> int:
