@@ -164,68 +164,64 @@ class _Probe:
 _HeldTensor = tuple[str, Tensor, ParameterSpec, bool]
 
 
-class ReplicaCheck(NamedTuple):
-    """Compares the copies after optimizer updates. Every rank must call `fault`."""
+def replica_fault(model: nn.Module, optimizer: Optimizer, parallel: ParallelState) -> str:
+    """Returns which ranks hold a tensor that differs from its copies; "" if all are equal.
 
-    model: nn.Module
-    optimizer: Optimizer
-    parallel: ParallelState
+    Every rank must call this, and gets the same text. The text names a rank unless more than half
+    of the copies are equal to its own. If no value has such a majority, the text names all ranks.
+    Issues one all-gather of 8 bytes a tensor for each group, and gathers a text of every rank.
+    Waits for the device.
+    """
+    optimizer.finish()
+    held = _held(model, optimizer, parallel)
+    hashes = [quick_hash(tensor).to(parallel.device) for _, tensor, *_ in held]
+    odd = {
+        held[numbers[place]][0]: None
+        for numbers, group in _groups(held, parallel)
+        for place in odd_ones_out(torch.stack([hashes[one] for one in numbers]), group)
+    }
+    text = "".join([*odd][:1])
+    if len(odd) > 1:
+        text += f" and {len(odd) - 1} more tensors"
+    return by_rank(gather_texts(text, parallel))
 
-    def fault(self) -> str | None:
-        """Returns which ranks hold a tensor that differs from its copies; None if all are equal.
 
-        Every rank returns the same text. The text names a rank unless more than half of the copies
-        are equal to its own. If no value has such a majority, the text names all ranks.
-        Issues one all-gather of 8 bytes a tensor for each group, and gathers a text of every rank.
-        Waits for the device.
-        """
-        self.optimizer.finish()
-        held = self._held()
-        hashes = [quick_hash(tensor).to(self.parallel.device) for _, tensor, *_ in held]
-        odd = {
-            held[numbers[place]][0]: None
-            for numbers, group in self._groups(held)
-            for place in odd_ones_out(torch.stack([hashes[one] for one in numbers]), group)
+def _held(model: nn.Module, optimizer: Optimizer, parallel: ParallelState) -> list[_HeldTensor]:
+    layout = optimizer.layout
+    if not layout.replicates_weights:
+        return [(piece.name, piece.master, piece.spec, True) for piece in layout.pieces]
+    weights = dict(model.named_parameters())
+    specs = {name: spec_of(weight) for name, weight in weights.items()}
+    held = [(name, weight.detach(), specs[name], False) for name, weight in weights.items()]
+    is_share = layout.shard_group is not None
+    if not is_share or parallel.replica_group is not None:
+        held += [
+            (f"{name}/{key}", value, specs[name], is_share)
+            for name, states in optimizer.states.items()
+            for key, value in states.items()
+        ]
+    return held
+
+
+def _groups(
+    held: Sequence[_HeldTensor], parallel: ParallelState
+) -> list[tuple[list[int], ProcessGroup]]:
+    """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
+    found: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
+    for number, (_, _, spec, is_share) in enumerate(held):
+        # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those that
+        # are not split, and the first and the last stage of a tied weight.
+        of_data = parallel.holding(spec)
+        is_whole = spec.tp_dim is None and not spec.of_experts
+        # All ranks compare in the order of the keys, whatever tensors they hold.
+        groups = {
+            (0, is_share, of_data is not parallel): (
+                of_data.replica_group if is_share else of_data.dp_cp_group
+            ),
+            (1,): parallel.tp_group if is_whole else None,
+            (2,): parallel.embedding_group if spec.tied else None,
         }
-        text = "".join([*odd][:1])
-        if len(odd) > 1:
-            text += f" and {len(odd) - 1} more tensors"
-        return by_rank(gather_texts(text, self.parallel)) or None
-
-    def _held(self) -> list[_HeldTensor]:
-        layout = self.optimizer.layout
-        if not layout.replicates_weights:
-            return [(piece.name, piece.master, piece.spec, True) for piece in layout.pieces]
-        weights = dict(self.model.named_parameters())
-        specs = {name: spec_of(weight) for name, weight in weights.items()}
-        held = [(name, weight.detach(), specs[name], False) for name, weight in weights.items()]
-        is_share = layout.shard_group is not None
-        if not is_share or self.parallel.replica_group is not None:
-            held += [
-                (f"{name}/{key}", value, specs[name], is_share)
-                for name, states in self.optimizer.states.items()
-                for key, value in states.items()
-            ]
-        return held
-
-    def _groups(self, held: list[_HeldTensor]) -> list[tuple[list[int], ProcessGroup]]:
-        """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
-        parallel = self.parallel
-        found: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
-        for number, (_, _, spec, is_share) in enumerate(held):
-            # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those
-            # that are not split, and the first and the last stage of a tied weight.
-            of_data = parallel.holding(spec)
-            is_whole = spec.tp_dim is None and not spec.of_experts
-            # All ranks compare in the order of the keys, whatever tensors they hold.
-            groups = {
-                (0, is_share, of_data is not parallel): (
-                    of_data.replica_group if is_share else of_data.dp_cp_group
-                ),
-                (1,): parallel.tp_group if is_whole else None,
-                (2,): parallel.embedding_group if spec.tied else None,
-            }
-            for key, group in groups.items():
-                if group is not None:
-                    found.setdefault(key, (group, []))[1].append(number)
-        return [(numbers, group) for _, (group, numbers) in sorted(found.items())]
+        for key, group in groups.items():
+            if group is not None:
+                found.setdefault(key, (group, []))[1].append(number)
+    return [(numbers, group) for _, (group, numbers) in sorted(found.items())]

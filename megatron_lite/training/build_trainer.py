@@ -340,10 +340,6 @@ def _add_what_flags_ask_for(trainer: Trainer) -> None:
         from megatron_lite.supervision.slow_rank import SlowRanks
 
         trainer.slow_ranks = SlowRanks(config.logging, parallel)
-    if config.training.check_weight_hash_across_dp_replicas_interval is not None:
-        from megatron_lite.supervision.slow_rank import ReplicaCheck
-
-        trainer.replicas = ReplicaCheck(trainer.model, trainer.optimizer, parallel)
 
 
 def _tokenizer_contents(config: RunConfig, parallel: ParallelState) -> dict[str, bytes]:

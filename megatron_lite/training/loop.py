@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_lite.checkpointing.step_files import Progress
@@ -31,7 +31,6 @@ from megatron_lite.training.log import RunLog
 from megatron_lite.training.observe import (
     ActivationBytes,
     ActivationMeter,
-    Timeline,
     measures_peak,
     own_step_peak,
 )
@@ -42,10 +41,9 @@ from megatron_lite.training.summary import described, summary_of
 if TYPE_CHECKING:
     from megatron_lite.checkpointing.saver import Saver
     from megatron_lite.checkpointing.start import Start
-    from megatron_lite.supervision.slow_rank import ReplicaCheck, SlowRanks
+    from megatron_lite.supervision.slow_rank import SlowRanks
     from megatron_lite.training.graphs import Recorder
-    from megatron_lite.training.profiler import PeakMemory, PeakMeter, Profiler, Timers
-    from megatron_lite.training.skipped import SkippedUpdates
+    from megatron_lite.training.profiler import PeakMemory, Profiler, Timers
 
 
 NEVER = 2**63  # iterations
@@ -63,14 +61,6 @@ class StartedStep(NamedTuple):
     end: StepEnd
 
 
-class Looks(NamedTuple):
-    """What looks at a step: None for most steps."""
-
-    meter: ActivationMeter | None = None
-    timeline: Timeline | None = None
-    peak: PeakMeter | None = None
-
-
 @dataclass(kw_only=True)
 class Trainer:
     """The parts of a run, and its progress. build_trainer.py makes them.
@@ -83,7 +73,7 @@ class Trainer:
     printed: the notices that the terminal has already.
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
-    timers, profiler, slow_ranks, replicas, graphs: None unless a flag asks for them.
+    timers, profiler, slow_ranks, graphs: None unless a flag asks for them.
 
     progress: the iterations and samples so far.
     log, exits: of `run`, as long as it lasts.
@@ -112,7 +102,6 @@ class Trainer:
     timers: Timers | None = None
     profiler: Profiler | None = None
     slow_ranks: SlowRanks | None = None
-    replicas: ReplicaCheck | None = None
     graphs: Recorder | None = None
     progress: Progress = field(default_factory=Progress)
     log: RunLog = field(init=False)
@@ -124,15 +113,6 @@ class Trainer:
     _seconds: list[float] = field(default_factory=list)  # of the finished steps
     _saved_at: int = -1
     _kept: dict[str, Any] = field(default_factory=dict)  # for all records
-
-    @cached_property
-    def skipped(self) -> SkippedUpdates:
-        """Judges updates that change no weight."""
-        # Imported late: most runs skip nothing.
-        from megatron_lite.training.skipped import SkippedUpdates
-
-        dataset = self.datasets.train
-        return SkippedUpdates(self.config, self.parallel, self.optimizer, dataset, self.order)
 
     def run(self, exits: Exits | None = None) -> Progress:
         """Trains from the step that `--load` chose to the end, or until `exits` ends the run.
@@ -308,12 +288,12 @@ class Trainer:
             rules=self.rules,
         )
         self._num_steps += 1
-        looks = self._looks() if self._num_steps <= 2 else Looks()
+        looks: dict[str, Any] = {}
         with ExitStack() as around:
             if self.profiler is not None:
                 around.enter_context(self.profiler.step(iteration))
-            if looks.peak is not None:
-                around.enter_context(looks.peak.step())
+            if self._num_steps <= 2:
+                looks = around.enter_context(self._looks())
             if self.slow_ranks is not None:
                 around.enter_context(self.slow_ranks.step(logged=logged))
             masked = None
@@ -326,14 +306,9 @@ class Trainer:
                 batches,
                 learning_rate=learning_rate,
                 decoupled_learning_rate=decoupled_learning_rate,
-                meter=looks.meter,
-                timeline=looks.timeline,
                 masked=masked,
+                **looks,
             )
-        if looks.meter is not None:
-            self._compare_kept_bytes(looks.meter)
-        if looks.peak is not None:
-            self._compare_peak(looks.peak)
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=before + batch_size
         )
@@ -360,26 +335,35 @@ class Trainer:
         )
         return StartedStep(row, result, StepEnd(parallel.device, figures))
 
-    def _looks(self) -> Looks:
-        """Returns what looks at this step.
+    @contextmanager
+    def _looks(self) -> Iterator[dict[str, Any]]:
+        """Looks at the step within the block. Yields arguments of `train_step`.
 
         The first one of this start measures the kept bytes. The second one measures its peak and
         records the memory timeline: its memory is that of all later steps.
         """
-        config, device = self.config, self.parallel.device
-        if self._num_steps == 1:
-            verifies = config.recompute.recompute_verify
-            return Looks(None if config.compiles_layers else ActivationMeter(thorough=verifies))
-        path, peak, timeline = config.logging.memory_timeline, None, None
-        if path is not None and self.parallel.rank == 0:
+        config, path, timeline = self.config, self.config.logging.memory_timeline, None
+        if self._num_steps == 1 and not config.compiles_layers:
+            meter = ActivationMeter(thorough=config.recompute.recompute_verify)
+            yield {"meter": meter}
+            self._compare_kept_bytes(meter)
+            return
+        if self._num_steps == 2 and path is not None and self.parallel.rank == 0:
             from megatron_lite.training.profiler import record_step
 
             timeline = partial(record_step, path, config)
-        if measures_peak(config, device):
-            from megatron_lite.training.profiler import PeakMeter
+        if self._num_steps == 1 or not measures_peak(config, self.parallel.device):
+            yield {"timeline": timeline}
+            return
+        from megatron_lite.training.profiler import peak_of_step
 
-            peak = PeakMeter(self.model, self.optimizer, device)
-        return Looks(timeline=timeline, peak=peak)
+        most = self.batches.num_microbatches(self.batches.largest)
+        own = own_step_peak(config, self.parallel, most)
+        with peak_of_step(self.model, self.optimizer, self.parallel, own) as found:
+            yield {"timeline": timeline}
+        (self.peak,) = found
+        self.log.measured(self.peak.predicted, self.peak.measured, is_peak=True)
+        self.log.line(f"peak of a step, highest of all ranks: {self.peak}")
 
     def _finish_step(self, step: StartedStep) -> None:
         """Reads a step's figures, counts them and logs them. Waits for the end of that step."""
@@ -401,7 +385,10 @@ class Trainer:
         )
         update, progress = None, self.progress
         if record.skipped:
-            update = self.skipped.judge(record, step.result, progress)
+            # Imported late: most runs skip nothing.
+            from megatron_lite.training.skipped import judge
+
+            update = judge(self, record, step.result)
             self.log.skipped(update)
             if self.optimizer.loss_scale is not None:  # it must not advance the learning rate
                 samples_skipped = self.schedule.skipped_samples + batch_size
@@ -415,7 +402,7 @@ class Trainer:
         self.log.iteration(record)
         # This may end the run, so it comes after the row of the step is in the log.
         if update is not None:
-            self.skipped.check(update)
+            update.check(self)
         interval = self.config.logging.log_interval
         if iteration % interval == 0:
             for line in self.slow_ranks.lines() if self.slow_ranks is not None else ():
@@ -443,16 +430,13 @@ class Trainer:
                 raise TrainingError(f"--recompute-verify: {fault}")
             self.log.line(f"warning: {fault}")
 
-    def _compare_peak(self, meter: PeakMeter) -> None:
-        """Logs the peak of the step that measured it. Issues one all-reduce over all ranks."""
-        most = self.batches.num_microbatches(self.batches.largest)
-        self.peak = meter.result(own_step_peak(self.config, self.parallel, most), self.parallel)
-        self.log.measured(self.peak.predicted, self.peak.measured, is_peak=True)
-        self.log.line(f"peak of a step, highest of all ranks: {self.peak}")
-
     def _compare_replicas(self) -> None:
         """Raises TrainingError if ranks that should hold the same weights no longer do."""
-        if self.replicas is not None and (fault := self.replicas.fault()) is not None:
+        if self.config.training.check_weight_hash_across_dp_replicas_interval is None:
+            return
+        from megatron_lite.supervision.slow_rank import replica_fault
+
+        if fault := replica_fault(self.model, self.optimizer, self.parallel):
             raise TrainingError(
                 f"iteration {self.progress.iteration}: ranks no longer hold the same weights: "
                 f"{fault}. Continue from a checkpoint before it, without the node of that rank if "

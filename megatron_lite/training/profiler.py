@@ -139,47 +139,39 @@ class PeakMemory(NamedTuple):
         )
 
 
-class PeakMeter:
-    """Measures the peak of one step of this rank."""
+@contextmanager
+def peak_of_step(
+    model: ModelStages, optimizer: Optimizer, parallel: ParallelState, predicted: StepPeak
+) -> Iterator[list[PeakMemory]]:
+    """Measures the peak of the block, which is one step. The list has it after the block.
 
-    def __init__(self, model: ModelStages, optimizer: Optimizer, device: torch.device) -> None:
-        self._model, self._optimizer, self._device = model, optimizer, device
-        self._peak_bytes = self._reserved_bytes = 0
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Measures the block, which is one step."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            yield
-            self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
-            self._reserved_bytes = torch.cuda.max_memory_reserved(self._device)
-            return
+    predicted: that of this rank.
+    Every rank must call this: at the end it issues one all-reduce over all ranks, and waits for the
+    device.
+    """
+    device, found = parallel.device, list[PeakMemory]()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+        reserved_bytes = torch.cuda.max_memory_reserved(device)
+    else:
         # The profiler does not see what was allocated before, such as the buffers of @host and the
         # slots of --contiguous-saved-activations, which the first step made.
-        held_tensors = map(local_part, _held_tensors(self._model, self._optimizer))
+        held_tensors = map(local_part, _held_tensors(model, optimizer))
         storages = [one.untyped_storage() for one in held_tensors]
-        held = sum({address_of(one): one.nbytes() for one in storages}.values()) + sum(
-            chunk.decoder.stores.allocated_bytes
-            for chunk in self._model
-            if chunk.decoder.plan.uses_stores
-        )
+        held = sum({address_of(one): one.nbytes() for one in storages}.values())
+        decoders = [chunk.decoder for chunk in model if chunk.decoder.plan.uses_stores]
+        held += sum(decoder.stores.allocated_bytes for decoder in decoders)
         from megatron_lite.memory.measure.live_storages import allocator_peak
 
-        with gloo_has_freed(), allocator_peak() as found:
-            yield
-            self._optimizer.finish()  # gathers of weights; a profiler must not end beside them
-        self._peak_bytes = held + found.peak_bytes
-
-    def result(self, predicted: StepPeak, parallel: ParallelState) -> PeakMemory:
-        """Returns the largest figures of any rank, once the step is over. predicted: this rank's.
-
-        Every rank must call it: it issues one all-reduce over all ranks. Waits for the device.
-        """
-        figures = torch.tensor(
-            (predicted.num_bytes, self._peak_bytes, self._reserved_bytes), device=parallel.device
-        )
-        return PeakMemory(*all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX).tolist())
+        with gloo_has_freed(), allocator_peak() as seen:
+            yield found
+            optimizer.finish()  # gathers of weights; a profiler must not end beside them
+        peak_bytes, reserved_bytes = held + seen.peak_bytes, 0
+    figures = torch.tensor((predicted.num_bytes, peak_bytes, reserved_bytes), device=device)
+    most = all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX)
+    found.append(PeakMemory(*most.tolist()))
 
 
 def _held_tensors(model: ModelStages, optimizer: Optimizer) -> Iterator[Tensor]:

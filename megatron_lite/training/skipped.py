@@ -12,22 +12,18 @@ or leave them out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_lite.checkpointing.step_files import Progress
-from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.layouts import Piece
-from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.messages import by_rank
-from megatron_lite.parallel.state import ParallelState, gather_texts
-from megatron_lite.training.batches import SampleOrder
+from megatron_lite.parallel.state import gather_texts
 from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.step import StepResult, TrainingError
 from megatron_lite.training.terminal import SKIPPED_BATCHES
 
 if TYPE_CHECKING:
-    from megatron_lite.data.blend import Dataset
+    from megatron_lite.training.loop import Trainer
 
 LOSS = "its loss"
 SPIKES_IN_A_ROW = 10  # so many end a run without --max-skipped-updates
@@ -72,103 +68,74 @@ class SkippedUpdate(NamedTuple):
             f"samples {self.first_sample} to {last}{found_on}"
         )
 
-
-class SkippedUpdates:
-    """Judges the skipped updates of a run. order: the samples of a micro-batch of `dataset`."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        parallel: ParallelState,
-        optimizer: Optimizer,
-        dataset: Dataset,
-        order: SampleOrder,
-    ) -> None:
-        self._config, self._parallel = config.training, parallel
-        self._pieces, self._dataset, self._order = optimizer.layout.pieces, dataset, order
-        # The lowest loss scale of a float16 run. None for any other run.
-        scaling = optimizer.loss_scale
-        self._minimum = None if scaling is None else scaling.minimum
-
-    def _read_at(self, samples: range) -> list[int]:
-        """Returns the samples that all data-parallel ranks read in an iteration."""
-        micro_batch_size, dp_size = self._config.micro_batch_size, self._parallel.dp_size
-        return [
-            sample
-            for rank in range(dp_size)
-            for number in range(len(samples) // (micro_batch_size * dp_size))
-            for sample in self._order(samples.start, micro_batch_size, rank, dp_size, number)
-        ]
-
-    def judge(
-        self, record: IterationRecord, result: StepResult, progress: Progress
-    ) -> SkippedUpdate:
-        """Returns the row of one skipped update. Every rank must call this.
-
-        progress: that of the iterations before it.
-        Gathers a text from every rank, unless it is a spike. Only rank 0's row has documents.
-        """
-        finite = math.isfinite(record.grad_norm)  # a loss that is not finite makes the norm so too
-        origins = [] if finite else gather_texts(_not_finite(result, self._pieces), self._parallel)
-        if LOSS in origins:  # gradients of other ranks are its consequence
-            origins = [text if text == LOSS else "" for text in origins]
-        overflow = (
-            not finite
-            and LOSS not in origins
-            and self._minimum is not None
-            and record.loss_scale > self._minimum
-        )
-        first = record.consumed_samples - record.global_batch_size
-        samples = range(first, record.consumed_samples)
-        return SkippedUpdate(
-            iteration=record.iteration,
-            reason="spike" if finite else "overflow" if overflow else "not finite",
-            first_sample=first,
-            num_samples=len(samples),
-            in_a_row=progress.skipped_in_a_row + (not overflow),
-            lm_loss=record.lm_loss,
-            grad_norm=record.grad_norm,
-            loss_scale=record.loss_scale,
-            mean_loss=result.mean_loss.item() if finite and result.mean_loss is not None else None,
-            found_on=by_rank(origins),
-            documents=_documents(self._dataset, self._read_at(samples))
-            if self._parallel.rank == 0
-            else {},
-        )
-
-    def check(self, update: SkippedUpdate) -> None:
+    def check(self, trainer: Trainer) -> None:
         """Raises TrainingError if the run ends with this update, on all ranks alike."""
-        config, reason = self._config, update.reason
+        config, reason, scaling = trainer.config.training, self.reason, trainer.optimizer.loss_scale
         first_is_last = 1 if config.check_for_nan_in_loss_and_grad else None
         limit = {
             "overflow": None,
             "spike": config.max_skipped_updates or SPIKES_IN_A_ROW,
             "not finite": config.max_skipped_updates or first_is_last,
         }[reason]
-        if limit is None or update.in_a_row < limit:
+        if limit is None or self.in_a_row < limit:
             return
-        counted = f"{update.in_a_row} updates in a row were skipped (--max-skipped-updates {limit})"
-        start = f"iteration {update.iteration}: the loss is {update.lm_loss}"
+        counted = f"{self.in_a_row} updates in a row were skipped (--max-skipped-updates {limit})"
+        start = f"iteration {self.iteration}: the loss is {self.lm_loss}"
         if reason == "spike":
             raise TrainingError(
                 f"{start}, more than --skip-update-on-spike {config.skip_update_on_spike} times "
-                f"its running mean {update.mean_loss}, and {counted}. Lower --lr, or look at the "
+                f"its running mean {self.mean_loss}, and {counted}. Lower --lr, or look at the "
                 f"samples in {SKIPPED_BATCHES}, and continue from the last checkpoint"
             )
-        scale = found = ""
-        if self._minimum is not None:
-            scale = f", with loss scale {update.loss_scale} (at least {self._minimum})"
-        if update.found_on:
-            found = f" ({update.found_on})"
+        scale = (
+            ""
+            if scaling is None
+            else (f", with loss scale {self.loss_scale} (at least {scaling.minimum})")
+        )
+        found = f" ({self.found_on})" if self.found_on else ""
         if config.max_skipped_updates is None:
             counted = (
                 "with --max-skipped-updates N such iterations are skipped and counted, up to N in "
                 "a row"
             )
         raise TrainingError(
-            f"{start} and the gradient norm {update.grad_norm}{scale}{found}, so no weight was "
+            f"{start} and the gradient norm {self.grad_norm}{scale}{found}, so no weight was "
             f"changed. Lower --lr or raise --lr-warmup-iters; {counted}"
         )
+
+
+def judge(trainer: Trainer, record: IterationRecord, result: StepResult) -> SkippedUpdate:
+    """Returns the row of one skipped update. Every rank must call this.
+
+    trainer: with the progress of the iterations before it.
+    Gathers a text from every rank, unless it is a spike. Only rank 0's row has documents.
+    """
+    parallel, optimizer = trainer.parallel, trainer.optimizer
+    finite = math.isfinite(record.grad_norm)  # a loss that is not finite makes the norm so too
+    origins = [] if finite else gather_texts(_not_finite(result, optimizer.layout.pieces), parallel)
+    if LOSS in origins:  # gradients of other ranks are its consequence
+        origins = [text if text == LOSS else "" for text in origins]
+    scaling = optimizer.loss_scale
+    overflow = (
+        not finite
+        and LOSS not in origins
+        and scaling is not None
+        and record.loss_scale > scaling.minimum
+    )
+    first, size = record.consumed_samples - record.global_batch_size, record.global_batch_size
+    return SkippedUpdate(
+        iteration=record.iteration,
+        reason="spike" if finite else "overflow" if overflow else "not finite",
+        first_sample=first,
+        num_samples=size,
+        in_a_row=trainer.progress.skipped_in_a_row + (not overflow),
+        lm_loss=record.lm_loss,
+        grad_norm=record.grad_norm,
+        loss_scale=record.loss_scale,
+        mean_loss=result.mean_loss.item() if finite and result.mean_loss is not None else None,
+        found_on=by_rank(origins),
+        documents={} if parallel.rank else _documents(trainer, first, size),
+    )
 
 
 def _not_finite(result: StepResult, pieces: Sequence[Piece]) -> str:
@@ -189,9 +156,14 @@ def _not_finite(result: StepResult, pieces: Sequence[Piece]) -> str:
     return f"the gradient{first}" if names else ""
 
 
-def _documents(dataset: Dataset, samples: Iterable[int]) -> dict[str, list[int]]:
+def _documents(trainer: Trainer, first: int, size: int) -> dict[str, list[int]]:
+    """Returns the documents that all data-parallel ranks read in an iteration."""
     found: dict[str, set[int]] = {}
-    for sample in samples:
-        for file, documents in dataset.documents(sample).items():
-            found.setdefault(file, set()).update(documents)
+    dataset, dp_size = trainer.datasets.train, trainer.parallel.dp_size
+    micro_batch_size = trainer.config.training.micro_batch_size
+    for rank in range(dp_size):
+        for number in range(trainer.batches.num_microbatches(size)):
+            for sample in trainer.order(first, micro_batch_size, rank, dp_size, number):
+                for file, documents in dataset.documents(sample).items():
+                    found.setdefault(file, set()).update(documents)
     return {file: sorted(documents) for file, documents in found.items()}
