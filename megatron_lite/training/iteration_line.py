@@ -10,24 +10,25 @@ The row also has the samples so far, and MFU if the peak is known. `tokens/s` ar
 ranks, and `norm` is the gradient norm before clipping. A narrow terminal gets the first columns.
 """
 
+from __future__ import annotations
+
 import math
 import resource
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megatron_lite.checkpointing.step_files import Progress
-from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import GIB, MIB, plural
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_model
+
+if TYPE_CHECKING:
+    from megatron_lite.training.loop import Trainer
 
 # What `peak_gib` measures, by the kind of device.
 PEAK_OF = {"cuda": "allocated on the GPU by rank 0", "cpu": "resident, of the process of rank 0"}
@@ -311,17 +312,11 @@ def peak_rate(config: LoggingConfig, device: torch.device, *, bf16: bool) -> Pea
     return PeakRate(None, name)
 
 
-def run_facts(
-    config: RunConfig,
-    parallel: ParallelState,
-    batches: BatchSchedule,
-    progress: Progress,
-    num_iterations: int,
-    peak_flops: float | None,
-) -> RunFacts:
-    """Returns the facts of a run that goes from `progress` to the end of `num_iterations`."""
-    device = parallel.device
-    tp_size = config.parallel.tensor_model_parallel_size
+def run_facts(trainer: Trainer, peak_flops: float | None) -> RunFacts:
+    """Returns the facts of a run that goes from its progress now to its end."""
+    config, parallel, batches = trainer.config, trainer.parallel, trainer.batches
+    device, tp_size = parallel.device, parallel.tp_size
+    num_iterations, progress = trainer.num_iterations, trainer.progress
     remaining, consumed = num_iterations - progress.iteration, progress.consumed_samples
     shape = dict(
         micro_batch_size=batches.full,

@@ -25,13 +25,9 @@ from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.checkpointing.step_files import Progress
-from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import ByteUnit
 from megatron_lite.parallel.messages import told_if_slow
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.iteration_line import (
     Evaluation,
     Interval,
@@ -44,15 +40,16 @@ from megatron_lite.training.iteration_line import (
 )
 from megatron_lite.training.observe import measures_peak
 from megatron_lite.training.summary import (
-    RunSummary,
     arguments_table,
     file_lines,
     ranks_line,
+    summary_of,
     training_lines,
 )
 from megatron_lite.training.terminal import Terminal, log_file_path, skipped_batches_path
 
 if TYPE_CHECKING:
+    from megatron_lite.training.loop import Trainer
     from megatron_lite.training.skipped import SkippedUpdate
 
 LAST = 10  # iterations over which the last loss is a mean
@@ -63,27 +60,17 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # faults of a disk,
 class RunLog:
     """The log of one run, whose first line is about MFU.
 
-    start: the progress at the start. Rows and points that an earlier run wrote past it are dropped.
-    printed: the notices that the terminal has already. The log file gets them.
+    Rows and points that an earlier run wrote past the trainer's progress are dropped.
     Raises InputError on rank 0 if a file of the log cannot be opened.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        parallel: ParallelState,
-        batches: BatchSchedule,
-        start: Progress,
-        *,
-        num_iterations: int,
-        printed: Sequence[str],
-    ) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        config, parallel, start = trainer.config, trainer.parallel, trainer.progress
         peak = peak_rate(config.logging, parallel.device, bf16=config.training.precision != "fp32")
-        facts = run_facts(config, parallel, batches, start, num_iterations, peak.flops)
-        self._run, self._config, self._facts, self._start = config, config.logging, facts, start
+        self._facts = facts = run_facts(trainer, peak.flops)
+        self._trainer, self._run, self._config, self._start = trainer, config, config.logging, start
         self._shows_peak = measures_peak(config, parallel.device)
-        self._began, self._num_rows, self._milliseconds = time.monotonic(), 0, 0.0
-        self._memory = "-"
+        self._began, self._num_rows, self._memory = time.monotonic(), 0, "-"
         self._interval: list[IterationRecord] = []
         self._last = deque[IterationRecord](maxlen=LAST)
         self._best: tuple[int, Evaluation] | None = None
@@ -94,7 +81,7 @@ class RunLog:
             self._terminal = Terminal(total=facts.num_iterations, done=start.iteration)
             self._open()
         started = f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()}"
-        for text in (started, arguments_table(config), ranks_line(parallel), *printed):
+        for text in (started, arguments_table(config), ranks_line(parallel), *trainer.printed):
             self.to_file(text)
         self.line(peak.line())
 
@@ -187,12 +174,6 @@ class RunLog:
         """Returns a context that tells of work that takes more than a few seconds."""
         return told_if_slow(what, self.line)
 
-    def measured(self, predicted: int, measured: int, *, is_peak: bool) -> None:
-        """Takes the bytes of the rows' last column: the peak of a step, or the kept bytes."""
-        if is_peak == self._shows_peak:
-            unit = ByteUnit.of(max(predicted, measured))
-            self._memory = f"{unit.number(predicted)}/{unit.number(measured)} {unit.name}"
-
     def iteration(self, record: IterationRecord) -> None:
         """Writes one iteration's figures to the files.
 
@@ -203,7 +184,6 @@ class RunLog:
         config, facts = self._config, self._facts
         self._last.append(record)
         self._interval.append(record)
-        self._milliseconds += record.iteration_ms
         if "metrics" in self._parts:
             self._write("metrics", f"iteration {record.iteration}", record)
         draws = config.tensorboard_dir is not None or config.wandb_project
@@ -219,6 +199,11 @@ class RunLog:
             if config.log_style == "megatron" or "log" in self._parts:
                 self.detail(iteration_line(interval, facts, throughput=config.log_throughput))
             if config.log_style != "megatron":
+                shown = self._trainer.peak if self._shows_peak else self._trainer.activation_bytes
+                if self._memory == "-" and shown is not None:
+                    unit = ByteUnit.of(max(shown.predicted, shown.measured))
+                    both = f"{unit.number(shown.predicted)}/{unit.number(shown.measured)}"
+                    self._memory = f"{both} {unit.name}"
                 row = short_row(
                     interval,
                     facts,
@@ -230,31 +215,24 @@ class RunLog:
                 self._num_rows += 1
                 self._terminal.line(row)
 
-    def summary(self, summary: RunSummary, progress: Progress, *, finished: bool) -> None:
+    def summary(self, *, finished: bool) -> None:
         """Prints the lines at the end of the run. Writes the predictions beside the metrics.
 
         The file is written only if something was both predicted and measured.
         finished: whether the run has reached its end.
         """
-        run, start = self._run, self._start
+        trainer, progress, details = self._trainer, self._trainer.progress, list[tuple[str, str]]()
+        summary = summary_of(trainer)
         self.line(
             f"{'finished' if finished else 'stopped'} at iteration {progress.iteration} of "
-            f"{self._facts.num_iterations} after {clock(time.monotonic() - self._began)}, with "
+            f"{trainer.num_iterations} after {clock(time.monotonic() - self._began)}, with "
             "evaluations and saves"
         )
-        details: list[tuple[str, str]] = []
         if self._last:
             details += training_lines(
-                run,
-                self._facts,
-                self._last,
-                self._best,
-                summary,
-                samples=progress.consumed_samples - start.consumed_samples,
-                seconds=self._milliseconds / 1000.0,
-                skipped=progress.skipped_iterations - start.skipped_iterations,
+                trainer, self._facts, self._start, self._last, self._best, summary
             )
-        for label, text in (*details, *file_lines(run, progress)):
+        for label, text in (*details, *file_lines(self._run, progress)):
             self.line(f"  {label:13}{text}")
         if self._parts.get("metrics") is not None and summary.compared():
             from megatron_lite.data.durable_files import write_text

@@ -36,7 +36,7 @@ from megatron_lite.training.observe import (
 )
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from megatron_lite.training.step import StageRunner, StepEnd, StepResult, TrainingError, train_step
-from megatron_lite.training.summary import described, summary_of
+from megatron_lite.training.summary import described
 
 if TYPE_CHECKING:
     from megatron_lite.checkpointing.saver import Saver
@@ -80,6 +80,7 @@ class Trainer:
     activation_bytes: the bytes that the run's first micro-batch keeps for backward. None before it,
         and for compiled layers, of which the compiler decides what they keep.
     peak: the peak of a step, from the second step on if the run measures it.
+    seconds: the times of the steps of this start that are finished.
     """
 
     config: RunConfig
@@ -108,9 +109,9 @@ class Trainer:
     exits: Exits = field(init=False)
     activation_bytes: ActivationBytes | None = None
     peak: PeakMemory | None = None
+    seconds: list[float] = field(default_factory=list)
     _num_steps: int = 0  # of this start
     _started: list[StartedStep] = field(default_factory=list)
-    _seconds: list[float] = field(default_factory=list)  # of the finished steps
     _saved_at: int = -1
     _kept: dict[str, Any] = field(default_factory=dict)  # for all records
 
@@ -128,16 +129,7 @@ class Trainer:
         with self.saver or nullcontext():
             notices = self.saver.warnings if self.saver is not None else []
             notices = [*notices, *self.parallel.together("--load", self._load)]
-            open_log = partial(
-                RunLog,
-                self.config,
-                self.parallel,
-                self.batches,
-                self.progress,
-                num_iterations=self.num_iterations,
-                printed=self.printed,
-            )
-            with self.parallel.together("the log", open_log) as log:
+            with self.parallel.together("the log", lambda: RunLog(self)) as log:
                 self.log = log
                 for notice in (*notices, *self.notices):
                     log.line(notice)
@@ -161,8 +153,7 @@ class Trainer:
                     self.saver.check()
                 if finished and self._evaluate("validation") is None:
                     self._evaluate("test")
-                summary = summary_of(self.config, self.parallel, self.peak, self._seconds)
-                log.summary(summary, self.progress, finished=finished)
+                log.summary(finished=finished)
         return self.progress
 
     def _train(self) -> bool:
@@ -362,7 +353,6 @@ class Trainer:
         with peak_of_step(self.model, self.optimizer, self.parallel, own) as found:
             yield {"timeline": timeline}
         (self.peak,) = found
-        self.log.measured(self.peak.predicted, self.peak.measured, is_peak=True)
         self.log.line(f"peak of a step, highest of all ranks: {self.peak}")
 
     def _finish_step(self, step: StartedStep) -> None:
@@ -373,7 +363,7 @@ class Trainer:
         if "num_zeros" in figures:
             figures["num_zeros"] = int(figures["num_zeros"])
         self._last_end = step.end
-        self._seconds.append(seconds)
+        self.seconds.append(seconds)
         iteration, batch_size = step.row["iteration"], step.row["global_batch_size"]
         record = IterationRecord(
             **step.row,
@@ -424,7 +414,6 @@ class Trainer:
             activation_host_bytes_predicted=kept.host_predicted,
             activation_host_bytes_measured=kept.host_measured,
         )
-        self.log.measured(kept.predicted, kept.measured, is_peak=False)
         if (fault := kept.fault) is not None:
             if self.config.recompute.recompute_verify:
                 raise TrainingError(f"--recompute-verify: {fault}")

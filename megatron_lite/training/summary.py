@@ -34,7 +34,7 @@ from megatron_lite.training.iteration_line import (
 from megatron_lite.training.terminal import log_file_path, skipped_batches_path
 
 if TYPE_CHECKING:
-    from megatron_lite.training.profiler import PeakMemory
+    from megatron_lite.training.loop import Trainer
 
 # The texts at the start of a run: its settings, what computes it, and what notices ask torch.
 #
@@ -164,11 +164,10 @@ class RunSummary(NamedTuple):
         return found
 
 
-def summary_of(
-    config: RunConfig, parallel: ParallelState, peak: PeakMemory | None, seconds: Sequence[float]
-) -> RunSummary:
-    """Returns the figures of a run. seconds: the times of all its steps."""
-    machine, predicted, later = None, None, seconds[FIRST_STEPS:]
+def summary_of(trainer: Trainer) -> RunSummary:
+    """Returns the figures of a run."""
+    config, parallel, peak = trainer.config, trainer.parallel, trainer.peak
+    machine, predicted, later = None, None, trainer.seconds[FIRST_STEPS:]
     if config.logging.machine is not None or parallel.device.type == "cuda":
         # Imported late: only such a run has a machine for which times are predicted.
         from megatron_lite.plan.hardware import load_hardware, machine_of_gpu
@@ -193,21 +192,20 @@ def summary_of(
 
 
 def training_lines(
-    config: RunConfig,
+    trainer: Trainer,
     facts: RunFacts,
+    start: Progress,
     last: Sequence[IterationRecord],
     best: tuple[int, Evaluation] | None,
     summary: RunSummary,
-    *,
-    samples: int,
-    seconds: float,
-    skipped: int,
 ) -> Iterator[tuple[str, str]]:
-    """Yields the names and the texts of the totals of a run that has trained.
+    """Yields the names and the texts of the totals of a run that has trained since `start`.
 
     last: its last iterations. best: the best validation loss, and its iteration.
-    samples, seconds, skipped: those of all iterations of this start, and its skipped updates.
     """
+    config, progress, seconds = trainer.config, trainer.progress, sum(trainer.seconds)
+    samples = progress.consumed_samples - start.consumed_samples
+    skipped = progress.skipped_iterations - start.skipped_iterations
     tokens, share = samples * facts.tokens // facts.batch_size, ""
     if facts.peak_flops is not None:
         flops = facts.flops * samples / facts.batch_size
