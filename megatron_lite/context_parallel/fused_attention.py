@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from megatron_lite.context_parallel.attention_kernels import (
     PLAIN,
     Readable,
+    causal_mask,
     heads_first,
     heads_last,
 )
@@ -215,10 +216,7 @@ def _window_mask(query: Tensor, reach: int | None) -> Tensor | None:
     """Returns a window over the queries [.., n, d] as a mask, if the kernel needs one."""
     if reach is None or takes_window(query):
         return None
-    places = torch.arange(query.shape[2], device=query.device)
-    distance = places.unsqueeze(1) - places
-    hidden = (distance < 0) | (distance > reach)
-    return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return causal_mask(heads_last(query), Readable(reach))
 
 
 def _window(reach: int | None) -> dict[str, int]:

@@ -33,6 +33,7 @@ from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.context_parallel.attention_kernels import (
     PLAIN,
     Readable,
+    causal_mask,
     has_kernel,
     heads_first,
     heads_last,
@@ -381,28 +382,6 @@ def weighted_sum_backward(grad: Tensor, weights: Tensor, value: Tensor) -> tuple
 
 
 WEIGHTED_SUM = Pair(weighted_sum, weighted_sum_backward, slice(0, 2))
-
-
-def causal_mask(query: Tensor, readable: Readable, cp: ContextParallel | None = None) -> Tensor:
-    """Returns 0 for each key that a query reads, and -inf for the others, in the query's dtype.
-
-    [s, s], or with documents [b, 1, s, s]. The mask is added to scores. query: [s, ..]. Under
-    context parallelism it is [s/c, s], with the keys in the order of a gather over the ranks.
-    """
-    keys = queries = torch.arange(query.shape[0], device=query.device)
-    if cp is not None and cp.size > 1:
-        positions = cp.positions_by_rank(query.shape[0], query.device)
-        keys, queries = positions.flatten(), positions[cp.rank]
-    hidden = keys > queries.unsqueeze(-1)
-    reach, documents = readable
-    first = None if documents is None else documents.starts(len(keys))[:, queries]  # [b, s/c]
-    if reach is not None:
-        nearest = queries - reach
-        first = nearest if first is None else first.maximum(nearest)
-    if first is not None:
-        hidden = hidden | (keys < first.unsqueeze(-1))
-    mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-    return mask if documents is None else mask.unsqueeze(1)
 
 
 def masked_attention(

@@ -38,30 +38,34 @@ def derive_seed(*parts: object) -> int:
 
 
 class Access(NamedTuple):
-    """How the state of the device's default generator is read and set.
+    """How the state of the device's default generator is read and set, and the generator seeded.
 
     Inside a CUDA graph another one is in force (training/graphs.py).
     """
 
     get: Callable[[], Tensor]
     set: Callable[[Tensor], None]
+    seed: Callable[[int], object] = torch.default_generator.manual_seed
 
     @classmethod
     def to(cls, device: torch.device) -> Access:
         """Returns the access to torch's generator. A CUDA generator's state is in host memory, so
         reading it does not wait for the device."""
-        if device.type == "cuda":
-            return cls(
-                partial(torch.cuda.get_rng_state, device),
-                partial(torch.cuda.set_rng_state, device=device),
-            )
-        return cls(torch.get_rng_state, torch.set_rng_state)
+        if device.type != "cuda":
+            return cls(torch.get_rng_state, torch.set_rng_state)
+
+        def seed(number: int) -> None:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(number)
+
+        get = partial(torch.cuda.get_rng_state, device)
+        return cls(get, partial(torch.cuda.set_rng_state, device=device), seed)
 
 
 class RngStreams:
     """The streams of one rank. They own the device's default generator while this object lives.
 
-    access: how they read and set its state.
+    access: how they read and set its state; None: as torch does.
     tp_rank: this rank's place in its TP group. Only TENSOR_PARALLEL depends on it.
     dp_rank: this rank's place among all ranks that hold different tokens.
     pp_rank: this rank's place among the ranks that hold different layers.
@@ -75,13 +79,14 @@ class RngStreams:
         tp_rank: int = 0,
         dp_rank: int = 0,
         pp_rank: int = 0,
+        access: Access | None = None,
     ) -> None:
-        self.device, self.access = device, Access.to(device)
+        self.device, self.access = device, access or Access.to(device)
         self.seed, self.tp_rank, self.current = seed, tp_rank, DEFAULT
         self._states: dict[str, Tensor] = {}
         # DEFAULT comes last, so that the generator is left in the state of the current stream.
         for name, rank in ((TENSOR_PARALLEL, tp_rank), (DEFAULT, 0)):
-            self._seed(
+            self.access.seed(
                 derive_seed("stream", seed, name, dp_rank, rank, *([pp_rank] if pp_rank else []))
             )
             self._states[name] = self.state()
@@ -140,10 +145,3 @@ class RngStreams:
         self._states[self.current] = self.state()
         self.access.set(state)
         self.current = name
-
-    def _seed(self, seed: int) -> None:
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                torch.cuda.manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)

@@ -89,28 +89,16 @@ def test_a_replay_sees_the_autocast_of_its_forward(rng, around):
     assert dtypes == [torch.bfloat16 if around == "forward" else torch.float32] * 2
 
 
-class DeviceStreams(RngStreams):
-    """Streams of a generator that is not the CPU's, as on a GPU."""
-
-    def __init__(self):
-        self.generator = torch.Generator()
-        super().__init__(torch.device("cuda"), seed=3)
-        self.access = Access(self.generator.get_state, self.generator.set_state)
-
-    def state(self):
-        return self.generator.get_state()
-
-    def _seed(self, seed):
-        self.generator.manual_seed(seed)
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device(times):
-    streams = DeviceStreams()
+    # of a generator that is not the CPU's, as on a GPU
+    own = torch.Generator()
+    access = Access(own.get_state, own.set_state, own.manual_seed)
+    streams = RngStreams(torch.device("cuda"), seed=3, access=access)
 
     def function(hidden, weight):
         with streams.fork(TENSOR_PARALLEL):
-            inner = torch.rand(hidden.shape, generator=streams.generator)
+            inner = torch.rand(hidden.shape, generator=own)
         return torch.tanh(hidden @ weight * inner) * torch.rand_like(hidden)
 
     def outcome(run):

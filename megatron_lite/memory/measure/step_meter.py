@@ -241,7 +241,12 @@ def simulated_rank(
             seed=0,  # no operator computes, so no draw depends on it
             launch=Launch(launcher="simulated", rank=rank, world_size=world_size),
         ) as parallel:
-            yield replace(parallel, rng=_FakeStreams(parallel.device, fake))
+            # An operator under `fake` takes no other states. They come from no generator of the
+            # process and go to none.
+            access = Access(
+                lambda: fake.from_tensor(torch.get_rng_state()), lambda _: None, lambda _: None
+            )
+            yield replace(parallel, rng=RngStreams(parallel.device, seed=0, access=access))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -267,22 +272,3 @@ class SimulatedTensors(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.cache_enabled = remembers
-
-
-class _FakeStreams(RngStreams):
-    """Streams whose states are fake tensors, since an operator under `fake` takes no other ones.
-
-    They draw from no generator of the process and do not change one.
-    """
-
-    def __init__(self, device: torch.device, fake: SimulatedTensors) -> None:
-        self._fake = fake
-        super().__init__(device, seed=0)
-        self.access = Access(self.state, lambda _: None)
-
-    def state(self) -> Tensor:
-        # A state is a tensor that no operator creates, and so is a converted one.
-        return self._fake.from_tensor(torch.get_rng_state())
-
-    def _seed(self, seed: int) -> None:
-        pass
