@@ -93,8 +93,7 @@ loaded = {
 
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.weight_gradient import accumulate_with_
-from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
-from megatron_lite.tensor_parallel.rank_context import RankContext
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RankContext
 
 cpu = torch.device("cpu")
 context = RankContext(rng=RngStreams(cpu, seed=0), device=cpu, params_dtype=torch.float32)

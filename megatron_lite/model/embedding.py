@@ -10,8 +10,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.dropout import dropout
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.sequence_spans import part_of
-from megatron_lite.tensor_parallel.layers import VocabParallelEmbedding, new_parameter
-from megatron_lite.tensor_parallel.rank_context import RankContext
+from megatron_lite.tensor_parallel.layers import RankContext, VocabParallelEmbedding, new_parameter
 
 
 def residual_dtype(config: ModelConfig, context: RankContext) -> torch.dtype:

@@ -22,9 +22,8 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weights import weight_of
 from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.tensor_parallel.cross_entropy import Columns, vocab_parallel_cross_entropy
-from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, parallel_linear
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RankContext, parallel_linear
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
-from megatron_lite.tensor_parallel.rank_context import RankContext
 
 if TYPE_CHECKING:
     from megatron_lite.context_parallel.documents import CuSeqlens

@@ -28,6 +28,7 @@ from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import (
     ColumnParallelLinear,
+    RankContext,
     ReplicatedLinear,
     RowParallelLinear,
 )
@@ -35,7 +36,6 @@ from megatron_lite.tensor_parallel.mappings import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron_lite.tensor_parallel.rank_context import RankContext
 
 if TYPE_CHECKING:
     from megatron_lite.context_parallel.documents import CuSeqlens
