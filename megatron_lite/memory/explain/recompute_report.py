@@ -15,7 +15,7 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from megatron_lite.config import run_flags
@@ -34,14 +34,13 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.config.units import size
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import KeptTensor, LayerDescription
+from megatron_lite.description.operations import KeptTensor, LayerDescription, Operation
 from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.memory.predict.kept_tensors import (
     EMBEDDING,
     HEAD,
-    Term,
     Traffic,
     activation_bytes,
     activation_terms,
@@ -216,7 +215,7 @@ class Part:
     traffic: the collectives.
     """
 
-    name: str
+    name: str = ""
     treatment: str = ""
     num_layers: int = 0
     count: int = 1
@@ -341,71 +340,51 @@ def of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
 
 
 def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
-    """Yields the parts of a rank. Layers of all its stages with equal figures are one part."""
-    model, ends = config.model, dict[str, Part]()
-    shared = defaultdict[str, list[Term]](list)
-    alike = defaultdict[Part, dict[int, list[int]]](dict)  # layers by stage
+    """Yields the parts of a rank. Those of all its stages with equal figures are one part."""
+    alike = defaultdict[Part, dict[int, list[Sequence[int]]]](dict)  # layers by stage
     for stage, plan in rank_plans(config, rank):
-        sizes = Sizes.of(config, device, stage)
-        terms = activation_terms(model, plan, sizes)
-        for name, operations in (
-            (EMBEDDING, embedding_operations(model, sizes)),
-            (HEAD, head_operations(model, sizes)),
-        ):
-            if operations:
-                kept = largest_first(one for one in terms if one.operation == name)
-                ends[name] = Part(name=name, kept=kept, traffic=collectives(operations))
-        for term in terms:
-            if term.tensor.shared:
-                shared[term.tensor.name].append(term)
-        layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
-        for segment in plan.segments:
-            part = _segment_part(config, plan, segment, terms, layers, sizes)
-            alike[part].setdefault(stage.number, []).extend(segment.numbers)
-    if EMBEDDING in ends:
-        yield ends[EMBEDDING]
-    for name, tables in shared.items():
-        yield Part(name=f"{name}, shared by all layers", kept=largest_first(tables))
+        for part, layers in _stage_parts(config, plan, Sizes.of(config, device, stage)):
+            alike[part].setdefault(stage.number, []).append(layers)
     in_stages = config.parallel.pipeline_model_parallel_size > 1
     for part, by_stage in alike.items():
+        names = {stage: [*chain(*layers)] for stage, layers in by_stage.items()}
         number = sum(map(len, by_stage.values()))
-        yield replace(part, name=_name(by_stage, in_stages), count=number // part.num_layers)
-    if HEAD in ends:
-        yield ends[HEAD]
+        yield replace(part, name=part.name or _name(names, in_stages), count=number)
 
 
-def _segment_part(
-    config: RunConfig,
-    plan: RecomputePlan,
-    segment: Segment,
-    terms: Sequence[Term],
-    layers: Sequence[LayerDescription],
-    sizes: Sizes,
-) -> Part:
-    """Returns a segment of a stage as a part without a name. terms, layers: those of the stage."""
-    replayed = Counter[str]()
-    for _, call in replayed_calls(layers, segment, plan.skip_tail):
-        for matmul in call.matmuls:
-            replayed[matmul.name] += matmul.flops
-    kept, moved = (
-        largest_first(
-            one
-            for one in terms
-            if one.layer in segment.numbers and not one.tensor.shared and one.on_host is on_host
+def _stage_parts(
+    config: RunConfig, plan: RecomputePlan, sizes: Sizes
+) -> Iterator[tuple[Part, Sequence[int]]]:
+    """Yields the parts of a stage, with the numbers of their layers. Layers have no name yet."""
+    model, of = config.model, Shape(config.model, sizes)
+    terms = activation_terms(model, plan, sizes)
+    layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
+
+    def end(name: str, operations: Sequence[Operation]) -> Iterator[tuple[Part, Sequence[int]]]:
+        kept = largest_first(one for one in terms if one.operation == name)
+        if operations:
+            yield Part(name=name, kept=kept, traffic=collectives(operations)), ()
+
+    yield from end(EMBEDDING, embedding_operations(model, sizes))
+    for one in terms:
+        if one.tensor.shared:
+            yield Part(name=f"{one.tensor.name}, shared by all layers", kept=(one.tensor,)), ()
+    for segment in plan.segments:
+        replayed = Counter[str]()
+        for _, call in replayed_calls(layers, segment, plan.skip_tail):
+            for matmul in call.matmuls:
+                replayed[matmul.name] += matmul.flops
+        own = [one for one in terms if one.layer in segment.numbers and not one.tensor.shared]
+        part = Part(
+            treatment=_treatment(segment, layers, sizes),
+            num_layers=segment.num_layers,
+            kept=largest_first(one for one in own if not one.on_host),
+            moved=largest_first(one for one in own if one.on_host),
+            replayed=tuple(replayed.items()),
+            traffic=segment_collectives(of, segment, layers, plan.skip_tail),
         )
-        for on_host in (False, True)
-    )
-    return Part(
-        name="",
-        treatment=_treatment(segment, layers, sizes),
-        num_layers=segment.num_layers,
-        kept=kept,
-        moved=moved,
-        replayed=tuple(replayed.items()),
-        traffic=segment_collectives(
-            Shape(config.model, sizes), segment, layers, skip_tail=plan.skip_tail
-        ),
-    )
+        yield part, segment.numbers
+    yield from end(HEAD, head_operations(model, sizes))
 
 
 def _treatment(segment: Segment, layers: Sequence[LayerDescription], sizes: Sizes) -> str:

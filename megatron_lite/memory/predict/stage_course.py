@@ -109,7 +109,7 @@ class _Course:
         self, model: ModelConfig, plan: RecomputePlan, sizes: Sizes, weights: GatheredWeights
     ) -> None:
         self.plan, self.sizes, self.weights = plan, sizes, weights
-        self.walk, self.replays = Walk(weights), list[KeptPoint]()
+        self.walk, self.replays = Walk(sizes), list[KeptPoint]()
         shape, self.waits = Shape(model, sizes), 0
         self.hidden = shape.residual
         # The gradient of a tied weight waits for that of the lookup.

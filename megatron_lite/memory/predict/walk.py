@@ -71,8 +71,6 @@ class GatheredWeights(NamedTuple):
         are parts of the root.
     tied: whether `embedding` and `output` are one unit, which is gathered twice.
     reshards: whether a layer's weights are freed after its forward.
-    accumulates: whether rows' gradients of an earlier micro-batch exist already.
-    copies: whether a collective copies the whole tensor, as gloo does.
     several: whether several micro-batches of the stage are in flight at once. Weights that stay
         gathered then count once for all of them, as `staying`, and in no passage.
     staying: the bytes of those weights.
@@ -84,8 +82,6 @@ class GatheredWeights(NamedTuple):
     output: FsdpUnit = NOTHING
     tied: bool = False
     reshards: bool = True
-    accumulates: bool = False
-    copies: bool = False
     several: bool = False
     staying: int = 0
 
@@ -145,8 +141,6 @@ class GatheredWeights(NamedTuple):
             unit(words if tied else logits, head),
             tied,
             reshards,
-            sizes.accumulates,
-            sizes.device == "cpu",
             several,
             staying,
         )
@@ -205,8 +199,8 @@ class Walk:
         buffer of its last reduction. Both are among the others.
     """
 
-    def __init__(self, weights: GatheredWeights) -> None:
-        self.weights = weights
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
         self.kept = self.rebuilt = self.other = self.buffer = self.reduced = 0
         self._began = 0, 0
         self._fullest: Moment | None = None
@@ -235,7 +229,7 @@ class Walk:
         """
         if unit is NOTHING:
             return
-        copy = unit.gathered * self.weights.copies
+        copy = self.sizes.gloo_copy(unit.gathered)
         if unit.gathered:
             self.look(Moment("gather of weights", other=unit.cast + unit.gathered + copy))
         self.other += unit.gathered
@@ -250,11 +244,11 @@ class Walk:
         """
         if unit is NOTHING:
             return
-        where, copy = "reduction of gradients", unit.buffer * self.weights.copies
+        where, copy = "reduction of gradients", self.sizes.gloo_copy(unit.buffer)
         self.other += unit.buffer - self.reduced
         self.reduced = unit.buffer
         self.look(Moment(where))
         self.other += unit.last - unit.gradients
         self.look(Moment(where, other=unit.rows + copy))
         # The first micro-batch's rows stay as `.grad`. Later rows are added to them and freed.
-        self.other += (0 if self.weights.accumulates else unit.rows) - unit.last
+        self.other += (0 if self.sizes.accumulates else unit.rows) - unit.last
