@@ -11,7 +11,6 @@ Standard library only.
 import importlib
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,30 +40,26 @@ def training_command() -> list[str]:
 COMMAND_WIDTH = 80  # columns of a line
 
 
-# What stands for white space within words while lines are wrapped.
-SPACES, KEPT = " \t\n\r\v\f", "\0\1\2\3\4\5"
-TO_KEPT, FROM_KEPT = str.maketrans(SPACES, KEPT), str.maketrans(KEPT, SPACES)
-
-
 def shell_lines(words: Sequence[str]) -> str:
     """Returns a command as lines of a shell, with as many flags a line as fit COMMAND_WIDTH.
 
     The words before -m are the launcher's, and keep their shell variables, such as $NODE_RANK.
     """
     place = words.index("-m") if "-m" in words else 0
-    text = ""
+    flags: list[str] = []  # each with its values; before them the program
     for number, word in enumerate(words):
         shown = word if number < place else shlex.quote(word)
-        # Lines break before flags alone.
-        text += (" " if word.startswith("--") else KEPT[0]) + shown.translate(TO_KEPT)
-    rows = textwrap.wrap(
-        text[1:],
-        COMMAND_WIDTH - 1,
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return " \\\n".join(rows).translate(FROM_KEPT)
+        if word.startswith("--") or not flags:
+            flags.append(shown)
+        else:
+            flags[-1] += f" {shown}"
+    lines = flags[:1]
+    for one in flags[1:]:
+        if len(lines[-1]) + len(one) + 1 < COMMAND_WIDTH:
+            lines[-1] += f" {one}"
+        else:
+            lines.append(f"    {one}")
+    return " \\\n".join(lines)
 
 
 CHECKOUT = Path(__file__).resolve().parents[2]

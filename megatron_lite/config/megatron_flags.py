@@ -168,11 +168,8 @@ SHARDING_STRATEGIES = {
 STRATEGY = Setting(
     "what --use-megatron-fsdp shares out (default: no_shard)", choices=SHARDING_STRATEGIES
 )
-# The switches that count the embedding or the loss as a layer, with the field of each.
-ACCOUNTED = {
-    "account_for_embedding_in_pipeline_split": "decoder_first_pipeline_num_layers",
-    "account_for_loss_in_pipeline_split": "decoder_last_pipeline_num_layers",
-}
+# The switches that count the embedding or the loss as a layer.
+ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 # Lengths in tokens, as Megatron-DeepSpeed has them.
 TOKENS = {
     f"{name}_tokens": Setting(f"{text}, in tokens of whole samples", parse=parse_whole_number)

@@ -180,7 +180,7 @@ def _scales(given: Given) -> Iterator[str]:
 
 
 def _layer_list(given: Given) -> Iterator[str]:
-    """Replaces MindSpeed's list of the stages' layers by the numbers of the first and the last."""
+    """Replaces MindSpeed's list of the stages' layers by the layout."""
     if (text := given.pop("num_layer_list", None)) is None:
         return
     said = f"--num-layer-list {shown(text)}"
@@ -191,14 +191,16 @@ def _layer_list(given: Given) -> Iterator[str]:
             f"{said} must have --pipeline-model-parallel-size {stages} numbers of at least 1 with "
             f"the sum --num-layers {layers}"
         )
-    if len({*numbers[1:-1]}) > 1:
-        raise InputError(
-            f"{said}: all stages but the first and the last have equal numbers of layers here"
-        )
-    if len({*numbers}) > 1:
-        given["decoder_first_pipeline_num_layers"] = numbers[0]
-        given["decoder_last_pipeline_num_layers"] = numbers[-1]
-    yield f"{said}: the first stage has {numbers[0]} layers, the last {numbers[-1]}"
+    if len({*numbers}) == 1:
+        yield f"{said}: all stages have as many layers, as they have anyway"
+    else:
+        yield _with_layout(given, said, numbers)
+
+
+def _with_layout(given: Given, said: str, numbers: Sequence[int]) -> str:
+    """Sets the layout of stages with these numbers of layers. Returns a notice."""
+    given["pipeline_model_parallel_layout"] = f"E{'|'.join('t' * one for one in numbers)}L"
+    return f"{said}: --pipeline-model-parallel-layout '{given['pipeline_model_parallel_layout']}'"
 
 
 def _cp_comm_type(given: Given, *, has_file: bool) -> Iterator[str]:
@@ -285,41 +287,25 @@ def _accounted_layers(given: Given, *, has_file: bool) -> Iterator[str]:
     if size == 1:
         yield f"{said}: no effect at --pipeline-model-parallel-size 1"
         return
-    if (layers + len(counted)) % size:
-        raise InputError(
-            f"{said}: --num-layers {layers} and {len(counted)} more are not divisible by "
-            f"--pipeline-model-parallel-size {size}"
+    per_stage, per_rank = (
+        given.pop(name, None)
+        for name in (
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
         )
-    virtual = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    if any((given.get(name) or 1) > 1 for name in virtual):
-        per_stage, per_rank = (given.pop(name, None) for name in virtual)
-        layout = _accounted_layout(counted, layers, size, per_stage, per_rank)
-        given["pipeline_model_parallel_layout"] = layout
-        yield f"{said}: --pipeline-model-parallel-layout '{layout}'"
-        return
-    number = (layers + len(counted)) // size - 1
-    for name in counted:
-        field = ACCOUNTED[name]
-        given[field] = number
-        yield f"{flag(name)}: {flag(field)} {number}"
-
-
-def _accounted_layout(
-    counted: list[str], layers: int, size: int, per_stage: int | None, per_rank: int | None
-) -> str:
-    """Returns the layout of virtual stages, the first or last of which has one layer less."""
+    )
     whole = layers + len(counted)
     number = per_stage or whole // (size * (per_rank or 1))
     if number < 1 or whole % (number * size) or (per_rank and whole != number * size * per_rank):
         raise InputError(
-            f"{' and '.join(map(flag, counted))}: --num-layers {layers} and {len(counted)} more do "
-            f"not divide into equal virtual stages on {size} ranks: give other numbers"
+            f"{said}: --num-layers {layers} and {len(counted)} more are not divisible by "
+            f"--pipeline-model-parallel-size {size}, or not into equal virtual stages on {size} "
+            "ranks: give other numbers"
         )
-    stages = ["t" * number] * (whole // number)
-    first, last = (name in counted for name in ACCOUNTED)
-    stages[0] = f"E{stages[0][first:]}"
-    stages[-1] = f"{stages[-1][last:]}L"
-    return "|".join(stages)
+    numbers = [number] * (whole // number)
+    for name, end in zip(ACCOUNTED, (0, -1), strict=True):
+        numbers[end] -= name in counted
+    yield _with_layout(given, said, numbers)
 
 
 def _context_parallel_attention(given: Given) -> list[str]:

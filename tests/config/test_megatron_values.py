@@ -89,12 +89,8 @@ EMBEDDING, LOSS = (f"--account-for-{name}-in-pipeline-split" for name in ("embed
 
 def test_the_embedding_and_the_loss_count_as_layers():
     """As in megatron-core's get_num_layers_to_build."""
-    parallel = parsed(f"--pipeline-model-parallel-size 4 {EMBEDDING} {LOSS}").config.parallel
-    first, last = (
-        parallel.decoder_first_pipeline_num_layers,
-        parallel.decoder_last_pipeline_num_layers,
-    )
-    assert (first, last) == (1, 1)
+    config = parsed(f"--pipeline-model-parallel-size 4 {EMBEDDING} {LOSS}").config
+    assert config.stage_lengths() == [1, 2, 2, 1]
     for switch in (EMBEDDING, LOSS):  # 7 layers over 4 ranks
         error = fault(f"--pipeline-model-parallel-size 4 {switch}")
         assert "are not divisible by --pipeline-model-parallel-size 4" in error
