@@ -20,6 +20,7 @@ ALONE = dict(
     excludes=(f"moe_router_load_balancing_type={SINKHORN}",),
     why="it chooses and weighs by its own rule",
 )
+of_experts = partial(setting, without="num_experts")
 NOT_HERE = "is not implemented here: choose one of the others"
 
 
@@ -39,12 +40,11 @@ class ExpertSettings(Settings):
         multiple_of="expert_model_parallel_size",
         why="each rank holds equally many of them",
     )
-    moe_layer_freq: int | tuple[int, ...] = setting(
+    moe_layer_freq: int | tuple[int, ...] = of_experts(
         "every N-th layer has experts, beginning with the first; or a list with 1 for each layer "
         "that has them, such as [0]*1+[1]*5",
         1,
         parse=partial(parse_pattern, "--moe-layer-freq"),
-        without="num_experts",
         **ALONE,
     )
     moe_ffn_hidden_size: int | None = count(
@@ -66,12 +66,11 @@ class ExpertSettings(Settings):
     moe_router_topk: int = count(
         "experts that each token is sent to", 2, upto="num_experts", without="num_experts"
     )
-    moe_router_score_function: str = setting(
+    moe_router_score_function: str = of_experts(
         "scores of the experts for a token",
         "softmax",
         choices=("softmax", "sigmoid"),
         refused={"sqrtsoftplus": NOT_HERE},
-        without="num_experts",
         **ALONE,
     )
     moe_router_pre_softmax: bool = switch(
@@ -80,10 +79,9 @@ class ExpertSettings(Settings):
         without="num_experts",
         **ALONE,
     )
-    moe_router_dtype: str | None = setting(
+    moe_router_dtype: str | None = of_experts(
         "precision of the router's matmul and scores; derived: that of the layer",
         choices=("fp32", "fp64"),
-        without="num_experts",
     )
     moe_router_num_groups: int | None = count(
         "groups of experts, of which a token chooses some first", without="moe_router_group_topk"
@@ -99,8 +97,8 @@ class ExpertSettings(Settings):
         "--moe-router-topk / --moe-router-group-topk",
         without="moe_router_group_topk",
     )
-    moe_router_topk_scaling_factor: float | None = setting(
-        "factor on the weights of the chosen experts", above=0.0, without="num_experts", **ALONE
+    moe_router_topk_scaling_factor: float | None = of_experts(
+        "factor on the weights of the chosen experts", above=0.0, **ALONE
     )
     moe_router_enable_expert_bias: bool = switch(
         "balance without a loss: a bias of each expert, which only the choice reads, moves after "
@@ -118,29 +116,24 @@ class ExpertSettings(Settings):
         choices=(*LOSSES, SINKHORN),
         refused={"quantile_balancing": NOT_HERE},
     )
-    moe_aux_loss_coeff: float | tuple[float, ...] = setting(
+    moe_aux_loss_coeff: float | tuple[float, ...] = of_experts(
         "factor on the load-balancing loss (2101.03961), or on each",
         0.0,
         nargs="+",
         least=0.0,
-        without="num_experts",
         **ALONE,
     )
-    moe_z_loss_coeff: float | None = setting(
-        "factor on the loss that keeps the router's logits small (2202.08906)",
-        least=0.0,
-        without="num_experts",
+    moe_z_loss_coeff: float | None = of_experts(
+        "factor on the loss that keeps the router's logits small (2202.08906)", least=0.0
     )
-    moe_input_jitter_eps: float | None = setting(
+    moe_input_jitter_eps: float | None = of_experts(
         "in training, the router reads its input times uniform noise from 1 - EPS to 1 + EPS",
         above=0.0,
-        without="num_experts",
     )
-    moe_expert_capacity_factor: float | None = setting(
+    moe_expert_capacity_factor: float | None = of_experts(
         "drop tokens of an expert above this factor on its share of a rank's choices; none: drop "
         "no token",
         above=0.0,
-        without="num_experts",
     )
     moe_token_drop_policy: str = setting(
         "tokens that an expert drops: those of its lowest weights, or the last ones",

@@ -5,6 +5,7 @@ A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, a modul
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from megatron_lite.config.setting import Settings, check_settings, count, setting, switch
 
@@ -20,6 +21,7 @@ NO_FP8 = {"fp8": "is not built: give bf16 or fp16"}
 NOT_SGD = "optimizer=adam/muon"
 # The facts of a setting of Muon.
 OF_MUON = dict(needs="optimizer=muon", why="AdamW and SGD do not read it")
+of_muon = partial(setting, **OF_MUON)
 
 
 class OptimizerConfig(Settings):
@@ -117,43 +119,31 @@ class OptimizerConfig(Settings):
         without="optimizer_cpu_offload",
     )
     clip_grad: float = setting("largest global gradient norm; 0 for no clipping", 1.0, least=0.0)
-    muon_momentum: float = setting(
-        "decay of the gradient's mean, which Muon orthogonalizes",
-        0.9,
-        least=0.0,
-        below=1.0,
-        **OF_MUON,
+    muon_momentum: float = of_muon(
+        "decay of the gradient's mean, which Muon orthogonalizes", 0.9, least=0.0, below=1.0
     )
     muon_nesterov: bool = switch(
         "orthogonalize the mean as it would be after the same gradient once more", **OF_MUON
     )
     muon_num_ns_steps: int = count("Newton-Schulz iterations", 5, below=100, **OF_MUON)
-    muon_scale_mode: str = setting(
+    muon_scale_mode: str = of_muon(
         "by what the orthogonal matrix of m rows and n columns is multiplied: "
         "sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",
         "spectral",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
-        **OF_MUON,
     )
-    muon_extra_scale_factor: float = setting(
-        "a further factor; with spectral, 0.2 gives updates the size of AdamW's",
-        1.0,
-        above=0,
-        **OF_MUON,
+    muon_extra_scale_factor: float = of_muon(
+        "a further factor; with spectral, 0.2 gives updates the size of AdamW's", 1.0, above=0
     )
-    muon_coefficient_type: str = setting(
+    muon_coefficient_type: str = of_muon(
         "polynomials of the Newton-Schulz iterations",
         "quintic",
         choices=("simple", "quintic", "polar_express"),
-        **OF_MUON,
     )
-    muon_split_qkv: bool = setting(
-        "orthogonalize linear_qkv as one matrix, not as three",
-        True,
-        name="--muon-no-split-qkv",
-        **OF_MUON,
+    muon_split_qkv: bool = of_muon(
+        "orthogonalize linear_qkv as one matrix, not as three", True, name="--muon-no-split-qkv"
     )
-    muon_tp_mode: str = setting(
+    muon_tp_mode: str = of_muon(
         "a matrix that is split over tensor-parallel ranks is gathered and orthogonalized on "
         "each of them, or each orthogonalizes its own block",
         "duplicated",
@@ -163,14 +153,12 @@ class OptimizerConfig(Settings):
             "distributed": "is not built: give duplicated, which returns the same matrix on every "
             "rank, or blockwise, which sends nothing"
         },
-        **OF_MUON,
     )
-    muon_fp32_matmul_prec: str = setting(
+    muon_fp32_matmul_prec: str = of_muon(
         "Newton-Schulz in bfloat16 (medium) or in float32 (high)",
         "medium",
         choices=("medium", "high"),
         refused={"low": "is not built: give medium (bfloat16) or high (float32)"},
-        **OF_MUON,
     )
 
     def state_bytes(self, *, of_matrix: bool) -> tuple[int, ...]:
@@ -313,6 +301,9 @@ class LrScheduleConfig(Settings):
             )
 
 
+of_fp16 = partial(setting, without="fp16")
+
+
 class LossScaleConfig(Settings):
     """The factor by which the loss of a float16 run is multiplied before backward.
 
@@ -324,20 +315,18 @@ class LossScaleConfig(Settings):
         first time after it has doubled.
     """
 
-    loss_scale: float | None = setting(
+    loss_scale: float | None = of_fp16(
         "a constant loss scale; else a dynamic one: halved after an overflow, which skips "
         "its step, and doubled after a window without",
         above=0,
-        without="fp16",
     )
-    initial_loss_scale: float = setting("first dynamic scale", 2.0**32, above=0, without="fp16")
-    min_loss_scale: float = setting(
+    initial_loss_scale: float = of_fp16("first dynamic scale", 2.0**32, above=0)
+    min_loss_scale: float = of_fp16(
         "smallest dynamic scale: an overflow at it stops the run, unless "
         "--no-check-for-nan-in-loss-and-grad",
         1.0,
         above=0,
         upto="initial_loss_scale",
-        without="fp16",
     )
     loss_scale_window: float = count(
         "steps without overflow after which the scale doubles", 1000.0, without="fp16"

@@ -103,6 +103,7 @@ class Variants(Settings):
 
 
 LATENT = "multi_latent_attention"
+of_latents = partial(setting, without=LATENT)
 
 
 class LatentSettings(Settings):
@@ -132,12 +133,12 @@ class LatentSettings(Settings):
     qk_head_dim: int = count(
         "channels of a head of queries and keys that are not rotated", 128, without=LATENT
     )
-    qk_pos_emb_head_dim: int = setting(
-        "channels of a head of queries and keys that are rotated", 64, least=2, without=LATENT
+    qk_pos_emb_head_dim: int = of_latents(
+        "channels of a head of queries and keys that are rotated", 64, least=2
     )
     v_head_dim: int = count("channels of a head of values", 128, without=LATENT)
-    latent_norm_epsilon: float | None = setting(
-        "of latents (default: --norm-epsilon)", least=0.0, without=LATENT
+    latent_norm_epsilon: float | None = of_latents(
+        "of latents (default: --norm-epsilon)", least=0.0
     )
 
     def check_latent_heads(self) -> None:
