@@ -20,8 +20,7 @@ PRECISION_AWARE = dict(needs="use_precision_aware_optimizer")
 NO_FP8 = {"fp8": "is not built: give bf16 or fp16"}
 NOT_SGD = "optimizer=adam/muon"
 # The facts of a setting of Muon.
-OF_MUON = dict(needs="optimizer=muon", why="AdamW and SGD do not read it")
-of_muon = partial(setting, **OF_MUON)
+of_muon = partial(setting, needs="optimizer=muon", why="AdamW and SGD do not read it")
 
 
 class OptimizerConfig(Settings):
@@ -122,10 +121,10 @@ class OptimizerConfig(Settings):
     muon_momentum: float = of_muon(
         "decay of the gradient's mean, which Muon orthogonalizes", 0.9, least=0.0, below=1.0
     )
-    muon_nesterov: bool = switch(
-        "orthogonalize the mean as it would be after the same gradient once more", **OF_MUON
+    muon_nesterov: bool = of_muon(
+        "orthogonalize the mean as it would be after the same gradient once more", False
     )
-    muon_num_ns_steps: int = count("Newton-Schulz iterations", 5, below=100, **OF_MUON)
+    muon_num_ns_steps: int = of_muon("Newton-Schulz iterations", 5, least=1, below=100)
     muon_scale_mode: str = of_muon(
         "by what the orthogonal matrix of m rows and n columns is multiplied: "
         "sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",

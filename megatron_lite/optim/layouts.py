@@ -72,46 +72,32 @@ class Piece:
         `.grad`.
     apart: whether the rule updates and publishes it part by part, since something of it is on the
         host or rounded.
-    decays: whether weight decay applies.
-    at_an_end: whether it belongs to the word embedding or the output layer (--decoupled-lr).
     """
 
     name: str
     spec: ParameterSpec
     start: int
-    stop: int
     weight: Tensor
     master: Tensor
-    decays: bool
-    at_an_end: bool = False
     gradient: Tensor | None = None
     apart: bool = False
     on_host: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        parameter: nn.Parameter,
-        weight: Tensor,
-        master: Tensor,
-        *,
-        start: int,
-        **facts: Any,
-    ) -> Piece:
-        """Returns the piece of a parameter. By Megatron's rule biases and one-dimensional
-        parameters (norms) do not decay."""
-        return cls(
-            name=name,
-            spec=spec_of(parameter),
-            start=start,
-            stop=start + master.numel(),
-            weight=weight,
-            master=master,
-            decays=parameter.dim() > 1 and not name.endswith(".bias"),
-            at_an_end=name.endswith(ENDS),
-            **facts,
-        )
+    @property
+    def stop(self) -> int:
+        """The end of the elements."""
+        return self.start + self.master.numel()
+
+    @property
+    def decays(self) -> bool:
+        """Tells whether weight decay applies: by Megatron's rule not to biases and to parameters of
+        one dimension (norms)."""
+        return len(self.spec.global_shape) > 1 and not self.name.endswith(".bias")
+
+    @property
+    def at_an_end(self) -> bool:
+        """Tells whether it belongs to the word embedding or the output layer (--decoupled-lr)."""
+        return self.name.endswith(ENDS)
 
     @property
     def grad(self) -> Tensor:
@@ -214,12 +200,12 @@ class Replicated:
             master = weight.detach().float()
         if not apart:
             master.grad = grad
-        return Piece.of(
-            name,
-            self._parameters[name],
-            weight,
-            master,
+        return Piece(
+            name=name,
+            spec=self.specs[name],
             start=start,
+            weight=weight,
+            master=master,
             gradient=grad,
             apart=apart,
             on_host=on_host,
@@ -412,7 +398,8 @@ class FullySharded(Replicated):
             start = sum(self._lengths(name)[: self._parallel.shard_rank])
             if rows.numel():
                 own = rows.detach()
-                pieces.append(Piece.of(name, parameter, own, own, start=start))
+                spec = self.specs[name]
+                pieces.append(Piece(name=name, spec=spec, start=start, weight=own, master=own))
         return pieces
 
     def _lengths(self, name: str) -> list[int]:

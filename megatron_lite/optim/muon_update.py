@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim.adam_update import AdamW
+from megatron_lite.optim.adam_update import AdamW, Rate
 from megatron_lite.optim.layouts import Replicated
 from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.parameter_spec import ParameterSpec
@@ -98,9 +98,8 @@ def orthogonalize(matrix: Tensor, steps: Sequence[Coefficients]) -> Tensor:
     return iterate.T if is_tall else iterate
 
 
-class Muon:
-    """An update rule with the methods of AdamW. Keeps the momentum of matrices, and AdamW's states
-    of all other weights.
+class Muon(AdamW):
+    """AdamW, with the momentum and the update of Muon for the matrices of layers.
 
     Under ZeRO-1 and FSDP2 a step issues one all-gather of float32 for each parameter with matrices
     over the data-parallel ranks. Under `--muon-tp-mode duplicated` it issues one for each matrix
@@ -110,7 +109,7 @@ class Muon:
     def __init__(
         self, layout: Replicated, config: OptimizerConfig, parallel: ParallelState
     ) -> None:
-        self._layout, self._config = layout, config
+        self._layout = layout
         self._tp_group = parallel.tp_group if config.muon_tp_mode == "duplicated" else None
         self._scale = chosen("--muon-scale-mode", config.muon_scale_mode, SCALES)
         self._steps = chosen("--muon-coefficient-type", config.muon_coefficient_type, STEPS)(
@@ -119,27 +118,21 @@ class Muon:
         self._matrices = {name: spec for name, spec in layout.specs.items() if spec.matrices}
         self._pieces = {one.name: one for one in layout.pieces if one.name in self._matrices}
         others = [one for one in layout.pieces if one.name not in self._matrices]
-        self._adam = AdamW(others, config, parallel.rng)
-        momenta = {
-            name: {MOMENTUM: torch.zeros_like(one.master)} for name, one in self._pieces.items()
-        }
-        self.states, self.link = {**momenta, **self._adam.states}, self._adam.link
+        super().__init__(others, config, parallel.rng)
+        for name, one in self._pieces.items():
+            self.states[name] = {MOMENTUM: torch.zeros_like(one.master)}
 
     def state_names(self, parameter: str) -> tuple[str, ...]:
         """Implements AdamW.state_names."""
-        return (MOMENTUM,) if parameter in self._matrices else self._adam.state_names(parameter)
+        return (MOMENTUM,) if parameter in self._matrices else self.names
 
     @torch.no_grad()
-    def step(self, rate: float, rate_at_the_ends: float, skipped: Tensor) -> None:
+    def step(self, rate: Rate, rate_at_the_ends: Rate, skipped: Tensor) -> None:
         """Implements AdamW.step. The matrices are those of layers, so they have the rate of all."""
-        self._adam.step(rate, rate_at_the_ends, skipped)
+        super().step(rate, rate_at_the_ends, skipped)
         stays = skipped.bool()
         for name in self._matrices:
-            self._move(name, rate, stays)
-
-    def set_num_updates(self, number: int) -> None:
-        """Implements AdamW.set_num_updates. The number matters to AdamW alone."""
-        self._adam.set_num_updates(number)
+            self._move(name, float(rate), stays)
 
     def _move(self, name: str, learning_rate: float, stays: Tensor) -> None:
         """Moves the momentum and this rank's piece of a parameter, unless the step is skipped.
@@ -149,23 +142,23 @@ class Muon:
         piece = self._pieces.get(name)
         own = None
         if piece is not None:
-            momentum, beta = self.states[name][MOMENTUM], self._config.muon_momentum
+            momentum, beta = self.states[name][MOMENTUM], self.config.muon_momentum
             torch.where(stays, momentum, momentum.lerp(piece.grad, 1.0 - beta), out=momentum)
-            own = piece.grad.lerp(momentum, beta) if self._config.muon_nesterov else momentum
+            own = piece.grad.lerp(momentum, beta) if self.config.muon_nesterov else momentum
         direction = self._layout.whole(name, own)
         if piece is None:  # nor has any rank of the TP group one: all cut their shards alike
             return
         update = self._update(direction, self._matrices[name])
         update = update.reshape(-1)[piece.start : piece.stop].view(piece.master.shape)
         # `where` decides on the device; to read `skipped` would make the host wait.
-        moved = piece.master.mul(1.0 - learning_rate * self._config.weight_decay).add_(
+        moved = piece.master.mul(1.0 - learning_rate * self.config.weight_decay).add_(
             update, alpha=-learning_rate
         )
         torch.where(stays, piece.master, moved, out=piece.master)
 
     def _update(self, direction: Tensor, spec: ParameterSpec) -> Tensor:
         """Returns the update of a direction. Both are this TP rank's shard, [m, n]."""
-        rows = spec.matrices if self._config.muon_split_qkv else (1,)
+        rows = spec.matrices if self.config.muon_split_qkv else (1,)
         # [groups, rows of one matrix in each, n]
         parts = direction.view(-1, sum(rows), direction.shape[1]).split(rows, 1)
         updates = [self._scaled(part.flatten(0, 1), spec.tp_dim).view(part.shape) for part in parts]
@@ -174,7 +167,7 @@ class Muon:
     def _scaled(self, shard: Tensor, tp_dim: int | None) -> Tensor:
         """Returns the update of one matrix's shard [m, n]. Issues one all-gather over TP."""
         group = self._tp_group if tp_dim is not None else None
-        iterated = shard.bfloat16() if self._config.muon_fp32_matmul_prec == "medium" else shard
+        iterated = shard.bfloat16() if self.config.muon_fp32_matmul_prec == "medium" else shard
         # Rows may stand in another order than in the global weight, as gate and up do under swiglu.
         # That is harmless: orthogonalizing commutes with a permutation of rows. The collective
         # joins dim 0, so columns are gathered as the rows of the transposed shard.
@@ -186,5 +179,5 @@ class Muon:
         if group is not None and tp_dim is not None:
             orthogonal = orthogonal.chunk(group.size(), tp_dim)[group.rank()]
         return orthogonal.to(shard.dtype) * (
-            self._scale(*whole.shape) * self._config.muon_extra_scale_factor
+            self._scale(*whole.shape) * self.config.muon_extra_scale_factor
         )

@@ -217,8 +217,8 @@ def test_small_updates_add_up_if_rounding_is_random():
     master = new_state(weight, "fp16", weight.device)
     write_whole_(master, weight)
     piece = Piece(
-        name="w", spec=ParameterSpec(global_shape=(1,)), start=0, stop=4096, weight=weight,
-        master=master, decays=True, gradient=torch.ones(4096), apart=True,
+        name="w", spec=ParameterSpec(global_shape=(1,)), start=0, weight=weight, master=master,
+        gradient=torch.ones(4096), apart=True,
     )  # fmt: skip
     rule = adam_update.AdamW([piece], config, RngStreams(weight.device, seed=3))
     for _ in range(64):
