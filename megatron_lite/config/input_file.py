@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from errno import ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR
 from pathlib import Path
-from typing import IO, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.plain import LARGEST_TEXT, parse_json, shown
@@ -68,12 +68,12 @@ def read_input(path: Path | str, limit: int) -> bytes:
     """Returns the contents of a regular file. Raises InputError if it has more than `limit` bytes,
     and else as `regular_path` does."""
 
-    def read() -> bytes | None:
+    def read() -> bytes:
         with open_input(path) as file:
-            return read_up_to(file, limit)
+            return file.read(limit + 1)
 
     data = retried(path, read)
-    if data is None:
+    if len(data) > limit:
         raise InputError(f"{path}: longer than {limit} bytes, and no such file is")
     return data
 
@@ -92,15 +92,6 @@ def read_json(path: Path | str, limit: int = LARGEST_TEXT, *, strict: bool = Tru
     strict: see `parse_json`.
     """
     return parse_json(read_input_text(path, limit), longest=None, strict=strict)
-
-
-def read_up_to(file: IO[bytes], limit: int) -> bytes | None:
-    """Returns the rest of an open file; None if it is longer than `limit` bytes."""
-    data = bytearray()
-    # an unbuffered file may return less
-    while len(data) <= limit and (part := file.read(limit + 1 - len(data))):
-        data += part
-    return bytes(data) if len(data) <= limit else None
 
 
 def retried(path: Path | str, action: Callable[[], Result]) -> Result:

@@ -164,28 +164,23 @@ def _layers_by_rank(parallel: ParallelConfig, num_layers: int) -> list[int]:
     size = parallel.pipeline_model_parallel_size
     first = parallel.decoder_first_pipeline_num_layers
     last = parallel.decoder_last_pipeline_num_layers
-    fixed = [layers for layers in (first, last) if layers is not None]
-    others, left = size - len(fixed), num_layers - sum(fixed)
+    fixed = {end: layers for end, layers in (("first", first), ("last", last)) if layers}
+    others, left = size - len(fixed), num_layers - sum(fixed.values())
     if not fixed and num_layers % size:
         raise ValueError(
             f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size "
             f"({size}): the stages of the pipeline need whole layers; "
             "--decoder-first-pipeline-num-layers N gives the first one another number"
         )
-    if fixed and (left < others or (left and not others) or (others and left % others)):
-        given = {"first": first, "last": last}
-        flags = [
-            f"--decoder-{end}-pipeline-num-layers {number}"
-            for end, number in given.items()
-            if number is not None
-        ]
+    if fixed and (left < others or left % others if others else left):
+        flags = [f"--decoder-{end}-pipeline-num-layers {layers}" for end, layers in fixed.items()]
         raise ValueError(
             f"{' and '.join(flags)} of --num-layers {num_layers} leave {left} for the "
             f"{plural(others, 'other rank')} of --pipeline-model-parallel-size {size}: give "
             "numbers that leave each of them the same number of layers, and at least one"
         )
-    middle = [left // others] * others if others else []
-    return ([first] if first is not None else []) + middle + ([last] if last is not None else [])
+    middle = [left // max(others, 1)] * others
+    return [*filter(None, [first]), *middle, *filter(None, [last])]
 
 
 def _num_chunks(parallel: ParallelConfig, per_rank: list[int]) -> int:

@@ -149,8 +149,6 @@ def preprocess(flags: argparse.Namespace) -> None:
     """
     args, config = taken(PreprocessSettings, flags), taken(TokenizerConfig, flags)
     source = args.input
-    if not os.path.isfile(source):
-        raise InputError(f"--input {source}: no such file (one JSON object per line)")
     tokenizer = build_tokenizer(config)
     if args.append_eod:
         _ = tokenizer.eod  # a tokenizer without one raises InputError here, before any work is done
