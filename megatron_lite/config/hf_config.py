@@ -6,8 +6,8 @@ notes.
 families.json has the families that map exactly as data, and those that cannot, with the reason.
 Each family has the `keys` that become fields, the keys of which `only` some values can be mapped
 (an exported config has the last one), the `fields` that all members have in common, the `rules` for
-facts that are not one key (classes of hf_rules.py, with their arguments), and the names of its
-weights, each by the name of the module here:
+facts that are not one key (classes of hf_rules.py and hf_rotary.py, with their arguments), and the
+names of its weights, each by the name of the module here:
 
     base     the prefix of all tensors but those of the head; files of a model that was saved
              without its head lack it
@@ -31,19 +31,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_lite.config import hf_rotary, hf_rules
 from megatron_lite.config.checks import InputError, flag, quoted
-from megatron_lite.config.hf_rotary import Rotary, Unrotated
-from megatron_lite.config.hf_rules import (
-    REQUIRED,
-    Biases,
-    Config,
-    ExpertGroups,
-    Experts,
-    Groups,
-    Latent,
-    ScaledEmbedding,
-    Windows,
-)
+from megatron_lite.config.hf_rules import REQUIRED, Config
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import as_whole, parse_json, shown
@@ -72,20 +62,7 @@ NEUTRAL = frozenset(DATA["neutral"])
 # model: the meaning of these is compared instead.
 NOT_COMPARED = frozenset(DATA["not compared"])
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
-RULES = {
-    one.__name__: one
-    for one in (
-        Groups,
-        Windows,
-        Unrotated,
-        Rotary,
-        Experts,
-        Biases,
-        ScaledEmbedding,
-        Latent,
-        ExpertGroups,
-    )
-}
+RULES = vars(hf_rules) | vars(hf_rotary)
 
 
 class HfModel(NamedTuple):

@@ -196,7 +196,7 @@ class Windows(NamedTuple):
 EPSILON = 1e-6  # of transformers' norms of latents
 
 
-class Latent(NamedTuple):
+class Latent(Groups):
     """The latent attention of DeepSeek-V2 and V3. It comes after Rotary."""
 
     def read(self, config: Config, fields: Values) -> None:
@@ -209,9 +209,6 @@ class Latent(NamedTuple):
         if fields["norm_epsilon"] != EPSILON:
             fields["latent_norm_epsilon"] = EPSILON
         fields.setdefault("rope_type", "rope")
-
-    def write(self, model: ModelConfig) -> Values:
-        return {"num_key_value_heads": model.query_groups}
 
 
 class Experts(NamedTuple):
