@@ -28,6 +28,7 @@ from megatron_lite.fit.plans import (
     AFTER,
     BACKWARD,
     FORWARD,
+    OUTSIDE,
     Moment,
     Option,
     Plan,
@@ -190,6 +191,7 @@ class Measurement:
         self._alike = {number: same for same in kinds.values() for number in same}
         waiting = [(numbers, list(candidates)) for numbers in kinds.values()]
         found: dict[tuple[int, str], Option] = {}
+        self._finds_left = False  # whether a forward after a backward does
         while any(actions for _, actions in waiting):
             tried: dict[int, tuple[int, str]] = {}
             for numbers, actions in waiting:
@@ -251,7 +253,8 @@ class Measurement:
     def _moments(self, spans: list[Span]) -> dict[int, list[Moment]]:
         """Returns the peaks by the place of their layer, or at -1 those where no layer waits."""
         found = []
-        for span in spans:
+        again = _second_forward(spans)
+        for number, span in enumerate(spans):
             alive = [span.alive[number] for number in self._order]
             # Outside of layers it is the last one of those that wait the most.
             place = max(range(len(alive)), key=lambda n: (alive[n], n)) if any(alive) else -1
@@ -259,7 +262,9 @@ class Measurement:
                 place = self._order.index(span.layer)
             behind = place + (span.name != FORWARD)
             waiting = max(alive[:behind], default=0), max(alive[behind:], default=0)
-            found.append((place, Moment(span.name, span.peak + self._missing, *waiting)))
+            finds_left = self._finds_left and number >= again and span.name in (FORWARD, OUTSIDE)
+            peak = span.peak + self._missing
+            found.append((place, Moment(span.name, peak, *waiting, finds_left)))
         moments: dict[int, list[Moment]] = {}
         for place, one in sorted(chain(*self._ranks.told(found)), key=lambda each: -each[1].peak):
             here = moments.setdefault(place, [])
@@ -313,22 +318,24 @@ class Measurement:
             places = self._step.sharing.kept[number]
             kept, held, forward, backward, end, time = grown[number]
             earlier -= kept
+            here, keeps = self._order.index(number), self._shared_at(number, places)
             left = 0
             if number not in self._used:
                 kept, held = kept * (2 * to_end > kept), kept * (2 * longer > kept)
-            elif 2 * (end - earlier - later) > kept - held > 0:
+            for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
+                one = self._shared[each]
+                held -= one.num_bytes * ((one.first < here or each in keeps) - (one.first <= here))
+            if number in self._used and 2 * (end - earlier - later) > kept - held > 0:
                 left, held = kept - held, kept
             later += left
             # Times are compared within one step, since others may use the machine as well.
             if others := [_figures(spans, n)[-1] for n in self._alike[number] if n not in tried]:
                 time = _figures(spans, number)[-1] - median_low(others)
-            here, keeps = self._order.index(number), self._shared_at(number, places)
-            for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
-                one = self._shared[each]
-                held -= one.num_bytes * ((one.first < here or each in keeps) - (one.first <= here))
             found[key] = Option(
                 key[1], kept, held, forward, backward, time, frozenset(places), left=left
             )
+        if (again := _second_forward(full)) < len(full):
+            self._finds_left |= 2 * (spans[again].start - full[again].start) > later > 0
         return found
 
     def _agreed(self, options: list[Option]) -> list[Option]:
@@ -342,6 +349,14 @@ class Measurement:
             for same in zip(*self._ranks.told(options), strict=True)
         ]
         return [option for option in agreed if option.kept < IMPOSSIBLE]
+
+
+def _second_forward(spans: list[Span]) -> int:
+    """Returns the number of the first forward of a layer that follows a backward of one, or that of
+    the parts."""
+    first = next(number for number, span in enumerate(spans) if span.name == BACKWARD)
+    after = (n for n, span in enumerate(spans) if n > first and span.name == FORWARD)
+    return next(after, len(spans))
 
 
 def _figures(spans: list[Span], layer: int) -> list[int]:

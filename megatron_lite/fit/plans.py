@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 MOST_STATES = 4000  # of one bin; of more, those with nearly the same bytes are joined
 ENDLESS = 1 << 62
 CALL = 1000  # the weight of a layer's largest call, to which other calls are compared
-LEFT = -1  # the key of peaks that grow with what later layers have left
+# the keys of peaks that grow with what later layers have left, and of what the layers so far have
+LEFT, ALL_LEFT = -1, -2
 BINS = 128  # of peaks of parts in which later layers wait; states of one bin are compared
 FORWARD, BACKWARD, OUTSIDE, AFTER = range(4)
 PLACES = ("the forward of", "the backward of", *["what comes after"] * 2)
@@ -46,7 +47,8 @@ class Option(NamedTuple):
     keeps: the numbers of the shared tensors that it keeps. Their bytes are not in `held`.
     moved: the bytes that it copies to the host. On the device they stay until the next layer that
         copies has ended its forward, and are there again when the backward of that one begins.
-    left: how many are there to the end of all backwards, as the step holds an output of the model.
+    left: how many are there to the end of all backwards, as the step holds an output of the model;
+        if it accumulates gradients, even while the next forward runs (`Moment.finds_left`).
     """
 
     action: str
@@ -89,12 +91,14 @@ class Moment(NamedTuple):
     before: how many calls of each layer wait, up to this one, in thousandths of a largest call. In
         a forward this layer is not among them.
     behind: how many of each later layer.
+    finds_left: whether what all layers have left in an earlier backward is there.
     """
 
     name: int
     peak: int
     before: int = CALL
     behind: int = 0
+    finds_left: bool = False
 
 
 class Plan(NamedTuple):
@@ -117,7 +121,8 @@ class _State(NamedTuple):
     peak: the most bytes in parts of the step at the last of these layers, the name of the part, and
         the layer's number.
     waiting: the same for parts so far in which later layers wait, by `Moment.behind`, or have left
-        something, by LEFT. After the last layer of all they count for `peak`.
+        something, by LEFT. After the last layer of all they count for `peak`. By ALL_LEFT: what
+        these layers leave.
     before: the state without this layer, which has the option.
     """
 
@@ -158,7 +163,7 @@ class Problem:
     def _first(self) -> _State:
         """The state before all layers."""
         leave = any(option.left for options in self.options for option in options)
-        return _State(waiting=((LEFT, (self.end, AFTER, 0)),) * leave)
+        return _State(waiting=((LEFT, (self.end, AFTER, 0)), (ALL_LEFT, (0, AFTER, 0))) * leave)
 
     def with_layer(
         self, state: _State, number: int, option: Option, *, is_last: bool = False
@@ -183,13 +188,14 @@ class Problem:
         inside = option.forward + state.moving, option.backward + state.moving, moving, moving
         peaks = {}
         for behind, (peak, name, place) in state.waiting:
-            more = option.left if behind == LEFT else option.held * behind // CALL
+            more = option.left if behind < 0 else option.held * behind // CALL
             peaks[behind] = peak + more, name, place
-        for name, peak, before, behind in self.moments[number]:
+        for name, peak, before, behind, finds_left in self.moments[number]:
             own = option.held * behind // CALL * (name == FORWARD)
             peak += there[name] * before // CALL + inside[name] + own
-            if LEFT in peaks and not behind and name in (BACKWARD, AFTER):
+            if LEFT in peaks and not behind and (finds_left or name in (BACKWARD, AFTER)):
                 behind = LEFT
+                peak += peaks[ALL_LEFT][0] * finds_left
             peaks[behind] = max((peak, name, number), peaks.get(behind, (0, 0, 0)))
         highest = peaks.pop(0, (0, 0, number))
         if number + 1 == len(self.options):

@@ -154,7 +154,7 @@ class _Recomputed:
         is_script = isinstance(layer, torch.jit.ScriptModule)
         self._before: Any = layer.forward if is_script else layer.__dict__.get("forward")
         self._written = Written()
-        self._is_off = self._has_run = False
+        self._is_off, self._is_new = False, True
         self._references = 0
 
     @property
@@ -224,10 +224,10 @@ class _Recomputed:
             return forward(*args, **kwargs)
         # The first call of a lazy layer makes its parameters, and that of something scripted or
         # traced its final operators. It keeps all that it saves.
-        is_first, self._has_run = not self._has_run, True
-        is_lazy = any(isinstance(each, LazyModuleMixin) for each in layer.modules())
-        if is_lazy or (is_first and _has_script(layer)):
-            return forward(*args, **kwargs)
+        if self._is_new:
+            self._is_new = any(isinstance(each, LazyModuleMixin) for each in layer.modules())
+            if self._is_new or _has_script(layer):
+                return forward(*args, **kwargs)
         if is_transformed():
             # Its tensors belong to the transform, and what a replay rebuilds does not.
             self._shared.notify(
@@ -241,7 +241,11 @@ class _Recomputed:
             with self._elsewhere(layer, given, valued):
                 if not self._segment.unit and not self._segment.ops:
                     return forward(*args, **kwargs)
-                given += layer.parameters()
+                known = self._written.known
+                if known is None or known.layer is not layer:
+                    given += layer.parameters()
+                else:
+                    given += known.parameters
                 rng = self._shared.rng or DefaultGenerators({each.device for each in given})
                 return self._recomputed(layer, forward, args, kwargs, rng if valued else None)
         except RuntimeError as error:

@@ -236,9 +236,21 @@ def language(kind, **shape):
     ).train()
 
 
-def text_with_its_output(model):
-    output = model(input_ids=ids(2, 60), labels=ids(2, 60))
-    output.loss.backward()
+def text_with_its_output(model, micro_batches=1):
+    """Of several, each forward but the first finds the output of the one before."""
+    for _ in range(micro_batches):
+        output = model(input_ids=ids(2, 60), labels=ids(2, 60))
+        output.loss.backward()
+
+
+def translator():
+    shape = dict(d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4)
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=99, decoder_start_token_id=0, pad_token_id=0, **shape)
+    ).train()
+
+
+LLAMA = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
 
 
 def frozen():
@@ -295,17 +307,9 @@ def unequal_batches(model):
         (image_and_text, vision_and_language, 0.01),
         (image_and_text_with_its_output, vision_and_language, 0.01),
         (text_with_its_output, language("gpt2", n_embd=32, n_layer=4, n_head=4), 0.01),
-        (
-            text_with_its_output,
-            language(
-                "llama",
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-            ),
-            0.01,
-        ),
+        (text_with_its_output, language("llama", **LLAMA), 0.01),
+        (partial(text_with_its_output, micro_batches=2), language("llama", **LLAMA), 0.005),
+        (partial(text_with_its_output, micro_batches=2), translator, 0.01),
         (accumulated_in_bf16, frozen, 0.1),
         (without_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),
         (with_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),

@@ -50,8 +50,9 @@ def drawn(seed):
 
     def moment(name):
         calls = draw.choice([(1, 0), (1, 1), (2, 1), (3, 2)]) if seed % 2 else (1, 0)
-        least = LEAST[name]
-        return Moment(name, draw.randint(least, least + 20), *(CALL * one for one in calls))
+        least, finds_left = LEAST[name], name in (FORWARD, OUTSIDE) and draw.random() < 0.3
+        peak = draw.randint(least, least + 20)
+        return Moment(name, peak, *(CALL * one for one in calls), finds_left)
 
     numbers = range(5)
     return Problem(
@@ -105,6 +106,7 @@ def peak_of(problem, choice):
             + extra(one.name, n) * one.before // CALL
             + sum(each.held for each in choice[n + (one.name != FORWARD) :]) * one.behind // CALL
             + sum(each.left for each in choice[n + 1 :]) * (one.name in later and not one.behind)
+            + sum(each.left for each in choice) * (one.finds_left and not one.behind)
             + inside.get(one.name, lambda _: 0)(choice[n])
             + moving(n, between=one.name in (OUTSIDE, AFTER))
             for n in numbers
