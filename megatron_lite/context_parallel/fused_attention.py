@@ -6,11 +6,9 @@ cover all keys, the kernel returns the exact gradients of its own keys, and the 
 add up (2205.14135, 2310.01889).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lite.context_parallel.attention_kernels import (
     PLAIN,
+    CuSeqlens,
     Readable,
     causal_mask,
     heads_first,
@@ -25,9 +24,6 @@ from megatron_lite.context_parallel.attention_kernels import (
 )
 from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
-
-if TYPE_CHECKING:
-    from megatron_lite.context_parallel.documents import CuSeqlens
 
 aten = torch.ops.aten
 

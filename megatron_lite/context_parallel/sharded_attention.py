@@ -166,12 +166,6 @@ def merge_(total: Attended, part: Attended) -> None:
     torch.logaddexp(total.lse, part.lse, out=total.lse)
 
 
-def _attend_in_named_group(
-    query: Tensor, key: Tensor, value: Tensor, group: str, comm_type: str, scale: float
-) -> tuple[Tensor, Tensor]:
-    return _attend(query, key, value, group_of_name(group), comm_type, scale)
-
-
 # The rank of a part, the tokens that queries of this rank read, and the gradients of their keys and
 # of their values, [m, b, g, d] each.
 PartGradient = tuple[int, slice, Tensor, Tensor]
@@ -254,4 +248,8 @@ _OPERATORS.define(
     "context_parallel_attention(Tensor query, Tensor key, Tensor value, str group, str comm_type, "
     "float scale) -> (Tensor, Tensor)"
 )
-_OPERATORS.impl("context_parallel_attention", _attend_in_named_group, "CompositeExplicitAutograd")
+_OPERATORS.impl(
+    "context_parallel_attention",
+    lambda query, key, value, group, *way: _attend(query, key, value, group_of_name(group), *way),
+    "CompositeExplicitAutograd",
+)

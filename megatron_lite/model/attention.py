@@ -17,10 +17,7 @@ layer with windows or documents therefore keeps the same tensors as a layer with
                    torch's varlen_attn calls
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +29,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.context_parallel.attention_kernels import (
     PLAIN,
+    CuSeqlens,
     Readable,
     causal_mask,
     has_kernel,
@@ -53,9 +51,6 @@ from megatron_lite.tensor_parallel.layers import (
     RowParallelLinear,
 )
 from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
-if TYPE_CHECKING:
-    from megatron_lite.context_parallel.documents import CuSeqlens
 
 
 def branch_skips_bias(config: ModelConfig, context: RankContext) -> bool:

@@ -1,13 +1,11 @@
 """The GPT language model, or one pipeline stage of it, sharded over the TP ranks, with Megatron's
 parameter names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.stages import Stage, whole_model
+from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.layer import TransformerBlock
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
@@ -32,9 +31,6 @@ from megatron_lite.tensor_parallel.layers import (
     parallel_linear,
 )
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
-
-if TYPE_CHECKING:
-    from megatron_lite.context_parallel.documents import CuSeqlens
 
 
 def residual_dtype(config: ModelConfig, context: RankContext) -> torch.dtype:

@@ -10,17 +10,15 @@ up projections are split by heads. Without q_lora_rank queries come from the hid
 Megatron and in DeepSeek's own: they are put in halves before they are rotated.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION, UP_PROJECTION
+from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model.attention import branch_skips_bias, core_attention
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, rotate, rotate_back, turning
@@ -36,9 +34,6 @@ from megatron_lite.tensor_parallel.mappings import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
 )
-
-if TYPE_CHECKING:
-    from megatron_lite.context_parallel.documents import CuSeqlens
 
 
 class LatentAttention(nn.Module):

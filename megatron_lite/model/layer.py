@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import ACTIVATION, LAYERNORM, MLP_REGION, MOE
 from megatron_lite.config.stages import Stage
+from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model.activations import activation_function, adds_bias
 from megatron_lite.model.attention import SelfAttention, branch_skips_bias
 from megatron_lite.model.dropout import add_dropped_out
@@ -34,7 +35,6 @@ from megatron_lite.tensor_parallel.layers import (
 )
 
 if TYPE_CHECKING:
-    from megatron_lite.context_parallel.documents import CuSeqlens
     from megatron_lite.model.latent_attention import LatentAttention
     from megatron_lite.recompute.stores import Stores
 
@@ -94,9 +94,8 @@ class MLP(nn.Module):
         return self.linear_fc2(activated, skip_tail)
 
     def _activate(self, intermediate: Tensor) -> Tensor:
-        if self.linear_fc1.skipped_bias is None:
-            return self.activation(intermediate)
-        return self.activation(intermediate, self.linear_fc1.skipped_bias)
+        bias = self.linear_fc1.skipped_bias
+        return self.activation(intermediate, *(() if bias is None else (bias,)))
 
 
 class TransformerLayer(nn.Module):

@@ -49,13 +49,12 @@ def initial_values(spec: ParameterSpec, place: ParallelState, *, seed: int, name
     if spec.tp_dim is None:
         return draw(0, place.ep_rank * shape[0] if spec.of_experts else 0, shape[0])
     experts = draw(0, place.ep_rank * shape[0], shape[0]) if spec.of_experts else None
+    rows = draw if experts is None else experts.narrow
     local.zero_()
     for span in spec.spans(place.tp_rank, place.tp_size):
-        if experts is None:
-            rows = draw(spec.tp_dim, span.global_start, span.length)
-        else:
-            rows = experts.narrow(spec.tp_dim, span.global_start, span.length)
-        local.narrow(spec.tp_dim, span.local_start, span.length).copy_(rows)
+        local.narrow(spec.tp_dim, span.local_start, span.length).copy_(
+            rows(spec.tp_dim, span.global_start, span.length)
+        )
     return local
 
 

@@ -50,6 +50,7 @@ from torch import Tensor
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model.gpt import NO_DOCUMENTS, Documents
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.sequence_spans import select, spans_of
@@ -191,8 +192,6 @@ def cut(
         batch = batch._replace(loss_mask=(batch.tokens != rules.eod).float())
     if not (rules.reset_positions or rules.reset_attention):
         return batch
-    from megatron_lite.context_parallel.documents import CuSeqlens  # late: few runs pack
-
     length = samples.shape[1] - 1
     bounds = bounds_of(samples.numpy(), rules.eod) if bounds is None else bounds
     packed = CuSeqlens.of(bounds, batch=samples.shape[0], seq_length=length, device=samples.device)

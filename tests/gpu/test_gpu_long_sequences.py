@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from megatron_lite.context_parallel.attention_kernels import Readable
-from megatron_lite.context_parallel.documents import CuSeqlens
+from megatron_lite.context_parallel.attention_kernels import CuSeqlens, Readable
 from megatron_lite.model.attention import masked_attention
 
 S, B, HEADS, D, SCALE = 96, 2, 4, 64, 0.125

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_lite.context_parallel.documents import CuSeqlens
+from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.description.self_attention import CORE
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
