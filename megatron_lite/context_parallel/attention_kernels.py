@@ -1,6 +1,7 @@
-"""Which of torch's kernels a core attention runs, and what its queries may read.
+"""Which of torch's kernels a core attention runs, and what its queries may read: windows, and the
+documents of packed samples.
 
-Those that this library calls itself are in fused_attention.py, which few runs load.
+Kernels that this library calls itself are in fused_attention.py, which few runs load.
 """
 
 from __future__ import annotations
