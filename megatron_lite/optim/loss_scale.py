@@ -53,19 +53,13 @@ class LossScale:
     scale: the scale of the current step. `update` writes into the tensor, which a CUDA graph reads.
     """
 
-    scale: Tensor
-    _good_steps: Tensor
-    _patience: Tensor
-
     def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         self.is_dynamic = config.loss_scale is None
-        self._set(
-            config.initial_loss_scale if config.loss_scale is None else config.loss_scale,
-            0,
-            config.hysteresis,
-        )
-        least = config.min_loss_scale if config.loss_scale is None else config.loss_scale
+        first, least = config.initial_loss_scale, config.min_loss_scale
+        if config.loss_scale is not None:
+            first = least = config.loss_scale
+        self._set(first, 0, config.hysteresis)
         self.minimum = torch.tensor(least).item()  # rounded to float32
 
     def inverse(self) -> Tensor:
@@ -148,9 +142,6 @@ class SpikeGuard:
     ratio: a loss above `ratio` times the mean is a spike.
     mean: 0-d float64. Each update writes into the tensor, which a CUDA graph reads.
     """
-
-    mean: Tensor
-    _count: Tensor
 
     def __init__(self, ratio: float, device: torch.device) -> None:
         self.ratio, self._device = ratio, device

@@ -142,9 +142,12 @@ def update_apart(
         if pieces[0].on_host:
             on_host += parts
             continue
-        if rule.kernels is not None and not _alone(rule, pieces[0]):
+        # Those with scales or a rounding of their own are updated each by itself.
+        states = [pieces[0].master, *rule.states[pieces[0].name].values()]
+        alone = bool(rule.keys) or any(hasattr(state, SCALES) for state in states)
+        if rule.kernels is not None and not alone:
             parts = _update_compiled(rule, rule.kernels, parts, skipped)
-        for several in _together(rule, parts):
+        for several in [[one] for one in parts] if alone else _together(parts):
             values = _update_parts(rule, several, [one.grad for one in several], skipped)
             weights = [one.weight for one in several]
             if pieces[0].master.dtype.itemsize == 2:
@@ -159,12 +162,6 @@ def update_apart(
             rule.link.send(part, *_update_parts(rule, [part], [grad], None))
         for name in {part.piece.name for part in on_host}:
             rule.steps[name] += 1.0
-
-
-def _alone(rule: AdamW, piece: Piece) -> bool:
-    """Returns whether the parts of a group have scales or a rounding of their own."""
-    states = [piece.master, *rule.states[piece.name].values()]
-    return bool(rule.keys) or any(hasattr(state, SCALES) for state in states)
 
 
 def _update_compiled(
@@ -216,14 +213,13 @@ def adam_(
         own.copy_(torch.where(stays, own, new))
 
 
-def _together(rule: AdamW, parts: Sequence[Part]) -> Iterator[list[Part]]:
+def _together(parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Yields the parts that few launches update together: with as many elements as one part may
-    have, or each by itself (`_alone`)."""
-    alone = bool(parts) and _alone(rule, parts[0].piece)
+    have."""
     found, size = list[Part](), 0
     for part in parts:
         number = part.weight.numel()
-        if found and (alone or size + number > optimizer_settings.PART):
+        if found and size + number > optimizer_settings.PART:
             yield found
             found, size = [], 0
         found.append(part)
