@@ -22,13 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.checks import InputError, flag
-from megatron_lite.config.data_settings import TokenizerConfig
-from megatron_lite.config.model import NORM_VECTORS, ModelConfig
-from megatron_lite.config.optimizer_settings import LrScheduleConfig
-from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.model import NORM_VECTORS
 from megatron_lite.config.plain import parse_json, parse_whole_number
-from megatron_lite.config.setting import Setting, settings_of
-from megatron_lite.config.training import TrainingConfig
+from megatron_lite.config.setting import Setting
 
 DATA = parse_json(Path(__file__).with_name("megatron_flags.json").read_text())
 REFUSED = {flag: row["reason"] for row in DATA["refused"] for flag in row["flags"]}
@@ -237,21 +233,21 @@ def translate_values(given: Given, *, has_file: bool) -> list[str]:
 
 def _other_values(given: Given) -> Iterator[str]:
     """Replaces values of Megatron and of its forks, which write the names of norms in any case."""
+    from megatron_lite.config.run_flags import run_fields  # late: it imports this module
+
     if given.get("tokenizer_type") == "TokenizerFromFileWithFIM" and given.get("fim_rate"):
         names = ("prefix", "middle", "suffix", "pad")
         tokens = {f"fim_{name}_token": f"<fim-{name}>" for name in names}
         given.update({"fim_data": True, **tokens, **given})
         yield "--tokenizer-type TokenizerFromFileWithFIM with --fim-rate is read as --fim-data"
     norms = {known.lower(): known for known in NORM_VECTORS}
-    topics = (ModelConfig, TrainingConfig, LrScheduleConfig, TokenizerConfig, ParallelConfig)
-    for topic in topics:
-        for field, facts in settings_of(topic).items():
-            value = str(given.get(field))
-            is_norm = field == "normalization"
-            read_as = norms.get(value.lower()) if is_norm else facts.megatron.get(value)
-            if read_as not in (None, value):
-                yield f"{flag(field)} {value} is read as {read_as}"
-                given[field] = read_as
+    for field, (*_, facts) in run_fields().items():
+        value = str(given.get(field))
+        is_norm = field == "normalization"
+        read_as = norms.get(value.lower()) if is_norm else facts.megatron.get(value)
+        if read_as not in (None, value):
+            yield f"{flag(field)} {value} is read as {read_as}"
+            given[field] = read_as
     if (iters := given.get("eval_iters", 0)) < 0:
         given["eval_iters"] = 0
         yield f"--eval-iters {iters} is read as 0: nothing is evaluated"
