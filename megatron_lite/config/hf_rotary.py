@@ -71,29 +71,27 @@ class Rotary(NamedTuple):
         """
         outside = config.get(self.base)
         base = self.default_base if outside is None else outside
-        both = [config.object(key) for key in ("rope_parameters", "rope_scaling")]
-        if self.form == "explicit" and not any(both):
+        new, old = (config.object(key) for key in ("rope_parameters", "rope_scaling"))
+        if self.form == "explicit" and not (new or old):
             raise ValueError("rope_parameters is missing")
         local = {}
-        if {FULL, SLIDING} & both[0].keys():
-            of_layers = Config(both[0])
-            both, local = [of_layers.object(FULL), both[1]], of_layers.object(SLIDING)
+        if {FULL, SLIDING} & new.keys():
+            of_layers = Config(new)
+            new, local = of_layers.object(FULL), of_layers.object(SLIDING)
         elif self.form == "by layer" and not self.local and base != self.default_base:
             raise ValueError(
                 f"{self.base} outside of rope_parameters is that of some layers only in this family"
             )
         places = [
             {"rope_theta": base, "rope_type": one.get("type", "default"), **one}
-            for one in [one for one in both if one] or [{}]
+            for one in [*filter(None, (new, old))] or [{}]
         ]
         for place in places:
             place.pop("type", None)
             if "short_factor" in place:  # older files say su or yarn
                 place["rope_type"] = "longrope"
         found = places[0]
-        if any(found != place for place in places) or (
-            outside is not None and found["rope_theta"] != outside
-        ):
+        if found != places[-1] or outside not in (None, found["rope_theta"]):
             raise ValueError(
                 f"rope_parameters, rope_scaling and {self.base} differ, and versions of "
                 "transformers read one or the other: remove one"

@@ -115,7 +115,20 @@ def layout_lengths(layout: str, size: int, num_layers: int) -> list[int]:
 def _equal_lengths(parallel: ParallelConfig, num_layers: int) -> list[int]:
     """Returns the number of layers of each stage, which are as many in all stages of a rank."""
     per_rank = _layers_by_rank(parallel, num_layers)
-    num_chunks = _num_chunks(parallel, per_rank)
+    num_chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
+    if (length := parallel.num_layers_per_virtual_pipeline_stage) is not None:
+        if len(set(per_rank)) > 1:
+            raise ValueError(
+                "--num-layers-per-virtual-pipeline-stage needs stages of equal length: with "
+                "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers give "
+                "--num-virtual-stages-per-pipeline-rank instead"
+            )
+        if per_rank[0] % length:
+            raise ValueError(
+                f"--num-layers-per-virtual-pipeline-stage {length} does not divide the "
+                f"{per_rank[0]} layers of a pipeline rank"
+            )
+        num_chunks = per_rank[0] // length
     for rank, layers in enumerate(per_rank):
         if layers % num_chunks:
             raise ValueError(
@@ -181,23 +194,3 @@ def _layers_by_rank(parallel: ParallelConfig, num_layers: int) -> list[int]:
         )
     middle = [left // max(others, 1)] * others
     return [*filter(None, [first]), *middle, *filter(None, [last])]
-
-
-def _num_chunks(parallel: ParallelConfig, per_rank: list[int]) -> int:
-    if parallel.num_virtual_stages_per_pipeline_rank is not None:
-        return parallel.num_virtual_stages_per_pipeline_rank
-    layers = parallel.num_layers_per_virtual_pipeline_stage
-    if layers is None:
-        return 1
-    if len(set(per_rank)) > 1:
-        raise ValueError(
-            "--num-layers-per-virtual-pipeline-stage needs stages of equal length: with "
-            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers give "
-            "--num-virtual-stages-per-pipeline-rank instead"
-        )
-    if per_rank[0] % layers:
-        raise ValueError(
-            f"--num-layers-per-virtual-pipeline-stage {layers} does not divide the {per_rank[0]} "
-            "layers of a pipeline rank"
-        )
-    return per_rank[0] // layers
