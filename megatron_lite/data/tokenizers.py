@@ -323,11 +323,8 @@ def _ranks(content: bytes, count: int, *, first: int) -> dict[bytes, int]:
     for number, entry in enumerate(entries[:count]):
         where = f"entry {number}"
         values = plain.as_object(entry, where)
-        if values.keys() != {"rank", "token_bytes", "token_str"}:
-            raise ValueError(f"{where} must have the fields rank, token_bytes and token_str")
-        plain.as_whole(values["rank"], f"the rank of {where}", number, number)
-        if not isinstance(values["token_bytes"], str):
-            raise ValueError(f"the token_bytes of {where} must be base64")
+        if values.keys() != {"rank", "token_bytes", "token_str"} or values["rank"] != number:
+            raise ValueError(f"{where} must have rank {number}, token_bytes and token_str")
         token = base64.b64decode(values["token_bytes"], validate=True)
         if number < 256 and token != bytes([number]):
             raise ValueError(f"{where} must be the byte {number}")

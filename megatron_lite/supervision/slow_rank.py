@@ -34,7 +34,7 @@ import socket
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -89,7 +89,7 @@ def slow_ranks(times: Sequence[RankTime], *, ratio: float, at_most: int) -> list
 class SlowRanks:
     """The timing of this rank's steps.
 
-    Use `listening` around the run, `step` around each step, and `lines` at each log interval.
+    Use `step` around each step, and `lines` at each log interval.
     """
 
     def __init__(self, config: LoggingConfig, parallel: ParallelState) -> None:
@@ -97,10 +97,6 @@ class SlowRanks:
         self._hosts = gather_texts(socket.gethostname(), parallel)
         self._ms: list[float] = []
         self._probe = _Probe(parallel.device) if parallel.device.type == "cuda" else None
-
-    def listening(self) -> AbstractContextManager[None]:
-        """Returns a context manager; on a CPU it adds up this thread's waits for other ranks."""
-        return timed_waiting() if self._probe is None else nullcontext()
 
     @contextmanager
     def step(self, *, logged: bool) -> Iterator[None]:
@@ -112,7 +108,8 @@ class SlowRanks:
             return
         # WAITING is local to a thread, so the waits of a save in another thread do not count.
         start, waited = time.perf_counter(), WAITING.seconds
-        yield
+        with timed_waiting():
+            yield
         self._ms.append(1000.0 * (time.perf_counter() - start - (WAITING.seconds - waited)))
 
     def lines(self) -> list[str]:

@@ -35,22 +35,20 @@ def log_loss(trainer: Trainer, name: str) -> str | None:
         )
         log.line(f"no {name} loss: {without}")
         return None
-    iteration, reason = trainer.progress.iteration, None
+    iteration = trainer.progress.iteration
     where = f"iteration {iteration} ({name} loss)"
 
-    def stops() -> bool:
-        nonlocal reason
+    def stops() -> str | None:
         trainer.pulse.at(where)
-        reason = trainer.exits.now()
-        return reason is not None
+        return trainer.exits.now()
 
     work = f"evaluating the {name} loss over {training.eval_iters} global batches"
     log.detail(f"{work} (--eval-iters)")
     with log.slow(work):
         result = mean_loss(trainer, dataset, where=where, stops=stops)
-    if result is None:
-        log.line(f"the {name} loss is left unfinished: {reason}")
-        return reason
+    if isinstance(result, str):
+        log.line(f"the {name} loss is left unfinished: {result}")
+        return result
     log.evaluation(name, iteration, result)
     if training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
         raise TrainingError(
@@ -65,9 +63,9 @@ def mean_loss(
     dataset: Dataset,
     *,
     where: str = "evaluation",
-    stops: Callable[[], bool] = lambda: False,
-) -> Evaluation | None:
-    """Returns the mean loss over --eval-iters global batches, or None if stopped.
+    stops: Callable[[], str | None] = lambda: None,
+) -> Evaluation | str:
+    """Returns the mean loss over --eval-iters global batches, or why it stopped before.
 
     Every evaluation of a run sees the same samples. Dropout is off and no random number is
     drawn, so an evaluation does not change the training after it. With a loss mask the mean is
@@ -75,7 +73,7 @@ def mean_loss(
     Issues two all-reduces of the 0-d sum, over `dp_cp_group` and over `pp_group`, and with a
     loss mask one of the number of tokens, over `dp_group`.
     where: the beginning of messages about faults in the data.
-    stops: called before each batch. It must return the same on all ranks; True ends the
+    stops: called before each batch. It must return the same on all ranks; a reason ends the
         evaluation.
     """
     training, parallel = trainer.config.training, trainer.runner.parallel
@@ -86,8 +84,8 @@ def mean_loss(
     order = sample_order(trainer.config.data, len(dataset))
     total = torch.zeros((), dtype=torch.float64, device=parallel.device)
     for iteration in range(training.eval_iters):
-        if stops():
-            return None
+        if reason := stops():
+            return reason
         batches = MicroBatches(
             dataset=dataset,
             consumed_samples=iteration * full,

@@ -235,20 +235,16 @@ class Trainer:
 
     @contextmanager
     def _settings(self) -> Iterator[None]:
-        """Applies the compiler's memory budget and times waits for slow ranks, if they are asked
-        for. Memory that runs out is an InputError that says what fits."""
-        budget = self.config.recompute.activation_memory_budget
+        """Applies the compiler's memory budget. Memory that runs out is an InputError that says
+        what fits."""
+        budget, patched = self.config.recompute.activation_memory_budget, nullcontext()
+        if budget is not None:
+            patched = compiler_settings().patch(activation_memory_budget=budget)
         rank, most = self.parallel.rank, self.batches.num_microbatches(self.batches.largest)
-        with (
-            ExitStack() as around,
-            told_where_memory_runs_out(
-                self.config, self.parallel, most, lambda: f"in {self.pulse.where} on rank {rank}"
-            ),
-        ):
-            if budget is not None:
-                around.enter_context(compiler_settings().patch(activation_memory_budget=budget))
-            if self.slow_ranks is not None:
-                around.enter_context(self.slow_ranks.listening())
+        told = told_where_memory_runs_out(
+            self.config, self.parallel, most, lambda: f"in {self.pulse.where} on rank {rank}"
+        )
+        with told, patched:
             yield
 
     def _steps_in_flight(self) -> int:

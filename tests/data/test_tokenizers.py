@@ -269,7 +269,7 @@ def _changed(number, **fields):
     ("content", "fields", "message"),
     [
         ({}, {}, "the text must be a list"),
-        (_changed(3, rank=4), {}, "entry 3 must be a whole number from 3 to 3"),
+        (_changed(3, rank=4), {}, "entry 3 must have rank 3"),
         (_changed(3, token_bytes="QQ=="), {}, "entry 3 must be the byte 3"),
         (_changed(260, token_bytes="dGg="), {}, "a token is listed twice"),
         (entries(), {}, "256 tokens, but .* give --vocab-size 266 or less"),

@@ -19,6 +19,6 @@ def test_a_hash_on_the_device_is_that_on_the_cpu(device):
 
 def test_the_probe_of_a_slow_gpu_takes_time_and_names_nobody_alone(cuda):
     ranks = SlowRanks(LoggingConfig(log_straggler=True), on(cuda))
-    with ranks.listening(), ranks.step(logged=True):
+    with ranks.step(logged=True):
         pass
     assert ranks.lines() == [] and ranks._probe is not None and ranks._probe.ms() > 0.0
