@@ -227,18 +227,19 @@ def short_row(
         ("loss", 9, f"{interval.loss:.4f}"),
         ("ms/step", 10, f"{interval.ms:,.1f}"),
         ("tokens/s", 11, f"{interval.tokens_per_second:,.0f}"),
-        ("MFU", 0 if share is None else 7, "" if share is None else f"{share:.1f}%"),
+        ("MFU", 7, None if share is None else f"{share:.1f}%"),
         ("norm", 10, f"{last.grad_norm:.3g}"),
         ("lr", 10, f"{last.learning_rate:.2e}"),
         ("ETA", 10, interval.eta),
         (heading, 22, memory),
         ("samples", 12, str(last.consumed_samples)),
     ):
-        width = max(width, len(value) + 2) if width and names else width
+        if value is None:
+            continue
+        width = max(width, len(value) + 2) if names else width
         if len(names) + width > columns:
             break
-        if width:
-            names, row = names + f"{name:>{width}}", row + f"{value:>{width}}"
+        names, row = names + f"{name:>{width}}", row + f"{value:>{width}}"
     if is_first:
         row = f"{names}\n{row}"
     if interval.skipped or interval.nan:

@@ -234,7 +234,8 @@ class RunLog:
             )
         for label, text in (*details, *file_lines(self._run, progress)):
             self.line(f"  {label:13}{text}")
-        if self._parts.get("metrics") is not None and summary.compared():
+        compares = trainer.peak is not None or summary.step_time()
+        if self._parts.get("metrics") is not None and compares:
             from megatron_lite.data.durable_files import write_text
 
             path = f"{self._config.metrics_jsonl}.summary.json"

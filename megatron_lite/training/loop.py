@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from megatron_lite.training.profiler import PeakMemory, Profiler, Timers
 
 
-NEVER = 2**63  # iterations
-
-
 class StartedStep(NamedTuple):
     """A step whose figures may still be on the device.
 
@@ -167,15 +164,9 @@ class Trainer:
             log.line(f"exiting at iteration {iteration}: {reason}")
             return False
 
-        evaluate_every, save_every, compare_every, exit_every = (
-            interval or NEVER
-            for interval in (
-                training.eval_interval,
-                None if self.saver is None else self.config.checkpoint.save_interval,
-                training.check_weight_hash_across_dp_replicas_interval,
-                training.exit_interval,
-            )
-        )
+        def due(every: int | None) -> bool:
+            return bool(every and iteration % every == 0)
+
         self._last_end = StepEnd(self.parallel.device)
         # No time limit in the first step: kernels load or compile in it, for minutes on some
         # machines.
@@ -191,17 +182,17 @@ class Trainer:
             if self.saver is not None:
                 self.saver.poll()
             ends = iteration == self.num_iterations
-            evaluates = iteration % evaluate_every == 0 and not ends  # the end does so by itself
-            saves = iteration % save_every == 0
+            evaluates = due(training.eval_interval) and not ends  # the end does so by itself
+            saves = self.saver is not None and due(self.config.checkpoint.save_interval)
             reason, last = exits.now(), None
-            if iteration % exit_every == 0:
+            if due(training.exit_interval):
                 last = f"--exit-interval {training.exit_interval}"
             # An evaluation, a save or the end of the run needs the progress of all steps. Otherwise
             # one step's figures may stay on the GPU, so that reading them does not stall it.
             needs_all = evaluates or saves or ends or reason or last
             while len(self._started) > (0 if needs_all else in_flight):
                 self._finish_step(self._started.pop(0))
-            if iteration % compare_every == 0:
+            if due(training.check_weight_hash_across_dp_replicas_interval):
                 self._compare_replicas()
             if evaluates:
                 # If the run ends during the evaluation, the checkpoint records it as still due.
@@ -331,7 +322,7 @@ class Trainer:
         """
         config, path, timeline = self.config, self.config.logging.memory_timeline, None
         if self._num_steps == 1 and not config.compiles_layers:
-            meter = ActivationMeter(thorough=config.recompute.recompute_verify)
+            meter = ActivationMeter(config, self.parallel)
             yield {"meter": meter}
             self._compare_kept_bytes(meter)
             return
@@ -402,7 +393,7 @@ class Trainer:
         A difference is a warning in the log. Under --recompute-verify it raises TrainingError.
         Issues one all-reduce over all ranks.
         """
-        kept = self.activation_bytes = meter.result(self.config, self.parallel)
+        kept = self.activation_bytes = meter.result()
         self._kept = dict(
             activation_bytes_predicted=kept.predicted,
             activation_bytes_measured=kept.measured,

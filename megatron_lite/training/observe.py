@@ -24,8 +24,8 @@ from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import UNIT, activation_bytes, activation_terms
 from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
-from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.recompute_plan import RecomputePlan
@@ -82,11 +82,13 @@ class ActivationBytes(NamedTuple):
 class ActivationMeter:
     """Measures the kept bytes of each stage.
 
-    thorough: also looks for tensors that outlive the forward without being saved for backward.
+    Under --recompute-verify it also looks for tensors that outlive the forward without being saved
+    for backward.
     """
 
-    def __init__(self, *, thorough: bool) -> None:
-        self._thorough = thorough
+    def __init__(self, config: RunConfig, parallel: ParallelState) -> None:
+        self._config, self._parallel = config, parallel
+        self._thorough = config.recompute.recompute_verify
         self._seen: list[tuple[GPTModel, RecomputePlan, Counter[int | None], tuple[Any, ...]]] = []
         self._measured, self._host_measured, self._unaccounted = 0, 0, 0
 
@@ -120,19 +122,19 @@ class ActivationMeter:
             )
         return output
 
-    def result(self, config: RunConfig, parallel: ParallelState) -> ActivationBytes:
+    def result(self) -> ActivationBytes:
         """Returns the figures of the rank that keeps most. Waits for the device.
 
         Issues one all-reduce over all ranks, and a gather of texts if the bytes differ.
         """
         predicted = balanced = host_predicted = 0
+        model, parallel = self._config.model, self._parallel
         for chunk, plan, _, rows in self._seen:
-            sizes = _sizes(config, parallel, chunk, rows)
-            predicted += activation_bytes(config.model, plan, sizes)
-            host_predicted += activation_bytes(config.model, plan, sizes, on_host=True)
-            if config.model.num_experts is not None:
-                sizes = _sizes(config, parallel, chunk, ())
-                balanced += activation_bytes(config.model, plan, sizes)
+            sizes = self._sizes(chunk, rows)
+            predicted += activation_bytes(model, plan, sizes)
+            host_predicted += activation_bytes(model, plan, sizes, on_host=True)
+            if model.num_experts is not None:
+                balanced += activation_bytes(model, plan, self._sizes(chunk, ()))
         own_off = self._measured - predicted
         # One MAX finds both the largest surplus and the largest shortfall of any rank.
         figures = [
@@ -153,10 +155,10 @@ class ActivationMeter:
             unaccounted=unaccounted if self._thorough else None,
             host_predicted=host_predicted or None,
             host_measured=host_measured if host_predicted else None,
-            layers=self._layers(config, parallel, differs=off == own_off) if off else "",
+            layers=self._layers(differs=off == own_off) if off else "",
         )
 
-    def _layers(self, config: RunConfig, parallel: ParallelState, *, differs: bool) -> str:
+    def _layers(self, *, differs: bool) -> str:
         """Returns the layers that differ on the first rank whose bytes are off by the most.
 
         Every rank must call this, since it gathers texts.
@@ -164,7 +166,8 @@ class ActivationMeter:
         own = []
         for chunk, plan, saved, rows in self._seen if differs else ():
             predicted = Counter[int | None]()
-            for term in activation_terms(config.model, plan, _sizes(config, parallel, chunk, rows)):
+            sizes = self._sizes(chunk, rows)
+            for term in activation_terms(self._config.model, plan, sizes):
                 # The meter's hooks see neither tensors in host memory nor unit inputs in an arena.
                 of_unit = term.operation == UNIT  # the decoder saves it
                 if not (term.on_host or (plan.contiguous and of_unit and not term.tensor.stays)):
@@ -177,15 +180,11 @@ class ActivationMeter:
                 for place in {**saved, **predicted}
                 if saved[place] != predicted[place]
             ]
-        texts = all_gather_bytes("; ".join(own[:MOST_NAMED]).encode(), parallel.world_group)
-        return next((text.decode() for text in texts if text), "")
+        return next(filter(None, gather_texts("; ".join(own[:MOST_NAMED]), self._parallel)), "")
 
-
-def _sizes(
-    config: RunConfig, parallel: ParallelState, chunk: GPTModel, rows: tuple[Any, ...]
-) -> Sizes:
-    sizes = Sizes.of(config, device=parallel.device.type, stage=chunk.stage)
-    return replace(sizes, expert_rows=rows) if any(rows) else sizes
+    def _sizes(self, chunk: GPTModel, rows: tuple[Any, ...]) -> Sizes:
+        sizes = Sizes.of(self._config, device=self._parallel.device.type, stage=chunk.stage)
+        return replace(sizes, expert_rows=rows) if any(rows) else sizes
 
 
 def own_step_peak(config: RunConfig, parallel: ParallelState, num_microbatches: int) -> StepPeak:

@@ -139,29 +139,23 @@ class RunSummary(NamedTuple):
     num_ranks: the ranks of the run.
     """
 
-    peak_bytes_predicted: int | None = None
-    peak_bytes_measured: int | None = None
-    peak_bytes_reserved: int | None = None
-    step_ms_predicted: float | None = None
-    step_ms_measured: float | None = None
-    machine: str | None = None
-    num_ranks: int | None = None
+    peak_bytes_predicted: int | None
+    peak_bytes_measured: int | None
+    peak_bytes_reserved: int | None
+    step_ms_predicted: float | None
+    step_ms_measured: float | None
+    machine: str | None
+    num_ranks: int
 
-    def compared(self) -> dict[str, str]:
-        """Returns by name the text of each figure that was both predicted and measured."""
-        found = {}
-        if self.peak_bytes_predicted is not None and self.peak_bytes_measured is not None:
-            from megatron_lite.training.profiler import PeakMemory  # which measured it
-
-            figures = self.peak_bytes_predicted, self.peak_bytes_measured
-            found["peak"] = str(PeakMemory(*figures, self.peak_bytes_reserved or 0))
-        if self.step_ms_predicted is not None and self.step_ms_measured:
-            share = self.step_ms_predicted / self.step_ms_measured
-            found["step time"] = (
-                f"{self.step_ms_measured:.1f} ms measured, {self.step_ms_predicted:.1f} ms "
-                f"predicted for {self.machine} ({share:.1%} of it)"
-            )
-        return found
+    def step_time(self) -> str:
+        """Returns the text of the step time if it was both predicted and measured, else ""."""
+        if self.step_ms_predicted is None or not self.step_ms_measured:
+            return ""
+        share = self.step_ms_predicted / self.step_ms_measured
+        return (
+            f"{self.step_ms_measured:.1f} ms measured, {self.step_ms_predicted:.1f} ms "
+            f"predicted for {self.machine} ({share:.1%} of it)"
+        )
 
 
 def summary_of(trainer: Trainer) -> RunSummary:
@@ -235,11 +229,13 @@ def training_lines(
         if balanced is not None:
             told += f"; {size(balanced)} if routers chose every expert equally often"
         yield "kept", f"{size(measured)} for backward by a micro-batch, {told}"
-    compared = summary.compared()
-    if "peak" not in compared and not config.compiles_layers:
+    if trainer.peak is not None:
+        yield "peak", str(trainer.peak)
+    elif not config.compiles_layers:
         by_flag = "" if config.logging.log_peak_memory else " (--log-peak-memory measures it)"
         yield "peak", f"not measured{by_flag}"
-    yield from compared.items()
+    if step_time := summary.step_time():
+        yield "step time", step_time
     text = plural(skipped, "update") if skipped else "no updates"
     if skipped and (listed := skipped_batches_path(config)) is not None:
         text += f", listed in {listed}"

@@ -161,10 +161,11 @@ def test_some_settings_take_two_passes(flags):
 
 def kept(config):
     with parallel_state(config.parallel, seed=1) as parallel:
-        run, meter = Run(config, parallel), ActivationMeter(thorough=True)
+        run, meter = Run(config, parallel), ActivationMeter(config, parallel)
+        meter._thorough = True
         run.optimizer.zero_grad()
         run.runner.train(run.batches(0), loss_factor=0.5, meter=meter)
-        return meter.result(config, parallel)
+        return meter.result()
 
 
 @pytest.mark.runs(daily=3, ci=6)
