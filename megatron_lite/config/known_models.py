@@ -28,14 +28,8 @@ class Preset(NamedTuple):
     vocab_size: int
 
 
-def _read() -> dict[str, Preset]:
-    rows = parse_json(Path(__file__).with_name("known_models.json").read_text())
-    return {
-        name: Preset(vocab_size=row.pop("vocab_size"), fields=row) for name, row in rows.items()
-    }
-
-
-PRESETS = _read()
+ROWS = parse_json(Path(__file__).with_name("known_models.json").read_text())
+PRESETS = {name: Preset(vocab_size=row.pop("vocab_size"), fields=row) for name, row in ROWS.items()}
 
 
 def preset(name: str) -> Preset:

@@ -151,9 +151,9 @@ def run_fields() -> Mapping[str, RunField]:
 
 def fields_of(config_class: Any, topic: str = "") -> list[RunField]:
     """Returns the fields of a config class."""
-    hints, facts = typing.get_type_hints(config_class), settings_of(config_class)
+    hints = typing.get_type_hints(config_class)
     return [
-        RunField(topic, one.name, _kind(hints[one.name]), one.default, facts[one.name])
+        RunField(topic, one.name, _kind(hints[one.name]), one.default, one.metadata["setting"])
         for one in dataclasses.fields(config_class)
     ]
 
@@ -233,7 +233,7 @@ def add_settings(parser: argparse.ArgumentParser, *kinds: type) -> None:
 def taken(kind: Callable[..., Settings], args: argparse.Namespace) -> Settings:
     """Returns the settings of a class from parsed flags. Raises InputError if a rule is broken."""
     given = vars(args)
-    names = [one.name for one in fields_of(kind) if one.name in given]
+    names = [name for name in settings_of(kind) if name in given]
     with input_faults():
         return kind(**{name: given[name] for name in names})
 

@@ -13,8 +13,7 @@ import argparse
 import sys
 
 from megatron_lite.config.checks import InputError, flag
-from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.run_flags import Parser, add_flag, add_settings, fields_of, taken
+from megatron_lite.config.run_flags import Parser, add_flag, add_settings, run_fields, taken
 from megatron_lite.config.setting import Settings, count, setting, switch
 from megatron_lite.tools.command import tool
 
@@ -25,9 +24,7 @@ def _add_flags(parser: Parser) -> None:
     add("--prompt", required=True, metavar="TEXT", help="text to continue")
     add("--seed", type=int, default=1234, help="default: 1234")
     add_settings(parser, Sampling)
-    for field in fields_of(ParallelConfig):
-        if field.name == "distributed_backend":
-            add_flag(parser, field)
+    add_flag(parser, run_fields()["distributed_backend"])
 
 
 def _generate(args: argparse.Namespace) -> None:
