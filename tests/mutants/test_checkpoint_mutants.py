@@ -2,6 +2,7 @@
 and in the start, each put back: a named test must fail."""
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,10 +62,13 @@ def links_and_pipes_are_read(patch):
         part(patch)
 
 
-@replaces("_replace", log_files)
-def the_old_text_moves_away_before_the_new_one_is_there(_, path, text):
-    os.replace(path, path + ".previous")
-    Path(path).write_text(text)
+@replaces("written_beside", log_files)
+@contextmanager
+def the_old_text_moves_away_before_the_new_one_is_there(_, path, *, name):
+    if os.path.exists(path):
+        os.replace(path, path + ".old")
+    yield
+    Path(path).write_text(Path(name).read_text())
 
 
 HELD = (
