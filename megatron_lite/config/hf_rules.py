@@ -235,7 +235,7 @@ class Experts(NamedTuple):
     def read(self, config: Config, fields: Values) -> None:
         given = {config.value(key, int, None) for key in self.keys} - {None}
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(self.keys)} differ: {sorted(given)}")
+            raise ValueError(f"{' and '.join(sorted(self.keys))} differ: {sorted(given)}")
         default = REQUIRED if self.default is None else self.default
         size, number = config.value(self.size, int, default), fields["num_layers"]
         fields["num_experts"] = given.pop() if given else self.experts
