@@ -43,22 +43,16 @@ def parts_in_memory(own, group):
         yield source, group.parts[source]
 
 
-class SumInMemory:
-    def __init__(self, like, group):
-        self._group = group
-
-    def add(self, source, tokens, key, value):
-        self._group.totals[source][0, tokens] += key
-        self._group.totals[source][1, tokens] += value
-
-    def result(self):
-        """Not complete yet: other ranks follow."""
-        return torch.zeros_like(self._group.totals[self._group.rank()])
+def sum_in_memory(own, group, gradients):
+    for source, tokens, key, value in gradients:
+        group.totals[source][0, tokens] += key
+        group.totals[source][1, tokens] += value
+    return torch.zeros_like(group.totals[group.rank()])  # not complete yet: other ranks follow
 
 
 @contextmanager
 def memory_as_an_exchange():
-    EXCHANGES["memory"] = Exchange(parts_in_memory, SumInMemory)
+    EXCHANGES["memory"] = Exchange(parts_in_memory, sum_in_memory)
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.context_parallel import sharded_attention as attention
+from megatron_lite.parallel.torch_internals import group_of_name
 from tests.support.dispatch import Dispatches, tensors_in
 
 
@@ -36,8 +37,9 @@ class _Recorder(Dispatches):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "megatron_lite":  # our one operator: torch does not dispatch its parts
+            query, key, value, group, *rest = args
             with self:
-                return attention._attend_in_named_group(*args, **(kwargs or {}))
+                return attention._attend(query, key, value, group_of_name(group), *rest)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def saw(self, func, args, kwargs, results):
