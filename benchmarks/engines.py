@@ -15,7 +15,7 @@ from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.tensor_parallel.layers import RankContext
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch
 

@@ -29,9 +29,9 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 298_124,
+    "tokens of the library": 298_450,
     "files of the library": 260,
-    "tokens of tests": 276_010,
+    "tokens of tests": 276_050,
     "tokens of benchmarks": 20_000,
     "own files in one plain step": 32,
     "own functions in one plain step": 129,
@@ -93,7 +93,8 @@ loaded = {
 
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.weight_gradient import accumulate_with_
-from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RankContext
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 cpu = torch.device("cpu")
 context = RankContext(rng=RngStreams(cpu, seed=0), device=cpu, params_dtype=torch.float32)

@@ -27,7 +27,7 @@ from megatron_lite.config.plain import shown
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.tensor_parallel.layers import RankContext
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 LAYERS = "decoder.layers."
 OF_A_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")

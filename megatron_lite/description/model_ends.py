@@ -1,7 +1,7 @@
 """The description of the embedding and of the model's head as operations.
 
-The head is the final norm, the output projection and the loss. The code is in model/gpt.py.
-Standard library only.
+The head is the final norm, the output projection and the loss. The code is in model/embedding.py
+and model/gpt.py. Standard library only.
 """
 
 from megatron_lite.config.model import ModelConfig

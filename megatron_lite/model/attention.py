@@ -45,12 +45,9 @@ from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 from megatron_lite.recompute.region_runner import Regions
-from megatron_lite.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RankContext,
-    RowParallelLinear,
-)
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
 def branch_skips_bias(config: ModelConfig, context: RankContext) -> bool:

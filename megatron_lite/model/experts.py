@@ -35,13 +35,14 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.torch_internals import is_fake
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.grouped_linear import GroupedLinear
-from megatron_lite.tensor_parallel.layers import RankContext, new_parameter
+from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.mappings import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 if TYPE_CHECKING:
     from megatron_lite.model.dispatch import Dispatcher, Journey

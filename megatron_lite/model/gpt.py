@@ -1,136 +1,29 @@
 """The GPT language model, or one pipeline stage of it, sharded over the TP ranks, with Megatron's
 parameter names."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.context_parallel.attention_kernels import CuSeqlens
-from megatron_lite.model.dropout import dropout
+from megatron_lite.model.embedding import LanguageModelEmbedding
 from megatron_lite.model.layer import TransformerBlock
-from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
-from megatron_lite.parallel.sequence_spans import part_of, select
+from megatron_lite.parallel.parameter_spec import mark, spec_of
+from megatron_lite.parallel.sequence_spans import select
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weights import weight_of
 from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.tensor_parallel.cross_entropy import Columns, vocab_parallel_cross_entropy
-from megatron_lite.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RankContext,
-    VocabParallelEmbedding,
-    new_parameter,
-    parallel_linear,
-)
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, parallel_linear
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
-
-
-def residual_dtype(config: ModelConfig, context: RankContext) -> torch.dtype:
-    """Returns the dtype of the residual stream, in which stages also send it to each other."""
-    if config.fp32_residual_connection:
-        return torch.promote_types(context.params_dtype, torch.float32)
-    return context.params_dtype
-
-
-class PositionEmbedding(nn.Module):
-    """Learned position embeddings: a weight [max_position_embeddings, h], whole on every rank.
-
-    The forward returns [n, 1, h], the rows of positions [start, start + n). With position ids
-    [b, s/c] it returns [n, b, h], the rows of the ids of tokens [start, start + n), and keeps the
-    ids. Under sequence parallelism a rank adds only its own positions, so the gradient is summed
-    over the TP ranks.
-    """
-
-    def __init__(self, config: ModelConfig, context: RankContext) -> None:
-        super().__init__()
-        spec = ParameterSpec(
-            global_shape=(config.max_position_embeddings, config.hidden_size),
-            init_std=config.init_method_std,
-            sum_grad_over_tp=context.sequence_parallel,
-        )
-        self.weight = new_parameter(spec, context)
-
-    def forward(self, start: int, length: int, position_ids: Tensor | None = None) -> Tensor:
-        if position_ids is not None:
-            return F.embedding(position_ids.t().narrow(0, start, length), self.weight)
-        return self.weight.narrow(0, start, length).unsqueeze(1)
-
-
-class LanguageModelEmbedding(nn.Module):
-    """Token ids [b, s] -> hidden states [s/t under sequence parallelism else s, b, h].
-
-    The embedding adds the learned positions, if the model has them, and applies dropout.
-    position_ids: [b, s/c], the positions of the tokens; None: their places in the sequence.
-
-    The last pipeline stage has one too if the embeddings are tied, for the output projection, which
-    reads its weight. Both stages' weights have the same name and initial values. They get the same
-    gradient: the sum of the two stages' gradients.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        context: RankContext,
-        *,
-        vocab_size: int,
-        padded_vocab_size: int,
-        has_positions: bool,
-    ) -> None:
-        super().__init__()
-        self.context, self.residual_stream = context, context.residual_stream
-        self.hidden_dropout = config.hidden_dropout
-        self.residual_dtype = (
-            residual_dtype(config, context) if config.fp32_residual_connection else None
-        )
-        self.word_embeddings = VocabParallelEmbedding(
-            vocab_size,
-            config.hidden_size,
-            padded_vocab_size=padded_vocab_size,
-            init_std=config.init_method_std,
-            context=context,
-        )
-        self.position_embeddings = PositionEmbedding(config, context) if has_positions else None
-        multiplier = config.embedding_multiplier
-        unit = torch.finfo(context.params_dtype).eps * 2.0 ** math.floor(math.log2(multiplier))
-        self.multiplier = round(multiplier / unit) * unit  # as a weight rounds it
-
-    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        hidden_states = self.word_embeddings(tokens)
-        if self.multiplier != 1.0:
-            hidden_states = hidden_states * self.multiplier
-        if self.position_embeddings is not None:
-            # Under sequence parallelism this rank's tokens are the rank-th part of the spans'
-            # tokens. Context parallelism may give a rank two separate stretches of the sequence.
-            context, length = self.context, hidden_states.shape[0]
-            start, shards = (
-                (context.rank * length, context.size) if context.sequence_parallel else (0, 1)
-            )
-            if position_ids is not None or context.cp.size == 1:
-                positions = self.position_embeddings(start, length, position_ids)
-            else:
-                stretches = [
-                    self.position_embeddings(span.start, span.stop - span.start)
-                    for span in part_of(context.cp.spans(shards * length), start, length)
-                ]
-                positions = stretches[0] if len(stretches) == 1 else torch.cat(stretches)
-            hidden_states = hidden_states + positions
-        if self.residual_dtype is not None:
-            hidden_states = hidden_states.to(self.residual_dtype)
-        return dropout(
-            hidden_states,
-            self.hidden_dropout if self.training else 0.0,
-            self.context.rng,
-            self.residual_stream,
-            self.context.kernels,
-        )
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
 class Documents(NamedTuple):

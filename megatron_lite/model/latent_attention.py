@@ -26,7 +26,6 @@ from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import (
     ColumnParallelLinear,
-    RankContext,
     ReplicatedLinear,
     RowParallelLinear,
 )
@@ -34,6 +33,7 @@ from megatron_lite.tensor_parallel.mappings import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
 class LatentAttention(nn.Module):

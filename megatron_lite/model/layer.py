@@ -28,11 +28,8 @@ from megatron_lite.model.norm import PASSING_ON, Norm
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.region_runner import Regions
-from megatron_lite.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RankContext,
-    RowParallelLinear,
-)
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 if TYPE_CHECKING:
     from megatron_lite.model.latent_attention import LatentAttention

@@ -15,7 +15,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.compiled import Pair, applied, passing_on
 from megatron_lite.parallel.parameter_spec import ParameterSpec
-from megatron_lite.tensor_parallel.layers import RankContext, new_parameter
+from megatron_lite.tensor_parallel.layers import new_parameter
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 aten = torch.ops.aten
 

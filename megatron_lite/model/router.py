@@ -36,7 +36,8 @@ from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.region_runner import Regions
-from megatron_lite.tensor_parallel.layers import RankContext, new_parameter
+from megatron_lite.tensor_parallel.layers import new_parameter
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 OF_SEQUENCES, OF_STEP = "seq_aux_loss", "global_aux_loss"

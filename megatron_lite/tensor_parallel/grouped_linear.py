@@ -18,7 +18,8 @@ from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.torch_internals import disable_current_modes, grouped_product, is_fake
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
-from megatron_lite.tensor_parallel.layers import RankContext, new_parameter
+from megatron_lite.tensor_parallel.layers import new_parameter
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 ROW_BYTES = 16
 

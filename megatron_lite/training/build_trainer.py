@@ -28,7 +28,7 @@ from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
 from megatron_lite.supervision.exits import Pulse
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
-from megatron_lite.tensor_parallel.layers import RankContext
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules, sample_order
 from megatron_lite.training.loop import Trainer

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.model.gpt import LossGradient, ModelStages, residual_dtype
+from megatron_lite.model.embedding import residual_dtype
+from megatron_lite.model.gpt import LossGradient, ModelStages
 from megatron_lite.optim.optimizer import Optimizer, OptimizerStep
 from megatron_lite.parallel.collectives import Timed, all_reduce, not_timed
 from megatron_lite.parallel.state import ParallelState

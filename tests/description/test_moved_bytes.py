@@ -12,7 +12,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.tensor_parallel.layers import RankContext
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.dispatch import Dispatches, tensors_in
 
 MATMULS = {"mm", "addmm", "bmm", "baddbmm"}

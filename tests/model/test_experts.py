@@ -14,7 +14,7 @@ from megatron_lite.recompute.region_runner import Choices, Regions
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.grouped_linear import grouped_linear
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
-from megatron_lite.tensor_parallel.layers import RankContext
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state, with_new_streams
 

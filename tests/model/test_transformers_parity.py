@@ -12,7 +12,7 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.tensor_parallel.layers import RankContext
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.equality import difference
 from tests.support.hf import PEERS, V, our_config, our_tensors
 from tests.support.models import (

@@ -8,7 +8,7 @@ from megatron_lite.model import norm
 from megatron_lite.optim import optimizer as norms
 from megatron_lite.parallel.rng import TENSOR_PARALLEL
 from megatron_lite.tensor_parallel import linear_cross_entropy
-from megatron_lite.tensor_parallel.layers import RankContext
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.model import test_dropout
 from tests.optim import test_layouts
 from tests.parallel import test_equality

@@ -21,7 +21,7 @@ from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
-from megatron_lite.tensor_parallel.layers import RankContext
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.ranks import run_ranks
 
 VOCAB_SIZE = 61  # no multiple of a number of ranks that splits it

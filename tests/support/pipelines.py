@@ -10,7 +10,8 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import stages_of_rank
-from megatron_lite.model.gpt import ModelStages, residual_dtype
+from megatron_lite.model.embedding import residual_dtype
+from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import parallel_state

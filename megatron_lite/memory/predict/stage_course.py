@@ -5,7 +5,7 @@
                 largest temporary (description/sizes.py)
 
 A unit, or a layer with an `ops(...)` policy, rebuilds everything before its backward begins. A
-region is rebuilt when the first operation reads it (kept_tensors.py).
+region is rebuilt when the first operation reads it (layer_backward.py).
 
     @host     The originals of a segment live until the next such segment has run. The first read of
               a segment in backward brings it back, and the one before it.
@@ -31,13 +31,11 @@ from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.kept_tensors import (
     HEAD,
-    LayerBackward,
     activation_bytes,
     activation_terms,
-    end_name,
-    layer_backward,
     segment_terms,
 )
+from megatron_lite.memory.predict.layer_backward import LayerBackward, end_name, layer_backward
 from megatron_lite.memory.predict.walk import (
     NOT_SHARDED,
     NOTHING,
