@@ -218,7 +218,7 @@ def _parsed(given: dict[str, Any], notices: list[str]) -> ParsedArguments:
             raise ValueError(f"{name} contradicts {flag_of(field)}: leave one of them out")
     megatron_flags.check_only_values(given)
     notices += megatron_flags.take_ignored(given)
-    notices += translate_values(given, has_file=bool(sources))
+    notices += translate_values(given, run_fields(), has_file=bool(sources))
     if len(sources) > 1:
         raise ValueError(f"{' and '.join(sources)} each describe the model: give one")
     stored, said = Values(), ""

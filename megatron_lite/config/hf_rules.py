@@ -269,10 +269,8 @@ class Experts(NamedTuple):
     def write(self, model: ModelConfig) -> Values:
         if model.num_experts is None:
             return {}
-        size, kinds = (
-            model.expert_size,
-            [MLPS[model.layer_has_experts(layer)] for layer in range(model.num_layers)],
-        )
+        size = model.expert_size
+        kinds = [MLPS[model.layer_has_experts(layer)] for layer in range(model.num_layers)]
         found: Values = {self.keys[0]: model.num_experts, self.size: size}
         if self.together:
             found[self.together] = (model.moe_shared_expert_intermediate_size or 0) // size

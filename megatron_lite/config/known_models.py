@@ -28,8 +28,14 @@ class Preset(NamedTuple):
     vocab_size: int
 
 
-ROWS = parse_json(Path(__file__).with_name("known_models.json").read_text())
-PRESETS = {name: Preset(vocab_size=row.pop("vocab_size"), fields=row) for name, row in ROWS.items()}
+def _read() -> dict[str, Preset]:
+    rows = parse_json(Path(__file__).with_name("known_models.json").read_text())
+    return {
+        name: Preset(vocab_size=row.pop("vocab_size"), fields=row) for name, row in rows.items()
+    }
+
+
+PRESETS = _read()
 
 
 def preset(name: str) -> Preset:

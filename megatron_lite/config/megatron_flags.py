@@ -17,7 +17,7 @@ import argparse
 import difflib
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,13 +215,14 @@ OTHER_WAYS = {
 }
 
 
-def translate_values(given: Given, *, has_file: bool) -> list[str]:
+def translate_values(given: Given, fields: Mapping[str, Any], *, has_file: bool) -> list[str]:
     """Replaces Megatron's other ways to say a setting in `given`. Returns notices about them.
 
+    fields: the RunField of each setting of a run.
     has_file: whether a file supplies the values of flags that are not given.
     Raises ValueError for flags that contradict each other.
     """
-    notices = list(_other_values(given))
+    notices = list(_other_values(given, fields))
     of_others = {"cp_comm_type", "context_parallel_size"}.union(*OTHER_WAYS.values())
     if given.keys().isdisjoint(of_others):
         return notices
@@ -231,17 +232,15 @@ def translate_values(given: Given, *, has_file: bool) -> list[str]:
     return [*notices, *translate_others(given, has_file=has_file)]
 
 
-def _other_values(given: Given) -> Iterator[str]:
+def _other_values(given: Given, fields: Mapping[str, Any]) -> Iterator[str]:
     """Replaces values of Megatron and of its forks, which write the names of norms in any case."""
-    from megatron_lite.config.run_flags import run_fields  # late: it imports this module
-
     if given.get("tokenizer_type") == "TokenizerFromFileWithFIM" and given.get("fim_rate"):
         names = ("prefix", "middle", "suffix", "pad")
         tokens = {f"fim_{name}_token": f"<fim-{name}>" for name in names}
         given.update({"fim_data": True, **tokens, **given})
         yield "--tokenizer-type TokenizerFromFileWithFIM with --fim-rate is read as --fim-data"
     norms = {known.lower(): known for known in NORM_VECTORS}
-    for field, (*_, facts) in run_fields().items():
+    for field, (*_, facts) in fields.items():
         value = str(given.get(field))
         is_norm = field == "normalization"
         read_as = norms.get(value.lower()) if is_norm else facts.megatron.get(value)

@@ -238,7 +238,9 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
                 f"for each of {frequencies} frequencies"
             )
         window, unrotated = self.window_size, self.no_rope_freq
-        if window and (len(window) != 2 or not 0 <= window[0] <= LARGEST_NUMBER or window[1] != 0):
+        if window is not None and (
+            len(window) != 2 or not 0 <= window[0] <= LARGEST_NUMBER or window[1] != 0
+        ):
             raise ValueError(
                 f"--window-size {spelled(window)}: give LEFT,0, the tokens before a query that it "
                 "reads, and 0 since the model is causal; without a limit leave it out"

@@ -254,7 +254,7 @@ class Measurement:
         """Returns the peaks by the place of their layer, or at -1 those where no layer waits."""
         found = []
         again = _second_forward(spans)
-        for number, span in enumerate(spans):
+        for at, span in enumerate(spans):
             alive = [span.alive[number] for number in self._order]
             # Outside of layers it is the last one of those that wait the most.
             place = max(range(len(alive)), key=lambda n: (alive[n], n)) if any(alive) else -1
@@ -262,7 +262,7 @@ class Measurement:
                 place = self._order.index(span.layer)
             behind = place + (span.name != FORWARD)
             waiting = max(alive[:behind], default=0), max(alive[behind:], default=0)
-            finds_left = self._finds_left and number >= again and span.name in (FORWARD, OUTSIDE)
+            finds_left = self._finds_left and at >= again and span.name in (FORWARD, OUTSIDE)
             peak = span.peak + self._missing
             found.append((place, Moment(span.name, peak, *waiting, finds_left)))
         moments: dict[int, list[Moment]] = {}

@@ -241,7 +241,7 @@ class _Recomputed:
             with self._elsewhere(layer, given, valued):
                 if not self._segment.unit and not self._segment.ops:
                     return forward(*args, **kwargs)
-                known = self._written.known
+                known = self._written.known  # a walk through the modules takes long
                 if known is None or known.layer is not layer:
                     given += layer.parameters()
                 else:

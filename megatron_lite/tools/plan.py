@@ -33,6 +33,7 @@ from megatron_lite.config.run_flags import (
     add_settings,
     flag_of,
     paragraph,
+    run_fields,
     taken,
 )
 from megatron_lite.config.setting import Settings, check_settings, setting, settings_of
@@ -252,7 +253,7 @@ def _chosen(flags: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     searches, so it fixes nothing.
     """
     chosen = dict(flags)
-    notes += translate_values(chosen, has_file=True)
+    notes += translate_values(chosen, run_fields(), has_file=True)
     for name in SEARCHED & chosen.keys():
         least = 0 if name == LOSS_CHUNK else 1  # 0: no chunks
         if type(chosen[name]) is int and chosen[name] < least:

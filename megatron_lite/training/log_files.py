@@ -29,7 +29,7 @@ from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.plain import parse_object
+from megatron_lite.config.plain import as_object, parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import written_beside
 from megatron_lite.training.iteration_line import Interval, IterationRecord, RunFacts, peak_gib
@@ -130,9 +130,10 @@ def _row_text(record: IterationRecord | SkippedUpdate) -> str:
 def _iteration_of(line: str) -> float:
     """Returns the iteration of a row; infinity for any other line."""
     try:
-        number = parse_object(line).get("iteration")
+        row = as_object(parse_json(line, longest=None, strict=False), "a row")
     except ValueError:
         return math.inf
+    number = row.get("iteration")
     return number if isinstance(number, int) and line.endswith("\n") else math.inf
 
 

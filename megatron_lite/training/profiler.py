@@ -236,14 +236,15 @@ def times_text(times: Mapping[str, Sequence[float]], option: str) -> str:
     what = {"minmax": "(min, max) time", "max": "max time", "all": "times"}[option]
     lines = [f"{what} across ranks (ms):"]
     for name, of_ranks in times.items():
-        used = [ms for ms in of_ranks if ms > 0.0]
-        text = f"{max(used):.2f}"
-        if option == "minmax":
-            text = f"({min(used):.2f}, {text})"
-        lines.append(f"    {(name + ' ').ljust(48, '.')}: {text}")
+        used = {rank: ms for rank, ms in enumerate(of_ranks) if ms > 0.0}
         if option == "all":
-            lines[-1] = f"  {name}:"
-            lines += [f"     rank {i:2d}: {ms:.2f}" for i, ms in enumerate(of_ranks) if ms > 0.0]
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {ms:.2f}" for rank, ms in used.items()]
+            continue
+        text = f"{max(used.values()):.2f}"
+        if option == "minmax":
+            text = f"({min(used.values()):.2f}, {text})"
+        lines.append(f"    {(name + ' ').ljust(48, '.')}: {text}")
     return "\n".join(lines)
 
 

@@ -87,11 +87,9 @@ class SkippedUpdate(NamedTuple):
                 f"its running mean {self.mean_loss}, and {counted}. Lower --lr, or look at the "
                 f"samples in {SKIPPED_BATCHES}, and continue from the last checkpoint"
             )
-        scale = (
-            ""
-            if scaling is None
-            else (f", with loss scale {self.loss_scale} (at least {scaling.minimum})")
-        )
+        scale = ""
+        if scaling is not None:
+            scale = f", with loss scale {self.loss_scale} (at least {scaling.minimum})"
         found = f" ({self.found_on})" if self.found_on else ""
         if config.max_skipped_updates is None:
             counted = (

@@ -30,6 +30,11 @@ def test_a_window_reaches_nothing_less_where_the_sequence_ends_before_it():
     assert config.layer_reach(1, 16) is None
 
 
+def test_an_empty_window_is_refused():
+    with pytest.raises(ValueError, match="--window-size : give LEFT,0"):
+        tiny_config(window_size=())
+
+
 def test_the_layers_are_those_of_megatron_core():
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -8,7 +8,7 @@ import pytest
 from arguments import parse_args
 from megatron_lite.config.megatron_flags import translate_values
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import flags_of
+from megatron_lite.config.run_flags import flags_of, run_fields
 from tests.support.commands import ended, parsed_line
 
 BASE = (
@@ -40,7 +40,7 @@ def test_a_hierarchical_exchange_is_read_as_the_ring():
     # A file may say how many ranks there are.
     for has_file, kind in ((False, "p2p"), (True, "a2a")):
         given = {"cp_comm_type": ["a2a"]}
-        translate_values(given, has_file=has_file)
+        translate_values(given, run_fields(), has_file=has_file)
         assert given["cp_comm_type"] == kind
 
 

@@ -250,9 +250,6 @@ def translator():
     ).train()
 
 
-LLAMA = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
-
-
 def frozen():
     model = Model([64] * 5)
     for name, each in model.named_parameters():
@@ -307,8 +304,17 @@ def unequal_batches(model):
         (image_and_text, vision_and_language, 0.01),
         (image_and_text_with_its_output, vision_and_language, 0.01),
         (text_with_its_output, language("gpt2", n_embd=32, n_layer=4, n_head=4), 0.01),
-        (text_with_its_output, language("llama", **LLAMA), 0.01),
-        (partial(text_with_its_output, micro_batches=2), language("llama", **LLAMA), 0.005),
+        (
+            text_with_its_output,
+            language(
+                "llama",
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+            ),
+            0.01,
+        ),
         (partial(text_with_its_output, micro_batches=2), translator, 0.01),
         (accumulated_in_bf16, frozen, 0.1),
         (without_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),

@@ -12,6 +12,7 @@ import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.training.evaluate import mean_loss
+from megatron_lite.training.log_files import metrics_file
 from tests.support.modules import provide
 from tests.support.runs import events_in, rows, run_to_end, tiny_run
 
@@ -121,6 +122,13 @@ def test_a_metrics_file_of_other_contents_is_kept_aside(tmp_path):
     run_to_end(tiny_run(train_iters=1, metrics=path))
     assert [row["iteration"] for row in rows(path)] == [1]
     assert (tmp_path / "m.previous").read_bytes() == b"\xff\n"
+
+
+def test_rows_with_numbers_that_json_has_not_stay(tmp_path):
+    path = tmp_path / "m"
+    path.write_text('{"iteration": 1, "lm_loss": NaN}\n')
+    metrics_file(str(path), 1).close()
+    assert path.read_text() == '{"iteration": 1, "lm_loss": NaN}\n'
 
 
 def _config(folder):
