@@ -29,8 +29,8 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 298_450,
-    "files of the library": 260,
+    "tokens of the library": 298_101,
+    "files of the library": 259,
     "tokens of tests": 276_050,
     "tokens of benchmarks": 20_000,
     "own files in one plain step": 32,

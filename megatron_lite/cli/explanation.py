@@ -29,7 +29,13 @@ from megatron_lite.memory.predict.pipeline_memory import step_microbatches
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.signals import dies_without_reader
 from megatron_lite.plan.auto_policy import with_chosen_policy
-from megatron_lite.plan.hardware import Hardware, load_hardware, machine_for_policy, machine_names
+from megatron_lite.plan.hardware import (
+    CPU_MACHINE,
+    Hardware,
+    load_hardware,
+    machine_for_policy,
+    machine_names,
+)
 from megatron_lite.plan.step_time import StepTime, step_time
 
 USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
@@ -94,8 +100,7 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
     told_in_report = notices_of(config, "recompute")
     num_ranks = world_size if world_size > 1 else config.parallel.model_ranks
     with input_faults():
-        like = USUAL_GPU if machine is None and device == "cuda" else machine
-        hardware = machine_for_policy(like, device=device, gpu_name=None)
+        hardware = load_hardware(machine or (USUAL_GPU if device == "cuda" else CPU_MACHINE))
         report = explain(config, device, dp_size=config.parallel.data_parallel_size(num_ranks))
         times = [_step_time(config, one.config, hardware, num_ranks) for one in report.policies]
     told = f"{hardware.name}, +-{max((one.band for one in times), default=0.0):.0%}"

@@ -22,10 +22,15 @@ Values = dict[str, dict[str, Any]]  # by topic and field
 
 
 class Preset(NamedTuple):
-    """A model. fields: those of ModelConfig that differ from the defaults. vocab_size: V."""
+    """A model.
+
+    fields: those of ModelConfig that differ from the defaults. vocab_size: V. notes: what is
+        unusual, as of a model in a file; nothing is.
+    """
 
     fields: Mapping[str, Any]
     vocab_size: int
+    notes: tuple[str, ...] = ()
 
 
 def _read() -> dict[str, Preset]:

@@ -69,11 +69,8 @@ class Layers:
     step: int = 1
 
     def __contains__(self, layer: int) -> bool:
-        return (
-            layer >= self.first
-            and (self.last is None or layer <= self.last)
-            and (layer - self.first) % self.step == 0
-        )
+        last = layer if self.last is None else self.last
+        return layer in range(self.first, last + 1, self.step)
 
     def __str__(self) -> str:
         if self.step > 1:

@@ -9,22 +9,9 @@ Standard library only.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from megatron_lite.description.operations import Parameter
+
 ALIGNMENT = 32  # elements: 128 bytes, so that vectorised kernels take their fast path on every view
-
-
-class Gradient(NamedTuple):
-    """The gradient of one parameter on one rank.
-
-    partial: whether TP ranks must add their gradients.
-    tied: whether the first and the last pipeline stage add theirs.
-    of_experts: whether another group of ranks adds it than all others.
-    """
-
-    name: str
-    num_elements: int
-    partial: bool = False
-    tied: bool = False
-    of_experts: bool = False
 
 
 class BucketLayout(NamedTuple):
@@ -57,11 +44,12 @@ class BucketLayout(NamedTuple):
 
 
 def bucket_layouts(
-    gradients: Sequence[Gradient], *, bucket_size: int | None, shards: int, expert_shards: int
+    gradients: Sequence[Parameter], *, bucket_size: int | None, shards: int, expert_shards: int
 ) -> list[BucketLayout]:
     """Returns the layouts of all buckets of a rank, in the order in which they are reduced.
 
-    gradients: those of all parameters, in the order of the model.
+    gradients: the parameters whose gradients these are, in the order of the model. `of_experts`
+        are those whose gradients another group of ranks adds than all others.
     bucket_size: None puts all gradients into one bucket. Otherwise they go in reverse order, and a
         bucket is closed as soon as it has `bucket_size` elements.
     shards, expert_shards: the number of ranks that share the sums, and those of `of_experts`.
@@ -73,7 +61,7 @@ def bucket_layouts(
     others = [one for one in gradients if not one.tied]
     others = others if bucket_size is None else others[::-1]
     for of_experts in (False, True):
-        bucket: list[Gradient] = []
+        bucket: list[Parameter] = []
         for gradient in others:
             if gradient.of_experts != of_experts:
                 continue
@@ -93,7 +81,7 @@ def bucket_layouts(
     ]
 
 
-def _layout(gradients: Iterable[Gradient], shards: int) -> BucketLayout:
+def _layout(gradients: Iterable[Parameter], shards: int) -> BucketLayout:
     places = {}
     num_partial = total = 0
     for gradient in sorted(gradients, key=lambda one: not one.partial):  # the sort is stable

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import FORMATS
 from megatron_lite.config.parallel import exchange_of
 from megatron_lite.config.row_blocks import has_gradient_tensor, product_rows
 from megatron_lite.config.run import RunConfig
@@ -21,7 +22,6 @@ from megatron_lite.description.operations import (
     Parameter,
 )
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
 LARGE_BLOCK, BLOCK_UNIT = 10 * 2**20, 2 * 2**20  # of torch's CUDA allocator
 
@@ -121,7 +121,7 @@ class Sizes:
             gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
             device=device,
             deterministic=config.training.deterministic_mode,
-            element_bytes=ELEMENT_BYTES[config.training.precision],
+            element_bytes=FORMATS[config.training.precision],
             loss_chunk_size=config.loss_chunk_size,
             loss_in_one_pass=config.loss_in_one_pass,
             has_embedding=stage is None or stage.is_first,

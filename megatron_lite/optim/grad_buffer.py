@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.description.gradient_buckets import BucketLayout, Gradient, bucket_layouts
+from megatron_lite.description.gradient_buckets import BucketLayout, bucket_layouts
+from megatron_lite.description.operations import Parameter
 from megatron_lite.parallel.collectives import (
     Started,
     all_reduce_,
@@ -101,9 +102,9 @@ class GradBuffer:
         self.buckets = []
         for layout in bucket_layouts(
             [
-                Gradient(
+                Parameter(
                     name,
-                    parameters[name].numel(),
+                    parameters[name].shape,
                     spec.sum_grad_over_tp,
                     spec.tied,
                     spec.of_experts and experts is not None,

@@ -68,17 +68,12 @@ def choose_policy(config: RunConfig, hardware: Hardware, budget_bytes: int, num_
     return str(found.config.recompute.policy)
 
 
-def fitted(run: Run, budget_bytes: int) -> Chosen:
-    """Returns the run with the fastest policy that fits the budget. If none does, it is that with
-    the smallest peak that was found."""
-    found = fitting(run, budget_bytes)
-    if found.peak.fits(budget_bytes):
-        return found
-    return min(map(run.chosen, RankMixes(run).units()), key=lambda one: one.peak.num_bytes)
+def fitted(run: Run, budget_bytes: int, *, or_smallest: bool = True) -> Chosen:
+    """Returns the run with the fastest policy that fits the budget.
 
-
-def fitting(run: Run, budget_bytes: int) -> Chosen:
-    """Returns the same without a search for the smallest peak: if none fits, any other policy."""
+    If none does, it is that with the smallest peak that was found. or_smallest: False saves the
+    time to look for that one: any other policy takes its place.
+    """
     whole = run.chosen(with_policy(run.config, None), budget_bytes)
     if whole.peak.fits(budget_bytes):
         return whole
@@ -111,6 +106,8 @@ def fitting(run: Run, budget_bytes: int) -> Chosen:
             best = min(best or found, found, key=lambda one: one.peak.num_bytes)
         elif sum(one.num_bytes for one in found.peak.terms if one.name != KEPT) > budget_bytes:
             break  # longer units keep less, and rebuild more at a time
+    if best is None and or_smallest:
+        return min(map(run.chosen, search.units()), key=lambda one: one.peak.num_bytes)
     return best or whole
 
 

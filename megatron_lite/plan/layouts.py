@@ -16,7 +16,6 @@ from megatron_lite.config.optimizer_settings import FORMATS as BYTES
 from megatron_lite.config.parallel import CP_COMM_TYPES, no_flash_across_ranks
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages, whole_model
-from megatron_lite.description.sizes import ELEMENT_BYTES
 from megatron_lite.memory.predict.flops import forward_flops, logits_flops
 from megatron_lite.memory.predict.states import parameter_count, rank_states, stage_parameters
 from megatron_lite.plan.problem import (
@@ -136,7 +135,7 @@ def least_states(config: RunConfig, num_ranks: int) -> float:
     parallel, optimizer, model = config.parallel, config.optimizer, config.model
     kind = kind_of(config)
     own = stage_parameters(config, whole_model(model.num_layers))
-    element = ELEMENT_BYTES[config.training.precision]
+    element = BYTES[config.training.precision]
     whole = element + BYTES[optimizer.main_grads_dtype]  # of a parameter on each rank
     shared = BYTES[optimizer.main_params_dtype] * (element < FLOAT32)
     shared = (shared + sum(optimizer.state_bytes(of_matrix=True))) * (

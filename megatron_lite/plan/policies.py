@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.policy import LayerAction
-from megatron_lite.config.regions import ACTIVATION, MLP_REGION, POINTWISE, REGIONS, nested
+from megatron_lite.config.regions import MLP_REGION, POINTWISE, REGIONS, nested
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Shape, Sizes, layers_of
 from megatron_lite.memory.predict.kept_tensors import activation_terms
@@ -60,7 +60,7 @@ class LayerChoice(NamedTuple):
     @property
     def price(self) -> tuple[float, ...]:
         """The figures, of which a smaller one is better."""
-        return self.kept, self.rebuilt, self.seconds, self.moved
+        return self[:4]
 
     @property
     def on_host(self) -> bool:
@@ -176,9 +176,6 @@ def _useful(found: Iterable[_Beginning]) -> list[_Beginning]:
     return useful
 
 
-OF_DENSE = (MLP_REGION, ACTIVATION)  # the regions that only a dense MLP has
-
-
 def layer_choices(config: RunConfig, clock: Clock, *, host: bool) -> tuple[LayerChoice, ...]:
     """Returns the choices of a layer that can be the best of some mix.
 
@@ -231,15 +228,12 @@ def tile_counts(model: ModelConfig, sizes: Sizes, action: LayerAction) -> Iterat
 
 def _actions(model: ModelConfig, sizes: Sizes) -> Iterator[LayerAction]:
     """Yields every combination of the regions that free memory, and the whole layer."""
+    whole, _ = _kept(model, sizes)
     useful = [
         name
         for name, facts in REGIONS.items()
-        if (not facts.needs_scores or model.builds_scores(sizes.device))
-        and (not facts.needs_hidden_dropout or model.hidden_dropout > 0.0)
-        and (not facts.needs_norms_before or model.norms_before)
-        and (not facts.needs_experts or model.num_experts is not None)
-        and (not facts.needs_latents or model.multi_latent_attention)
-        and (name not in OF_DENSE or model.num_dense_layers)
+        if (model.builds_scores(sizes.device) or not facts.needs_scores)
+        and _kept(model, sizes, LayerAction(regions=(name,)))[0] < whole
     ]
     # The name `pointwise` stands for every cheap region, those of experts too.
     dense = {name for name in POINTWISE if not REGIONS[name].needs_experts}

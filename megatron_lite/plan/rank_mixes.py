@@ -23,7 +23,6 @@ from megatron_lite.plan.policies import (
     best_mix,
     layer_choices,
     layer_order,
-    least_seconds,
     tile_counts,
 )
 from megatron_lite.plan.stage_time import TimedRun, stage_time
@@ -197,14 +196,9 @@ class RankMixes:
                 # Hosted layers come first, so all others have their bytes on top of theirs.
                 rest = limit - in_flight * count * hosted.kept
                 others = (self.on_device, stage.num_layers - count, in_flight, rest)
-                bound = least_seconds(*others)
-                if bound is None:
-                    continue
                 seconds = self._wait(stage, hosted, count) + count * hosted.seconds
                 if best and seconds >= best.seconds:
                     break  # more hosted layers take longer still
-                if best and bound.seconds + seconds >= best.seconds:
-                    continue
                 mix = StageMix.of(*others)
                 if mix is None:
                     continue

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import StepPeak
-from megatron_lite.plan.auto_policy import fitted, fitting, least_replays
+from megatron_lite.plan.auto_policy import fitted, least_replays
 from megatron_lite.plan.layouts import (
     kind_of,
     layouts,
@@ -106,7 +106,7 @@ class Search:
         run = self.run(config)
         if self.fixed_policy:
             return run.chosen(config)
-        return (fitted if or_smallest else fitting)(run, budget_bytes)
+        return fitted(run, budget_bytes, or_smallest=or_smallest)
 
     def find(self, budget_bytes: int) -> SearchResult:
         """Returns the fastest plans of so many ranks."""

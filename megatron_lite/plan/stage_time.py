@@ -11,7 +11,6 @@ again and again, so their times are cached. Standard library only.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -30,11 +29,7 @@ from megatron_lite.description.operations import (
     Operation,
 )
 from megatron_lite.description.sizes import Shape, Sizes, alike_layers, first_alike
-from megatron_lite.description.transformer_layer import (
-    describe_layer,
-    describe_layers,
-    first_numbers,
-)
+from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import (
     activation_terms,
     replayed_calls,
@@ -178,14 +173,10 @@ def _ends(model: ModelConfig, sizes: Sizes, clock: Clock) -> StageTime:
 
 @lru_cache(CACHED)
 def _layers(model: ModelConfig, sizes: Sizes, num_layers: int, clock: Clock) -> StageTime:
-    alone, numbers = first_numbers(model, sizes, num_layers)
-    counts = Counter(numbers).items()
-    return StageTime.of((_layer(model, alone, number, clock), count) for number, count in counts)
-
-
-@lru_cache(CACHED)
-def _layer(model: ModelConfig, sizes: Sizes, number: int, clock: Clock) -> StageTime:
-    return _passes(describe_layer(model, sizes, number).operations, clock)
+    return StageTime.of(
+        (_passes(layer.operations, clock), count)
+        for layer, count in describe_kinds(model, sizes, num_layers)
+    )
 
 
 def _passes(operations: Sequence[Operation], clock: Clock) -> StageTime:

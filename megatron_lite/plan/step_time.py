@@ -140,10 +140,16 @@ def step_time(
     flops = step_flops(
         model, micro_batch_size=batch, seq_length=length, padded_vocab_size=config.tokenizer.rows(t)
     )
-    last = max(range(p), key=lambda rank: ends[rank] + updates[rank].reduction)
-    terms = _terms(
-        passages[last], ends[last] - busy[last], updates, last, num_microbatches, hardware.pace
-    )
+    last = max(range(p), key=lambda rank: ends[rank] + updates[rank][REDUCTION])
+    computed = sum_of((half, num_microbatches) for one in passages[last] for half in one)
+    slowest = {term: max(one[term] for one in updates) for term in updates[last]}
+    terms = {
+        **computed.terms,
+        PIPELINE_WAITS: ends[last] - busy[last],
+        # The norm of all gradients makes every rank wait before its update.
+        **{**slowest, REDUCTION: updates[last][REDUCTION]},
+    }
+    terms = {term: hardware.pace * seconds for term, seconds in terms.items() if seconds > 0.0}
     band = hardware.band if num_ranks == 1 else hardware.band_of_several
     return StepTime(
         busy=tuple(hardware.pace * one for one in busy),
@@ -185,30 +191,6 @@ def _passages(
     return passages
 
 
-def _terms(
-    passages: Sequence[StageTime],
-    waits: float,
-    updates: Sequence[UpdateTime],
-    rank: int,
-    num_microbatches: int,
-    pace: float,
-) -> dict[str, float]:
-    """Returns the terms of a step on a rank, from its micro-batches and the updates of all."""
-    computed = sum_of(
-        (half, num_microbatches) for one in passages for half in (one.forward, one.backward)
-    )
-    terms = {
-        **computed.terms,
-        PIPELINE_WAITS: waits,
-        REDUCTION: updates[rank].reduction,
-        # The norm of all gradients makes every rank wait before its update.
-        OPTIMIZER: max(one.update for one in updates),
-        HOST_UPDATE: max(one.on_host for one in updates),
-        WEIGHT_GATHERS: max(one.gather for one in updates),
-    }
-    return {term: pace * seconds for term, seconds in terms.items() if seconds > 0.0}
-
-
 def _alike(config: RunConfig) -> tuple[Stage, ...]:
     """Returns the stages with alike ones as one, so that caches of their times find them.
 
@@ -229,26 +211,15 @@ def _alike(config: RunConfig) -> tuple[Stage, ...]:
     )
 
 
-class UpdateTime(NamedTuple):
-    """The seconds of a rank after its last backward, and of what delays its next forward.
-
-    reduction: the part of the reduction of gradients that backward does not hide.
-    update: the optimizer on the device.
-    on_host: the optimizer on the host, with the copies that nothing hides.
-    gather: the part of the gathers of updated weights that the next forward does not hide.
-    """
-
-    reduction: float
-    update: float
-    on_host: float
-    gather: float
-
-
 def update_time(
     run: TimedRun, stages: tuple[Stage, ...], embeddings: Group, forward: float, backward: float
-) -> UpdateTime:
-    """Returns the times of one pipeline rank.
+) -> dict[str, float]:
+    """Returns the seconds of a pipeline rank after its last backward, by term, and of what delays
+    its next forward.
 
+    The terms are the part of the reduction of gradients that backward does not hide, the optimizer
+    on the device, the optimizer on the host with the copies that nothing hides, and the part of the
+    gathers of updated weights that the next forward does not hide.
     stages: the stages of the rank.
     embeddings: the ranks that share a tied embedding.
     forward, backward: the seconds of one micro-batch in all stages of the rank.
@@ -285,7 +256,7 @@ def update_time(
     if settings.optimizer == MUON:
         ranks = run.shares(run.data_parallel)[0]
         update += _muon(run, stages, ranks.size if shares_out else 1)
-    return UpdateTime(reduction, update, on_host, gather)
+    return {REDUCTION: reduction, OPTIMIZER: update, HOST_UPDATE: on_host, WEIGHT_GATHERS: gather}
 
 
 def _on_host(

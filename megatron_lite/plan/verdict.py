@@ -4,7 +4,7 @@ plan/verdict_text.py has it as plain data and as text. Standard library only.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -127,11 +127,6 @@ def smallest_machine(problem: Problem, budget: Budget) -> FitVerdict:
         f"no number of GPUs up to {MOST_RANKS} was found to be enough for this run: its "
         "layouts are refused, or it needs more memory; give --gpus N for the reason"
     )
-
-
-def status(verdicts: Sequence[FitVerdict]) -> int:
-    """Returns the exit status: that of the best of the verdicts."""
-    return min(EXIT_STATUS[one.word] for one in verdicts)
 
 
 def largest_micro_batch(search: Search, plan: Plan, budget_bytes: int) -> Plan:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
+from megatron_lite.config.optimizer_settings import FORMATS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.operations import (
     ALL_GATHER,
@@ -22,7 +23,6 @@ from megatron_lite.description.operations import (
     OperatorCall,
 )
 from megatron_lite.description.self_attention import CORE
-from megatron_lite.description.sizes import ELEMENT_BYTES
 from megatron_lite.plan.hardware import Group, Hardware, Mode
 
 FORWARD_MATMULS = "forward matmuls"
@@ -105,7 +105,7 @@ class Clock(NamedTuple):
             mode = replace(mode, launch_s=captured.launch_s, replay_s=captured.replay_s)
         return cls(
             hardware,
-            ELEMENT_BYTES[training.precision],
+            FORMATS[training.precision],
             Group(t),
             Group(config.parallel.context_parallel_size, t),
             Group(

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from megatron_lite.config.checks import InputError, input_faults, quoted
-from megatron_lite.config.known_models import PRESETS, Preset, model_of, stored_values
+from megatron_lite.config.known_models import PRESETS, model_of, stored_values
 from megatron_lite.config.megatron_flags import (
     add_flags_without_effect,
     check_only_values,
@@ -46,11 +46,11 @@ from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names
 from megatron_lite.plan.problem import LOSS_CHUNK, SEARCHED, Problem, Values, problem_of
 from megatron_lite.plan.verdict import (
     DOES_NOT_FIT,
+    EXIT_STATUS,
     MOST_RANKS,
     FitVerdict,
     fewest_ranks,
     smallest_machine,
-    status,
     verdict,
 )
 from megatron_lite.plan.verdict_text import Training, lines, plain_stages, plain_verdict
@@ -202,7 +202,7 @@ def _plan(args: Namespace, notes: list[str]) -> int:
             count = found and found.num_ranks
             more = f"It fits on {count} GPUs, the fewest of 2, 4, 8, ...: give --gpus {count}"
             print("", paragraph(more if found else MORE_DO_NOT_HELP), sep="\n")
-    return status(verdicts)
+    return min(EXIT_STATUS[one.word] for one in verdicts)
 
 
 def _verdicts(problem: Problem, budget: Budget, counts: Sequence[int]) -> Iterator[FitVerdict]:
@@ -270,8 +270,7 @@ def _model_values(own: PlanSettings) -> tuple[Values, list[str]]:
     for name, source in (("--model", own.model), ("--hf-config", own.hf_config)):
         if source is not None:
             values, model = model_of(name, source)
-            notes = () if isinstance(model, Preset) else model.notes
-            return values, [f"{source}: {note}" for note in notes]
+            return values, [f"{source}: {note}" for note in model.notes]
     return {}, []
 
 

@@ -39,10 +39,10 @@ from megatron_lite.config.optimizer_settings import (
 )
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, whole_model
-from megatron_lite.description.gradient_buckets import Gradient, bucket_layouts
+from megatron_lite.description.gradient_buckets import bucket_layouts
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import Operation, Parameter
-from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes, allocated
+from megatron_lite.description.sizes import Sizes, allocated
 from megatron_lite.description.transformer_layer import (
     describe_kinds,
     describe_layer,
@@ -122,7 +122,7 @@ class _Settings:
 def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
     config = settings.config
     held = [one for stage in config.stages_of_rank(pp_rank) for one in _parameters(config, stage)]
-    element = ELEMENT_BYTES[config.training.precision]
+    element = FORMATS[config.training.precision]
     parallel, shards = config.parallel, config.parallel.shards(dp_cp_size)
     own_rank = dp_cp_rank % shards
     if config.data_parallel.use_torch_fsdp2 and shards > 1:
@@ -134,13 +134,7 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
     copies = dp_cp_size * parallel.tensor_model_parallel_size // unit
     buckets = bucket_layouts(
         [
-            Gradient(
-                name,
-                one.num_elements,
-                one.partial,
-                one.tied,
-                one.of_experts and parallel.spreads_experts,
-            )
+            one._replace(name=name, of_experts=one.of_experts and parallel.spreads_experts)
             for name, one, _ in held
         ],
         bucket_size=config.data_parallel.bucket_size(dp_cp_size) if dp_cp_size > 1 else None,
