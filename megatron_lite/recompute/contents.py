@@ -119,12 +119,13 @@ class Contents:
         modules that are not inside the layer.
     constant: further kinds that are never looked into.
     has_graphs: whether a tensor may have the graph of an earlier result.
+    modes: the classes of the modules of a layer, and whether each is in training.
     found: all items of all containers, with their numbers and the classes of modules, if modules
         hold nothing besides containers and tensors without a graph. Else None.
     """
 
     layer: nn.Module
-    modes: Any
+    modes: tuple[Any, ...] = ()
     _held: list[Any]
     _others: list[_Container]
 
@@ -144,6 +145,9 @@ class Contents:
         """Returns what the modules of a layer hold."""
         contents = cls(objects)
         contents.layer = layer
+        contents.modes = tuple(
+            (type(each), getattr(each, "training", None)) for each in layer.modules()
+        )
         contents._add_modules("", layer)
         if not (contents._is_odd or contents.has_graphs or contents.generators):
             held = [each.value for each in contents.containers if type(each.value) in USUAL]

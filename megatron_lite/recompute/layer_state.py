@@ -58,10 +58,7 @@ class Written:
         """Returns what the layer and others hold."""
         if not others and self.known and (same := self.known.again(layer)):
             return same
-        modules = () if layer is None else layer.modules()
-        modes = tuple((type(each), getattr(each, "training", None)) for each in modules)
         contents = Contents() if layer is None else Contents.of_layer(layer)
-        contents.modes = modes
         for place, holder in others.items():
             contents.found = None
             contents.add(place, holder)

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ class Offload:
     def __init__(self, copy_streams: CopyStreams, *, kind: str) -> None:
         self._copy_streams, self._kind = copy_streams, kind
         self._before: _SegmentCopies | None = None  # the last segment that offloaded a tensor
-        self._leaving: list[_MovingOut] = []  # the originals of the last segment
+        self._leaving: list[_OnHost] = []  # the copies of the last segment
 
     @contextmanager
     def segment(
@@ -103,27 +103,23 @@ class Offload:
         stay: tensors that are not moved. saved.py lists what else is not moved.
         wanted: whether a storage that is saved now, for the first time, is moved.
         """
-        group, leaving = _SegmentCopies(self._before), []
-        # the tensors that are saved and not yet copied, each with its version, its copy to be, and
-        # the number of the graph's next node when it was saved
-        waiting = []
+        group = _SegmentCopies(self._before)
+        waiting, leaving = list[_OnHost](), list[_OnHost]()  # before and after their copy_out
 
         def move(tensor: Tensor) -> MovedStorage:
             copy_out(next_node_number())
             slot = memory.take(tensor.untyped_storage().nbytes())
-            copy = _OnHost(self._copy_streams, slot, group, tensor.device)
+            copy = _OnHost(self._copy_streams, slot, group, tensor.detach())
             group.copies.append(weakref.ref(copy))
-            waiting.append((tensor.detach(), write_count_of(tensor), copy, next_node_number()))
+            waiting.append(copy)
             return copy.memory
 
         # An operator may save a tensor before it fills it (RReLU), so a copy begins when another
         # operator saves, which has a larger number, or when the segment ends.
         def copy_out(before: float = math.inf) -> None:
-            while waiting and waiting[0][-1] < before:
-                tensor, version, copy, _ = waiting.pop(0)
-                leaving.append(
-                    _MovingOut(tensor, version, weakref.ref(copy), copy.copy_out(tensor))
-                )
+            while waiting and waiting[0].next_node < before:
+                leaving.append(waiting.pop(0))
+                leaving[-1].copy_out()
 
         group.copy_out = copy_out
 
@@ -146,27 +142,11 @@ class Offload:
         copy is marked as torn, and a read of it raises.
         """
         if self._leaving:
-            self._copy_streams.wait(self._leaving[-1].mark)
-        for original in self._leaving:
-            copy = original.copy()
-            if copy and write_count_of(original.tensor) != original.version:
-                copy.torn = True
+            self._copy_streams.wait(self._leaving[-1].left)
+        for copy in self._leaving:
+            copy.torn = write_count_of(copy.original) != copy.version
+            copy.original = None
         self._leaving.clear()  # not a new list: the graph holds the hooks, which hold this one
-
-
-class _MovingOut(NamedTuple):
-    """An original whose copy to the host is under way.
-
-    tensor: keeps the original's memory in use until the copy has ended.
-    version: the version of the tensor when it was saved.
-    copy: the host copy, as long as the graph needs it.
-    mark: the end of the copy.
-    """
-
-    tensor: Tensor
-    version: int
-    copy: weakref.ref[_OnHost]
-    mark: Mark
 
 
 class _SegmentCopies:
@@ -191,26 +171,34 @@ class _SegmentCopies:
 
 @dataclass(eq=False)
 class _OnHost:
-    """The host copy of one storage, which lives as long as the graph needs it.
+    """The host copy of one storage. From the end of its forward on it lives as long as the graph
+    needs it.
 
+    original: the tensor, whose memory stays in use until the copy to the host has ended.
+    version, next_node: its version, and the number of the graph's next node, when it was saved.
+    left: the mark of the end of the copy to the host.
     torn: whether the original was written to while it was being copied.
     """
 
     _copy_streams: CopyStreams
     slot: Slot
     _group: _SegmentCopies
-    _device: torch.device
+    original: Any
     _returned: Tensor | None = None
     _is_awaited: bool = True
+    left: Mark = None
     torn: bool = False
 
-    def copy_out(self, original: Tensor) -> Mark:
-        """Starts the copy of the original to the host, and returns the mark of its end."""
+    def __post_init__(self) -> None:
+        self.version, self.next_node = write_count_of(self.original), next_node_number()
+        self._device = self.original.device
+
+    def copy_out(self) -> None:
+        """Starts the copy of the original to the host."""
         # The slot's last user may still be copied back from it, on the other side stream.
-        self.slot.last_use = self._copy_streams.copy(
-            self.slot.memory, bytes_of(original), after=self.slot.last_use, back=False
+        self.slot.last_use = self.left = self._copy_streams.copy(
+            self.slot.memory, bytes_of(self.original), after=self.slot.last_use, back=False
         )
-        return self.slot.last_use
 
     def call_back(self) -> None:
         """Starts the copy back to the device, unless it was started before.

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -86,7 +86,7 @@ class StepPeakMeasured(NamedTuple):
     """
 
     num_bytes: int
-    by_category: Mapping[str, int]
+    by_category: Counter[str]
     moment: MeasuredMoment
 
 
@@ -94,6 +94,7 @@ class StepMeter(LiveStorages):
     """Follows all storages of a rank from the building of its model to the end of a step.
 
     host_apart: whether host memory is no part of the peak.
+    peak: the peak of the step so far.
     host_peak_bytes: the most bytes of host memory in a step.
     """
 
@@ -103,20 +104,8 @@ class StepMeter(LiveStorages):
         self.host_peak_bytes = 0
         self._in_step = self._in_update = False
         self._running: list[list[str]] = []  # of each stage
-        self._peak_bytes = self._peak_number = 0
-        self._peak_categories = Counter[str]()
-        self._peak_place = (FORWARD, "", "")
-
-    @property
-    def peak(self) -> StepPeakMeasured:
-        """The peak of the step so far."""
-        phase, module, func = self._peak_place
-        counted = (*HELD, *PHASES) if self._host_apart else (*HELD, *PHASES, HOST)
-        return StepPeakMeasured(
-            self._peak_bytes,
-            {one: self._peak_categories[one] for one in counted},
-            MeasuredMoment(phase, module, str(func).rpartition(".")[0]),
-        )
+        self.peak = StepPeakMeasured(0, Counter(), MeasuredMoment(FORWARD, "", ""))
+        self._peak_number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and _engine_is_caller() and _only_reference(args[0]):
@@ -133,9 +122,9 @@ class StepMeter(LiveStorages):
             if not storage or storage.category == category:
                 continue
             # Only a storage that existed at the peak is among the peak's bytes.
-            if self._peak_bytes and storage.number < self._peak_number:
-                self._peak_categories[storage.category] -= storage.num_bytes
-                self._peak_categories[category] += storage.num_bytes
+            if storage.number < self._peak_number:
+                self.peak.by_category[storage.category] -= storage.num_bytes
+                self.peak.by_category[category] += storage.num_bytes
             self.move(storage, category)
 
     def held(self) -> dict[str, int]:
@@ -181,14 +170,17 @@ class StepMeter(LiveStorages):
             return
         self.total_bytes()
         if self._is_above():
-            self._peak_bytes = self._total - self._apart()
-            self._peak_number = self._num_created
-            self._peak_categories = Counter(self.bytes_by_category)
             module = next((running[-1] for running in self._running if running), "")
-            self._peak_place = (self._phase(), module, func)
+            counted = (*HELD, *PHASES) if self._host_apart else (*HELD, *PHASES, HOST)
+            self.peak = StepPeakMeasured(
+                self._total - self._apart(),
+                Counter({one: self.bytes_by_category[one] for one in counted}),
+                MeasuredMoment(self._phase(), module, str(func).rpartition(".")[0]),
+            )
+            self._peak_number = self._num_created
 
     def _is_above(self) -> bool:
-        return self.sum_is_above(self._peak_bytes + self._apart())
+        return self.sum_is_above(self.peak.num_bytes + self._apart())
 
     def _apart(self) -> int:
         return self.bytes_by_category[HOST] if self._host_apart else 0

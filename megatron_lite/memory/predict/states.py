@@ -23,7 +23,7 @@ The memory that the end of a step needs besides the states: after the last backw
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -38,10 +38,10 @@ from megatron_lite.config.optimizer_settings import (
     OptimizerConfig,
 )
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, whole_model
+from megatron_lite.config.stages import Stage
 from megatron_lite.description.gradient_buckets import bucket_layouts
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import Operation, Parameter
+from megatron_lite.description.operations import Parameter
 from megatron_lite.description.sizes import Sizes, allocated
 from megatron_lite.description.transformer_layer import (
     describe_kinds,
@@ -231,41 +231,10 @@ def _parameters(config: RunConfig, stage: Stage) -> Iterator[_Held]:
             yield _Held(name, one, bool(prefix) and len(one.shape) == 2)
 
 
-@lru_cache(4096)
-def parameter_count(
-    model: ModelConfig,
-    vocab_size: int,
-    *,
-    tp_size: int = 1,
-    ep_size: int = 1,
-    expert_tp_size: int = 0,
-    stage: Stage | None = None,
-    of_experts: bool | None = None,
-) -> int:
-    """Returns how many parameters the whole model has, or one stage on one rank.
-
-    vocab_size: the padded size if tp_size is above 1.
-    of_experts: counts those of experts alone, or all others alone.
-    Tied word embeddings count once. A last stage that is not the first holds a copy of them, which
-    counts in that stage.
-    """
-    stage = stage or whole_model(model.num_layers)
-    sizes = Sizes(
-        micro_batch_size=1,
-        seq_length=1,
-        padded_vocab_size=vocab_size,
-        tp_size=tp_size,
-        ep_size=ep_size,
-        expert_tp_size=expert_tp_size,
-        has_embedding=stage.is_first,
-        has_head=stage.is_last,
-        first_layer=stage.first_layer,
-    )
-    ends = embedding_operations(model, sizes) + head_operations(model, sizes)
-    return _elements(ends, of_experts) + sum(
-        count * _elements(layer.operations, of_experts)
-        for layer, count in describe_kinds(model, sizes, stage.num_layers)
-    )
+def parameter_count(model: ModelConfig, vocab_size: int) -> int:
+    """Returns how many parameters the whole model has. Tied word embeddings count once."""
+    sizes = Sizes(micro_batch_size=1, seq_length=1, padded_vocab_size=vocab_size)
+    return _count(model, sizes, model.num_layers)
 
 
 def rank_parameter_count(config: RunConfig, rank: int) -> int:
@@ -277,23 +246,36 @@ def rank_parameter_count(config: RunConfig, rank: int) -> int:
 
 
 def stage_parameters(config: RunConfig, stage: Stage, of_experts: bool | None = None) -> int:
-    """Returns how many parameters one rank of a stage holds: all, those of experts, or others."""
+    """Returns how many parameters one rank of a stage holds: all, those of experts, or others.
+
+    A last stage that is not the first holds a copy of tied word embeddings, which counts.
+    """
     parallel = config.parallel
     tp_size = parallel.tensor_model_parallel_size
-    return parameter_count(
-        config.model,
-        config.tokenizer.rows(tp_size),
+    sizes = Sizes(
+        micro_batch_size=1,
+        seq_length=1,
+        padded_vocab_size=config.tokenizer.rows(tp_size),
         tp_size=tp_size,
         ep_size=parallel.expert_model_parallel_size,
         expert_tp_size=parallel.expert_tensor_parallel,
-        stage=stage,
-        of_experts=of_experts,
+        has_embedding=stage.is_first,
+        has_head=stage.is_last,
+        first_layer=stage.first_layer,
     )
+    return _count(config.model, sizes, stage.num_layers, of_experts)
 
 
-def _elements(operations: Iterable[Operation], of_experts: bool | None) -> int:
+@lru_cache(4096)
+def _count(
+    model: ModelConfig, sizes: Sizes, num_layers: int, of_experts: bool | None = None
+) -> int:
+    ends = embedding_operations(model, sizes) + head_operations(model, sizes)
+    parts = [(ends, 1)]
+    parts += [(one.operations, times) for one, times in describe_kinds(model, sizes, num_layers)]
     return sum(
-        parameter.num_elements
+        times * parameter.num_elements
+        for operations, times in parts
         for operation in operations
         for parameter in operation.parameters
         if of_experts in (None, parameter.of_experts)
