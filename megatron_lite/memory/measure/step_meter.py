@@ -86,7 +86,7 @@ class StepPeakMeasured(NamedTuple):
     """
 
     num_bytes: int
-    by_category: Counter[str]
+    by_category: dict[str, int]
     moment: MeasuredMoment
 
 
