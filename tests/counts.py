@@ -29,7 +29,7 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 297_994,
+    "tokens of the library": 297_901,
     "files of the library": 259,
     "tokens of tests": 276_050,
     "tokens of benchmarks": 20_000,

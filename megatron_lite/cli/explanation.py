@@ -36,6 +36,7 @@ from megatron_lite.plan.hardware import (
     machine_for_policy,
     machine_names,
 )
+from megatron_lite.plan.problem import USUAL_LENGTH
 from megatron_lite.plan.step_time import StepTime, step_time
 
 USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
@@ -149,8 +150,6 @@ def _complete(config: RunConfig, world_size: int, device: str) -> tuple[RunConfi
     )
     return config, [notice]
 
-
-USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
 
 HELP = """usage: {program} FLAGS
 

@@ -287,13 +287,8 @@ def _accounted_layers(given: Given, *, has_file: bool) -> Iterator[str]:
     if size == 1:
         yield f"{said}: no effect at --pipeline-model-parallel-size 1"
         return
-    per_stage, per_rank = (
-        given.pop(name, None)
-        for name in (
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-        )
-    )
+    per_stage = given.pop("num_layers_per_virtual_pipeline_stage", None)
+    per_rank = given.pop("num_virtual_stages_per_pipeline_rank", None)
     whole = layers + len(counted)
     number = per_stage or whole // (size * (per_rank or 1))
     if number < 1 or whole % (number * size) or (per_rank and whole != number * size * per_rank):

@@ -149,23 +149,23 @@ def least_states(config: RunConfig, num_ranks: int) -> float:
     return own * whole / parallel.pipeline_model_parallel_size + every * shared / num_ranks
 
 
-def resorts(problem: Problem) -> Iterator[Iterator[Problem]]:
+def resorts(problem: Problem) -> Iterator[list[Problem]]:
     """Yields groups of other problems for a run that does not fit: with FSDP2 in pipelines, with
     host memory, and then with formats of fewer and fewer bits too, as far as the user has decided
     none of these."""
     if problem.fixed.keys().isdisjoint((*DATA_PARALLEL, PIPELINE)):
-        yield iter([problem._replace(fixed={**problem.fixed, DATA_PARALLEL[1]: True})])
+        yield [problem._replace(fixed={**problem.fixed, DATA_PARALLEL[1]: True})]
     yield from _with_host_memory(problem)
     if not problem.base.optimizer.is_rounded and problem.fixed.keys().isdisjoint(FORMATS):
         for chosen in (FORMATS[:1], FORMATS):
             more = dict.fromkeys(chosen, "bf16") | dict.fromkeys((AWARE, DATA_PARALLEL[0]), True)
             with suppress(ValueError):  # training would refuse it
                 narrow = problem._replace(base=with_fields(problem.base, more))
-                yield iter([narrow])
+                yield [narrow]
                 yield from _with_host_memory(narrow)
 
 
-def _with_host_memory(problem: Problem) -> Iterator[Iterator[Problem]]:
+def _with_host_memory(problem: Problem) -> Iterator[list[Problem]]:
     """Yields groups with host memory: for policies, or for less and less of the optimizer states,
     and then for both."""
     hosted = []
@@ -179,8 +179,8 @@ def _with_host_memory(problem: Problem) -> Iterator[Iterator[Problem]]:
             hosted.append(problem._replace(base=with_fields(problem.base, fields)))
     keeping = problem.states_on_host is None and problem.recompute is None
     rich = [one._replace(host_bytes=USUAL_HOST_BYTES) for one in (problem, *hosted[:1]) if keeping]
-    yield iter([*rich[:1], *hosted])
-    yield iter(rich[1:])
+    yield [*rich[:1], *hosted]
+    yield rich[1:]
 
 
 def _base(problem: Problem) -> RunConfig:

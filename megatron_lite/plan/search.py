@@ -110,8 +110,7 @@ class Search:
 
     def find(self, budget_bytes: int) -> SearchResult:
         """Returns the fastest plans of so many ranks."""
-        tried: list[tuple[RunConfig, float]] = []
-        plans, too_large = self._ranked(tried, budget_bytes)
+        plans, tried, too_large = self._ranked(budget_bytes)
         if not plans:
             return SearchResult((), len(tried), smallest=self._smallest(too_large))
         limit = BETTER * plans[0].time.seconds
@@ -121,14 +120,15 @@ class Search:
         return SearchResult(tuple(plans), len(tried), larger=larger)
 
     def _ranked(
-        self, tried: list[tuple[RunConfig, float]], budget_bytes: int
-    ) -> tuple[list[Plan], list[RunConfig]]:
-        """Returns the fastest plans, and the layouts that were found not to fit until then.
+        self, budget_bytes: int
+    ) -> tuple[list[Plan], list[tuple[RunConfig, float]], list[RunConfig]]:
+        """Returns the fastest plans, all layouts that were tried until then, and those of them that
+        were found not to fit.
 
-        tried: a list to which the layouts are added, each with a lower bound of its time. Those
-            whose states do not fit have no bound.
+        Each layout that was tried has a lower bound of its time, unless its states do not fit.
         """
         problem, ranks = self.problem, self.num_ranks
+        tried: list[tuple[RunConfig, float]] = []
         number = itertools.count()  # decides between equal bounds
         hopeless: list[tuple[float, int, RunConfig]] = []
         heap: list[tuple[float, int, int, RunConfig, StepTime, Plan | None]] = []
@@ -205,7 +205,7 @@ class Search:
                     fastest[shape] = min(fastest[shape], plan.time.seconds)
         if not plans and not too_large:
             too_large = [config for *_, config in heapq.nsmallest(SMALLEST_TRIED, hopeless)]
-        return list(plans.values()), too_large
+        return list(plans.values()), tried, too_large
 
     def _balanced(self, config: RunConfig, time: StepTime, chunks: int | None = None) -> float:
         """Returns a lower bound of the time, however the layers are cut into stages.

@@ -115,19 +115,18 @@ def step_time(
     transfer = link.latency_s + sent / link.bandwidth
     durations = Durations(
         [[one.forward.seconds for one in own] for own in passages],
-        [[one.backward.seconds for one in own] for own in passages],
+        [
+            [one.longer(replay / len(own)) for one in own]
+            for replay, own in zip(replays or [0.0] * p, passages, strict=True)
+        ],
         transfer if p > 1 else 0.0,
         parallel.overlap_p2p_comm,
     )
-    passed = durations
-    if replays:
-        longer = [
-            [one.longer(replay / len(own)) for one in own]
-            for replay, own in zip(replays, passages, strict=True)
-        ]
-        passed = durations._replace(backward=longer)
-    ends = (shortest_pipeline if bound else run_pipeline)(passed, num_microbatches)
-    halves = [*zip(*(map(sum, half) for half in durations[:2]), strict=True)]
+    ends = (shortest_pipeline if bound else run_pipeline)(durations, num_microbatches)
+    halves = [
+        (sum(one.forward.seconds for one in own), sum(one.backward.seconds for one in own))
+        for own in passages
+    ]
     busy = [num_microbatches * (forward + backward) for forward, backward in halves]
     # A tied embedding is on the first and the last pipeline rank, which are p - 1 strides apart.
     embeddings = Group(min(p, 2), (p - 1) * pipeline.stride or 1)

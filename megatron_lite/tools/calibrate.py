@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.optim.adamw import adamw
 from torch.utils.benchmark import Timer
 
 from megatron_lite.config.checks import InputError
@@ -135,25 +134,9 @@ def measure(device: str, like: Hardware) -> Hardware:
     copied = 2 * source.nbytes / _seconds(lambda: target.copy_(source))
     pinned = torch.empty(elements, pin_memory=cuda)
     # An update reads a weight, its gradient and two moments, and writes all but the gradient.
-    weight, grad, mean, square = ([torch.ones(elements)] for _ in range(4))
-    update = partial(
-        adamw,
-        weight,
-        grad,
-        mean,
-        square,
-        [],
-        [torch.ones(())],
-        lr=1e-3,
-        beta1=0.9,
-        beta2=0.95,
-        weight_decay=0.1,
-        eps=1e-8,
-        fused=True,
-        amsgrad=False,
-        maximize=False,
-    )
-    updated = 7 * source.nbytes / _seconds(update)
+    weight = torch.ones(elements)
+    weight.grad = torch.ones(elements)
+    updated = 7 * source.nbytes / _seconds(torch.optim.AdamW([weight], fused=True).step)
     to_host = source.nbytes / _seconds(lambda: pinned.copy_(source, non_blocking=True))
     ranks = torch.cuda.device_count() if cuda else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
