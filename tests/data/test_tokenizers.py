@@ -101,11 +101,7 @@ def test_eos_token_of_the_tokenizer_config_ends_a_document(tmp_path, eos_token):
     assert hugging_face(tmp_path).eod == 5
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["[" * 100_000, r'{"eos_token": "\ud800"}', "[]", "{"],
-    ids=["nesting", "surrogate", "list", "broken"],
-)
+@pytest.mark.parametrize("content", [r'{"eos_token": "\ud800"}', "[]", "{"])
 def test_a_tokenizer_config_that_cannot_be_read_is_named(tmp_path, content):
     write_hugging_face(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
