@@ -31,7 +31,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 297_901,
     "files of the library": 259,
-    "tokens of tests": 276_022,
+    "tokens of tests": 276_023,
     "tokens of benchmarks": 20_000,
     "own files in one plain step": 32,
     "own functions in one plain step": 129,
