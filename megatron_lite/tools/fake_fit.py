@@ -7,7 +7,7 @@ the weights that are gathered at the peak.
 
 import inspect
 import os
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -34,13 +34,14 @@ from megatron_lite.memory.measure.step_meter import SimulatedTensors, StepMeter
 from megatron_lite.parallel.torch_internals import (
     NeedsSizes,
     NeedsValues,
+    address_of,
     fake_store,
     grouped_operator,
 )
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.recompute.caches import kind_of_caches, own_cache
-from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.recompute.saved import results_of
+from megatron_lite.recompute.contents import Contents, tensors_of
+from megatron_lite.recompute.saved import exchanging, results_of
 from megatron_lite.tools.fit import FitSettings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -95,7 +96,7 @@ class SimulatedValues(SimulatedTensors):
         is equal to no given one.
     """
 
-    assumes = False
+    assumes = _is_inside = False
 
     def may_turn_const(self, t: Tensor) -> bool:
         """Tells torch's mode whether a result keeps its value."""
@@ -107,6 +108,7 @@ class SimulatedValues(SimulatedTensors):
             # Torch knows the shapes of bf16 alone.
             halves = [one.bfloat16() for one in args[:2]]
             return func(*halves, *args[2:], **kwargs).to(args[0].dtype)
+        is_inside, self._is_inside = self._is_inside, True
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except NeedsSizes:  # a mask of unknown values
@@ -115,7 +117,11 @@ class SimulatedValues(SimulatedTensors):
             self.assumes, (mask,) = True, args
             with self:
                 return torch.zeros(mask.numel(), mask.dim(), dtype=torch.int64)
-        if func is ATEN.eq.Scalar and args[0].is_floating_point() and result.constant is None:
+        finally:
+            self._is_inside = is_inside
+        # What an operator is made of, such as softmax with a mask, decides nothing by values.
+        is_test = func is ATEN.eq.Scalar and args[0].is_floating_point() and not is_inside
+        if is_test and result.constant is None:
             self.assumes = True
             result.constant = torch.zeros((), dtype=torch.bool).expand(result.shape)
             self.fake_tensor_converter.add_constant_storage_mapping(result)
@@ -132,19 +138,23 @@ def _is_known(tensor: Tensor) -> bool:
 class Ran(NamedTuple):
     """What a call of a layer has shown.
 
-    layer: its number. kept: the bytes that it keeps besides its arguments.
+    layer: its number.
+    kept: the bytes that its graph alone keeps, those that a cache of keys and values keeps as well,
+        and those that the cache alone keeps. The arguments are in none of them.
+    places: of its arguments and results that the graph keeps.
     is_tuple: whether the results are a tuple, not a tensor. forms: the shape, the strides and the
         type of each.
     """
 
     layer: int
-    kept: int
+    kept: list[int]
+    places: list[int]
     is_tuple: bool
     forms: list[Any]
 
 
 class StandIns:
-    """Runs a step in which stand-ins take the places of most layers that are rebuilt.
+    """Runs a step in which stand-ins take the places of most layers.
 
     Of layers that are alike, and that have alike neighbours, with the same actions, two run. Each
     other one only makes results of the same form, keeps as many bytes, and makes gradients. Its
@@ -168,34 +178,53 @@ class StandIns:
             with ExitStack() as stack:
                 for number, key in enumerate(zip(own, own[1:], own[2:], strict=False)):
                     layer = self._layers[number]
-                    if actions[number] != "none":  # such a layer may fill a cache
-                        stack.callback(setattr, layer, "forward", layer.forward)
-                        layer.forward = partial(self._call, number, key, layer.forward)
+                    stack.callback(_put_back, layer, vars(layer).get("forward"))
+                    layer.forward = partial(self._call, number, key, layer.forward)
                 spans = step.run(self._gauge)
             self._are_right = self._complete(spans)
         return spans if self._are_right else step.run(gauge())
 
     def _call(self, number: int, key: Any, policy: Any, *args: Any, **kwargs: Any) -> Any:
         layer, ran, given = self._layers[number], self._ran[key], tensors_of((args, kwargs))
-        if len(ran) == 2 and ran[1]:
-            self._replaced[number] = ran[1].layer
-            every, kind = (*args, *kwargs.values()), kind_of_caches()
-            held = [own_cache(each) for each in every if isinstance(each, kind)]
-            held.append(torch.empty(ran[1].kept, dtype=torch.uint8))
-            results = _StandIn.apply(ran[1].forms, held, len(given), *given, *layer.parameters())
-            return results if ran[1].is_tuple else results[0]
-        before, stand_in, layer.forward = self._gauge.total_bytes(), layer.forward, policy
-        result = layer.forward(*args, **kwargs)
+        every, kind, is_rebuilt = (*args, *kwargs.values()), kind_of_caches(), key[1][1] != "none"
+        caches = [each for each in every if isinstance(each, kind)]
+        if len(ran) == 2 and (one := ran[1]):
+            self._replaced[number] = one.layer
+            held = [torch.empty(size, dtype=torch.uint8) for size in one.kept]
+            for cache in caches[:1]:
+                vars(cache).setdefault("stand_ins", []).append(held[1:])
+            copies = [own_cache(each) for each in caches if is_rebuilt]
+            form = one.forms, one.places, [held[:2], copies]
+            results = _StandIn.apply(form, len(given), *given, *layer.parameters())
+            return results if one.is_tuple else results[0]
+        before, cached = self._gauge.total_bytes(), _sizes(caches)
+        stand_in, layer.forward, saved = layer.forward, policy, set[int]()
+        with exchanging(lambda tensor: saved.add(address_of(tensor.untyped_storage()))):
+            result = layer.forward(*args, **kwargs)
         layer.forward = stand_in
         if torch.is_grad_enabled():
-            results = results_of(result)
-            one = None
-            if not {*map(id, results)} & {*map(id, given)} and all(
-                isinstance(each, Tensor) and each.requires_grad for each in results
+            results, one = results_of(result), None
+            # Gemma's layers hand keys and values to later layers in a UserDict.
+            if (
+                not {*map(id, results)} & {*map(id, given)}
+                and all(isinstance(each, Tensor) and each.requires_grad for each in results)
+                and (is_rebuilt or not any(isinstance(each, UserDict) for each in every))
             ):
                 kept = self._gauge.total_bytes() - before - bytes_of(results)
-                forms = [(x.shape, x.stride(), x.dtype) for x in results]
-                one = Ran(number, kept, results is result, forms)
+                sizes = {at: size for at, size in _sizes(caches).items() if at not in cached}
+                both = sum(size for at, size in sizes.items() if at in saved)
+                here = [address_of(x.untyped_storage()) for x in (*given, *results)]
+                one = Ran(
+                    number,
+                    [kept - sum(sizes.values()), both, sum(sizes.values()) - both],
+                    [
+                        n
+                        for n, at in enumerate(here)
+                        if at in saved or (is_rebuilt and n < len(given))
+                    ],
+                    results is result,
+                    [(x.shape, x.stride(), x.dtype) for x in results],
+                )
             ran.append(one)
         return result
 
@@ -216,21 +245,43 @@ class StandIns:
         return True
 
 
+def _sizes(caches: Any) -> dict[int, int]:
+    """Returns the bytes of the storages in caches, by their addresses."""
+    contents = Contents()
+    contents.add("", caches)
+    found = [each.value for each in contents.parts.values() if isinstance(each.value, Tensor)]
+    storages = [each.untyped_storage() for each in found]
+    return {address_of(one): one.nbytes() for one in storages}
+
+
+def _put_back(layer: nn.Module, forward: Any) -> None:
+    del layer.forward
+    if forward:
+        layer.forward = forward
+
+
 class _StandIn(torch.autograd.Function):
-    """Makes results and gradients, and keeps the arguments. held: what the graph holds besides."""
+    """Makes results and gradients.
+
+    form: the form of the results, the places of the arguments and results that it keeps, and what
+        else the graph holds.
+    """
 
     @staticmethod
-    def forward(ctx: Any, forms: Any, held: Any, num_given: int, *inputs: Tensor) -> Any:
-        ctx.save_for_backward(*inputs[:num_given])
-        ctx.held, ctx.like = held, [(each.shape, each.dtype) for each in inputs]
-        return tuple(torch.empty_strided(*form[:2], dtype=form[2]) for form in forms)
+    def forward(ctx: Any, form: Any, num_given: int, *inputs: Tensor) -> Any:
+        forms, places, ctx.held = form
+        results = tuple(torch.empty_strided(*each[:2], dtype=each[2]) for each in forms)
+        tensors = *inputs[:num_given], *results
+        ctx.save_for_backward(*(tensors[place] for place in places))
+        ctx.like = [(each.shape, each.dtype) for each in inputs]
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.held = None
-        needed = zip(ctx.like, ctx.needs_input_grad[3:], strict=True)
+        needed = zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
         made = [torch.empty(size, dtype=dtype) if need else None for (size, dtype), need in needed]
-        return None, None, None, *made
+        return None, None, *made
 
 
 class LowRank(nn.Module):
