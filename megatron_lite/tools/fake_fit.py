@@ -92,8 +92,8 @@ class SimulatedValues(SimulatedTensors):
     """Fake tensors of which small ones have values, so that a forward may decide by them: by the
     sizes of images, or by a mask. A model may drop layers at rates from a range.
 
-    assumes: whether unknown values counted. A mask of them selects all, and a floating-point number
-        is equal to no given one.
+    assumes: whether unknown values counted. A mask of them selects all, a floating-point number is
+        equal to no given one, and a truth is false.
     """
 
     assumes = _is_inside = False
@@ -111,10 +111,12 @@ class SimulatedValues(SimulatedTensors):
         is_inside, self._is_inside = self._is_inside, True
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-        except NeedsSizes:  # a mask of unknown values
+        except (NeedsSizes, NeedsValues):  # a mask of unknown values
+            (mask, *_), self.assumes = args, True
+            if func is ATEN._local_scalar_dense.default and mask.dtype == torch.bool:
+                return False
             if func is not ATEN.nonzero.default:
                 raise
-            self.assumes, (mask,) = True, args
             with self:
                 return torch.zeros(mask.numel(), mask.dim(), dtype=torch.int64)
         finally:
@@ -359,8 +361,8 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
         measured.notes.append(f"batch: {', '.join(made)}")
         if values.assumes:
             measured.notes.append(
-                "note: the step selects by values, which fake tensors have not. It is taken to "
-                "select all, so a real step may take less"
+                "note: the step decides by values, which fake tensors have not. A mask is taken to "
+                "select all, and a question to be answered by no, so a real step may differ"
             )
         return fitted(model, measured, budget)
 
@@ -504,7 +506,7 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
         if image_tokens:
             inputs["mm_token_type_ids"] = is_other
             inputs["position_ids"] = numbers.repeat(3, batch, 1)  # of time, height, width
-        inputs["labels"] = ids
+        inputs["labels"] = inputs["qformer_input_ids"] = ids
         if main in ("input_ids", "pixel_values"):
             inputs["input_ids"] = ids
     return {name: one for name, one in inputs.items() if name in accepted}
@@ -532,6 +534,14 @@ def _images(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Any
             name = type(model).__name__
             raise InputError(f"{name} reads no images: leave --image-size out")
         return {}
+    if "spatial_shapes" in _accepted(model):  # Siglip 2 gets patches, as many as it has places for
+        side = int(vision.num_patches**0.5)
+        numbers = vision.num_channels * vision.patch_size**2
+        return {
+            "pixel_values": torch.zeros(batch, side**2, numbers, dtype=dtype),
+            "pixel_attention_mask": torch.ones(batch, side**2, dtype=torch.int64),
+            "spatial_shapes": torch.tensor([[side, side]] * batch),
+        }
     if not sizes:
         raise InputError(
             f"{type(model).__name__} reads images of any size: give --image-size, the pixels of a "

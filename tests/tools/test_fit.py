@@ -39,6 +39,9 @@ BERT = dict(
     model_type="bert", architectures=["BertForMaskedLM"], vocab_size=200, hidden_size=32,
     num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
 )  # fmt: skip
+LONGFORMER = dict(  # it asks whether a token attends to all others
+    BERT, model_type="longformer", architectures=["LongformerForMaskedLM"], attention_window=16
+)
 # Its step takes several choices and one label.
 MULTIPLE_CHOICE = {**BERT, "architectures": ["BertForMultipleChoice"]}
 SEGFORMER = dict(model_type="segformer", architectures=["SegformerForImageClassification"])
@@ -54,7 +57,11 @@ def given(**settings):
     # In a short step the peak is the update, which on a GPU is of all tensors at once.
     [
         *((SHALLOW, 4, 128), (LLAMA, 0, 128), (SHALLOW, 0, 4), (MIXTRAL, 0, 128), (T5, 0, 128)),
-        *((T5, 4, 128), (GPT2, 4, 128)),  # T5 reads the weights, GPT-2 has them transposed
+        *(
+            (LONGFORMER, 0, 128),
+            (T5, 4, 128),
+            (GPT2, 4, 128),
+        ),  # T5 reads the weights, GPT-2 has them transposed
     ],
 )
 def test_fake_tensors_give_the_peak_of_the_real_step(config, rank, length):
@@ -80,7 +87,8 @@ def test_fake_tensors_give_the_peak_of_the_real_step(config, rank, length):
     assert fitted.plain.peak == pytest.approx(whole.measured, rel=rel)
     assert fitted.measured <= budget
     assert fitted.plan.peak == pytest.approx(fitted.measured, rel=1e-4)
-    assert not any("selects by values" in note for note in fitted.notes)
+    says = any("decides by values" in note for note in fitted.notes)
+    assert says == (config is LONGFORMER)
 
 
 def sharded(rank, world_size):
@@ -147,6 +155,23 @@ def with_towers(name, architecture, **settings):
             ),
             {"pixel_values": (1, 1, 3, 32, 32)},
         ),
+        (  # it reads the instruction twice
+            dict(
+                model_type="instructblip", num_query_tokens=8, image_token_index=9,
+                architectures=["InstructBlipForConditionalGeneration"], text_config=LLAMA,
+                vision_config=dict(VISION, model_type="instructblip_vision_model"),
+                qformer_config=dict(BERT, model_type="instructblip_qformer"),
+            ),
+            {"pixel_values": (1, 3, 32, 32), "qformer_input_ids": (1, 32)},
+        ),
+        (  # it takes patches of images of any shape
+            dict(
+                model_type="siglip2", architectures=["Siglip2Model"],
+                text_config=dict(BERT, model_type="siglip2_text_model"),
+                vision_config=dict(VISION, model_type="siglip2_vision_model", num_patches=16),
+            ),
+            {"pixel_values": (1, 16, 192), "spatial_shapes": (1, 2)},
+        ),
         (
             with_towers(
                 *("qwen2_audio", "Qwen2AudioForConditionalGeneration"), audio_token_index=9,
@@ -163,13 +188,16 @@ def with_towers(name, architecture, **settings):
             {"pixel_values": (1, 3, 32, 32)},
         ),
     ],
-    ids=["image and text", "cut image", "images", "sound and text", "speech", "stages"],
+    ids=[
+        *("image and text", "cut image", "images", "instruction", "patches", "sound and text"),
+        *("speech", "stages"),
+    ],
 )  # fmt: skip
 def test_images_and_spectra_are_made_as_the_configuration_says(config, names):
     fit = fit_config(config, load_hardware("h100"), None, given(seq_length=32))
-    assert len(fit.policies) == 2 and not any("does not run" in note for note in fit.notes)
+    assert len(fit.policies) >= 2 and not any("does not run" in note for note in fit.notes)
     assert fit.plan.peak == pytest.approx(fit.measured, rel=0.01)
-    selects = any("selects by values" in note for note in fit.notes)
+    selects = any("decides by values" in note for note in fit.notes)
     assert selects or config["model_type"] != "idefics3"
     (line,) = [note for note in fit.notes if note.startswith("batch: ")]
     assert all(f"{name} {shape}" in line for name, shape in names.items())
