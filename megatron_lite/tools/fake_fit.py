@@ -483,7 +483,8 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
     if bins and hasattr(sound, "max_source_positions") and "input_features" in accepted:
         frames = 2 * sound.max_source_positions  # Whisper's first convolutions halve them
         inputs["input_features"] = torch.zeros(batch, bins, frames, dtype=dtype)
-        inputs["feature_attention_mask"] = torch.ones(batch, frames, dtype=torch.int64)
+        mask = torch.ones(batch, frames, dtype=torch.int64)
+        inputs |= dict.fromkeys(("feature_attention_mask", "input_features_mask"), mask)
     elif main == "input_features" and (features := _features(sound)):
         inputs[main] = torch.zeros(batch, length, features, dtype=dtype)
     elif main == "input_values":
@@ -505,10 +506,9 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
         ids = is_other * (token or 0)
         if image_tokens:
             inputs["mm_token_type_ids"] = is_other
-            inputs["position_ids"] = numbers.repeat(3, batch, 1)  # of time, height, width
-        inputs["labels"] = inputs["qformer_input_ids"] = ids
-        if main in ("input_ids", "pixel_values"):
-            inputs["input_ids"] = ids
+            if any(hasattr(one, "get_rope_index") for one in model.modules()):
+                inputs["position_ids"] = numbers.repeat(3, batch, 1)  # of time, height, width
+        inputs |= dict.fromkeys(("input_ids", "labels", "qformer_input_ids"), ids)
     return {name: one for name, one in inputs.items() if name in accepted}
 
 
@@ -534,9 +534,10 @@ def _images(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Any
             name = type(model).__name__
             raise InputError(f"{name} reads no images: leave --image-size out")
         return {}
+    channels: int = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
     if "spatial_shapes" in _accepted(model):  # Siglip 2 gets patches, as many as it has places for
         side = int(vision.num_patches**0.5)
-        numbers = vision.num_channels * vision.patch_size**2
+        numbers = channels * vision.patch_size**2
         return {
             "pixel_values": torch.zeros(batch, side**2, numbers, dtype=dtype),
             "pixel_attention_mask": torch.ones(batch, side**2, dtype=torch.int64),
@@ -548,19 +549,20 @@ def _images(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Any
             "side"
         )
     height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
-    if hasattr(vision, "temporal_patch_size"):  # Qwen2-VL and what descends from it
-        merge = vision.spatial_merge_size
+    if "image_grid_thw" in _accepted(model):  # Qwen2-VL and what descends from it
+        merge = getattr(vision, "spatial_merge_size", 1)
         side = max(1, height // (vision.patch_size * merge)) * merge
-        numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        numbers = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
         return {
             "pixel_values": torch.zeros(batch * side**2, numbers, dtype=dtype),
             "image_grid_thw": torch.tensor([[1, side, side]] * batch),
+            "image_merge_sizes": torch.tensor([merge] * batch),
             "image_tokens": (side // merge) ** 2,
         }
     inputs, grids = {}, getattr(config, "image_grid_pinpoints", None)
     if grids or vision.model_type == "pixtral":
         inputs["image_sizes"] = torch.tensor([[height, width]] * batch)
-    shape = [batch, getattr(vision, "num_channels", 3), height, width]
+    shape = [batch, channels, height, width]
     if tiles := getattr(vision, "max_num_tiles", 0):  # Llama 3.2 fills up to so many
         shape[1:1] = 1, tiles
         inputs["aspect_ratio_ids"] = torch.ones(batch, 1, dtype=torch.int64)
