@@ -180,8 +180,8 @@ class StandIns:
             with ExitStack() as stack:
                 for number, key in enumerate(zip(own, own[1:], own[2:], strict=False)):
                     layer = self._layers[number]
-                    stack.callback(_put_back, layer, vars(layer).get("forward"))
-                    layer.forward = partial(self._call, number, key, layer.forward)
+                    stand_in = partial(self._call, number, key, layer.forward)
+                    stack.enter_context(patch.object(layer, "forward", stand_in))
                 spans = step.run(self._gauge)
             self._are_right = self._complete(spans)
         return spans if self._are_right else step.run(gauge())
@@ -200,10 +200,10 @@ class StandIns:
             results = _StandIn.apply(form, len(given), *given, *layer.parameters())
             return results if one.is_tuple else results[0]
         before, cached = self._gauge.total_bytes(), _sizes(caches)
-        stand_in, layer.forward, saved = layer.forward, policy, set[int]()
-        with exchanging(lambda tensor: saved.add(address_of(tensor.untyped_storage()))):
+        saved = set[int]()
+        note = exchanging(lambda tensor: saved.add(address_of(tensor.untyped_storage())))
+        with note, patch.object(layer, "forward", policy):
             result = layer.forward(*args, **kwargs)
-        layer.forward = stand_in
         if torch.is_grad_enabled():
             results, one = results_of(result), None
             # Gemma's layers hand keys and values to later layers in a UserDict.
@@ -254,12 +254,6 @@ def _sizes(caches: Any) -> dict[int, int]:
     found = [each.value for each in contents.parts.values() if isinstance(each.value, Tensor)]
     storages = [each.untyped_storage() for each in found]
     return {address_of(one): one.nbytes() for one in storages}
-
-
-def _put_back(layer: nn.Module, forward: Any) -> None:
-    del layer.forward
-    if forward:
-        layer.forward = forward
 
 
 class _StandIn(torch.autograd.Function):
