@@ -111,9 +111,9 @@ class SimulatedValues(SimulatedTensors):
         is_inside, self._is_inside = self._is_inside, True
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-        except (NeedsSizes, NeedsValues):  # a mask of unknown values
+        except (NeedsSizes, NeedsValues) as error:  # a mask of unknown values
             (mask, *_), self.assumes = args, True
-            if func is ATEN._local_scalar_dense.default and mask.dtype == torch.bool:
+            if isinstance(error, NeedsValues) and mask.dtype == torch.bool:
                 return False
             if func is not ATEN.nonzero.default:
                 raise
