@@ -95,9 +95,7 @@ class Step:
         If the inputs vary, every call of the model in a read step gets the largest one so far.
         """
         self._shapes.append([])
-        if time.monotonic() - self._told > PATIENCE and os.environ.get("RANK", "0") == "0":
-            self._told = time.monotonic()
-            print(f"fit_memory_: run {len(self._shapes)} of the step", file=sys.stderr, flush=True)
+        self._tell("")
         with repeatable(self._model), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Layers under a recompute policy keep no k")
             see = partial(self._see_inputs, is_read=gauge is not None)
@@ -119,6 +117,12 @@ class Step:
                 self._mark(gauge, Event())
         return _spans(self._events, gauge.readings)
 
+    def _tell(self, where: str) -> None:
+        if time.monotonic() - self._told > PATIENCE and os.environ.get("RANK", "0") == "0":
+            self._told = time.monotonic()
+            text = f"fit_memory_: run {len(self._shapes)} of the step{where}"
+            print(text, file=sys.stderr, flush=True)
+
     def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any, *, is_read: bool) -> Any:
         tensors = tensors_of((args, kwargs))
         self._shapes[-1].append([tuple(each.shape) for each in tensors])
@@ -131,6 +135,7 @@ class Step:
         if event.name != BACKWARD or self._events[-1] != event:
             self._events.append(event)
             gauge.mark()
+            self._tell(f", layer {event.layer + 1} of {len(self._layers)}" * (event.layer >= 0))
 
     def _mark_layers(self, gauge: Gauge) -> Iterator[Any]:
         calls, sizes, given = Counter[int](), dict[int, int](), dict[int, set[int]]()

@@ -323,34 +323,39 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
         if rank := given.trainable.partition(":")[2]:
             add_adapters_(model, int(rank))
         lists = layer_lists(model, None)
+        layers = [*{layer: None for one in lists for layer in one.layers}]
         trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-        if given.fsdp:
-            shard_(model, lists, mesh)
         batch = _batch(model, given, dtype)
 
         def step() -> None:
             _loss(model(**batch)).backward()  # the logits are not held meanwhile
 
-        layers = [*{layer: None for one in lists for layer in one.layers}]
-        # In its first step FSDP2 learns the order of its units.
-        notes = _try(model, layers, step, given.seq_length)
-        keys = [
-            (kind_of(layer), *[form for _, form in notes.saved.get(n, ())], notes.forms.get(n))
-            for n, layer in enumerate(layers)
-        ]
-        model.zero_grad()
         optimizer = OPTIMIZERS[given.optimizer]
-        measured = Measurement(
-            model,
-            lists,
-            step,
-            # Without a choice torch updates all tensors of a GPU at once, which takes memory.
-            optimizer and partial(optimizer, foreach=hardware.device == "cuda"),
-            device,
-            gauge,
-            buckets=0 if given.fsdp or given.gpus == 1 else trained,
-            around=StandIns(layers, keys),
-        )
+        try:
+            notes = _tried(model, layers, lambda: _loss(model(**batch)), gauge)
+            keys = [
+                (kind_of(one), *[form for _, form in notes.saved.get(n, ())], notes.forms.get(n))
+                for n, one in enumerate(layers)
+            ]
+            around = StandIns(layers, keys)
+            if given.fsdp:
+                shard_(model, lists, mesh)
+                # In its first step FSDP2 learns the order of its units.
+                first = Step(model, layers, step)
+                around(first, partial(gauge, lambda: 0), ["none"] * len(layers))
+            measured = Measurement(
+                model,
+                lists,
+                step,
+                # Without a choice torch updates all tensors of a GPU at once, which takes memory.
+                optimizer and partial(optimizer, foreach=hardware.device == "cuda"),
+                device,
+                gauge,
+                buckets=0 if given.fsdp or given.gpus == 1 else trained,
+                around=around,
+            )
+        except Exception as error:  # what a model needs beyond a batch of its usual kind
+            raise _unable(model, given.seq_length, error) from error
         made = [f"{name} {tuple(one.shape)}" for name, one in batch.items()]
         measured.notes.append(f"batch: {', '.join(made)}")
         if values.assumes:
@@ -361,32 +366,30 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
         return fitted(model, measured, budget)
 
 
-def _try(
-    model: Any,
-    layers: Sequence[nn.Module],
-    step: Callable[[], None],
-    length: int,
-    *,
-    has_cache: bool = True,
+def _tried(
+    model: Any, layers: Sequence[nn.Module], run: Callable[[], Any], gauge: Callable[..., FakeGauge]
 ) -> Sharing:
-    """Runs a step: without a cache of keys if the model has one that fails. Returns notes on it."""
-    notes = Sharing()
+    """Runs a forward, without a cache of keys if the model has one that fails. Returns notes."""
+    step = Step(model, layers, run)
     try:
-        with notes.noting(layers):
-            step()
-        return notes
-    except Exception as error:  # what a model needs beyond a batch of its usual kind
-        needs_values = isinstance(error, NeedsValues)
-        if has_cache and not needs_values:
-            model.config.get_text_config().use_cache = model.config.use_cache = False
-            return _try(model, layers, step, length, has_cache=False)
-        why = ", because its forward decides by values" * needs_values
-        most = getattr(model.config.get_text_config(), "max_position_embeddings", length) or length
-        if length > most:
-            why = f", perhaps because it has {most} positions and --seq-length is {length}"
-        raise InputError(
-            f"{type(model).__name__} cannot run on fake tensors{why} ({_reason(error)}): {INSTEAD}"
-        ) from error
+        step.run(gauge(lambda: 0))
+    except Exception as error:
+        if isinstance(error, NeedsValues):
+            raise
+        model.config.get_text_config().use_cache = model.config.use_cache = False
+        step.run(gauge(lambda: 0))
+    return step.sharing
+
+
+def _unable(model: Any, length: int, error: Exception) -> InputError:
+    """Returns the error of a model that does not run."""
+    why = ", because its forward decides by values" * isinstance(error, NeedsValues)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", length) or length
+    if length > most:
+        why = f", perhaps because it has {most} positions and --seq-length is {length}"
+    return InputError(
+        f"{type(model).__name__} cannot run on fake tensors{why} ({_reason(error)}): {INSTEAD}"
+    )
 
 
 def _reason(error: Exception) -> str:
