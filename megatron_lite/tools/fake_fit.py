@@ -46,6 +46,7 @@ from megatron_lite.tools.fit import FitSettings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATEN = torch.ops.aten
+DEVICE = torch.ops.prim.device.default
 RANGES = ATEN.arange.default, ATEN.arange.start, ATEN.arange.start_step, ATEN.linspace.default
 MAKE_KNOWN = (*RANGES, ATEN.full.default, ATEN.zeros.default, ATEN.ones.default)
 MOST_INTEGERS, MOST_FLOATS = 1 << 16, 1 << 10  # of a tensor
@@ -76,7 +77,7 @@ class FakeGauge(StepMeter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":  # it reads the device of a fake tensor
-            return func(*args)
+            return args[0].fake_device if func is DEVICE else func(*args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if not func.is_view:
             moved = sum(each.nbytes for each in tensors_of((args, kwargs, result)))
@@ -176,9 +177,11 @@ class StandIns:
         if self._are_right:
             self._gauge, self._ran = gauge(), defaultdict[Any, list[Ran | None]](list)
             self._replaced: dict[int, int] = {}  # the layer that ran, by the one that did not
-            own = [None, *zip(self._keys, actions, strict=True), None]
+            own = [*zip(self._keys, actions, strict=True)]
+            # Of neighbours it matters whether they are rebuilt, and so keep their arguments.
+            near = [None, *((key, action == "none") for key, action in own), None]
             with ExitStack() as stack:
-                for number, key in enumerate(zip(own, own[1:], own[2:], strict=False)):
+                for number, key in enumerate(zip(near, own, near[2:], strict=False)):
                     layer = self._layers[number]
                     stand_in = partial(self._call, number, key, layer.forward)
                     stack.enter_context(patch.object(layer, "forward", stand_in))
@@ -325,13 +328,13 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
         lists = layer_lists(model, None)
         layers = [*{layer: None for one in lists for layer in one.layers}]
         trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-        batch = _batch(model, given, dtype)
+        optimizer = OPTIMIZERS[given.optimizer]
 
         def step() -> None:
             _loss(model(**batch)).backward()  # the logits are not held meanwhile
 
-        optimizer = OPTIMIZERS[given.optimizer]
         try:
+            batch = _inputs(model, given, dtype)
             notes = _tried(model, layers, lambda: _loss(model(**batch)), gauge)
             keys = [
                 (kind_of(one), *[form for _, form in notes.saved.get(n, ())], notes.forms.get(n))
@@ -354,6 +357,8 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
                 buckets=0 if given.fsdp or given.gpus == 1 else trained,
                 around=around,
             )
+        except InputError:
+            raise
         except Exception as error:  # what a model needs beyond a batch of its usual kind
             raise _unable(model, given.seq_length, error) from error
         made = [f"{name} {tuple(one.shape)}" for name, one in batch.items()]
@@ -451,19 +456,6 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
     except Exception as error:  # the library checks few values before it computes with them
         raise InputError(f"transformers cannot build this model: {_reason(error)}") from error
     raise InputError(f"architectures: {shown(repr(name))} is no model of transformers: name one")
-
-
-def _batch(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the `_inputs`. Raises InputError where a configuration names them otherwise."""
-    try:
-        return _inputs(model, given, dtype)
-    except (AttributeError, TypeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        name = type(model).__name__
-        raise InputError(
-            f"{name} has other inputs than known ({_reason(error)}): {INSTEAD}"
-        ) from error
 
 
 def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -61,12 +61,11 @@ def _text(given: FitSettings) -> str:
         raise InputError(f"{path}: no configuration of transformers: model_type is missing")
     hardware = load_hardware(given.gpu)
     budget = hardware.memory_bytes - default_reserve(hardware.memory_bytes)
-    if given.memory_budget is not None:
-        with input_faults():
-            budget = parse_bytes("--memory-budget", given.memory_budget, least=1)
     from megatron_lite.tools.fake_fit import fit_config
 
     with input_faults():
+        if given.memory_budget is not None:
+            budget = parse_bytes("--memory-budget", given.memory_budget, least=1)
         fit = fit_config(config, hardware, budget, given)
     lines = "\n".join(
         f'apply_policy_(model, layers_fqn="{name}", policy="{policy}")'
