@@ -57,14 +57,6 @@ if settings is not None:
         )
     settings.load_profile("thorough" if FULL_GRIDS else "quick")
 
-# The ranks of a test wait for each other thousands of times, and to wake a process on the same core
-# takes the least processor time. A process of pytest beyond the number of cores may use them all.
-if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-    cores = sorted(os.sched_getaffinity(0))
-    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-    if number < len(cores) <= int(os.environ["PYTEST_XDIST_WORKER_COUNT"]):
-        os.sched_setaffinity(0, {cores[number]})
-
 OF_RUNS = {"checkpointing", "description", "faults", "memory", "recompute", "training"}
 
 # A CPU with AMX whose instructions ATEN_CPU_CAPABILITY limits to AVX2: torch's own bf16 attention

@@ -70,6 +70,7 @@ def builds_second(cache):
     def second(*args, **options):
         while not list(cache.glob("*.lock")):
             time.sleep(0.01)
+        time.sleep(1)  # the file is there a moment before its lock is taken
         return build_split(*args, **options)
 
     token_datasets._build_split = second
