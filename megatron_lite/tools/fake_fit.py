@@ -7,11 +7,10 @@ the weights that are gathered at the peak.
 
 import inspect
 import os
-from collections import UserDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -28,21 +27,19 @@ from megatron_lite.fit.layers import LayerList, kind_of, layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import Fit, fitted
 from megatron_lite.fit.sharing import Sharing
-from megatron_lite.fit.step import Span, Step, bytes_of
+from megatron_lite.fit.step import Step
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.step_meter import SimulatedTensors, StepMeter
 from megatron_lite.parallel.torch_internals import (
     NeedsSizes,
     NeedsValues,
-    address_of,
     fake_store,
     grouped_operator,
 )
 from megatron_lite.plan.hardware import Hardware
-from megatron_lite.recompute.caches import kind_of_caches, own_cache
-from megatron_lite.recompute.contents import Contents, tensors_of
-from megatron_lite.recompute.saved import exchanging, results_of
+from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.tools.fit import FitSettings
+from megatron_lite.tools.stand_ins import StandIns
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATEN = torch.ops.aten
@@ -136,151 +133,6 @@ class SimulatedValues(SimulatedTensors):
 
 def _is_known(tensor: Tensor) -> bool:
     return tensor.numel() <= (MOST_FLOATS if tensor.is_floating_point() else MOST_INTEGERS)
-
-
-class Ran(NamedTuple):
-    """What a call of a layer has shown.
-
-    layer: its number.
-    kept: the bytes that its graph alone keeps, those that a cache of keys and values keeps as well,
-        and those that the cache alone keeps. The arguments are in none of them.
-    places: of its arguments and results that the graph keeps.
-    is_tuple: whether the results are a tuple, not a tensor. forms: the shape, the strides and the
-        type of each.
-    """
-
-    layer: int
-    kept: list[int]
-    places: list[int]
-    is_tuple: bool
-    forms: list[Any]
-
-
-class StandIns:
-    """Runs a step in which stand-ins take the places of most layers.
-
-    Of layers that are alike, and that have alike neighbours, with the same actions, two run. Each
-    other one only makes results of the same form, keeps as many bytes, and makes gradients. Its
-    peaks and its time are those of the second one. If its forward or its backward does not change
-    the bytes as there, the step runs again without stand-ins.
-
-    keys: of the layers; those of one key are alike.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module], keys: Sequence[Hashable]) -> None:
-        self._layers, self._keys, self._are_right = layers, keys, True
-
-    def __call__(
-        self, step: Step, gauge: Callable[[], FakeGauge], actions: Sequence[str]
-    ) -> list[Span]:
-        """Returns the parts of the step."""
-        if self._are_right:
-            self._gauge, self._ran = gauge(), defaultdict[Any, list[Ran | None]](list)
-            self._replaced: dict[int, int] = {}  # the layer that ran, by the one that did not
-            own = [*zip(self._keys, actions, strict=True)]
-            # Of neighbours it matters whether they are rebuilt, and so keep their arguments.
-            near = [None, *((key, action == "none") for key, action in own), None]
-            with ExitStack() as stack:
-                for number, key in enumerate(zip(near, own, near[2:], strict=False)):
-                    layer = self._layers[number]
-                    stand_in = partial(self._call, number, key, layer.forward)
-                    stack.enter_context(patch.object(layer, "forward", stand_in))
-                spans = step.run(self._gauge)
-            self._are_right = self._complete(spans)
-        return spans if self._are_right else step.run(gauge())
-
-    def _call(self, number: int, key: Any, policy: Any, *args: Any, **kwargs: Any) -> Any:
-        layer, ran, given = self._layers[number], self._ran[key], tensors_of((args, kwargs))
-        every, kind, is_rebuilt = (*args, *kwargs.values()), kind_of_caches(), key[1][1] != "none"
-        caches = [each for each in every if isinstance(each, kind)]
-        if len(ran) == 2 and (one := ran[1]):
-            self._replaced[number] = one.layer
-            held = [torch.empty(size, dtype=torch.uint8) for size in one.kept]
-            for cache in caches[:1]:
-                vars(cache).setdefault("stand_ins", []).append(held[1:])
-            copies = [own_cache(each) for each in caches if is_rebuilt]
-            form = one.forms, one.places, [held[:2], copies]
-            results = _StandIn.apply(form, len(given), *given, *layer.parameters())
-            return results if one.is_tuple else results[0]
-        before, cached = self._gauge.total_bytes(), _sizes(caches)
-        saved = set[int]()
-        note = exchanging(lambda tensor: saved.add(address_of(tensor.untyped_storage())))
-        with note, patch.object(layer, "forward", policy):
-            result = layer.forward(*args, **kwargs)
-        if torch.is_grad_enabled():
-            results, one = results_of(result), None
-            # Gemma's layers hand keys and values to later layers in a UserDict.
-            if (
-                not {*map(id, results)} & {*map(id, given)}
-                and all(isinstance(each, Tensor) and each.requires_grad for each in results)
-                and (is_rebuilt or not any(isinstance(each, UserDict) for each in every))
-            ):
-                kept = self._gauge.total_bytes() - before - bytes_of(results)
-                sizes = {at: size for at, size in _sizes(caches).items() if at not in cached}
-                both = sum(size for at, size in sizes.items() if at in saved)
-                here = [address_of(x.untyped_storage()) for x in (*given, *results)]
-                one = Ran(
-                    number,
-                    [kept - sum(sizes.values()), both, sum(sizes.values()) - both],
-                    [
-                        n
-                        for n, at in enumerate(here)
-                        if at in saved or (is_rebuilt and n < len(given))
-                    ],
-                    results is result,
-                    [(x.shape, x.stride(), x.dtype) for x in results],
-                )
-            ran.append(one)
-        return result
-
-    def _complete(self, spans: list[Span]) -> bool:
-        """Gives stand-ins their peaks and times. Returns whether the bytes changed alike."""
-        parts: dict[int, list[int]] = {}
-        for place, span in enumerate(spans):
-            parts.setdefault(span.layer, []).append(place)
-        for number, like in self._replaced.items():
-            if len(parts[number]) != len(parts[like]):
-                return False
-            for place, other in zip(parts[number], parts[like], strict=True):
-                own, ran = spans[place], spans[other]
-                if own.name != ran.name or own.end - own.start != ran.end - ran.start:
-                    return False
-                peak = own.start + ran.peak - ran.start
-                spans[place] = own._replace(peak=peak, nanoseconds=ran.nanoseconds)
-        return True
-
-
-def _sizes(caches: Any) -> dict[int, int]:
-    """Returns the bytes of the storages in caches, by their addresses."""
-    contents = Contents()
-    contents.add("", caches)
-    found = [each.value for each in contents.parts.values() if isinstance(each.value, Tensor)]
-    storages = [each.untyped_storage() for each in found]
-    return {address_of(one): one.nbytes() for one in storages}
-
-
-class _StandIn(torch.autograd.Function):
-    """Makes results and gradients.
-
-    form: the form of the results, the places of the arguments and results that it keeps, and what
-        else the graph holds.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, form: Any, num_given: int, *inputs: Tensor) -> Any:
-        forms, places, ctx.held = form
-        results = tuple(torch.empty_strided(*each[:2], dtype=each[2]) for each in forms)
-        tensors = *inputs[:num_given], *results
-        ctx.save_for_backward(*(tensors[place] for place in places))
-        ctx.like = [(each.shape, each.dtype) for each in inputs]
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.held = None
-        needed = zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
-        made = [torch.empty(size, dtype=dtype) if need else None for (size, dtype), need in needed]
-        return None, None, *made
 
 
 class LowRank(nn.Module):

@@ -13,8 +13,15 @@ from megatron_lite.api import fit_memory_
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.plan.hardware import load_hardware
-from megatron_lite.tools.fake_fit import FakeGauge, StandIns, add_adapters_, fit_config, shard_
+from megatron_lite.tools.fake_fit import (
+    FakeGauge,
+    SimulatedValues,
+    add_adapters_,
+    fit_config,
+    shard_,
+)
 from megatron_lite.tools.fit import FitSettings
+from megatron_lite.tools.stand_ins import StandIns
 from tests.support.ranks import run_ranks
 
 LLAMA = dict(
@@ -232,6 +239,14 @@ def test_stand_ins_for_alike_layers_change_no_figure(config, trainable, monkeypa
     monkeypatch.setattr(StandIns, "__call__", lambda self, step, gauge, actions: step.run(gauge()))
     whole = fit_config(config, machine, None, settings)
     assert figures(quick) == figures(whole)
+
+
+def test_a_comparison_inside_of_an_operator_decides_nothing():
+    with SimulatedValues() as values:
+        scores = torch.rand(3, 1009)
+        torch.ops.aten._safe_softmax(scores, -1)  # it asks which rows are masked
+        assert not values.assumes
+        assert not (scores == 0.0).any() and values.assumes
 
 
 def figures(fit):
