@@ -3,6 +3,8 @@
 The rank calls `happens(place, action, iteration=3)` before its run starts.
 """
 
+import fcntl
+import math
 import time
 
 from megatron_lite.checkpointing import saver
@@ -68,9 +70,24 @@ def builds_second(cache):
     build_split = token_datasets._build_split
 
     def second(*args, **options):
-        while not list(cache.glob("*.lock")):
-            time.sleep(0.01)
-        time.sleep(1)  # the file is there a moment before its lock is taken
+        # The file is there a moment before its lock is taken; a builder that dies holds it no more.
+        until = math.inf
+        while time.monotonic() < until:
+            locks = [*cache.glob("*.lock")]
+            if any(map(_is_held, locks)):
+                break
+            if locks:
+                until = min(until, time.monotonic() + 1)
+            time.sleep(0.001)
         return build_split(*args, **options)
 
     token_datasets._build_split = second
+
+
+def _is_held(lock):
+    with open(lock) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
