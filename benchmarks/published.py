@@ -9,7 +9,7 @@ has the tables.
 import json
 import statistics
 import sys
-from dataclasses import replace
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,8 @@ from typing import NamedTuple
 sys.path.insert(0, ".")  # the root of the clone, which may not be installed
 
 from megatron_lite.cli.flags import parse_args
-from megatron_lite.plan.hardware import Flash, Mode, load_hardware
+from megatron_lite.config.plain import from_plain
+from megatron_lite.plan.hardware import Hardware, completed, load_hardware
 from megatron_lite.plan.step_time import OPTIMIZER, step_time
 
 RUNS = Path(__file__).parent / "runs.json"
@@ -106,12 +107,8 @@ def _config(words):
 
 
 def _machine(source):
-    machine, changes = load_hardware(source["machine"]), dict(source["changes"])
-    if "eager" in changes:
-        changes["eager"] = Mode(**changes["eager"])
-    if "flash" in changes:
-        changes["bf16"] = replace(machine.bf16, flash=Flash(**changes.pop("flash")))
-    return replace(machine, **changes)
+    values = asdict(load_hardware(source["machine"]))
+    return from_plain(Hardware, completed(source["changes"], values), "the machine")
 
 
 def summary(found, by):

@@ -299,7 +299,7 @@ def load_hardware(name: str) -> Hardware:
             like = values.pop("like")
             if like not in machine_names():
                 raise ValueError(f"like must be one of {', '.join(machine_names())} (got {like!r})")
-            values = _completed(values, read_json(MACHINES / f"{like}.json"))
+            values = completed(values, read_json(MACHINES / f"{like}.json"))
         return from_plain(Hardware, values, "the machine")
 
 
@@ -335,11 +335,11 @@ def machine_for_policy(machine: str | None, *, device: str, gpu_name: str | None
     )
 
 
-def _completed(own: Any, whole: Any) -> Any:
+def completed(own: Any, whole: Any) -> Any:
     """Returns a value with the entries of objects that only the other one has."""
     if not (isinstance(own, dict) and isinstance(whole, dict)):
         return own
-    return {**whole, **{name: _completed(value, whole.get(name)) for name, value in own.items()}}
+    return {**whole, **{name: completed(value, whole.get(name)) for name, value in own.items()}}
 
 
 def _figures(config: Any, where: str = "") -> Iterator[tuple[str, float]]:
