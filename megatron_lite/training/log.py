@@ -199,11 +199,13 @@ class RunLog:
             if config.log_style == "megatron" or "log" in self._parts:
                 self.detail(iteration_line(interval, facts, throughput=config.log_throughput))
             if config.log_style != "megatron":
-                shown = self._trainer.peak if self._shows_peak else self._trainer.activation_bytes
-                if self._memory == "-" and shown is not None:
-                    unit = ByteUnit.of(max(shown.predicted, shown.measured))
-                    both = f"{unit.number(shown.predicted)}/{unit.number(shown.measured)}"
-                    self._memory = f"{both} {unit.name}"
+                kept = record.activation_bytes_predicted, record.activation_bytes_measured
+                predicted, measured, *_ = (
+                    self._trainer.peak or (None, None) if self._shows_peak else kept
+                )
+                if self._memory == "-" and predicted is not None and measured is not None:
+                    unit = ByteUnit.of(max(predicted, measured))
+                    self._memory = f"{unit.number(predicted)}/{unit.number(measured)} {unit.name}"
                 row = short_row(
                     interval,
                     facts,

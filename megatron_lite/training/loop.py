@@ -28,12 +28,7 @@ from megatron_lite.supervision.exits import Exits, Pulse
 from megatron_lite.training.batches import DocumentRules, MicroBatches, SampleOrder, masked_mean
 from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.log import RunLog
-from megatron_lite.training.observe import (
-    ActivationBytes,
-    ActivationMeter,
-    measures_peak,
-    own_step_peak,
-)
+from megatron_lite.training.observe import ActivationMeter, measures_peak, own_step_peak
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from megatron_lite.training.step import StageRunner, StepEnd, StepResult, TrainingError, train_step
 from megatron_lite.training.summary import described
@@ -74,8 +69,9 @@ class Trainer:
 
     progress: the iterations and samples so far.
     log, exits: of `run`, as long as it lasts.
-    activation_bytes: the bytes that the run's first micro-batch keeps for backward. None before it,
-        and for compiled layers, of which the compiler decides what they keep.
+    kept_bytes: the figures of the bytes that the run's first micro-batch keeps for backward, for
+        every record. {} before it, and for compiled layers, of which the compiler decides what they
+        keep.
     peak: the peak of a step, from the second step on if the run measures it.
     seconds: the times of the steps of this start that are finished.
     """
@@ -104,13 +100,12 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     log: RunLog = field(init=False)
     exits: Exits = field(init=False)
-    activation_bytes: ActivationBytes | None = None
+    kept_bytes: dict[str, Any] = field(default_factory=dict)
     peak: PeakMemory | None = None
     seconds: list[float] = field(default_factory=list)
     _num_steps: int = 0  # of this start
     _started: list[StartedStep] = field(default_factory=list)
     _saved_at: int = -1
-    _kept: dict[str, Any] = field(default_factory=dict)  # for all records
 
     def run(self, exits: Exits | None = None) -> Progress:
         """Trains from the step that `--load` chose to the end, or until `exits` ends the run.
@@ -355,7 +350,7 @@ class Trainer:
         record = IterationRecord(
             **step.row,
             **figures,
-            **self._kept,
+            **self.kept_bytes,
             nan=int(not math.isfinite(figures["lm_loss"])),
             iteration_ms=seconds * 1000.0,
             tokens_per_second=batch_size * self.config.data.seq_length / seconds,
@@ -393,15 +388,8 @@ class Trainer:
         A difference is a warning in the log. Under --recompute-verify it raises TrainingError.
         Issues one all-reduce over all ranks.
         """
-        kept = self.activation_bytes = meter.result()
-        self._kept = dict(
-            activation_bytes_predicted=kept.predicted,
-            activation_bytes_measured=kept.measured,
-            activation_bytes_balanced=kept.balanced,
-            activation_host_bytes_predicted=kept.host_predicted,
-            activation_host_bytes_measured=kept.host_measured,
-        )
-        if (fault := kept.fault) is not None:
+        self.kept_bytes, fault = meter.result()
+        if fault:
             if self.config.recompute.recompute_verify:
                 raise TrainingError(f"--recompute-verify: {fault}")
             self.log.line(f"warning: {fault}")

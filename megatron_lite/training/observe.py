@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,55 +32,13 @@ from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 # Runs a micro-batch of a whole model, and records its memory: (model, forward) -> loss.
 Timeline = Callable[[GPTModel, Callable[[], Tensor]], Tensor]
-MOST_NAMED = 6  # layers that differ from the prediction
-
-
-class ActivationBytes(NamedTuple):
-    """The kept bytes of one micro-batch in all stages of a rank, the most of any rank.
-
-    predicted, measured: the bytes in device memory. The prediction knows how many rows the routers
-        have sent to this rank's experts.
-    balanced: the prediction for routers that send equally many rows to each expert. None without
-        experts.
-    off: measured minus predicted bytes, on the rank where they differ most.
-    unaccounted: bytes alive after the forward but not saved for backward. None if not measured.
-    host_predicted, host_measured: the bytes in host memory. None if no policy moves tensors there.
-    layers: the layers that differ, as text.
-    """
-
-    predicted: int
-    measured: int
-    balanced: int | None = None
-    off: int = 0
-    unaccounted: int | None = None
-    host_predicted: int | None = None
-    host_measured: int | None = None
-    layers: str = ""
-
-    @property
-    def fault(self) -> str | None:
-        """Returns a sentence about the first difference from the prediction, or None."""
-        if self.off:
-            return (
-                f"the first micro-batch keeps {self.measured} bytes for backward, and "
-                f"{self.predicted} were predicted "
-                f"({self.off:+d}){': ' if self.layers else ''}{self.layers}"
-            )
-        if self.host_measured != self.host_predicted:
-            return (
-                f"the first micro-batch keeps {self.host_measured} bytes in host memory, and "
-                f"{self.host_predicted} were predicted"
-            )
-        if self.unaccounted:
-            return (
-                f"{self.unaccounted} bytes live on after the forward that are not saved for "
-                "backward"
-            )
-        return None
+MOST_NAMED = 6  # places that differ from the prediction
+OUTSIDE, HOST = "outside of the layers", "in host memory"
 
 
 class ActivationMeter:
-    """Measures the kept bytes of each stage.
+    """Measures the kept bytes of each stage, and predicts them from the rows that the routers have
+    sent to this rank's experts. Both are counted by place: "layer 3", OUTSIDE and HOST.
 
     Under --recompute-verify it also looks for tensors that outlive the forward without being saved
     for backward.
@@ -89,8 +47,8 @@ class ActivationMeter:
     def __init__(self, config: RunConfig, parallel: ParallelState) -> None:
         self._config, self._parallel = config, parallel
         self._thorough = config.recompute.recompute_verify
-        self._seen: list[tuple[GPTModel, RecomputePlan, Counter[int | None], tuple[Any, ...]]] = []
-        self._measured, self._host_measured, self._unaccounted = 0, 0, 0
+        self._measured, self._predicted = Counter[str](), Counter[str]()
+        self._balanced = self._unaccounted = 0
 
     def forward(self, chunk: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]) -> Tensor:
         """Runs the forward of one stage under the plan. Returns the result of `run`."""
@@ -100,16 +58,15 @@ class ActivationMeter:
         weights = list(weights_in_use(chunk))
         with kept_for_backward(exclude=weights, model=chunk) as meter, live or nullcontext():
             output = run()
-        saved = Counter[int | None]()  # bytes by layer; None: outside of them
         for kept in meter.storages().values():
             named = re.match(r"decoder\.layers\.(\d+)", kept.label)
-            saved[int(named[1]) if named else None] += kept.num_bytes
-        rows = tuple(getattr(layer.mlp, "num_rows", ()) for layer in chunk.decoder.layers)
-        self._seen.append((chunk, plan, saved, rows))
+            self._measured[f"layer {named[1]}" if named else OUTSIDE] += kept.num_bytes
         # Saved inputs in an arena (contiguous) or in host memory pass by the meter's hooks.
         stores = chunk.decoder.stores if plan.uses_stores else None
-        self._measured += meter.total_bytes() + (0 if stores is None else stores.device_bytes)
-        self._host_measured += 0 if stores is None else stores.host_bytes
+        if stores is not None:
+            self._measured[OUTSIDE] += stores.device_bytes
+            self._measured[HOST] += stores.host_bytes
+        self._predict(chunk, plan)
         if live is not None:
             # Outputs, weights and constants outlive the forward legitimately. Anything else that
             # lives and that no hook saw was put aside by a cache or on a Function's context.
@@ -122,69 +79,73 @@ class ActivationMeter:
             )
         return output
 
-    def result(self) -> ActivationBytes:
-        """Returns the figures of the rank that keeps most. Waits for the device.
+    def _predict(self, chunk: GPTModel, plan: RecomputePlan) -> None:
+        model = self._config.model
+        sizes = Sizes.of(self._config, device=self._parallel.device.type, stage=chunk.stage)
+        if model.num_experts is not None:
+            self._balanced += activation_bytes(model, plan, sizes)
+            rows: list[Any] = [getattr(one.mlp, "num_rows", ()) for one in chunk.decoder.layers]
+            sizes = replace(sizes, expert_rows=tuple(rows) if any(rows) else ())
+        for term in activation_terms(model, plan, sizes):
+            place = HOST if term.on_host else OUTSIDE
+            # The decoder saves the inputs of units.
+            if not (term.on_host or term.layer is None or term.operation == UNIT):
+                place = f"layer {chunk.stage.first_layer + term.layer}"
+            self._predicted[place] += term.num_bytes
 
-        Issues one all-reduce over all ranks, and a gather of texts if the bytes differ.
+    def result(self) -> tuple[dict[str, Any], str]:
+        """Returns the figures of the rank that keeps most, by their names in IterationRecord, and
+        a sentence about the first difference from the prediction, on the rank where they differ
+        most; "" if there is none.
+
+        Waits for the device. Issues one all-reduce over all ranks, and a gather of texts if the
+        bytes differ.
         """
-        predicted = balanced = host_predicted = 0
-        model, parallel = self._config.model, self._parallel
-        for chunk, plan, _, rows in self._seen:
-            sizes = self._sizes(chunk, rows)
-            predicted += activation_bytes(model, plan, sizes)
-            host_predicted += activation_bytes(model, plan, sizes, on_host=True)
-            if model.num_experts is not None:
-                balanced += activation_bytes(model, plan, self._sizes(chunk, ()))
-        own_off = self._measured - predicted
+        both, parallel = (self._predicted, self._measured), self._parallel
+        on_host = [counts.pop(HOST, 0) for counts in both]
+        own = [counts.total() for counts in both]
+        own_off = own[1] - own[0]
         # One MAX finds both the largest surplus and the largest shortfall of any rank.
-        figures = [
-            *(predicted, self._measured, own_off, -own_off, self._unaccounted),
-            *(host_predicted, self._host_measured, balanced),
-        ]
+        figures = [*own, *on_host, self._balanced, self._unaccounted, own_off, -own_off]
         most = all_reduce_(
             torch.tensor(figures, device=parallel.device), parallel.world_group, dist.ReduceOp.MAX
         )
-        predicted, measured, above, below, unaccounted, *others = most.tolist()
-        host_predicted, host_measured, balanced = others
-        off = above if above >= below else -below
-        return ActivationBytes(
-            predicted=predicted,
-            measured=measured,
-            balanced=balanced or None,
-            off=off,
-            unaccounted=unaccounted if self._thorough else None,
-            host_predicted=host_predicted or None,
-            host_measured=host_measured if host_predicted else None,
-            layers=self._layers(differs=off == own_off) if off else "",
-        )
+        predicted, measured, host_predicted, host_measured, *others = most.tolist()
+        balanced, unaccounted, above, below = others
+        off, fault = above if above >= below else -below, ""
+        if off:
+            fault = (
+                f"the first micro-batch keeps {measured} bytes for backward, and {predicted} were "
+                f"predicted ({off:+d}){self._layers(differs=off == own_off)}"
+            )
+        elif host_measured != host_predicted:
+            fault = (
+                f"the first micro-batch keeps {host_measured} bytes in host memory, and "
+                f"{host_predicted} were predicted"
+            )
+        elif unaccounted:
+            fault = f"{unaccounted} bytes live on after the forward that are not saved for backward"
+        return dict(
+            activation_bytes_predicted=predicted,
+            activation_bytes_measured=measured,
+            activation_bytes_balanced=balanced or None,
+            activation_host_bytes_predicted=host_predicted or None,
+            activation_host_bytes_measured=host_measured or None,
+        ), fault
 
     def _layers(self, *, differs: bool) -> str:
-        """Returns the layers that differ on the first rank whose bytes are off by the most.
+        """Returns the places that differ on the first rank whose bytes are off by the most.
 
         Every rank must call this, since it gathers texts.
         """
-        own = []
-        for chunk, plan, saved, rows in self._seen if differs else ():
-            predicted = Counter[int | None]()
-            sizes = self._sizes(chunk, rows)
-            for term in activation_terms(self._config.model, plan, sizes):
-                # The meter's hooks see neither tensors in host memory nor unit inputs in an arena.
-                of_unit = term.operation == UNIT  # the decoder saves it
-                if not (term.on_host or (plan.contiguous and of_unit and not term.tensor.stays)):
-                    outside = of_unit or term.layer is None
-                    place = None if outside else chunk.stage.first_layer + (term.layer or 0)
-                    predicted[place] += term.num_bytes
-            own += [
-                f"{'outside of the layers' if place is None else f'layer {place}'}: "
-                f"{saved[place]:,} bytes saved, {predicted[place]:,} predicted"
-                for place in {**saved, **predicted}
-                if saved[place] != predicted[place]
-            ]
-        return next(filter(None, gather_texts("; ".join(own[:MOST_NAMED]), self._parallel)), "")
-
-    def _sizes(self, chunk: GPTModel, rows: tuple[Any, ...]) -> Sizes:
-        sizes = Sizes.of(self._config, device=self._parallel.device.type, stage=chunk.stage)
-        return replace(sizes, expert_rows=rows) if any(rows) else sizes
+        saved, predicted = self._measured, self._predicted
+        own = [
+            f"{place}: {saved[place]:,} bytes saved, {predicted[place]:,} predicted"
+            for place in {**saved, **predicted}
+            if differs and saved[place] != predicted[place]
+        ]
+        texts = gather_texts("; ".join(own[:MOST_NAMED]), self._parallel)
+        return next((f": {text}" for text in texts if text), "")
 
 
 def own_step_peak(config: RunConfig, parallel: ParallelState, num_microbatches: int) -> StepPeak:

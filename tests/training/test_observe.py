@@ -122,7 +122,9 @@ def test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights():
     )
 
     def work(rank, world_size):
-        runs = [run_to_end(with_settings(config, recompute_policy=one)) for one in POLICIES]
-        return [run.activation_bytes.fault for run in runs]
+        for policy in POLICIES:  # --recompute-verify ends a run whose bytes differ
+            kept = run_to_end(with_settings(config, recompute_policy=policy)).kept_bytes
+            predicted = kept["activation_bytes_predicted"]
+            assert kept["activation_bytes_measured"] == predicted > 0
 
-    assert run_ranks(work, 2) == [[None] * len(POLICIES)] * 2
+    run_ranks(work, 2)
