@@ -191,11 +191,11 @@ def lines(one: Mapping[str, Any]) -> Iterator[str]:
     elif one["verdict"] != FITS:
         yield f"The best plan takes {lack} GiB of the reserve."
     yield ""
-    yield f"{'':3}{'layout':<46}{'peak GiB':>9}{'free':>7}{'extra':>8}{'step s':>15}{'MFU':>10}"
+    yield f"{'':3}{'layout':<46}{'peak GiB':>9}{'free':>9}{'extra':>8}{'step s':>15}{'MFU':>10}"
     for number, row in enumerate(one["plans"] or [plan], start=1):
         free = (one["memory_bytes"] - row["peak_bytes"]) / GIB
         yield (
-            f"{number:<3}{row['layout']:<46}{gib(row['peak_bytes']):>9}{free:>7.1f}"
+            f"{number:<3}{row['layout']:<46}{gib(row['peak_bytes']):>9}{free:>9.1f}"
             f"{row['extra_flops']:>8.1%}{banded(row['step_seconds'], row['band']):>15}"
             f"{100 * row['mfu']:>6.0f}+-{100 * row['mfu'] * row['band']:.0f}%"
         )
