@@ -84,7 +84,7 @@ def run_config(*, preset: str | None = None, **settings: Any) -> RunConfig:
     Raises TypeError for a name that is no field, or for a field without a default that is missing.
     Raises ValueError for a value that breaks a rule; the message names the flag.
     """
-    from megatron_lite.config.run_flags import build_run, run_fields, topics
+    from megatron_lite.config.run_flags import build_run, run_fields
 
     if preset is not None:
         from megatron_lite.config import known_models
@@ -98,10 +98,7 @@ def run_config(*, preset: str | None = None, **settings: Any) -> RunConfig:
     needed = [name for name, one in fields.items() if one.is_required and name not in settings]
     if needed:
         raise TypeError(f"missing settings of a run: {', '.join(needed)}")
-    given: dict[str, dict[str, Any]] = {topic: {} for topic in topics()}
-    for name, value in settings.items():
-        given[fields[name].topic][name] = value
-    return build_run(given)
+    return build_run(settings)
 
 
 def train(config: RunConfig) -> TrainedRun:

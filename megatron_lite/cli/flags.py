@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config import megatron_flags
 from megatron_lite.config.checks import ContradictionError, flag
+from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.dry_run_settings import DryRunConfig, take_dry_run
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.known_models import PRESETS, Preset, Values, model_of, stored_values
@@ -23,11 +24,12 @@ from megatron_lite.config.run_flags import (
     Parser,
     add_flag,
     add_run_flags,
+    build_run,
     fields_of,
     flag_of,
     run_fields,
-    topics,
 )
+from megatron_lite.config.setting import settings_of
 
 SOURCES = ("config_json", "hf_config", "model")
 REQUIRED = {name for name, field in run_fields().items() if field.is_required} | {"vocab_size"}
@@ -240,14 +242,8 @@ def _run_of(given: Mapping[str, Any], stored: Values, said: str, notices: list[s
     said: the flag and the file that supply the stored values, for notices.
     """
     fields = run_fields()
-    values = {topic: {**stored.get(topic, {})} for topic in topics()}
-    for name in fields.keys() & given.keys():
-        values[fields[name].topic][name] = given[name]
-    missing = [
-        flag(name)
-        for name, one in fields.items()
-        if one.is_required and name not in values[one.topic]
-    ]
+    values = {**stored, **given}
+    missing = [flag(name) for name, one in fields.items() if one.is_required and name not in values]
     if missing:
         raise ValueError(
             f"missing {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} as "
@@ -255,18 +251,17 @@ def _run_of(given: Mapping[str, Any], stored: Values, said: str, notices: list[s
         )
     while True:
         try:
-            return RunConfig(**{name: kind(**values[name]) for name, kind in topics().items()})
+            return build_run(values)
         except ContradictionError as error:
             stored_ones = [
                 name
                 for name in error.fields
                 if name not in given
-                and values[fields[name].topic].get(name, fields[name].default)
-                != fields[name].default
+                and values.get(name, fields[name].default) != fields[name].default
             ]
             if not stored_ones:
                 raise
-            del values[fields[stored_ones[0]].topic][stored_ones[0]]
+            del values[stored_ones[0]]
             notices.append(f"{said} gives {flag_of(stored_ones[0])}, which the flags replace")
 
 
@@ -278,8 +273,9 @@ def _values_of(name: str, source: str, given: Mapping[str, Any], notices: list[s
     if name == "--config-json":
         values = stored_values(source)
         chosen = given.get("tokenizer_type", given.get("vocab_file") and "GPT2BPETokenizer")
-        if chosen not in (None, values["tokenizer"]["tokenizer_type"]):
-            values["tokenizer"] = {}  # another tokenizer has another vocabulary
+        if chosen not in (None, values["tokenizer_type"]):
+            for field in settings_of(TokenizerConfig):
+                del values[field]  # another tokenizer has another vocabulary
         return values
     said, (values, model) = f"{name} {source}", model_of(name, source)
     if not isinstance(model, Preset):
@@ -291,13 +287,13 @@ def _values_of(name: str, source: str, given: Mapping[str, Any], notices: list[s
     # of the embedding.
     files = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"}
     if given.get("tokenizer_type") != "NullTokenizer" and given.keys() & files:
-        values["tokenizer"]["vocab_size"] = model.vocab_size
+        values["vocab_size"] = model.vocab_size
     notices += [
         f"{flag(field)} {given[field]} replaces {value} of {said}"
-        for field, value in {**values["model"], **values["tokenizer"]}.items()
+        for field, value in values.items()
         if field in given and given[field] != value
     ]
     if name == "--model" and not {"bf16", "fp16"} & given.keys():
-        values["training"] = {"bf16": True}
+        values["bf16"] = True
         notices.append("--bf16 is assumed for this model (--no-bf16 trains in float32)")
     return values

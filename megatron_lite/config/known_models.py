@@ -18,7 +18,7 @@ from megatron_lite.config.plain import LARGEST_TEXT, parse_json
 if TYPE_CHECKING:
     from megatron_lite.config.hf_config import HfModel
 
-Values = dict[str, dict[str, Any]]  # by topic and field
+Values = dict[str, Any]  # by field
 
 
 class Preset(NamedTuple):
@@ -68,7 +68,7 @@ def model_of(name: str, source: str) -> tuple[Values, Preset | HfModel]:
         from megatron_lite.config.hf_config import read_hf_file
 
         model = read_hf_file(Path(source))
-    return {"model": {**model.fields}, "tokenizer": {"vocab_size": model.vocab_size - 1}}, model
+    return {**model.fields, "vocab_size": model.vocab_size - 1}, model
 
 
 # A file of --dump-config holds these derived values. A flag may change the values from which they
@@ -91,9 +91,9 @@ def stored_values(path: str) -> Values:
         raise InputError(f"--config-json {error}") from error
     with input_faults(f"--config-json {path}: "):
         config = RunConfig.from_json(text)
-    values = dataclasses.asdict(config)
+    values = config.values
     for field in DERIVED_FIELDS:
         derived: Any = {field: None}
         if dataclasses.replace(config.model, **derived) == config.model:
-            values["model"][field] = None
+            values[field] = None
     return values

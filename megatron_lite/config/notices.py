@@ -22,7 +22,7 @@ from megatron_lite.config.regions import (
     without_effect,
 )
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import flag_of, run_fields, topics
+from megatron_lite.config.run_flags import flag_of, run_fields
 from megatron_lite.config.setting import condition
 
 
@@ -84,9 +84,7 @@ def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
     if config.data_parallel.use_torch_fsdp2:
         for name in ("overlap_grad_reduce", "ddp_bucket_size"):
             always[name] = "under --use-torch-fsdp2, which always overlaps, layer by layer"
-    values = {
-        name: value for topic in topics() for name, value in vars(getattr(config, topic)).items()
-    }
+    values = config.values
     if config.model.always_unfused:
         values["attention_backend"] = "unfused"
     for name, one in run_fields().items():

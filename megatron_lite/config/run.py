@@ -9,6 +9,7 @@ import dataclasses
 import json
 import typing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
@@ -375,6 +376,12 @@ class RunConfig:
                 f"{cp_size} x --micro-batch-size x --hidden-size over --tensor-model-parallel-size "
                 f"{tp_size} ranks, which does not divide them"
             )
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values of all fields of all topics, by field."""
+        topics = dataclasses.asdict(self).values()
+        return {name: value for topic in topics for name, value in topic.items()}
 
     def to_json(self) -> str:
         """Returns the run as indented JSON, one object per topic.

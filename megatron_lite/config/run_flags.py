@@ -272,13 +272,17 @@ def flag_words(field: str, value: Any) -> list[str]:
     return [*words, text if parse is parse_window else f"[{text}]"]
 
 
-def build_run(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """Returns the run of these values by topic and field.
+def build_run(values: Mapping[str, Any]) -> RunConfig:
+    """Returns the run of these values by field. Other names are not read.
 
-    Raises InputError if a rule is broken.
+    Raises ValueError if a rule is broken, and TypeError if a field without a default is missing.
     """
-    with input_faults():
-        return RunConfig(**{name: kind(**values.get(name, {})) for name, kind in topics().items()})
+    return RunConfig(
+        **{
+            topic: kind(**{name: values[name] for name in settings_of(kind) if name in values})
+            for topic, kind in topics().items()
+        }
+    )
 
 
 def changed_settings(config: RunConfig) -> dict[str, list[str]]:

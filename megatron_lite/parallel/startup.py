@@ -21,7 +21,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -178,13 +177,8 @@ def settings_of(run: RunConfig | None, world_size: int) -> dict[str, str]:
 
     They are the flags, the world size, torch's version and a digest of this package's code.
     """
-    topics = {} if run is None else asdict(run)
-    flags = {
-        flag(name): str(value)
-        for topic in topics.values()
-        for name, value in topic.items()
-        if name not in MAY_DIFFER
-    }
+    values = {} if run is None else run.values
+    flags = {flag(name): str(value) for name, value in values.items() if name not in MAY_DIFFER}
     package, code = Path(__file__).resolve().parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         code.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())

@@ -10,6 +10,7 @@ from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import build_run, flag_of, run_fields
+from megatron_lite.config.setting import settings_of
 from megatron_lite.plan.hardware import Hardware
 
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -41,7 +42,7 @@ IDS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers wit
 USUAL_IDS = 128000  # of other ones
 USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
 
-Values = dict[str, dict[str, Any]]  # by topic and field
+Values = dict[str, Any]  # by field
 
 
 class Problem(NamedTuple):
@@ -65,7 +66,7 @@ class Problem(NamedTuple):
 def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Returns the run with other values, by field. Raises ValueError if training refuses it."""
     fields = run_fields()
-    changed: Values = {}
+    changed: dict[str, Values] = {}
     for name, value in values.items():
         changed.setdefault(fields[name].topic, {})[name] = value
     topics = {name: replace(getattr(config, name), **own) for name, own in changed.items()}
@@ -88,18 +89,13 @@ def problem_of(
     num_ranks: the numbers of GPUs that will be asked for, so that an assumed batch suits them.
     Adds the assumptions to `notes`. Raises InputError if something is missing or wrong.
     """
-    topics = {name: field.topic for name, field in run_fields().items()}
-
-    def fixes_policy(name: str) -> bool:
-        return topics[name] == "recompute" and name not in KEPT_RECOMPUTE
-
-    for name, topic in topics.items():
-        if name in SEARCHED or fixes_policy(name):
-            values.get(topic, {}).pop(name, None)
-        elif name in chosen:
-            values.setdefault(topic, {})[name] = chosen[name]
+    of_policy = settings_of(RecomputeConfig).keys() - KEPT_RECOMPUTE
+    values = {name: value for name, value in {**values, **chosen}.items() if name not in of_policy}
+    for name in SEARCHED & values.keys():
+        del values[name]
     _complete(values, chosen, notes, num_ranks)
-    base = build_run(values)
+    with input_faults():
+        base = build_run(values)
     if base.tokenizer.vocab_size is None:
         kind = base.tokenizer.tokenizer_type
         number = base.tokenizer.padded_vocab_size or IDS.get(kind or "", USUAL_IDS)
@@ -108,7 +104,7 @@ def problem_of(
             f"--vocab-size {number} is assumed: a plan reads no file of the {kind}, so give its "
             "number of ids"
         )
-    policy = {name: value for name, value in chosen.items() if fixes_policy(name)}
+    policy = {name: value for name, value in chosen.items() if name in of_policy}
     recompute = None
     if policy or base.compiles_layers:
         with input_faults():
@@ -122,35 +118,33 @@ def _complete(
     values: Values, chosen: Mapping[str, Any], notes: list[str], num_ranks: Sequence[int]
 ) -> None:
     """Adds the values that a plan needs and that were not given, with a note for each."""
-    model, training = values.setdefault("model", {}), values.setdefault("training", {})
-    data = values.setdefault("data", {})
-    training.setdefault("micro_batch_size", 1)
-    if not training.get("fp16") and "bf16" not in training:
-        training["bf16"] = True
+    values.setdefault("micro_batch_size", 1)
+    if not values.get("fp16") and "bf16" not in values:
+        values["bf16"] = True
         notes.append("--bf16 is assumed (--no-bf16 plans in float32)")
-    positions = model.get("max_position_embeddings")
-    if "seq_length" not in data and positions is not None:
-        data["seq_length"] = min(positions, USUAL_LENGTH)
-        notes.append(f"--seq-length {data['seq_length']} is assumed")
-    length = data.get("seq_length")
+    positions = values.get("max_position_embeddings")
+    if "seq_length" not in values and positions is not None:
+        values["seq_length"] = min(positions, USUAL_LENGTH)
+        notes.append(f"--seq-length {values['seq_length']} is assumed")
+    length = values.get("seq_length")
     if length is None:
         raise InputError("missing --seq-length: give it, or a model with --model or --hf-config")
     if length < 1:
         raise InputError(f"--seq-length must be at least 1 (got {length})")
-    rotary = model.get("position_embedding_type") == "rope"
+    rotary = values.get("position_embedding_type") == "rope"
     too_short = length > (positions or 0) and "max_position_embeddings" not in chosen
     if positions is None or (rotary and too_short):
-        model["max_position_embeddings"] = length
+        values["max_position_embeddings"] = length
         notes.append(f"--max-position-embeddings {length} is assumed, as --seq-length")
-    if training.get("global_batch_size") is None:
-        fixed = chosen.get("micro_batch_size") or training["micro_batch_size"]
-        training["global_batch_size"] = usual_batch(USUAL_TOKENS // length, fixed, num_ranks)
+    if values.get("global_batch_size") is None:
+        fixed = chosen.get("micro_batch_size") or values["micro_batch_size"]
+        values["global_batch_size"] = usual_batch(USUAL_TOKENS // length, fixed, num_ranks)
         notes.append(
-            f"--global-batch-size {training['global_batch_size']} is assumed, about 4 million "
+            f"--global-batch-size {values['global_batch_size']} is assumed, about 4 million "
             "tokens a step"
         )
     sizes = ("num_layers", "hidden_size", "num_attention_heads")
-    if missing := [flag_of(name) for name in sizes if name not in model]:
+    if missing := [flag_of(name) for name in sizes if name not in values]:
         raise InputError(
             f"missing {', '.join(missing)}: give a model with --model ({', '.join(PRESETS)}), "
             "--hf-config FILE or --config-json FILE, or give its flags"

@@ -226,7 +226,7 @@ def _problem(
     values, found = _model_values(own)
     notes += found
     chosen = _chosen(flags, notes)
-    limit = chosen.get("memory_limit") or values.get("training", {}).get("memory_limit")
+    limit = chosen.get("memory_limit") or values.get("memory_limit")
     reserve = default_reserve(memory)
     if limit is not None and own.memory_budget is None:
         with input_faults():
