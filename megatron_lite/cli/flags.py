@@ -22,10 +22,9 @@ from megatron_lite.config.notices import notices as notices_of
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import (
     Parser,
-    add_flag,
     add_run_flags,
+    add_settings,
     build_run,
-    fields_of,
     flag_of,
     run_fields,
 )
@@ -80,8 +79,7 @@ def build_parser(program: str = SCRIPT) -> Parser:
         help="run one step of some ranks without their machines, on tensors without values; print "
         "the memory that each rank needs, and stop",
     )
-    for field in fields_of(DryRunConfig):
-        add_flag(parser, field)
+    add_settings(parser, DryRunConfig)
     add(
         "--check-line",
         metavar="FILE",

@@ -121,10 +121,10 @@ def _value_fault(name: str, field: str, value: str) -> str | None:
     """Returns why a field of the run may not have this value, if it has a list of values."""
     if not value or field not in (fields := run_fields()):
         return None
-    facts = fields[field].facts
+    facts = fields[field]
     known = {str(one).lower() for one in (*facts.choices, *facts.megatron)}
     if value in facts.refused or (known and value.lower() not in known):
-        return facts.fault(name, value)
+        return facts.fault(value)
     return None
 
 

@@ -1,6 +1,5 @@
 """The settings of the data and of the tokenizer, each as one frozen class."""
 
-from dataclasses import fields
 from typing import Any
 
 from megatron_lite.config.checks import flag, resolve
@@ -11,6 +10,7 @@ from megatron_lite.config.setting import (
     count,
     required,
     setting,
+    settings_of,
     switch,
 )
 
@@ -225,10 +225,9 @@ class TokenizerConfig(Settings):
                 "tokenizer: give at least as many rows"
             )
         # Nothing reads these fields, as a notice says. The path may be of another machine.
-        for one in fields(self):
-            unread = one.metadata["setting"].without
-            if unread and not condition(unread, vars(self)).holds:
-                object.__setattr__(self, one.name, one.default)
+        for name, one in settings_of(TokenizerConfig).items():
+            if one.without and not condition(one.without, vars(self)).holds:
+                object.__setattr__(self, name, one.default)
         names = self.tokenizer_special_tokens
         missing = [name for name in SPECIAL_TOKENS if name not in names]
         if names and missing:

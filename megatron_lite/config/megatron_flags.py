@@ -18,12 +18,13 @@ import difflib
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.model import NORM_VECTORS
-from megatron_lite.config.plain import parse_json, parse_whole_number
+from megatron_lite.config.plain import parse_json
 from megatron_lite.config.setting import Setting
 
 DATA = parse_json(Path(__file__).with_name("megatron_flags.json").read_text())
@@ -153,6 +154,8 @@ def _meaning(flag: str) -> tuple[str, set[str]]:
 
 
 Given = dict[str, Any]
+# A flag with a value. Without a kind and a default, a Setting is a switch.
+valued = partial(Setting, default=None)
 
 # What Megatron's own FSDP shares out, as the switch that shares it out here.
 SHARDING_STRATEGIES = {
@@ -161,14 +164,17 @@ SHARDING_STRATEGIES = {
     "optim_grads": "use_distributed_optimizer",
     "optim_grads_params": "use_torch_fsdp2",
 }
-STRATEGY = Setting(
-    "what --use-megatron-fsdp shares out (default: no_shard)", choices=SHARDING_STRATEGIES
+STRATEGY = valued(
+    "what --use-megatron-fsdp shares out (default: no_shard)",
+    kind=str,
+    choices=SHARDING_STRATEGIES,
+    field="data_parallel_sharding_strategy",
 )
 # The switches that count the embedding or the loss as a layer.
 ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 # Lengths in tokens, as Megatron-DeepSpeed has them.
 TOKENS = {
-    f"{name}_tokens": Setting(f"{text}, in tokens of whole samples", parse=parse_whole_number)
+    f"{name}_tokens": valued(f"{text}, in tokens of whole samples", kind=int)
     for name, text in {
         "train": "length of the run, at most",
         "lr_decay": "length of the decay of the learning rate",
@@ -178,17 +184,15 @@ TOKENS = {
 # Numbers of MindSpeed's models, which are other numbers here.
 SCALES = {
     "input_embeds_norm": Setting("--embedding-multiplier of the root of --hidden-size"),
-    "query_pre_attn_scalar": Setting(
-        "--softmax-scale of 1 / the root of this number", parse=parse_whole_number
-    ),
-    "scale_depth": Setting("--residual-multiplier of this / the root of --num-layers", parse=float),
-    "dim_model_base": Setting("--logits-scaling of --hidden-size / this", parse=parse_whole_number),
+    "query_pre_attn_scalar": valued("--softmax-scale of 1 / the root of this number", kind=int),
+    "scale_depth": valued("--residual-multiplier of this / the root of --num-layers", kind=float),
+    "dim_model_base": valued("--logits-scaling of --hidden-size / this", kind=int),
 }
 OTHER_WAYS = {
     "model": {
         **SCALES,
-        "first_k_dense_replace": Setting(
-            "layers without experts before those of --moe-layer-freq", parse=parse_whole_number
+        "first_k_dense_replace": valued(
+            "layers without experts before those of --moe-layer-freq", kind=int
         ),
         "use_rotary_position_embeddings": Setting("the same as --position-embedding-type rope"),
         "no_position_embedding": Setting(
@@ -196,15 +200,15 @@ OTHER_WAYS = {
         ),
     },
     "parallel": {
-        "num_layer_list": Setting("layers of each pipeline stage, with commas between", parse=str),
+        "num_layer_list": valued("layers of each pipeline stage, with commas between", kind=str),
         **{
             name: Setting(f"one layer less on the {rank} pipeline rank than on the others")
             for name, rank in zip(ACCOUNTED, ("first", "last"), strict=True)
         },
     },
     "data_parallel": {
-        "deepspeed_config": Setting(
-            "a JSON file of DeepSpeed: batch sizes, precision, clipping and ZeRO's stage", parse=str
+        "deepspeed_config": valued(
+            "a JSON file of DeepSpeed: batch sizes, precision, clipping and ZeRO's stage", kind=str
         ),
         "use_megatron_fsdp": Setting(
             "the same as --use-torch-fsdp2 or --use-distributed-optimizer, by the sharding strategy"
@@ -215,10 +219,10 @@ OTHER_WAYS = {
 }
 
 
-def translate_values(given: Given, fields: Mapping[str, Any], *, has_file: bool) -> list[str]:
+def translate_values(given: Given, fields: Mapping[str, Setting], *, has_file: bool) -> list[str]:
     """Replaces Megatron's other ways to say a setting in `given`. Returns notices about them.
 
-    fields: the RunField of each setting of a run.
+    fields: the facts about each setting of a run.
     has_file: whether a file supplies the values of flags that are not given.
     Raises ValueError for flags that contradict each other.
     """
@@ -232,7 +236,7 @@ def translate_values(given: Given, fields: Mapping[str, Any], *, has_file: bool)
     return [*notices, *translate_others(given, has_file=has_file)]
 
 
-def _other_values(given: Given, fields: Mapping[str, Any]) -> Iterator[str]:
+def _other_values(given: Given, fields: Mapping[str, Setting]) -> Iterator[str]:
     """Replaces values of Megatron and of its forks, which write the names of norms in any case."""
     if given.get("tokenizer_type") == "TokenizerFromFileWithFIM" and given.get("fim_rate"):
         names = ("prefix", "middle", "suffix", "pad")
@@ -240,10 +244,10 @@ def _other_values(given: Given, fields: Mapping[str, Any]) -> Iterator[str]:
         given.update({"fim_data": True, **tokens, **given})
         yield "--tokenizer-type TokenizerFromFileWithFIM with --fim-rate is read as --fim-data"
     norms = {known.lower(): known for known in NORM_VECTORS}
-    for field, (*_, facts) in fields.items():
+    for field, one in fields.items():
         value = str(given.get(field))
         is_norm = field == "normalization"
-        read_as = norms.get(value.lower()) if is_norm else facts.megatron.get(value)
+        read_as = norms.get(value.lower()) if is_norm else one.megatron.get(value)
         if read_as not in (None, value):
             yield f"{flag(field)} {value} is read as {read_as}"
             given[field] = read_as

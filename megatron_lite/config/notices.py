@@ -22,7 +22,7 @@ from megatron_lite.config.regions import (
     without_effect,
 )
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import flag_of, run_fields
+from megatron_lite.config.run_flags import run_fields
 from megatron_lite.config.setting import condition
 
 
@@ -89,12 +89,12 @@ def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
         values["attention_backend"] = "unfused"
     for name, one in run_fields().items():
         why = always.get(name)
-        if why is None and one.facts.without:
-            needed = condition(one.facts.without, values)
-            reason = "" if one.facts.needs else one.facts.reason
+        if why is None and one.without:
+            needed = condition(one.without, values)
+            reason = "" if one.needs else one.reason
             why = None if needed.holds else f"without {needed.text}{reason}"
         if why is not None and (name in given or values[name] != one.default):
-            yield f"{flag_of(name)} has no effect {why}"
+            yield f"{one.flag} has no effect {why}"
 
 
 def _of_run(config: RunConfig) -> Iterator[str]:

@@ -253,7 +253,7 @@ def _megatron_fsdp(given: Given) -> Iterator[str]:
         return
     strategy = strategy or "no_shard"
     said = f"--use-megatron-fsdp with {strategy}"
-    fault = STRATEGY.fault(flag("data_parallel_sharding_strategy"), strategy)
+    fault = STRATEGY.fault(strategy)
     if fault is not None:
         raise InputError(fault)
     field = SHARDING_STRATEGIES[strategy]

@@ -10,18 +10,17 @@ import dataclasses
 import re
 import shutil
 import textwrap
-import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from megatron_lite.config.checks import flag, input_faults
 from megatron_lite.config.layer_pattern import parse_window
 from megatron_lite.config.megatron_flags import OTHER_WAYS, REFUSED, closest_flag
 from megatron_lite.config.plain import parse_whole_number
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.setting import Setting, settings_of, spelling
+from megatron_lite.config.setting import Setting, settings_of
 
 # The argparse parser of every program here: its faults are one line, without the usage.
 #
@@ -121,21 +120,6 @@ TOPICS = {
 }
 
 
-class RunField(NamedTuple):
-    """A field of a config class. kind: the type of its value, or of each of several."""
-
-    topic: str
-    name: str
-    kind: Any
-    default: Any
-    facts: Setting
-
-    @property
-    def is_required(self) -> bool:
-        """Tells whether the field has no default."""
-        return self.default is dataclasses.MISSING
-
-
 @cache
 def topics() -> Mapping[str, type]:
     """Returns the config class of each topic, such as ModelConfig for "model", in the order of
@@ -144,24 +128,13 @@ def topics() -> Mapping[str, type]:
 
 
 @cache
-def run_fields() -> Mapping[str, RunField]:
-    """Returns all fields of a run by name."""
-    return {one.name: one for topic, kind in topics().items() for one in fields_of(kind, topic)}
-
-
-def fields_of(config_class: Any, topic: str = "") -> list[RunField]:
-    """Returns the fields of a config class."""
-    hints = typing.get_type_hints(config_class)
-    return [
-        RunField(topic, one.name, _kind(hints[one.name]), one.default, one.metadata["setting"])
-        for one in dataclasses.fields(config_class)
-    ]
-
-
-def _kind(hint: Any) -> Any:
-    if isinstance(hint, types.UnionType):
-        return _kind(typing.get_args(hint)[0])
-    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
+def run_fields() -> Mapping[str, Setting]:
+    """Returns the facts about all fields of a run by name."""
+    return {
+        name: one
+        for topic, kind in topics().items()
+        for name, one in settings_of(kind, topic).items()
+    }
 
 
 def add_run_flags(
@@ -174,44 +147,33 @@ def add_run_flags(
     """
     for topic in TOPICS:
         group = parser.add_argument_group(topic.replace("_", "-"))
-        other_ways = [
-            RunField(
-                topic,
-                name,
-                kind=str if takes_value else bool,
-                default=None if takes_value else False,
-                facts=facts,
-            )
-            for name, facts in OTHER_WAYS.get(topic, {}).items()
-            for takes_value in (bool(facts.choices or facts.parse),)
-        ]
-        for one in [*fields_of(topics()[topic], topic), *other_ways]:
-            if one.name not in without:
-                add_flag(group, one, hidden=hidden)
+        other_ways = OTHER_WAYS.get(topic, {})
+        for name, one in {**settings_of(topics()[topic], topic), **other_ways}.items():
+            if name not in without:
+                add_flag(group, one._replace(field=name), hidden=hidden)
 
 
 def add_flag(
-    group: argparse._ActionsContainer, field: RunField, *, hidden: bool = False
+    group: argparse._ActionsContainer, field: Setting, *, hidden: bool = False
 ) -> argparse.Action:
     """Adds the flag of a field. Its help shows the choices, if they are long, and the default."""
-    facts, default = field.facts, field.default
-    options: dict[str, Any] = dict(dest=field.name, default=argparse.SUPPRESS)
-    text = facts.help
+    default, text = field.default, field.help
+    options: dict[str, Any] = dict(dest=field.field, default=argparse.SUPPRESS)
     if field.kind is bool:
         options["action"] = "store_false" if default is True else "store_true"
         if default is None:  # neither on nor off, so that each has a flag
             options["action"] = argparse.BooleanOptionalAction
     else:
-        choices = ",".join(map(str, (*facts.choices, *facts.megatron)))
-        metavar = "TEXT" if facts.parse else METAVARS.get(field.kind, "TEXT")
+        choices = ",".join(map(str, (*field.choices, *field.megatron)))
+        metavar = "TEXT" if field.parse else METAVARS.get(field.kind, "TEXT")
         if choices:
             metavar = f"{{{choices}}}" if len(choices) <= LONGEST_CHOICES else "NAME"
         if metavar == "NAME":
             text += f"; one of {choices.replace(',', ', ')}"
         options |= dict(
-            type=reader(facts.parse) if facts.parse else field.kind,
+            type=reader(field.parse) if field.parse else field.kind,
             metavar=metavar,
-            nargs=facts.nargs,
+            nargs=field.nargs,
         )
         if field.is_required:
             text += " (required)"
@@ -219,14 +181,14 @@ def add_flag(
             words = default if isinstance(default, tuple) else (default,)
             text += f" (default: {' '.join(map(str, words))})"
     options["help"] = argparse.SUPPRESS if hidden else text.replace("%", "%%")
-    names = [spelling(field.name, facts), *filter(None, [facts.alias])]
+    names = [field.flag, *filter(None, [field.alias])]
     return group.add_argument(*names, **options)
 
 
 def add_settings(parser: argparse.ArgumentParser, *kinds: type) -> None:
     """Adds the flags of a tool's settings. Those without a default must be given."""
     for kind in kinds:
-        for field in fields_of(kind):
+        for field in settings_of(kind).values():
             add_flag(parser, field).required = field.is_required
 
 
@@ -241,7 +203,7 @@ def taken(kind: Callable[..., Settings], args: argparse.Namespace) -> Settings:
 def flag_of(field: str) -> str:
     """Returns the flag that sets the field to another value than its default."""
     found = run_fields().get(field)
-    return flag(field) if found is None else spelling(field, found.facts)
+    return flag(field) if found is None else found.flag
 
 
 def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
@@ -259,10 +221,10 @@ def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
 
 def flag_words(field: str, value: Any) -> list[str]:
     """Returns the words of a command line that give the field this value, not its default."""
-    parse = run_fields()[field].facts.parse
-    words = [flag_of(field)]
+    one = run_fields()[field]
+    parse, words = one.parse, [one.flag]
     if isinstance(value, bool):
-        is_off = not value and run_fields()[field].default is None
+        is_off = not value and one.default is None
         return [f"--no-{words[0][2:]}"] if is_off else words
     if not isinstance(value, tuple):
         return [*words, str(value)]

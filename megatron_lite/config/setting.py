@@ -9,6 +9,8 @@ facts, and `check_settings` checks the values. Standard library only.
 import dataclasses
 import math
 import re
+import types
+import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -40,6 +42,13 @@ class Setting(NamedTuple):
 
     A condition names a field of any topic: "load", "optimizer=muon", "tokenizer_type=A/B" for one
     of two values, or "pipeline_model_parallel_size>1".
+
+    `settings_of` adds what the class says about the field:
+
+    field: its name.
+    kind: the type of its value, or of each of several.
+    default: its default; MISSING: it must be given.
+    topic: the field of RunConfig whose class has it.
     """
 
     help: str
@@ -60,14 +69,34 @@ class Setting(NamedTuple):
     needs: Sequence[str] = ()
     excludes: Sequence[str] = ()
     without: str = ""
+    field: str = ""
+    kind: Any = bool
+    default: Any = False
+    topic: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The flag that sets the field to another value than its default."""
+        return self.name or flag(self.field)
+
+    @property
+    def is_required(self) -> bool:
+        """Tells whether the field has no default."""
+        return self.default is dataclasses.MISSING
+
+    def with_value(self, value: Any) -> str:
+        """Returns the flag with a value, for a message."""
+        words = value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,)
+        return shown(" ".join(map(str, (self.flag, *words))))
 
     @property
     def reason(self) -> str:
         """The end of a sentence: `why` behind a colon."""
         return self.why and f": {self.why}"
 
-    def fault(self, flag: str, value: Any) -> str | None:
+    def fault(self, value: Any) -> str | None:
         """Returns why the field may not have the value, or None."""
+        flag = self.flag
         if value in self.refused:
             return f"{flag} {value} {self.refused[value]}"
         if self.choices and value not in self.choices:
@@ -112,20 +141,22 @@ def switch(help: str, **facts: Any) -> Any:
     return setting(help, False, **facts)
 
 
-def settings_of(config_class: Any) -> dict[str, Setting]:
-    """Returns the facts about each field of a config class."""
-    return {one.name: one.metadata["setting"] for one in dataclasses.fields(config_class)}
+@cache
+def settings_of(config_class: Any, topic: str = "") -> Mapping[str, Setting]:
+    """Returns the facts about each field of a config class, which has the values of a topic."""
+    kinds = typing.get_type_hints(config_class)
+    return {
+        one.name: one.metadata["setting"]._replace(
+            field=one.name, kind=_kind(kinds[one.name]), default=one.default, topic=topic
+        )
+        for one in dataclasses.fields(config_class)
+    }
 
 
-def spelling(field: str, facts: Setting) -> str:
-    """Returns the flag of a field."""
-    return facts.name or flag(field)
-
-
-def typed(field: str, facts: Setting, value: Any) -> str:
-    """Returns the flag of a field with its value, for a message."""
-    words = value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,)
-    return shown(" ".join(map(str, (spelling(field, facts), *words))))
+def _kind(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        return _kind(typing.get_args(hint)[0])
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
 
 
 class Condition(NamedTuple):
@@ -186,12 +217,12 @@ def check_settings(config: Any) -> None:
 
     Lists, which argparse makes, become tuples. Only `__post_init__` may call this.
     """
-    for one in dataclasses.fields(config):
-        facts, value = one.metadata["setting"], getattr(config, one.name)
+    for name, one in settings_of(config.__class__).items():
+        value = getattr(config, name)
         if isinstance(value, list):
-            object.__setattr__(config, one.name, tuple(value))
+            object.__setattr__(config, name, tuple(value))
         for each in value if isinstance(value, (list, tuple)) else () if value is None else [value]:
-            if fault := facts.fault(spelling(one.name, facts), each):
+            if fault := one.fault(each):
                 raise ValueError(fault)
     check_relations([config])
 
@@ -202,25 +233,25 @@ def check_relations(configs: Sequence[Any]) -> None:
     is left to the caller with all of them."""
     values = {name: value for config in configs for name, value in vars(config).items()}
     for config in configs:
-        for name, facts, default in _related(config.__class__):
-            value = values[name]
-            for other in (facts.upto, *facts.multiple_of):
+        for one in _related(config.__class__):
+            name, default, value = one.field, one.default, values[one.field]
+            for other in (one.upto, *one.multiple_of):
                 number = values.get(other)
                 if value is None or number is None:
                     continue
-                if value > number if other == facts.upto else value % number:
-                    rule = "is above" if other == facts.upto else "is not divisible by"
-                    said = typed(name, facts, value)
-                    raise ValueError(f"{said} {rule} {flag(other)} {number}{facts.reason}")
+                if value > number if other == one.upto else value % number:
+                    rule = "is above" if other == one.upto else "is not divisible by"
+                    said = one.with_value(value)
+                    raise ValueError(f"{said} {rule} {flag(other)} {number}{one.reason}")
             is_given = value != default and (value, default) != (False, None)  # off needs nothing
-            for text in (*facts.needs, *facts.excludes) if is_given else ():
+            for text in (*one.needs, *one.excludes) if is_given else ():
                 found = condition(text, values)
-                if text in facts.needs and found.holds is False:
-                    reason = "" if facts.excludes else facts.reason
-                    said = f"{typed(name, facts, value)} needs {found.text}{reason}"
+                if text in one.needs and found.holds is False:
+                    reason = "" if one.excludes else one.reason
+                    said = f"{one.with_value(value)} needs {found.text}{reason}"
                     raise ContradictionError(said, name)
-                if text in facts.excludes and found.holds:
-                    said = f"{typed(name, facts, value)} excludes {found.text}{facts.reason}"
+                if text in one.excludes and found.holds:
+                    said = f"{one.with_value(value)} excludes {found.text}{one.reason}"
                     raise ContradictionError(
                         f"{said}. Leave one of them out",
                         name,
@@ -229,11 +260,10 @@ def check_relations(configs: Sequence[Any]) -> None:
 
 
 @cache
-def _related(config_class: Any) -> list[tuple[str, Setting, Any]]:
-    """Returns the fields with a rule about other fields, their facts and their defaults."""
+def _related(config_class: Any) -> list[Setting]:
+    """Returns the facts about the fields with a rule about other fields."""
     return [
-        (one.name, facts, one.default)
-        for one in dataclasses.fields(config_class)
-        if (facts := one.metadata["setting"])
-        and (facts.upto or facts.multiple_of or facts.needs or facts.excludes)
+        one
+        for one in settings_of(config_class).values()
+        if one.upto or one.multiple_of or one.needs or one.excludes
     ]

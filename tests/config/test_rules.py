@@ -17,8 +17,8 @@ from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.notices import notices
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.plain import MOST_SIZE
-from megatron_lite.config.run_flags import fields_of, run_fields, topics
-from megatron_lite.config.setting import spelling
+from megatron_lite.config.run_flags import run_fields, topics
+from megatron_lite.config.setting import settings_of
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.config.units import parse_bytes
 from tests.support.commands import fault_of, parsed_line
@@ -51,31 +51,31 @@ def test_the_reason_of_an_exclusion_is_not_said_of_a_need():
 def wrong_values():
     """Of each field with a rule about its value: a value that breaks it, and the rule."""
     for name, one in run_fields().items():
-        facts, bounds = one.facts, {}
-        if facts.choices:
-            bounds["NONE"] = f"must be one of {', '.join(map(str, facts.choices))}"
-        if facts.least is not None:
-            bounds[facts.least - 1] = f"at least {facts.least}"
-        if facts.above is not None:
-            bounds[facts.above] = f"above {facts.above}"
-        if facts.below is not None:
-            bounds[facts.below] = f"below {facts.below}"
-        if facts.most is not None:
-            bounds[facts.most + 1] = f"at most {facts.most}"
+        bounds = {}
+        if one.choices:
+            bounds["NONE"] = f"must be one of {', '.join(map(str, one.choices))}"
+        if one.least is not None:
+            bounds[one.least - 1] = f"at least {one.least}"
+        if one.above is not None:
+            bounds[one.above] = f"above {one.above}"
+        if one.below is not None:
+            bounds[one.below] = f"below {one.below}"
+        if one.most is not None:
+            bounds[one.most + 1] = f"at most {one.most}"
         if one.kind is float:
             bounds |= {float("nan"): "", float("inf"): "finite"}
-        if one.kind is int and facts.below is None and not facts.choices:
-            bounds[2**62] = f"at most {facts.most or MOST_SIZE}"
+        if one.kind is int and one.below is None and not one.choices:
+            bounds[2**62] = f"at most {one.most or MOST_SIZE}"
         for value, rule in bounds.items():
-            yield name, spelling(name, facts), value, rule
+            yield name, one.flag, value, rule
 
 
 @in_one_test("name, flag, value, rule", wrong_values())
 def test_a_value_beyond_its_rule_is_told_with_flag_rule_and_value(name, flag, value, rule):
     one = run_fields()[name]
-    several = one.facts.nargs not in (None, "?") or isinstance(one.default, tuple)
+    several = one.nargs not in (None, "?") or isinstance(one.default, tuple)
     kind = topics()[one.topic]
-    required = {each.name: 1 for each in fields_of(kind) if each.is_required}
+    required = {each.field: 1 for each in settings_of(kind).values() if each.is_required}
     with pytest.raises(ValueError) as fault:
         kind(**{**required, name: (value,) if several else value})
     said = str(fault.value)
