@@ -119,16 +119,6 @@ def build_parser(program: str = SCRIPT) -> Parser:
     return parser
 
 
-def supported_flags(parser: Parser) -> list[str]:
-    """Returns all flags that set a field or ask for help, with their aliases."""
-    return [
-        name
-        for action in parser.actions
-        if not action.dest.startswith("--")
-        for name in action.option_strings
-    ]
-
-
 def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
     """Parses a command line, given without the name of the program.
 
@@ -158,11 +148,7 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
         try:
             namespace, unread = parser.parse_known_args(_without(words, lost, fields))
             if unknown is None:
-                unknown = []
-                if unread:
-                    from megatron_lite.cli.help import unread_faults
-
-                    unknown = unread_faults(unread, supported_flags(parser))
+                unknown = parser.faults_of(unread)
                 faults += unknown
                 lost |= {fields[name] for name in re.findall(r"mean (\S+)\?", " ".join(unknown))}
                 continue

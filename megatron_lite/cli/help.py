@@ -20,8 +20,7 @@ from megatron_lite.config.megatron_flags import (
     ONLY_VALUE,
     REFUSED,
     RENAMED,
-    WHOSE,
-    closest_flag,
+    advice,
 )
 from megatron_lite.config.other_ways import FLAGS, without_launcher
 from megatron_lite.config.plain import LARGEST_TEXT, shown
@@ -193,39 +192,6 @@ def _flags(title: str, actions: Iterable[argparse.Action]) -> str:
     formatter.add_arguments(_shown(actions))
     formatter.end_section()
     return formatter.format_help()
-
-
-def unread_faults(unread: Sequence[str], supported: Sequence[str]) -> list[str]:
-    """Returns the faults of the words that no flag of the parser takes.
-
-    Refused flags with one reason share a fault. The values of an unknown flag are no faults.
-    """
-    names = {word.partition("=")[0]: word for word in unread if word.startswith("--")}
-    refused: dict[tuple[str, str], list[str]] = {}
-    faults = []
-    for name, word in names.items():
-        if name in REFUSED:
-            owner = WHOSE.get(name, "Megatron")
-            refused.setdefault((owner, REFUSED[name]), []).append(name)
-        elif name in BY_VALUE:
-            faults.append(
-                f"{word.replace('=', ' ', 1)} is not supported here, only "
-                + " or ".join(BY_VALUE[name])
-            )
-        else:
-            faults.append(f"unknown flag {name}: {advice(name, supported)}")
-    for (owner, reason), flags in refused.items():
-        are = "is" if len(flags) == 1 else "are"
-        faults.append(f"{owner}'s {', '.join(flags)} {are} not supported here: {reason}")
-    if unread and not names:
-        faults = [f"{unread[0]!r} follows no flag that takes it"]
-    return faults
-
-
-def advice(name: str, supported: Iterable[str]) -> str:
-    """Returns what to do about an unknown flag."""
-    closest = closest_flag(name, supported, NO_EFFECT)
-    return f"did you mean {closest}?" if closest else "--help lists the flags"
 
 
 def listed(kind: str) -> list[tuple[str, list[str]]]:

@@ -28,30 +28,30 @@ from megatron_lite.config.plain import parse_json
 from megatron_lite.config.setting import Setting
 
 DATA = parse_json(Path(__file__).with_name("megatron_flags.json").read_text())
-REFUSED = {flag: row["reason"] for row in DATA["refused"] for flag in row["flags"]}
+
+
+def _of_flags(kind: str, fact: str) -> dict[str, Any]:
+    """Returns a fact about each flag of a kind that has it."""
+    return {
+        name.partition("=")[0]: row[fact]
+        for row in DATA[kind]
+        if fact in row
+        for name in row["flags"]
+    }
+
+
+REFUSED = _of_flags("refused", "reason")
+# The fork that a refused flag belongs to, if it is not Megatron-LM's own.
+WHOSE = _of_flags("refused", "whose")
 # The rest of the sentence that begins with "--flag has no effect".
-NO_EFFECT = {
-    name.partition("=")[0]: row["reason"] for row in DATA["no effect"] for name in row["flags"]
-}
+NO_EFFECT = _of_flags("no effect", "reason")
 # The fields beside which a flag without effect would have one.
-UNLESS = {
-    name.partition("=")[0]: row["unless"]
-    for row in DATA["no effect"]
-    if "unless" in row
-    for name in row["flags"]
-}
+UNLESS = _of_flags("no effect", "unless")
 # Flags that allow only this value, which is what the program does anyway. Any other is refused.
 ONLY_VALUE = DATA["only value"]
 RENAMED = DATA["renamed"]
 # What each value of a flag is here. Any other value is refused.
 BY_VALUE = DATA["by value"]
-# The fork that a flag belongs to, if it is not Megatron-LM's own.
-WHOSE = {
-    name.partition("=")[0]: row["whose"]
-    for row in (*DATA["refused"], *DATA["no effect"])
-    if "whose" in row
-    for name in row["flags"]
-}
 # The fields of configurations stored by version 0.1 that have no effect any more.
 RETIRED_FIELDS = frozenset(DATA["retired fields"])
 # With more ignored flags than this, one line names all of them, without the reasons.
@@ -130,6 +130,42 @@ def take_ignored(given: dict[str, Any]) -> list[str]:
             + ", ".join(found)
         ]
     return [f"{name} has no effect {NO_EFFECT[name]}" for name in found]
+
+
+def unread_faults(
+    unread: Sequence[str], supported: Iterable[str], others: Iterable[str]
+) -> list[str]:
+    """Returns the faults of the words that no flag of the parser takes.
+
+    Refused flags with one reason share a fault. The values of an unknown flag are no faults.
+    supported, others: the flags that may be meant by an unknown one, in this order.
+    """
+    names = {word.partition("=")[0]: word for word in unread if word.startswith("--")}
+    refused: dict[tuple[str, str], list[str]] = {}
+    faults = []
+    for name, word in names.items():
+        if name in REFUSED:
+            owner = WHOSE.get(name, "Megatron")
+            refused.setdefault((owner, REFUSED[name]), []).append(name)
+        elif name in BY_VALUE:
+            faults.append(
+                f"{word.replace('=', ' ', 1)} is not supported here, only "
+                + " or ".join(BY_VALUE[name])
+            )
+        else:
+            faults.append(f"unknown flag {name}: {advice(name, supported, others)}")
+    for (owner, reason), flags in refused.items():
+        are = "is" if len(flags) == 1 else "are"
+        faults.append(f"{owner}'s {', '.join(flags)} {are} not supported here: {reason}")
+    if unread and not names:
+        faults = [f"{unread[0]!r} follows no flag that takes it"]
+    return faults
+
+
+def advice(name: str, supported: Iterable[str], others: Iterable[str] = ()) -> str:
+    """Returns what to do about an unknown flag."""
+    closest = closest_flag(name, supported, others)
+    return f"did you mean {closest}?" if closest else "--help lists the flags"
 
 
 def closest_flag(name: str, supported: Iterable[str], others: Iterable[str] = ()) -> str | None:

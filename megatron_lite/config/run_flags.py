@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from megatron_lite.config.checks import flag, input_faults
 from megatron_lite.config.layer_pattern import parse_window
-from megatron_lite.config.megatron_flags import OTHER_WAYS, REFUSED, closest_flag
+from megatron_lite.config.megatron_flags import OTHER_WAYS, unread_faults
 from megatron_lite.config.plain import parse_whole_number
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.setting import Setting, settings_of
@@ -64,17 +64,15 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """Reads the words. The message about a word that no flag takes names the nearest flags."""
+        """Reads the words. The message about a word that no flag takes names the nearest flag."""
         found, unread = self.parse_known_args(args, namespace)
         if unread:
-            names = [word.partition("=")[0] for word in unread if word.startswith("--")]
-            known = self._option_string_actions
-            near = [flag for name in names if (flag := closest_flag(name, known)) is not None]
-            meant = f": did you mean {' and '.join(near)}?" if near else ""
-            for name in filter(REFUSED.get, names):
-                meant += f"; {name} is not supported here: {REFUSED[name]}"
-            self.error(f"unrecognized arguments: {' '.join(unread)}{meant}")
+            self.error("; ".join(self.faults_of(unread)))
         return found
+
+    def faults_of(self, unread: Sequence[str]) -> list[str]:
+        """Returns the faults of the words that no flag takes."""
+        return unread_faults(unread, supported_flags(self), self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2.
@@ -83,6 +81,16 @@ class Parser(argparse.ArgumentParser):
         """
         own = re.sub(r"argument \S+: (?=--)", "", message)  # our readers name the flag themselves
         self.exit(2, f"{self.prog}: error: {own}\n")
+
+
+def supported_flags(parser: Parser) -> list[str]:
+    """Returns all flags that set a field or ask for help, with their aliases."""
+    return [
+        name
+        for action in parser.actions
+        if not action.dest.startswith("--")
+        for name in action.option_strings
+    ]
 
 
 def reader(parse: Callable[[str], Any]) -> Callable[[str], Any]:
