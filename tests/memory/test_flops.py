@@ -7,9 +7,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config.recompute import MODULES
-from megatron_lite.config.regions import LAYERNORM, MLP_REGION
-from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.flash_flops import FORMULAS
@@ -86,15 +83,6 @@ def test_a_loss_in_chunks_costs_the_logits_once_more(loss_chunk_size):
     case = variant_config("gpt2"), plan_of("*:none", 2)
     once_more = counted(*case, loss_chunk_size=loss_chunk_size)
     assert once_more == predicted(*case, loss_chunk_size=loss_chunk_size) > predicted(*case)
-
-
-def test_no_replay_leaves_out_a_matmul_whose_result_a_norm_reads():
-    sizes = Sizes(micro_batch_size=2, seq_length=6, padded_vocab_size=72)
-    after = describe_layer(variant_config("olmo"), sizes)
-    assert after.tail() == after.tail(MLP_REGION) == frozenset()
-    assert not any(LAYERNORM in one.regions for one in after.operations)
-    before = describe_layer(variant_config("pythia"), sizes)
-    assert {name for name, _ in before.tail()} == {"linear_fc2"}
 
 
 @pytest.mark.parametrize(

@@ -126,16 +126,6 @@ def test_short_sequences_are_split_where_the_batch_does_not_divide():
     assert sizes == [{1, 2, 4}, {1}]
 
 
-def test_no_way_to_send_computes_faster_than_the_layout_that_stands_for_all():
-    """Many small experts on a rank fill its multiprocessors better than a large share of one."""
-    problem, ranks = Problem(SPREAD, H100), 4
-    search = Search(problem, ranks)
-    for layout in layouts(problem, ranks):
-        least = search.time(layout, bound=True, sends=False).seconds
-        for one in variants(problem, ranks, layout):
-            assert search.time(one, bound=True).seconds >= least
-
-
 def test_ranks_that_do_not_divide_the_sequence_share_heads_alone():
     problem = Problem(small_run(seq_length=777), H100, dict(tensor_model_parallel_size=2))
     assert {one.parallel.sequence_parallel for one in layouts(problem, 2)} == {False}

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lite.recompute.checkpoint import checkpoint
@@ -110,25 +109,3 @@ def test_after_the_layer_nothing_is_held_for_discarding():
         del y
         assert not memory.expired()
     assert memory.expired()
-
-
-def test_the_hooks_that_were_in_force_get_everything_but_the_discarded():
-    example, packed, unpacked = Example(), [], []
-
-    def pack(tensor):
-        packed.append(tensor.shape)
-        return tensor.clone()
-
-    def unpack(tensor):
-        unpacked.append(tensor.shape)
-        return tensor
-
-    with saved_tensors_hooks(pack, unpack):
-        output, _ = example.forward(example.linear, lambda y: y.sum().exp())
-    # exp's output; x and w of the norm; the linear's weight
-    assert sorted(packed) == [(), (4, 6), (6, 5), (6, 6)]
-    expected = Example()
-    expected.forward(expected.linear, lambda y: y.sum().exp(), discard=False)[0].backward()
-    output.backward()
-    assert sorted(unpacked) == sorted(packed)
-    assert_equal(example.grads(), expected.grads())

@@ -188,12 +188,6 @@ FILES = [
 ]
 
 
-def test_a_python_config_is_not_run_and_told_what_to_do(tmp_path):
-    (tmp_path / "config.py").write_text("open('was_run', 'w')")
-    fault = ended(translate_recompute.main, [str(tmp_path / "config.py")]).err
-    assert "a Python config is not run: write its part as JSON" in fault
-
-
 @in_one_test("file, arguments, printed, notes", FILES)
 def test_a_whole_file_is_told_by_its_keys_and_translated(file, arguments, printed, notes):
     found = ended(translate_recompute.main, f"{CONFIGS / file} {arguments}")

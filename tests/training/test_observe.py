@@ -84,6 +84,8 @@ def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path):
         "replay",
         "backward",
     }
+    rebuilt = {event.phase: event.live_bytes[1] for event in timeline.events}
+    assert rebuilt["forward"] == 0 < rebuilt["replay"]
     points = compared(timeline)
     assert len(points) == 2 + 1 + 2 * 2  # each layer's forward, the loss, each replay and backward
     exact = [one for one in points if one[1].phase != "forward" or one[1].first_layer < 0]

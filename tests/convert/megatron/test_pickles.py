@@ -149,15 +149,6 @@ def test_bombs_of_operations_and_bytes_are_refused(monkeypatch):
             read_pickle(data, "f")
 
 
-def test_nested_references_cost_no_time():
-    """Each list holds the one before it twice: 2^60 values, if anybody walked through them."""
-    data = b"\x80\x02]q\x00" + b"".join(
-        b"](h" + bytes([n]) + b"h" + bytes([n]) + b"eq" + bytes([n + 1]) for n in range(60)
-    )
-    found = read_pickle(data + b".", "f")
-    assert found[0] is found[1]
-
-
 def test_python_s_own_pickles_of_plain_values_are_read_alike():
     plain = {
         "numbers": [0, -1, 300, 2**40, -(2**70), 1.5, True, None],
