@@ -34,7 +34,7 @@ MIXTRAL = dict(
     SHALLOW, model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=2,
 )  # fmt: skip
 T5 = dict(
-    model_type="t5", architectures=["T5ForConditionalGeneration"], vocab_size=200, num_layers=3,
+    model_type="t5", architectures=["T5ForConditionalGeneration"], vocab_size=200, num_layers=1,
     d_model=64, d_kv=16, d_ff=128, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0,
 )  # fmt: skip
 
