@@ -92,4 +92,4 @@ def test_what_does_not_map_exactly_is_refused(tmp_path):
     path = written(tmp_path, LLAMA_3_8B, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert "does not map exactly: rope_scaling 'dynamic', which depends" in fault(path)
     assert "No such file" in fault(tmp_path / "gone")
-    assert "each describe the model: give one" in fault(f"{path} --config-json {path}")
+    assert "each describes the model. Leave one" in fault(f"{path} --config-json {path}")

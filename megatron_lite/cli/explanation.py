@@ -60,7 +60,7 @@ def print_instead(arguments: ParsedArguments, launch: Launch) -> None:
         return
     if launch.rank:
         return
-    if settings is None:
+    if arguments.prints == "explain_recompute":
         print(*explanation(config, notices, launch.world_size), sep="\n")
         return
     backend = config.parallel.distributed_backend

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megatron_lite.config import megatron_flags
 from megatron_lite.config.checks import ContradictionError, flag
 from megatron_lite.config.data_settings import TokenizerConfig
-from megatron_lite.config.dry_run_settings import DryRunConfig, take_dry_run
+from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.known_models import PRESETS, Preset, Values, model_of, stored_values
 from megatron_lite.config.megatron_flags import translate_values
@@ -27,8 +27,9 @@ from megatron_lite.config.run_flags import (
     build_run,
     flag_of,
     run_fields,
+    taken,
 )
-from megatron_lite.config.setting import settings_of
+from megatron_lite.config.setting import Settings, check_relations, setting, settings_of, switch
 
 SOURCES = ("config_json", "hf_config", "model")
 REQUIRED = {name for name, field in run_fields().items() if field.is_required} | {"vocab_size"}
@@ -38,6 +39,56 @@ CONTRADICTIONS = {
     "--fsdp-reshard-after-forward": ("torch_fsdp2_reshard_after_forward", False),
 }
 PRINTING = ("dump_config", "explain_recompute", "dry_run_memory")
+EACH_PRINTS, EACH_DESCRIBES = "each prints something else and stops", "each describes the model"
+
+
+class General(Settings):
+    """The flags that are no part of a run: what to print instead of training, and what supplies the
+    values of flags that are not given."""
+
+    dump_config: bool = switch("print the run as JSON and stop")
+    explain_recompute: bool = switch(
+        "print, layer by layer, what is kept for backward, rebuilt and sent, and what other "
+        "recompute flags would do, and stop",
+        excludes="dump_config",
+        why=EACH_PRINTS,
+    )
+    dry_run_memory: bool = switch(
+        "run one step of some ranks without their machines, on tensors without values; print the "
+        "memory that each rank needs, and stop",
+        excludes=("dump_config", "explain_recompute"),
+        why=EACH_PRINTS,
+    )
+    check_line: str | None = setting(
+        "print what becomes of each flag in a launch script, with the reason, and stop",
+        metavar="FILE",
+    )
+    config_json: str | None = setting(
+        "take the run from what --dump-config printed; flags override it, and alternatives of a "
+        "flag that is given",
+        metavar="FILE",
+    )
+    hf_config: str | None = setting(
+        "take the model's shape and vocabulary from a config.json of Hugging Face, or its folder; "
+        "flags override it. The weights are random: megatron_lite.tools.convert brings trained "
+        "ones",
+        metavar="FILE",
+        excludes="config_json",
+        why=EACH_DESCRIBES,
+    )
+    model: str | None = setting(
+        "take the shape and vocabulary of a known model, with random weights; flags override "
+        f"them: {', '.join(PRESETS)}",
+        metavar="NAME",
+        alias="--preset",
+        excludes=("config_json", "hf_config"),
+        why=EACH_DESCRIBES,
+    )
+    local_rank: int | None = setting(
+        "number of this process on its node, as DeepSpeed's launcher and old ones of torch pass "
+        "it; LOCAL_RANK of the environment must be the same",
+        alias="--local_rank",
+    )
 
 
 class ParsedArguments(NamedTuple):
@@ -53,7 +104,7 @@ class ParsedArguments(NamedTuple):
 
     config: RunConfig
     prints: str
-    dry_run: DryRunConfig | None
+    dry_run: DryRunConfig
     notices: tuple[str, ...]
     local_rank: int | None = None
 
@@ -65,55 +116,7 @@ def build_parser(program: str = SCRIPT) -> Parser:
     """
     parser = Parser(prog=program, exit_on_error=False, argument_default=argparse.SUPPRESS)
     parser.call_options("general")
-    add = parser.add_argument
-    add("--dump-config", action="store_true", help="print the run as JSON and stop")
-    add(
-        "--explain-recompute",
-        action="store_true",
-        help="print, layer by layer, what is kept for "
-        "backward, rebuilt and sent, and what other recompute flags would do, and stop",
-    )
-    add(
-        "--dry-run-memory",
-        action="store_true",
-        help="run one step of some ranks without their machines, on tensors without values; print "
-        "the memory that each rank needs, and stop",
-    )
-    add_settings(parser, DryRunConfig)
-    add(
-        "--check-line",
-        metavar="FILE",
-        help="print what becomes of each flag in a launch script, with the reason, and stop",
-    )
-    add(
-        "--config-json",
-        metavar="FILE",
-        help="take the run from what --dump-config printed; flags override it, "
-        "and alternatives of a flag that is given",
-    )
-    add(
-        "--hf-config",
-        metavar="FILE",
-        help="take the model's shape and vocabulary from a config.json of Hugging Face, or its "
-        "folder; flags override it. The weights are random: megatron_lite.tools.convert brings "
-        "trained ones",
-    )
-    add(
-        "--model",
-        "--preset",
-        metavar="NAME",
-        help="take the shape and vocabulary of a known model, with random weights; flags override "
-        f"them: {', '.join(PRESETS)}",
-    )
-    add(
-        "--local-rank",
-        "--local_rank",
-        type=int,
-        metavar="N",
-        help="number of this process on its node, as "
-        "DeepSpeed's launcher and old ones of torch pass it; LOCAL_RANK of the environment "
-        "must be the same",
-    )
+    add_settings(parser, General, DryRunConfig)
     add_run_flags(parser)
     megatron_flags.add_flags_without_effect(parser)
     return parser
@@ -152,7 +155,7 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
                 faults += unknown
                 lost |= {fields[name] for name in re.findall(r"mean (\S+)\?", " ".join(unknown))}
                 continue
-            parsed = _parsed(vars(namespace), [*notices])
+            parsed = _parsed(namespace, [*notices])
         except (ValueError, argparse.ArgumentError) as error:
             text = str(error)
             # Behind a colon is the reason or the advice.
@@ -183,38 +186,28 @@ def _without(words: Sequence[str], lost: set[str], fields: Mapping[str, str]) ->
     return left + [f"{flag_of(name)}=1" for name in REQUIRED & lost]
 
 
-def _parsed(given: dict[str, Any], notices: list[str]) -> ParsedArguments:
-    """Returns the result of parsing a command line. Raises ValueError for its first fault.
-
-    given: the values of the flags by their fields.
-    """
-    prints = [name for name in PRINTING if name in given]
-    if len(prints) > 1:
-        raise ValueError(
-            f"{flag(prints[0])} and {flag(prints[1])} each print something else and stop: leave "
-            "one of them out"
-        )
-    dry_run = take_dry_run(given)
-    for name in prints:
-        given.pop(name, None)
-    local_rank = given.pop("local_rank", None)
-    sources = {flag(name): given.pop(name) for name in SOURCES if name in given}
+def _parsed(namespace: argparse.Namespace, notices: list[str]) -> ParsedArguments:
+    """Returns the result of parsing a command line. Raises ValueError for its first fault."""
+    general, dry_run = taken(General, namespace), taken(DryRunConfig, namespace)
+    check_relations([general, dry_run])
+    given = vars(namespace)
     for name, (field, value) in CONTRADICTIONS.items():
         if name in given and given.get(field) is value:
             raise ValueError(f"{name} contradicts {flag_of(field)}: leave one of them out")
     megatron_flags.check_only_values(given)
     notices += megatron_flags.take_ignored(given)
+    sources = {name: source for name in SOURCES if (source := getattr(general, name)) is not None}
     notices += translate_values(given, run_fields(), has_file=bool(sources))
-    if len(sources) > 1:
-        raise ValueError(f"{' and '.join(sources)} each describe the model: give one")
     stored, said = Values(), ""
     for name, source in sources.items():
-        stored, said = _values_of(name, source, given, notices), f"{name} {source}"
+        said = f"{flag(name)} {source}"
+        stored = _values_of(flag(name), source, given, notices)
     config = _run_of(given, stored, said, notices)
     # A flag that turns its field off stores False. The notices ask only for fields that are set.
     set_fields = [name for name, value in given.items() if value is not False]
     notices += notices_of(config, "settings", given=set_fields)
-    return ParsedArguments(config, "".join(prints), dry_run, tuple(notices), local_rank)
+    prints = "".join(name for name in PRINTING if getattr(general, name))
+    return ParsedArguments(config, prints, dry_run, tuple(notices), general.local_rank)
 
 
 def _run_of(given: Mapping[str, Any], stored: Values, said: str, notices: list[str]) -> RunConfig:

@@ -1,14 +1,13 @@
 """The settings of `--dry-run-memory`: which ranks of which world it measures."""
 
-from typing import Any
-
-from megatron_lite.config.checks import flag, quoted
+from megatron_lite.config.checks import quoted
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.plain import parse_whole_number
-from megatron_lite.config.setting import Settings, check_settings, count, setting, settings_of
+from megatron_lite.config.setting import Settings, check_settings, count, setting
 from megatron_lite.config.stages import stages_of_rank
 
 DEVICES = ("cpu", "cuda")
+DRY_RUN = "dry_run_memory"
 
 
 def _parse_ranks(text: str) -> tuple[int, ...]:
@@ -34,15 +33,18 @@ class DryRunConfig(Settings):
         (),
         parse=_parse_ranks,
         least=0,
+        needs=DRY_RUN,
     )
     dry_run_world_size: int | None = count(
         "number of ranks of the run of --dry-run-memory (default: those that the launcher "
-        "started, or those of one model)"
+        "started, or those of one model)",
+        needs=DRY_RUN,
     )
     dry_run_device: str | None = setting(
         "device of the run of --dry-run-memory (default: the one that the run would use); "
         "cuda cannot be simulated yet, and the report says so",
         choices=DEVICES,
+        needs=DRY_RUN,
     )
 
     def __post_init__(self) -> None:
@@ -94,17 +96,3 @@ class DryRunConfig(Settings):
             )
             kinds.setdefault(kind, pp_rank)
         return [pp_rank * (world_size // size) for pp_rank in kinds.values()]
-
-
-def take_dry_run(given: dict[str, Any]) -> DryRunConfig | None:
-    """Removes the settings of a dry run from the flags of a command line, and returns them.
-
-    Returns None without --dry-run-memory.
-    given: the values of the flags by their fields.
-    ValueError: a value is wrong, or a flag needs --dry-run-memory.
-    """
-    wanted = given.pop("dry_run_memory", False)
-    settings = {name: given.pop(name) for name in settings_of(DryRunConfig) if name in given}
-    if settings and not wanted:
-        raise ValueError(f"{flag(next(iter(settings)))} needs --dry-run-memory")
-    return DryRunConfig(**settings) if wanted else None

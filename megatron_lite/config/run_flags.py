@@ -174,9 +174,11 @@ def add_flag(
     else:
         choices = ",".join(map(str, (*field.choices, *field.megatron)))
         metavar = "TEXT" if field.parse else METAVARS.get(field.kind, "TEXT")
-        if choices:
+        if field.metavar:
+            metavar = field.metavar
+        elif choices:
             metavar = f"{{{choices}}}" if len(choices) <= LONGEST_CHOICES else "NAME"
-        if metavar == "NAME":
+        if choices and metavar == "NAME":
             text += f"; one of {choices.replace(',', ', ')}"
         options |= dict(
             type=reader(field.parse) if field.parse else field.kind,

@@ -29,6 +29,7 @@ class Setting(NamedTuple):
     choices: the values that the field may have. Empty: any value.
     megatron: Megatron's other values, and the choice that each stands for.
     nargs: the number of values on the command line, as argparse has it.
+    metavar: what stands for the value in the help. Empty: its type, or its choices.
     parse: reads the text of the flag. None: the type of the field does.
     refused: other values that Megatron has, with the rest of the sentence that refuses each.
     least, most, above, below: the bounds of the value, which must be finite.
@@ -58,6 +59,7 @@ class Setting(NamedTuple):
     megatron: Mapping[str, str] = {}
     refused: Mapping[str, str] = {}
     nargs: str | int | None = None
+    metavar: str = ""
     parse: Callable[[str], Any] | None = None
     least: float | None = None
     most: float | None = None

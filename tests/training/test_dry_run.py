@@ -203,7 +203,7 @@ def test_the_default_ranks_are_the_first_of_each_kind():
             "--dry-run-ranks 0,5000: a world of 1024 ranks has the ranks 0 to 1023: give some of "
             "them, or a larger --dry-run-world-size",
         ),
-        ("--dry-run-ranks 0", "--dry-run-ranks needs --dry-run-memory"),
+        ("--dry-run-ranks 0", "--dry-run-ranks 0 needs --dry-run-memory"),
         (
             "--dry-run-memory --dry-run-world-size 3 --pipeline-model-parallel-size 2",
             "--dry-run-world-size 3 is not a multiple of 2, the ranks of one model (tensor- x "
@@ -216,8 +216,8 @@ def test_the_default_ranks_are_the_first_of_each_kind():
         ),
         (
             "--dry-run-memory --explain-recompute",
-            "--explain-recompute and --dry-run-memory each print something else and stop: leave "
-            "one of them out",
+            "--dry-run-memory excludes --explain-recompute: each prints something else and stops. "
+            "Leave one of them out",
         ),
     ],
 )
