@@ -24,7 +24,7 @@ from megatron_lite.parallel.messages import await_turn, print_fault, silent_unle
 from megatron_lite.parallel.signals import die_of, dies_without_reader
 
 if TYPE_CHECKING:
-    from megatron_lite.supervision.exits import Exits, Pulse
+    from megatron_lite.supervision.exits import Exits
 
 SPEAKS_BEFORE_S = 2.0  # that each other rank waits before it reports a fault
 
@@ -91,9 +91,9 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: st
     seed = config.training.seed
     with parallel_state(config.parallel, seed=seed, launch=launch, run=config) as parallel:
 
-        def body(exits: Exits, pulse: Pulse) -> None:
+        def body(exits: Exits) -> None:
             with memory_limited(config, parallel.device):
                 printed = print_start(config, parallel, notices)
-                build_trainer(config, parallel, pulse=pulse, printed=printed).run(exits)
+                build_trainer(config, parallel).run(exits, printed)
 
         return supervised(config, parallel, launch, program, body)

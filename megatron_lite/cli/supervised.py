@@ -31,7 +31,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, allocator_settings
 from megatron_lite.parallel.messages import print_fault
 from megatron_lite.parallel.state import ParallelState, choose_device
-from megatron_lite.supervision.exits import Exits, Pulse, StoppedEarly
+from megatron_lite.supervision.exits import Exits, StoppedEarly
 from megatron_lite.training.out_of_memory import memory_bytes
 from megatron_lite.training.step import TrainingError
 from megatron_lite.training.summary import arguments_table, ranks_line, short_settings
@@ -103,7 +103,7 @@ def supervised(
     parallel: ParallelState,
     launch: Launch,
     program: str,
-    body: Callable[[Exits, Pulse], object],
+    body: Callable[[Exits], object],
 ) -> int:
     """Calls `body`, watches over the ranks meanwhile, and returns the exit status.
 
@@ -111,7 +111,7 @@ def supervised(
 
     An error that ends the body becomes an exit status, by the table of this module.
     """
-    exits, pulse, status = Exits(config.training, parallel), Pulse(), 0
+    exits, status = Exits(config.training, parallel), 0
 
     def new_watch() -> Watch:
         # Imported late: a run of one rank needs it only to end at a signal.
@@ -119,7 +119,7 @@ def supervised(
 
         return Watch(
             parallel,
-            pulse,
+            exits.pulse,
             timeout=config.parallel.timeout_seconds,
             graceful=config.training.exit_signal_handler,
             owns_store=not launch.agent_owns_store,
@@ -131,7 +131,7 @@ def supervised(
         try:
             try:
                 exits.listen()  # not before: a signal would raise outside of every handler
-                body(exits, pulse)
+                body(exits)
             except Exception as error:
                 status = _status_after(error, exits, watch, parallel.rank, program)
         except (StoppedEarly, KeyboardInterrupt) as stopped:

@@ -86,11 +86,12 @@ class Exits:
     """The reasons for which a run may end early.
 
     Create it when the run starts: the run's duration counts from that time.
+    pulse: where this rank is. The training loop writes it and a watch reads it.
     """
 
     def __init__(self, config: TrainingConfig, parallel: ParallelState) -> None:
         self._config, self._parallel = config, parallel
-        self._started = time.monotonic()
+        self._started, self.pulse = time.monotonic(), Pulse()
         self._signalled = 0
         self._trains = False
 

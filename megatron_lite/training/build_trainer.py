@@ -26,7 +26,6 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.compiled import CompiledKernels, compiler_fault
 from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_texts
-from megatron_lite.supervision.exits import Pulse
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
@@ -144,19 +143,11 @@ def build_optimizer(config: RunConfig, parallel: ParallelState, model: ModelStag
     return optimizer
 
 
-def build_trainer(
-    config: RunConfig,
-    parallel: ParallelState,
-    *,
-    pulse: Pulse | None = None,
-    printed: tuple[str, ...] = (),
-) -> Trainer:
+def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
     """Returns a trainer with the model, optimizer, schedule and data of a run at iteration 0.
 
     This function chooses the checkpoint to start from, and `Trainer.run` loads it. It also takes
     the lock of the `--save` directory, which `Trainer.run` releases.
-    pulse: the record of where this rank is. The trainer writes it and a watch reads it.
-    printed: the notices that the terminal has already. The log file gets them.
     Raises InputError for missing data, a missing length or learning rate, a batch that does not
     divide, and faults in the data files, the checkpoint or the directories.
     """
@@ -167,7 +158,7 @@ def build_trainer(
 
         claim = claim_directory(config.checkpoint, parallel)
     try:
-        return _build(config, parallel, claim, pulse or Pulse(), printed)
+        return _build(config, parallel, claim)
     except BaseException:
         if claim is not None:
             claim.release()
@@ -225,13 +216,7 @@ def _course(config: RunConfig, parallel: ParallelState) -> Course:
         return follow_schedule(course, parallel)
 
 
-def _build(
-    config: RunConfig,
-    parallel: ParallelState,
-    claim: Claim | None,
-    pulse: Pulse,
-    printed: tuple[str, ...],
-) -> Trainer:
+def _build(config: RunConfig, parallel: ParallelState, claim: Claim | None) -> Trainer:
     training, saver = config.training, None
     attention = []
     if training.deterministic_mode:
@@ -295,9 +280,7 @@ def _build(
             ),
             *course.notices,
         ),
-        printed=printed,
         tokenizer=_tokenizer_contents(config, parallel),
-        pulse=pulse,
     )
     _add_what_flags_ask_for(trainer)
     return trainer

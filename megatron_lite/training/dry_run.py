@@ -25,27 +25,19 @@ from megatron_lite.config.units import ByteUnit, plural, size
 from megatron_lite.memory.explain.recompute_report import of_one_replica
 from megatron_lite.memory.explain.report_text import table
 from megatron_lite.memory.measure.step_meter import (
-    GRADIENTS,
     HELD,
     HOST,
     MASTERS,
-    OPTIMIZER,
-    OTHER,
     PHASES,
     STATES,
-    WEIGHTS,
     SimulatedTensors,
     StepMeter,
     simulated_rank,
 )
 from megatron_lite.memory.predict.pipeline_memory import enough_microbatches, step_microbatches
-from megatron_lite.memory.predict.states import RankStates, rank_states
-from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
-from megatron_lite.model.gpt import ModelStages
-from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.memory.predict.states import RankStates
+from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.weights import local_part
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import (
     Batches,
@@ -56,18 +48,16 @@ from megatron_lite.training.batches import (
     masked_mean,
 )
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
-from megatron_lite.training.dry_run_smaller import (
-    MeasuredStep,
-    RankPlace,
-    StepSize,
-    measured_from_smaller,
-)
+from megatron_lite.training.dry_run_smaller import MeasuredStep, StepSize, measured_from_smaller
+from megatron_lite.training.observe import own_states, own_step_peak
+from megatron_lite.training.profiler import held_tensors
 from megatron_lite.training.step import StageRunner, train_step
 
 
 class DryRank(NamedTuple):
     """The dry run of one rank.
 
+    pp_rank: its pipeline rank.
     num_microbatches: the micro-batches of a step of the run. The dry run may have had fewer, since
         from some number on more of them do not change the peak.
     is_derived: whether the figures come from smaller steps (dry_run_smaller.py).
@@ -79,7 +69,7 @@ class DryRank(NamedTuple):
 
     rank: int
     world_size: int
-    place: RankPlace
+    pp_rank: int
     num_microbatches: int
     measured: MeasuredStep
     is_derived: bool
@@ -122,7 +112,7 @@ def dry_run(
     # those that a real run reads from its data.
     samples = fake.from_tensor(torch.zeros(sample_shape(config), dtype=torch.int64))
     with simulated_rank(config.parallel, fake, rank=rank, world_size=world_size) as parallel:
-        place = RankPlace(parallel.pp_rank, parallel.dp_cp_size, parallel.dp_cp_rank, device)
+        place = replace(parallel, device=torch.device(device))  # that of the run
         replica = of_one_replica(config, parallel.dp_size)
 
         def measure(step: StepSize) -> MeasuredStep:
@@ -151,17 +141,16 @@ def dry_run(
             measured = measured_from_smaller(whole, place, measure)
         is_derived = measured is not None
         measured = measured or measure(whole)
-    group = dict(dp_cp_size=place.dp_cp_size, dp_cp_rank=place.dp_cp_rank)
     most = step_microbatches(replica)
     return DryRank(
         rank=rank,
         world_size=world_size,
-        place=place,
+        pp_rank=place.pp_rank,
         num_microbatches=most,
         measured=measured,
         is_derived=is_derived,
-        states=rank_states(config, place.pp_rank, **group),
-        predicted=step_peak(config, place.pp_rank, device=device, num_microbatches=most, **group),
+        states=own_states(config, place),
+        predicted=own_step_peak(config, place, most),
         seconds=time.perf_counter() - began,
     )
 
@@ -231,7 +220,8 @@ def measure_step(
         fuse_weight_gradients_(config.training, parallel, model, optimizer)
         runner = StageRunner.of(config, model, ordered)
         runner.timed = meter.part
-        _assign(meter, model, optimizer)
+        for category, tensors in held_tensors(model, optimizer):
+            meter.assign(category, tensors)
         with meter.step(model):
             masked = None
             if config.data.eod_mask_loss:  # the counts do not change the memory
@@ -239,33 +229,14 @@ def measure_step(
             train_step(runner, optimizer, batches, learning_rate=1e-6, masked=masked)
         optimizer.finish()
         # The gradients of FSDP2 and the rotary tables are made in the step, and outlive it.
-        _assign(meter, model, optimizer)
+        for category, tensors in held_tensors(model, optimizer):
+            meter.assign(category, tensors)
         return MeasuredStep(
             held=meter.held(),
             peak=meter.peak,
             host_bytes=meter.host_peak_bytes,
             num_microbatches=len(batches),
         )
-
-
-def _assign(meter: StepMeter, model: ModelStages, optimizer: Optimizer) -> None:
-    """Assigns the storages that outlive a step to their categories.
-
-    A float32 master may be the weight itself, so the weights come last.
-    """
-    meter.assign(OTHER, model.constants())
-    for states in optimizer.states.values():
-        meter.assign(OPTIMIZER, (state for name, state in states.items() if name != "master"))
-    meter.assign(MASTERS, (piece.master.detach() for piece in optimizer.layout.pieces))
-    gradients = optimizer.layout.gradients
-    meter.assign(
-        GRADIENTS,
-        [bucket.flat for bucket in gradients.buckets]
-        if isinstance(gradients, GradBuffer)
-        else [piece.grad for piece in optimizer.layout.pieces if piece.master.grad is not None],
-    )
-    meter.assign(WEIGHTS, (local_part(parameter) for parameter in model.parameters()))
-    meter.assign(HOST, optimizer.host_tensors())
 
 
 RANKS_ABREAST = 4
@@ -319,7 +290,7 @@ def _column(rank: DryRank, unit: ByteUnit) -> Iterator[tuple[str, str]]:
     """Yields the names and the figures of one rank."""
     measured, peak, states = rank.measured, rank.measured.peak, rank.states.total
     yield f"in {unit.name}", f"rank {rank.rank}"
-    yield "pipeline rank", str(rank.place.pp_rank)
+    yield "pipeline rank", str(rank.pp_rank)
     yield "held between steps", ""
     for kind in HELD:
         yield f"  {LABELS.get(kind, kind)}", unit.number(measured.held[kind])

@@ -25,8 +25,10 @@ from megatron_lite.description.sizes import Sizes, layers_of
 from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, STATES, StepPeakMeasured
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.pipeline_memory import stage_plan
-from megatron_lite.memory.predict.states import rank_states, update_memory
+from megatron_lite.memory.predict.states import update_memory
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.recompute_plan import Segment
+from megatron_lite.training.observe import own_states
 
 REPEATS, IN_FLIGHT = 3, 2
 
@@ -65,27 +67,18 @@ class StepSize(NamedTuple):
         )
 
 
-class RankPlace(NamedTuple):
-    """The place of a rank. device: "cpu" or "cuda"."""
-
-    pp_rank: int
-    dp_cp_size: int
-    dp_cp_rank: int
-    device: str
-
-
 def measured_from_smaller(
-    whole: StepSize, place: RankPlace, measure: Callable[[StepSize], MeasuredStep]
+    whole: StepSize, place: ParallelState, measure: Callable[[StepSize], MeasuredStep]
 ) -> MeasuredStep | None:
     """Returns the memory of a step, measured on smaller ones, or None if it must run in full.
 
-    measure: measures a step.
+    place: the place of the rank, on the device of the run. measure: measures a step.
     """
-    base, neighbours = _smaller(whole, place)
+    base, neighbours = _smaller(whole, place.pp_rank)
     if not neighbours:
         return None
     small, (known, _) = measure(base), _exact(base, place)
-    on_host = 0 if place.device == "cpu" else 1
+    on_host = 0 if place.device.type == "cpu" else 1
 
     def in_peak(more: Counter[str]) -> int:
         return more.total() - on_host * more[HOST]
@@ -114,19 +107,18 @@ def measured_from_smaller(
     )
 
 
-def _exact(step: StepSize, place: RankPlace) -> tuple[Counter[str], int]:
+def _exact(step: StepSize, place: ParallelState) -> tuple[Counter[str], int]:
     """Returns what the closed form knows of a step.
 
     They are the bytes of the states, the kept tensors and those in host memory, by category; and
     the most bytes that the rank holds after the last backward.
     """
-    config, (pp_rank, dp_cp_size, dp_cp_rank, _) = step.config, place
-    (stage,) = config.stages_of_rank(pp_rank)
-    states = rank_states(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
-    update = update_memory(config, stage, states, dp_cp_size=dp_cp_size, device="cpu")
+    config, states = step.config, own_states(step.config, place)
+    (stage,) = config.stages_of_rank(place.pp_rank)
+    update = update_memory(config, stage, states, dp_cp_size=place.dp_cp_size, device="cpu")
     found = Counter({**dict(zip(STATES, states[:4], strict=True)), HOST: states.on_host})
     waiting = most_in_flight(
-        size=step.pipeline_size, rank=pp_rank, num_microbatches=step.num_microbatches
+        size=step.pipeline_size, rank=place.pp_rank, num_microbatches=step.num_microbatches
     )
     plan = stage_plan(config, stage)
     for term in activation_terms(config.model, plan, Sizes.of(config, device="cpu", stage=stage)):
@@ -135,15 +127,15 @@ def _exact(step: StepSize, place: RankPlace) -> tuple[Counter[str], int]:
     return found, states.total + states.on_host + update.num_bytes
 
 
-def _smaller(whole: StepSize, place: RankPlace) -> tuple[StepSize, list[tuple[StepSize, int]]]:
+def _smaller(whole: StepSize, rank: int) -> tuple[StepSize, list[tuple[StepSize, int]]]:
     """Returns the base and its neighbours; no neighbour if nothing can be left out.
 
+    rank: the pipeline rank.
     The number beside a neighbour tells how many times what it adds lies between the base and the
     whole.
     """
-    config, rank = whole.config, place.pp_rank
-    recompute = config.recompute
-    all_stages = config.stages()
+    config = whole.config
+    recompute, all_stages = config.recompute, config.stages()
     stage, *others = config.stages_of_rank(rank)
     partial = recompute.num_microbatches_with_partial_activation_checkpoints is not None
     if others or partial or recompute.contiguous_saved_activations:

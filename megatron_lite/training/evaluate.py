@@ -39,7 +39,7 @@ def log_loss(trainer: Trainer, name: str) -> str | None:
     where = f"iteration {iteration} ({name} loss)"
 
     def stops() -> str | None:
-        trainer.pulse.at(where)
+        trainer.exits.pulse.at(where)
         return trainer.exits.now()
 
     work = f"evaluating the {name} loss over {training.eval_iters} global batches"

@@ -60,11 +60,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # faults of a disk,
 class RunLog:
     """The log of one run, whose first line is about MFU.
 
+    printed: the notices that the terminal has already, for the log file.
     Rows and points that an earlier run wrote past the trainer's progress are dropped.
     Raises InputError on rank 0 if a file of the log cannot be opened.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, printed: Sequence[str]) -> None:
         config, parallel, start = trainer.config, trainer.parallel, trainer.progress
         peak = peak_rate(config.logging, parallel.device, bf16=config.training.precision != "fp32")
         self._facts = facts = run_facts(trainer, peak.flops)
@@ -81,7 +82,7 @@ class RunLog:
             self._terminal = Terminal(total=facts.num_iterations, done=start.iteration)
             self._open()
         started = f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()}"
-        for text in (started, arguments_table(config), ranks_line(parallel), *trainer.printed):
+        for text in (started, arguments_table(config), ranks_line(parallel), *printed):
             self.to_file(text)
         self.line(peak.line())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, set_timeout
 from megatron_lite.parallel.torch_internals import compiler_settings
-from megatron_lite.supervision.exits import Exits, Pulse
+from megatron_lite.supervision.exits import Exits
 from megatron_lite.training.batches import DocumentRules, MicroBatches, SampleOrder, masked_mean
 from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.log import RunLog
@@ -62,9 +62,7 @@ class Trainer:
     saver, start: saves under --save, and the checkpoint that `run` loads; None without the flag.
     rules: what the ends of documents mean; None: nothing.
     notices: lines for the log, about kernels and about checks that compare nothing.
-    printed: the notices that the terminal has already.
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
-    pulse: the record of where this rank is. The trainer writes it and a watch reads it.
     timers, profiler, slow_ranks, graphs: None unless a flag asks for them.
 
     progress: the iterations and samples so far.
@@ -90,9 +88,7 @@ class Trainer:
     start: Start | None
     rules: DocumentRules | None
     notices: tuple[str, ...]
-    printed: tuple[str, ...]
     tokenizer: Mapping[str, bytes]
-    pulse: Pulse
     timers: Timers | None = None
     profiler: Profiler | None = None
     slow_ranks: SlowRanks | None = None
@@ -107,21 +103,22 @@ class Trainer:
     _started: list[StartedStep] = field(default_factory=list)
     _saved_at: int = -1
 
-    def run(self, exits: Exits | None = None) -> Progress:
+    def run(self, exits: Exits | None = None, printed: Sequence[str] = ()) -> Progress:
         """Trains from the step that `--load` chose to the end, or until `exits` ends the run.
 
         exits: listens for signals already. By default the run makes its own, which listens for as
         long as the run lasts.
+        printed: the notices that the terminal has already. The log file gets them.
         Raises TrainingError if the run cannot go on, for example because the loss is not finite.
         """
         if exits is None:
             with Exits(self.config.training, self.parallel).listening() as own:
-                return self.run(own)
+                return self.run(own, printed)
         self.exits = exits
         with self.saver or nullcontext():
             notices = self.saver.warnings if self.saver is not None else []
             notices = [*notices, *self.parallel.together("--load", self._load)]
-            with self.parallel.together("the log", lambda: RunLog(self)) as log:
+            with self.parallel.together("the log", lambda: RunLog(self, printed)) as log:
                 self.log = log
                 for notice in (*notices, *self.notices):
                     log.line(notice)
@@ -165,7 +162,7 @@ class Trainer:
         self._last_end = StepEnd(self.parallel.device)
         # No time limit in the first step: kernels load or compile in it, for minutes on some
         # machines.
-        self.pulse.at(f"iteration {iteration + 1}", limited=False)
+        self.exits.pulse.at(f"iteration {iteration + 1}", limited=False)
         while iteration < self.num_iterations:
             batch_size = self.batches.at(self.progress.consumed_samples)
             is_first = self._num_steps == 0
@@ -208,7 +205,7 @@ class Trainer:
                 set_timeout(waits)
             # A step of a larger batch may take so many times as long as the one before.
             growth = self.batches.at(self.progress.consumed_samples) / batch_size
-            self.pulse.at(f"iteration {iteration + 1}", growth=max(1.0, growth))
+            self.exits.pulse.at(f"iteration {iteration + 1}", growth=max(1.0, growth))
         return True
 
     def _tell_compiled_kernels(self) -> None:
@@ -228,7 +225,7 @@ class Trainer:
             patched = compiler_settings().patch(activation_memory_budget=budget)
         rank, most = self.parallel.rank, self.batches.num_microbatches(self.batches.largest)
         told = told_where_memory_runs_out(
-            self.config, self.parallel, most, lambda: f"in {self.pulse.where} on rank {rank}"
+            self.config, self.parallel, most, lambda: f"in {self.exits.pulse.where} on rank {rank}"
         )
         with told, patched:
             yield
@@ -465,7 +462,7 @@ class Trainer:
                 "Lower --lr, and continue from an earlier checkpoint"
             )
         self._compare_replicas()
-        self.pulse.at(f"iteration {iteration} (saving)", limited=False)
+        self.exits.pulse.at(f"iteration {iteration} (saving)", limited=False)
         log.line(f"saving checkpoint at iteration {iteration:7d} to {self.config.checkpoint.save}")
         began = time.perf_counter()
         with log.slow("saving the checkpoint"):

@@ -22,6 +22,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import UNIT, activation_bytes, activation_terms
+from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import all_reduce_
@@ -146,6 +147,13 @@ class ActivationMeter:
         ]
         texts = gather_texts("; ".join(own[:MOST_NAMED]), self._parallel)
         return next((f": {text}" for text in texts if text), "")
+
+
+def own_states(config: RunConfig, parallel: ParallelState) -> RankStates:
+    """Returns the bytes that this rank holds between two steps."""
+    return rank_states(
+        config, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
+    )
 
 
 def own_step_peak(config: RunConfig, parallel: ParallelState, num_microbatches: int) -> StepPeak:

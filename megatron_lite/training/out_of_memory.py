@@ -23,11 +23,11 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import size
-from megatron_lite.memory.predict.states import RankStates, rank_parameter_count, rank_states
+from megatron_lite.memory.predict.states import rank_parameter_count
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.parallel.compiled import first_line
 from megatron_lite.parallel.state import ParallelState, gather_texts
-from megatron_lite.training.observe import own_step_peak
+from megatron_lite.training.observe import own_states, own_step_peak
 
 # Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
 WORDS = (
@@ -76,7 +76,7 @@ def check_fits(
         _check(peak.certain_bytes, device, parallel, need, advice)
         return
     if config.optimizer.optimizer_cpu_offload:
-        on_host = _own_states(config, parallel).on_host
+        on_host = own_states(config, parallel).on_host
         need = (
             f"--optimizer-cpu-offload puts {size(on_host)} of main weights and optimizer "
             "states of one rank into host memory"
@@ -122,12 +122,6 @@ def _check(
     parallel.together("the memory of the machine", check)
 
 
-def _own_states(config: RunConfig, parallel: ParallelState) -> RankStates:
-    return rank_states(
-        config, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
-    )
-
-
 def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
     """Returns a lower bound of the bytes that one rank holds for its parameters all the time.
 
@@ -136,7 +130,7 @@ def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
     """
     if config.model.num_layers > MANY_LAYERS:
         return rank_parameter_count(config, parallel.pp_rank) // parallel.shard_size
-    states = _own_states(config, parallel)
+    states = own_states(config, parallel)
     return states.total + (states.on_host if parallel.device.type == "cpu" else 0)
 
 

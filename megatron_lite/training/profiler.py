@@ -13,7 +13,7 @@ step slower, which is why level 0 is the default.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -158,8 +158,12 @@ def peak_of_step(
     else:
         # The profiler does not see what was allocated before, such as the buffers of @host and the
         # slots of --contiguous-saved-activations, which the first step made.
-        held_tensors = map(local_part, _held_tensors(model, optimizer))
-        storages = [one.untyped_storage() for one in held_tensors]
+        optimizer.zero_grad()  # under FSDP2 a step begins with new gradients
+        storages = [
+            local_part(tensor).untyped_storage()
+            for _, tensors in held_tensors(model, optimizer)
+            for tensor in tensors
+        ]
         held = sum({address_of(one): one.nbytes() for one in storages}.values())
         decoders = [chunk.decoder for chunk in model if chunk.decoder.plan.uses_stores]
         held += sum(decoder.stores.allocated_bytes for decoder in decoders)
@@ -174,19 +178,29 @@ def peak_of_step(
     found.append(PeakMemory(*most.tolist()))
 
 
-def _held_tensors(model: ModelStages, optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yields the tensors that this rank holds from step to step."""
-    for chunk in model:
-        yield from chunk.parameters()
-        yield from chunk.constants()
-    # Without a buffer (FSDP2) a step begins with new gradients.
-    if isinstance(optimizer.layout.gradients, GradBuffer):
-        yield from optimizer.layout.gradients.grads.values()
-    for piece in optimizer.layout.pieces:
-        yield piece.master
-    yield from optimizer.host_tensors()
+def held_tensors(
+    model: ModelStages, optimizer: Optimizer
+) -> Iterator[tuple[str, Iterable[Tensor]]]:
+    """Yields the tensors that this rank holds from step to step, by category (step_meter.py).
+
+    A tensor may come several times, such as a float32 master that is the weight itself. Its
+    category is the last one.
+    """
+    from megatron_lite.memory.measure import step_meter
+
+    layout = optimizer.layout
+    yield step_meter.OTHER, model.constants()
     for states in optimizer.states.values():
-        yield from states.values()
+        yield step_meter.OPTIMIZER, states.values()
+    yield step_meter.MASTERS, [piece.master.detach() for piece in layout.pieces]
+    yield (
+        step_meter.GRADIENTS,
+        [bucket.flat for bucket in layout.gradients.buckets]
+        if isinstance(layout.gradients, GradBuffer)
+        else [piece.grad for piece in layout.pieces if piece.master.grad is not None],
+    )
+    yield step_meter.WEIGHTS, map(local_part, model.parameters())
+    yield step_meter.HOST, optimizer.host_tensors()
 
 
 def record_step(path: str, config: RunConfig, model: GPTModel, run: Callable[[], Tensor]) -> Tensor:
