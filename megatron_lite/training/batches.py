@@ -254,10 +254,10 @@ class MicroBatches:
     """
 
     dataset: Dataset
-    consumed_samples: int
     micro_batch_size: int
-    num_microbatches: int
     parallel: ParallelState
+    consumed_samples: int = 0
+    num_microbatches: int = 0
     where: str = "evaluation"
     order: SampleOrder = microbatch_indices
     rules: DocumentRules | None = None
@@ -282,11 +282,13 @@ class MicroBatches:
         )
 
     def counts(self) -> list[int]:
-        """Returns how many tokens of each micro-batch count in the loss, on all its ranks.
+        """Returns how many tokens of each micro-batch count in the loss, on all its ranks. [] if
+        the loss has no mask.
 
         Reads all samples once more, on the host.
         """
-        assert self.rules is not None and self.rules.mask_loss
+        if self.rules is None or not self.rules.mask_loss:
+            return []
         eod = self.rules.eod
         return [
             sum(int(np.count_nonzero(sample[:-1] != eod)) for sample in self._read(number))

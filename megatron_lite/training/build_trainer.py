@@ -29,7 +29,7 @@ from megatron_lite.parallel.state import ParallelState, from_rank_0, gather_text
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
-from megatron_lite.training.batches import document_rules, sample_order
+from megatron_lite.training.batches import MicroBatches, document_rules, sample_order
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import above_limit, check_fits, told_where_memory_runs_out
 from megatron_lite.training.step import StageRunner, train_step
@@ -262,10 +262,15 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim | None) -> T
         datasets=datasets,
         num_iterations=course.num_iterations,
         batches=batches,
-        order=sample_order(config.data, len(datasets.train)),
+        samples=MicroBatches(
+            dataset=datasets.train,
+            micro_batch_size=training.micro_batch_size,
+            parallel=parallel,
+            order=sample_order(config.data, len(datasets.train)),
+            rules=rules,
+        ),
         saver=saver,
         start=course.start,
-        rules=rules,
         notices=(
             kernels,
             accumulation,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.training.batches import MicroBatches, masked_mean, sample_order
+from megatron_lite.training.batches import masked_mean, sample_order
 from megatron_lite.training.iteration_line import Evaluation
 from megatron_lite.training.step import TrainingError
 
@@ -78,31 +79,25 @@ def mean_loss(
     """
     training, parallel = trainer.config.training, trainer.runner.parallel
     full = training.eval_global_batch_size or trainer.batches.full
-    rules = trainer.rules
-    masks = rules is not None and rules.mask_loss
-    num_tokens, num_microbatches = 0, trainer.batches.num_microbatches(full)
-    order = sample_order(trainer.config.data, len(dataset))
+    counts, num_microbatches = list[int](), trainer.batches.num_microbatches(full)
+    samples = replace(
+        trainer.samples,
+        dataset=dataset,
+        num_microbatches=num_microbatches,
+        where=where,
+        order=sample_order(trainer.config.data, len(dataset)),
+    )
     total = torch.zeros((), dtype=torch.float64, device=parallel.device)
     for iteration in range(training.eval_iters):
         if reason := stops():
             return reason
-        batches = MicroBatches(
-            dataset=dataset,
-            consumed_samples=iteration * full,
-            parallel=parallel,
-            micro_batch_size=training.micro_batch_size,
-            num_microbatches=num_microbatches,
-            where=where,
-            order=order,
-            rules=rules,
-        )
-        if masks:
-            num_tokens += sum(batches.counts())
+        batches = replace(samples, consumed_samples=iteration * full)
+        counts += batches.counts()
         total += trainer.runner.evaluate(batches)
     # Pipeline ranks without the last stage add 0.
     total = all_reduce_(all_reduce_(total, parallel.dp_cp_group), parallel.pp_group)
     number = float(training.eval_iters * num_microbatches * parallel.dp_cp_size)
-    if masks:
-        number = masked_mean([num_tokens], parallel, per_token=True).num_tokens.item()
+    if counts:
+        number = masked_mean(counts, parallel, per_token=True).num_tokens.item()
     loss = total.item() / number
     return Evaluation(loss, math.exp(loss) if loss < 700.0 else math.inf)

@@ -35,6 +35,7 @@ from megatron_lite.parallel.generators import RngSnapshot
 from megatron_lite.parallel.rng import Access, RngStreams
 from megatron_lite.parallel.torch_internals import tree_leaves, tree_map
 from megatron_lite.training.batches import Batches, MaskedMean, MicroBatch
+from megatron_lite.training.observe import Look
 from megatron_lite.training.out_of_memory import is_out_of_memory
 from megatron_lite.training.step import StepResult
 
@@ -219,9 +220,9 @@ class Recorder:
         learning_rate: float,
         decoupled_learning_rate: float | None = None,
         masked: MaskedMean | None = None,
-        **looks: Any,
+        look: Look | None = None,
     ) -> StepResult:
-        """Runs `train_step`, as a graph if it can. looks: its arguments in the first two steps."""
+        """Runs `train_step`, as a graph if it can. look: only in the first two steps."""
         with self._on_its_stream():
             inputs = Inputs(
                 tuple(batches[number] for number in range(len(batches))),
@@ -235,7 +236,7 @@ class Recorder:
                 self._num_warm -= 1
                 self._rehearsal = Rehearsal(self._rng)
                 with self._rehearsal.listening():
-                    return inputs.run(partial(self._step, **looks))
+                    return inputs.run(partial(self._step, look=look))
             if self._graph is None:
                 self._graph = Graph(
                     self._step, inputs, self._rehearsal, self._rng, self._new_capture()

@@ -43,6 +43,7 @@ from megatron_lite.training.summary import (
     arguments_table,
     file_lines,
     ranks_line,
+    step_time_text,
     summary_of,
     training_lines,
 )
@@ -226,6 +227,7 @@ class RunLog:
         """
         trainer, progress, details = self._trainer, self._trainer.progress, list[tuple[str, str]]()
         summary = summary_of(trainer)
+        step_time = step_time_text(summary)
         self.line(
             f"{'finished' if finished else 'stopped'} at iteration {progress.iteration} of "
             f"{trainer.num_iterations} after {clock(time.monotonic() - self._began)}, with "
@@ -233,16 +235,16 @@ class RunLog:
         )
         if self._last:
             details += training_lines(
-                trainer, self._facts, self._start, self._last, self._best, summary
+                trainer, self._facts, self._start, self._last, self._best, step_time
             )
         for label, text in (*details, *file_lines(self._run, progress)):
             self.line(f"  {label:13}{text}")
-        compares = trainer.peak is not None or summary.step_time()
+        compares = trainer.peak is not None or step_time
         if self._parts.get("metrics") is not None and compares:
             from megatron_lite.data.durable_files import write_text
 
             path = f"{self._config.metrics_jsonl}.summary.json"
-            text = json.dumps(summary._asdict(), indent=2)
+            text = json.dumps(summary, indent=2)
             self._try(path, "the summary", write_text, path, f"{text}\n")
 
     def skipped(self, update: SkippedUpdate) -> None:

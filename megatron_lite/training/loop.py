@@ -25,10 +25,10 @@ from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, set_timeout
 from megatron_lite.parallel.torch_internals import compiler_settings
 from megatron_lite.supervision.exits import Exits
-from megatron_lite.training.batches import DocumentRules, MicroBatches, SampleOrder, masked_mean
+from megatron_lite.training.batches import MicroBatches, masked_mean
 from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.log import RunLog
-from megatron_lite.training.observe import ActivationMeter, measures_peak, own_step_peak
+from megatron_lite.training.observe import ActivationMeter, Look, measures_peak, own_step_peak
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from megatron_lite.training.step import StageRunner, StepEnd, StepResult, TrainingError, train_step
 from megatron_lite.training.summary import described
@@ -58,9 +58,8 @@ class Trainer:
     """The parts of a run, and its progress. build_trainer.py makes them.
 
     num_iterations: the iteration at which the run ends.
-    batches, order: the batch size over the run, and the order of its samples.
+    batches, samples: the batch size over the run, and the samples that its iterations read.
     saver, start: saves under --save, and the checkpoint that `run` loads; None without the flag.
-    rules: what the ends of documents mean; None: nothing.
     notices: lines for the log, about kernels and about checks that compare nothing.
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     timers, profiler, slow_ranks, graphs: None unless a flag asks for them.
@@ -83,10 +82,9 @@ class Trainer:
     datasets: Datasets
     num_iterations: int
     batches: BatchSchedule
-    order: SampleOrder
+    samples: MicroBatches
     saver: Saver | None
     start: Start | None
-    rules: DocumentRules | None
     notices: tuple[str, ...]
     tokenizer: Mapping[str, bytes]
     timers: Timers | None = None
@@ -247,27 +245,23 @@ class Trainer:
         learning_rate = self.schedule.at(before)
         decoupled_learning_rate = self.schedule.decoupled_at(before)
         logged = iteration % logging.log_interval == 0
-        batches = MicroBatches(
-            dataset=self.datasets.train,
+        batches = replace(
+            self.samples,
             consumed_samples=before,
             num_microbatches=self.batches.num_microbatches(batch_size),
-            micro_batch_size=config.training.micro_batch_size,
-            parallel=parallel,
             where=f"iteration {iteration}",
-            order=self.order,
-            rules=self.rules,
         )
         self._num_steps += 1
-        looks: dict[str, Any] = {}
+        look = None
         with ExitStack() as around:
             if self.profiler is not None:
                 around.enter_context(self.profiler.step(iteration))
             if self._num_steps <= 2:
-                looks = around.enter_context(self._looks())
+                look = around.enter_context(self._looks())
             if self.slow_ranks is not None:
                 around.enter_context(self.slow_ranks.step(logged=logged))
             masked = None
-            if self.rules is not None and self.rules.mask_loss:
+            if config.data.eod_mask_loss:
                 masked = masked_mean(
                     batches.counts(), parallel, per_token=config.training.calculate_per_token_loss
                 )
@@ -277,7 +271,7 @@ class Trainer:
                 learning_rate=learning_rate,
                 decoupled_learning_rate=decoupled_learning_rate,
                 masked=masked,
-                **looks,
+                look=look,
             )
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=before + batch_size
@@ -306,31 +300,36 @@ class Trainer:
         return StartedStep(row, result, StepEnd(parallel.device, figures))
 
     @contextmanager
-    def _looks(self) -> Iterator[dict[str, Any]]:
-        """Looks at the step within the block. Yields arguments of `train_step`.
+    def _looks(self) -> Iterator[Look | None]:
+        """Looks at the step within the block. Yields what runs its first micro-batch, if anything.
 
-        The first one of this start measures the kept bytes. The second one measures its peak and
-        records the memory timeline: its memory is that of all later steps.
+        The first one of this start measures the kept bytes, and compares them with the prediction:
+        a difference is a warning in the log, and an error under --recompute-verify. The second one
+        measures its peak and records the memory timeline: its memory is that of all later steps.
         """
-        config, path, timeline = self.config, self.config.logging.memory_timeline, None
+        config, path, look = self.config, self.config.logging.memory_timeline, None
         if self._num_steps == 1 and not config.compiles_layers:
             meter = ActivationMeter(config, self.parallel)
-            yield {"meter": meter}
-            self._compare_kept_bytes(meter)
+            yield meter.forward
+            self.kept_bytes, fault = meter.result()
+            if fault and config.recompute.recompute_verify:
+                raise TrainingError(f"--recompute-verify: {fault}")
+            if fault:
+                self.log.line(f"warning: {fault}")
             return
         if self._num_steps == 2 and path is not None and self.parallel.rank == 0:
             from megatron_lite.training.profiler import record_step
 
-            timeline = partial(record_step, path, config)
+            look = partial(record_step, path, config)
         if self._num_steps == 1 or not measures_peak(config, self.parallel.device):
-            yield {"timeline": timeline}
+            yield look
             return
         from megatron_lite.training.profiler import peak_of_step
 
         most = self.batches.num_microbatches(self.batches.largest)
         own = own_step_peak(config, self.parallel, most)
         with peak_of_step(self.model, self.optimizer, self.parallel, own) as found:
-            yield {"timeline": timeline}
+            yield look
         (self.peak,) = found
         self.log.line(f"peak of a step, highest of all ranks: {self.peak}")
 
@@ -378,18 +377,6 @@ class Trainer:
                 self.log.line(line)
             if self.timers is not None:
                 self.log.times(self.timers.report(interval), iteration)
-
-    def _compare_kept_bytes(self, meter: ActivationMeter) -> None:
-        """Compares predicted with measured kept bytes right after the step that measured them.
-
-        A difference is a warning in the log. Under --recompute-verify it raises TrainingError.
-        Issues one all-reduce over all ranks.
-        """
-        self.kept_bytes, fault = meter.result()
-        if fault:
-            if self.config.recompute.recompute_verify:
-                raise TrainingError(f"--recompute-verify: {fault}")
-            self.log.line(f"warning: {fault}")
 
     def _compare_replicas(self) -> None:
         """Raises TrainingError if ranks that should hold the same weights no longer do."""

@@ -31,8 +31,8 @@ from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
-# Runs a micro-batch of a whole model, and records its memory: (model, forward) -> loss.
-Timeline = Callable[[GPTModel, Callable[[], Tensor]], Tensor]
+# Runs the forward of a stage under a plan, and looks at its memory.
+Look = Callable[[GPTModel, RecomputePlan, Callable[[], Tensor]], Tensor]
 MOST_NAMED = 6  # places that differ from the prediction
 OUTSIDE, HOST = "outside of the layers", "in host memory"
 

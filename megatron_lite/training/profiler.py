@@ -44,6 +44,7 @@ from megatron_lite.parallel.torch_internals import (
     write_memory_history,
 )
 from megatron_lite.parallel.weights import local_part
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 MOST_ALLOCATIONS = 100_000  # of the memory history
 
@@ -203,7 +204,9 @@ def held_tensors(
     yield step_meter.HOST, optimizer.host_tensors()
 
 
-def record_step(path: str, config: RunConfig, model: GPTModel, run: Callable[[], Tensor]) -> Tensor:
+def record_step(
+    path: str, config: RunConfig, model: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]
+) -> Tensor:
     """Writes the memory timeline of a micro-batch of a whole model, and the predicted bytes.
 
     Runs the forward `run` and its backward. Returns the loss, detached.
@@ -221,7 +224,7 @@ def record_step(path: str, config: RunConfig, model: GPTModel, run: Callable[[],
 
     timeline = record_timeline(model, noted, name=str(config.recompute.policy))
     sizes = Sizes.of(config, device=losses[0].device.type, stage=model.stage)
-    predicted = tuple(kept_course(config.model, model.decoder.plan, sizes))
+    predicted = tuple(kept_course(config.model, plan, sizes))
     write_timeline(timeline._replace(predicted=predicted), path)
     return losses[0]
 

@@ -161,7 +161,7 @@ def _documents(trainer: Trainer, first: int, size: int) -> dict[str, list[int]]:
     micro_batch_size = trainer.config.training.micro_batch_size
     for rank in range(dp_size):
         for number in range(trainer.batches.num_microbatches(size)):
-            for sample in trainer.order(first, micro_batch_size, rank, dp_size, number):
+            for sample in trainer.samples.order(first, micro_batch_size, rank, dp_size, number):
                 for file, documents in dataset.documents(sample).items():
                     found.setdefault(file, set()).update(documents)
     return {file: sorted(documents) for file, documents in found.items()}

@@ -24,7 +24,7 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.training.batches import Batches, MaskedMean
-from megatron_lite.training.observe import ActivationMeter, Timeline
+from megatron_lite.training.observe import Look
 
 if TYPE_CHECKING:
     from megatron_lite.pipeline.executor import Forward, Links
@@ -100,8 +100,7 @@ def train_step(
     *,
     learning_rate: float | Tensor,
     decoupled_learning_rate: float | Tensor | None = None,
-    meter: ActivationMeter | None = None,
-    timeline: Timeline | None = None,
+    look: Look | None = None,
     masked: MaskedMean | None = None,
 ) -> StepResult:
     """Runs all micro-batches forward and backward and updates the weights once.
@@ -111,7 +110,7 @@ def train_step(
     Issues two all-reduces of the 0-d loss: over `dp_cp_group` and over `pp_group`.
     learning_rate: a 0-d tensor in a CUDA graph, which reads it anew in every step.
     decoupled_learning_rate: the rate of the word embedding and the output layer; None: the same.
-    meter, timeline: look at the first micro-batch.
+    look: runs each stage of the first micro-batch.
     masked: how the losses of micro-batches with a loss mask become one. The loss is then the mean
         over the tokens of the global batch that count.
     """
@@ -123,8 +122,7 @@ def train_step(
         loss = runner.train(
             batches,
             loss_factor=1.0 / (len(batches) * parallel.dp_cp_size),
-            meter=meter,
-            timeline=timeline,
+            look=look,
             mask_factors=None if masked is None else masked.factors,
             loss_scale=scale,
             before_last=optimizer.sync_next_backward,
@@ -283,8 +281,7 @@ class StageRunner:
         batches: Batches,
         *,
         loss_factor: float,
-        meter: ActivationMeter | None = None,
-        timeline: Timeline | None = None,
+        look: Look | None = None,
         mask_factors: Tensor | None = None,
         loss_scale: Tensor | None = None,
         before_last: Callable[[Iterable[nn.Parameter]], None] | None = None,
@@ -296,8 +293,8 @@ class StageRunner:
         loss_factor: the factor on each micro-batch's mean loss.
         mask_factors: [m], for micro-batches with a loss mask: the factor on the gradients of each
             one's sum of masked losses. The result is then the sum of these sums, without factors.
-        meter: measures the kept bytes of the first micro-batch.
-        timeline: records the first micro-batch. It needs the whole model on this rank.
+        look: runs each stage of the first micro-batch. Without a pipeline it may run the backward
+            too, and returns a loss without a graph then.
         loss_scale: the 0-d factor on the gradients. None leaves them as they are.
         before_last: called with a stage's parameters before the last backward through that stage.
         after: called after each action of a pipeline.
@@ -319,8 +316,8 @@ class StageRunner:
         )
         whole = frozenset() if self.links is None else self._whole(count)
         forward: Forward = partial(self._stage, batches, step_loss, whole, self.timed)
-        if meter is not None:
-            forward = self._measured(meter, forward, whole)
+        if look is not None:
+            forward = self._looked_at(look, forward, whole)
 
         def before_backward(action: Action) -> None:
             if before_last is not None and action.microbatch == count - 1:
@@ -340,12 +337,10 @@ class StageRunner:
             for number in range(count):
                 action = Action("forward", number)
                 before_backward(action)
-                if number == 0 and timeline is not None:
-                    losses.append(timeline(self._chunks[0], partial(forward, action, None)))
-                    continue
                 loss = forward(action, None)
-                with self.timed("backward-compute"):
-                    loss.backward()
+                if loss.requires_grad:
+                    with self.timed("backward-compute"):
+                        loss.backward()
                 losses.append(loss.detach())
                 del loss  # else its graph would live on during the next forward
         if losses:
@@ -384,20 +379,18 @@ class StageRunner:
         self.model.train()
         return sum(losses, start=torch.zeros((), dtype=torch.float64, device=self.parallel.device))
 
-    def _measured(
-        self, meter: ActivationMeter, forward: Forward, whole: Collection[Action]
-    ) -> Forward:
-        """Returns `forward`, of whose first micro-batch the meter measures the kept bytes."""
+    def _looked_at(self, look: Look, forward: Forward, whole: Collection[Action]) -> Forward:
+        """Returns `forward`, whose first micro-batch `look` runs."""
 
-        def measured(action: Action, hidden_states: Tensor | None) -> Tensor:
+        def looked_at(action: Action, hidden_states: Tensor | None) -> Tensor:
             if action.microbatch:
                 return forward(action, hidden_states)
             chunk = self._chunks[action.chunk]
             plan = keep_everything(chunk.stage.num_layers) if action in whole else None
             run = partial(forward, action, hidden_states)
-            return meter.forward(chunk, plan or chunk.decoder.plan, run)
+            return look(chunk, plan or chunk.decoder.plan, run)
 
-        return measured
+        return looked_at
 
     def _stage(
         self,

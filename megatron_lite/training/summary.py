@@ -10,9 +10,9 @@ import dataclasses
 import platform
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -129,8 +129,8 @@ def described(device: torch.device) -> str:
 FIRST_STEPS = 2  # whose times do not count: kernels compile, and the peak is measured
 
 
-class RunSummary(NamedTuple):
-    """The figures of a run. A figure that is not known is None.
+def summary_of(trainer: Trainer) -> dict[str, Any]:
+    """Returns the figures of a run, as its file has them. A figure that is not known is None.
 
     peak_bytes_*: the peak of a step on the rank that holds most, and what the allocator of a GPU
         reserved.
@@ -138,28 +138,6 @@ class RunSummary(NamedTuple):
     machine: the name of the machine for which the time was predicted.
     num_ranks: the ranks of the run.
     """
-
-    peak_bytes_predicted: int | None
-    peak_bytes_measured: int | None
-    peak_bytes_reserved: int | None
-    step_ms_predicted: float | None
-    step_ms_measured: float | None
-    machine: str | None
-    num_ranks: int
-
-    def step_time(self) -> str:
-        """Returns the text of the step time if it was both predicted and measured, else ""."""
-        if self.step_ms_predicted is None or not self.step_ms_measured:
-            return ""
-        share = self.step_ms_predicted / self.step_ms_measured
-        return (
-            f"{self.step_ms_measured:.1f} ms measured, {self.step_ms_predicted:.1f} ms "
-            f"predicted for {self.machine} ({share:.1%} of it)"
-        )
-
-
-def summary_of(trainer: Trainer) -> RunSummary:
-    """Returns the figures of a run."""
     config, parallel, peak = trainer.config, trainer.parallel, trainer.peak
     machine, predicted, later = None, None, trainer.seconds[FIRST_STEPS:]
     if config.logging.machine is not None or parallel.device.type == "cuda":
@@ -174,7 +152,7 @@ def summary_of(trainer: Trainer) -> RunSummary:
         if machine is not None:
             predicted = 1000.0 * step_time(config, machine, parallel.world_size).seconds
     peak_predicted, measured, reserved = peak or (None, None, None)
-    return RunSummary(
+    return dict(
         peak_bytes_predicted=peak_predicted,
         peak_bytes_measured=measured,
         peak_bytes_reserved=reserved or None,
@@ -185,17 +163,29 @@ def summary_of(trainer: Trainer) -> RunSummary:
     )
 
 
+def step_time_text(summary: Mapping[str, Any]) -> str:
+    """Returns the text of the step time if it was both predicted and measured, else ""."""
+    measured, predicted = summary["step_ms_measured"], summary["step_ms_predicted"]
+    if predicted is None or not measured:
+        return ""
+    return (
+        f"{measured:.1f} ms measured, {predicted:.1f} ms predicted for {summary['machine']} "
+        f"({predicted / measured:.1%} of it)"
+    )
+
+
 def training_lines(
     trainer: Trainer,
     facts: RunFacts,
     start: Progress,
     last: Sequence[IterationRecord],
     best: tuple[int, Evaluation] | None,
-    summary: RunSummary,
+    step_time: str,
 ) -> Iterator[tuple[str, str]]:
     """Yields the names and the texts of the totals of a run that has trained since `start`.
 
-    last: its last iterations. best: the best validation loss, and its iteration.
+    last: its last iterations. best: the best validation loss, and its iteration. step_time: its
+    text.
     """
     config, progress, seconds = trainer.config, trainer.progress, sum(trainer.seconds)
     samples = progress.consumed_samples - start.consumed_samples
@@ -234,7 +224,7 @@ def training_lines(
     elif not config.compiles_layers:
         by_flag = "" if config.logging.log_peak_memory else " (--log-peak-memory measures it)"
         yield "peak", f"not measured{by_flag}"
-    if step_time := summary.step_time():
+    if step_time:
         yield "step time", step_time
     text = plural(skipped, "update") if skipped else "no updates"
     if skipped and (listed := skipped_batches_path(config)) is not None:

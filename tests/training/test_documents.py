@@ -1,7 +1,6 @@
 """Sequences that pack documents: their losses and gradients are those of a model that sees each
 document alone. tests/data/test_megatron_core_parity.py compares masks and positions."""
 
-from contextlib import contextmanager
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -229,13 +228,26 @@ class Texts:
         return packed_text(index, batch=1)[0].numpy()
 
 
+def texts(parallel, consumed=0, where=""):
+    """Returns two micro-batches of the texts, from a sample on."""
+    return MicroBatches(
+        dataset=Texts(),
+        micro_batch_size=BATCH,
+        parallel=parallel,
+        consumed_samples=consumed,
+        num_microbatches=2,
+        where=where,
+        rules=ALL,
+    )
+
+
 def test_an_evaluation_is_the_mean_over_the_tokens_that_count():
     with runner_of(Layout(), variant_config("gpt2")) as runner:
         run = SimpleNamespace(
             config=tiny_run(eval_iters=2, micro_batch_size=BATCH, global_batch_size=BATCH),
             runner=runner,
             batches=BatchSchedule(steps=((0, 2 * BATCH),), samples_per_microbatch=BATCH),
-            rules=ALL,
+            samples=texts(runner.parallel),
         )
         found = mean_loss(run, Texts())
         (chunk,) = runner.model
@@ -248,27 +260,17 @@ def test_an_evaluation_is_the_mean_over_the_tokens_that_count():
     assert found is not None and found.loss == pytest.approx(total / count, rel=1e-12)
 
 
-@contextmanager
-def micro_batches():
-    """Yields a function that returns two micro-batches of the texts, from a sample on."""
-    with tp_state(1) as parallel:
-        shape = dict(dataset=Texts(), micro_batch_size=BATCH, num_microbatches=2, rules=ALL)
-        yield lambda consumed, **where: MicroBatches(
-            consumed_samples=consumed, parallel=parallel, **shape, **where
-        )
-
-
 def test_the_counts_are_those_of_the_masks_and_say_where_a_sample_cannot_be_read():
-    with micro_batches() as batches:
-        found = batches(6)
+    with tp_state(1) as parallel:
+        found = texts(parallel, 6)
         assert found.counts() == [int(found[number].loss_mask.sum()) for number in (0, 1)]
         with pytest.raises(InputError, match="iteration 7, samples 997 to 999: a damaged file"):
-            batches(994, where="iteration 7").counts()
+            texts(parallel, 994, "iteration 7").counts()
 
 
 def test_flops_count_what_documents_attend():
-    with micro_batches() as batches:
-        found = float(batches(6).attended())
+    with tp_state(1) as parallel:
+        found = float(texts(parallel, 6).attended())
     tokens = torch.stack([packed_text(index, batch=1)[0, :-1] for index in range(6, 6 + 2 * BATCH)])
     number = (tokens == EOD).cumsum(1) - (tokens == EOD).int()  # of each token's document
     assert found == (number[:, :, None] == number[:, None]).double().mean()

@@ -164,7 +164,7 @@ def kept(config):
         run, meter = Run(config, parallel), ActivationMeter(config, parallel)
         meter._thorough = True
         run.optimizer.zero_grad()
-        run.runner.train(run.batches(0), loss_factor=0.5, meter=meter)
+        run.runner.train(run.batches(0), loss_factor=0.5, look=meter.forward)
         return meter.result()
 
 
