@@ -34,7 +34,8 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, ".")  # the root of the clone, which may not be installed
 
 from megatron_lite.recompute.apply import apply_policy_
-from tests.support.foreign import Foreign, Outcome, Prepare, count_unequal, error_of, train
+from tests.support.equality import difference
+from tests.support.foreign import Foreign, Outcome, Prepare, count_unequal, train
 from tests.support.foreign_families import FAMILIES, VARIANTS
 from tests.support.foreign_layers import LAYERS
 from tests.support.foreign_wrapped import (
@@ -171,7 +172,7 @@ def verdict(expected, found, tolerance):
     """Returns the comparison in a few words. Bold text means that the training is wrong."""
     counts, parts = count_unequal(expected, found, tolerance), []
     rounded = counts["rounded"] > 0 or not all(map(torch.equal, expected.losses, found.losses))
-    if max(map(error_of, expected.losses, found.losses)) > tolerance:
+    if max(map(difference, expected.losses, found.losses)) > tolerance:
         parts.append("loss wrong")
     trained = sum(gradient is not None for gradient in expected.gradients.values())
     parts += [f"{counts[kind]} of {trained} {kind}" for kind in ("wrong", "lost") if counts[kind]]

@@ -39,22 +39,6 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (4, 2)])
-def test_any_split_holds_the_same_values(sizes, trained, tmp_path):
-    tp, pp = map(str, sizes)
-    flags = ("--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp)
-    assert converted(tmp_path, f"megatron-lite {trained} -> megatron-lite split", *flags) == 0
-    step = find_step(str(tmp_path / "split")).step
-    assert step_fault(step) is None
-    assert len(list(step.glob("*.safetensors"))) == 2  # weights and states, at any sizes
-    assert read_config(step).parallel.model_ranks == sizes[0] * sizes[1]
-    ours, theirs = native_source(tmp_path / "split"), native_source(trained)
-    assert ours.state_keys == theirs.state_keys == ("exp_avg", "exp_avg_sq")
-    assert ours.num_updates == 3 and ours.progress == theirs.progress
-    for name, *_ in theirs.tensors():
-        assert torch.equal(ours.read(name), theirs.read(name))
-
-
 def test_a_run_goes_on_from_converted_optimizer_states(trained, tmp_path):
     """Without dropout the run is the one that goes on from the original."""
     still = dict(hidden_dropout=0.0, attention_dropout=0.0)

@@ -6,7 +6,7 @@ from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data import blend
 from megatron_lite.data.blend import BlendIndex, build_blend_index, kept_blend_index
 from megatron_lite.data.data_paths import normalized, parse_data_path
-from megatron_lite.data.datasets import MockDataset, build_datasets
+from megatron_lite.data.datasets import build_datasets
 from tests.support.corpora import written
 
 
@@ -22,13 +22,6 @@ def build(*data_path, num_samples=(30, 4, 2), split="6,3,1"):
         seed=3,
         num_samples=num_samples,
     )
-
-
-def test_data_path_takes_one_prefix_or_weights_or_prefixes():
-    assert parse_data_path(["a"]) == (("a",), None)
-    assert parse_data_path(["a", "b"]) == (("a", "b"), None)
-    assert parse_data_path(["30", "a", "10", "b"]) == (("a", "b"), (0.75, 0.25))
-    assert parse_data_path([".5", "a"]) == (("a",), (1.0,))
 
 
 @pytest.mark.parametrize(
@@ -163,12 +156,3 @@ def test_a_blend_index_of_other_datasets_is_not_used(monkeypatch):
         {"more": good["sample"]},
     ):
         assert fault({**good, **change}) is not None
-
-
-def test_a_sample_depends_on_seed_and_index_alone():
-    sizes = ((5, 12, 300, 7), (9, 12, 300, 7), (5, 12, 300, 8))
-    data, longer, other = (MockDataset(*size) for size in sizes)
-    assert np.array_equal(data[3], longer[3]) and np.array_equal(data[3], data[3])
-    assert not np.array_equal(data[3], data[2])
-    assert not np.array_equal(data[3], other[3])
-    assert (data[3].shape, data[3].dtype, len(data)) == ((13,), np.int64, 5)

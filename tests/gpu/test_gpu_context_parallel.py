@@ -15,7 +15,8 @@ from megatron_lite.context_parallel.sharded_attention import (
     context_parallel_attention,
 )
 from megatron_lite.parallel.sequence_spans import ContextParallel, select
-from tests.gpu.test_gpu_long_sequences import HEADS, SCALE, S, by_formula, inputs
+from tests.gpu.test_gpu_long_sequences import HEADS, SCALE, S, inputs
+from tests.support.documents import attended_alone
 
 SIZE = 3
 CASES = (1, torch.float32, 1e-5), (1, torch.bfloat16, 2e-2), (20, torch.float32, 1e-3)
@@ -84,7 +85,8 @@ def alone(whole):
     """The same by the formula, in float64 on the CPU."""
     places = [ContextParallel(rank=rank, size=SIZE) for rank in range(SIZE)]
     spans = [span for place in places for span in place.spans(S // SIZE)]
-    return [select(tensor, spans, 0).detach() for tensor in by_formula(whole, None, (0, S, 2 * S))]
+    exact = attended_alone(*whole, (0, S, 2 * S), reach=None, scale=SCALE)
+    return [select(tensor, spans, 0) for tensor in exact]
 
 
 def test_attention_over_three_ranks_is_that_of_one(device):

@@ -1,8 +1,6 @@
 """Attention windows and layers without rotary embedding: against the softmax formula and
 torch's own masked attention."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +9,7 @@ from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model import attention as core_attention
 from megatron_lite.model.attention import CoreAttention, Readable, masked_attention
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
+from tests.support.documents import attended_alone
 from tests.support.models import tiny_config, tp_state
 
 S, B, A, D = 9, 2, 6, 4
@@ -39,17 +38,6 @@ def core(backend, *, layer=0, **overrides):
     )
     with tp_state(1) as parallel:
         return CoreAttention(config, parallel.rng, layer=layer)
-
-
-def formula(query, key, value, reach):
-    """[s, b, a, d], [s, b, g, d] -> [s, b, a d] in float64: row i reads the keys i - reach .. i."""
-    query, key, value = query.double(), key.double(), value.double()
-    places = torch.arange(query.shape[0])
-    distance = places.unsqueeze(1) - places
-    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
-    scores = torch.einsum("ibhd,jbhd->bhij", query, key) * SCALE
-    scores = scores.masked_fill((distance < 0) | (distance > reach), -torch.inf)
-    return torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), value).flatten(2)
 
 
 # --- core attention ---
@@ -81,15 +69,6 @@ def test_the_bits_are_those_of_torchs_attention_with_a_mask(s, reach, dtype):
     assert all(tensor.isfinite().all() for tensor in ours)
 
 
-@pytest.mark.parametrize("backend", ["flash", "unfused"])
-def test_a_shape_without_a_kernel_of_ours_goes_to_torch_with_the_mask(backend, monkeypatch):
-    """As on CUDA in float64, or with dropout."""
-    monkeypatch.setattr(core_attention, "has_kernel", lambda query: False)
-    query, key, value = (tensor.detach() for tensor in heads(3))
-    output = core(backend, window_size=(3, 0))(query, key, value)
-    torch.testing.assert_close(output, formula(query, key, value, 3), rtol=1e-12, atol=1e-12)
-
-
 def test_autocast_takes_its_dtype_as_torchs_attention_does():
     query, key, value = heads(3, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -104,26 +83,20 @@ BOUNDS = (0, 3, 4, 9, 18)  # of two samples
 @pytest.mark.parametrize("reach", [None, 0, 2, S - 1])
 @pytest.mark.parametrize("groups", [A, 3, 1])
 @pytest.mark.parametrize("bounds", [BOUNDS, (0, S, 2 * S)])
-def test_documents_and_windows_are_attended_as_with_a_mask(bounds, groups, reach):
-    """In float64, by every backend. Samples of one document are attended without bounds too."""
+def test_documents_and_windows_are_attended_as_by_the_formula(bounds, groups, reach, monkeypatch):
+    """In float64, by every backend. Samples of one document are attended without bounds too, also
+    where no kernel of ours takes them, as on CUDA in float64 or with dropout."""
     documents = CuSeqlens.of(bounds, batch=B, seq_length=S, device=torch.device("cpu"))
     inputs, grad = heads(groups), draw(S, B, A, D, seed=7)
-    mask = torch.full((B, 1, S, S), -torch.inf, dtype=torch.float64)
-    for start, stop in pairwise(bounds):
-        for row in range(start, stop):
-            first = start if reach is None else max(start, row - reach)
-            mask[start // S, 0, row % S, first % S : row % S + 1] = 0.0
-    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in inputs)
-    key, value = (each.repeat_interleave(A // groups, 1) for each in (key, value))
-    masked = ((query @ key.mT * SCALE + mask).softmax(-1) @ value).permute(2, 0, 1, 3)
-    expected = [masked, *torch.autograd.grad(masked, inputs, grad)]
+    expected = attended_alone(*inputs, grad, bounds, reach=reach, scale=SCALE)
     outputs = [masked_attention(*inputs, Readable(reach, documents), scale=SCALE)]
     window = {} if reach is None else dict(window_size=(reach, 0))
-    for backend in ("flash", "unfused", "auto"):
-        attention = core(backend, **window)
-        outputs.append(attention(*inputs, documents))
-        if bounds != BOUNDS:
-            outputs.append(attention(*inputs))
+    attentions = [core(backend, **window) for backend in ("flash", "unfused", "auto")]
+    outputs += [attention(*inputs, documents) for attention in attentions]
+    if bounds != BOUNDS:
+        outputs += [attention(*inputs) for attention in attentions]
+        monkeypatch.setattr(core_attention, "has_kernel", lambda query: False)
+        outputs += [attention(*inputs) for attention in attentions]
     for output in (each.view(S, B, A, D) for each in outputs):
         found = [output, *torch.autograd.grad(output, inputs, grad)]
         for ours, exact in zip(found, expected, strict=True):

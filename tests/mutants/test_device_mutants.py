@@ -32,19 +32,6 @@ def a_graph_keeps_the_first_batch(replay, self, inputs):
     return replay(self, inputs._replace(batches=self._inputs.batches))
 
 
-@replaces("replay", graphs.Graph)
-def a_graph_keeps_the_first_learning_rate(replay, self, inputs):
-    return replay(self, inputs._replace(learning_rate=self._inputs.learning_rate))
-
-
-@replaces("replay", graphs.Graph)
-def a_graph_repeats_its_random_numbers(replay, self, inputs):
-    before = self._rng.snapshot()
-    result = replay(self, inputs)
-    self._rng.restore(before)
-    return result
-
-
 @replaces("_shared_states", graphs)
 def a_graph_does_not_go_back_for_a_replay(_shared_states, stretches):
     """Each seed has one state, as if all of its draws came one after the other."""
@@ -69,8 +56,6 @@ MUTANTS = [
     LATE(figures_are_read_before_their_event),
     Mutant(nothing_waits_for_a_copy, check_short_case, dict(number=0)),
     CAPTURED(a_graph_keeps_the_first_batch),
-    CAPTURED(a_graph_keeps_the_first_learning_rate),
-    CAPTURED(a_graph_repeats_its_random_numbers),
     CAPTURED(a_graph_does_not_go_back_for_a_replay),
     Mutant(a_collective_is_read_before_it_ends, check_short_case, dict(number=3)),
 ]

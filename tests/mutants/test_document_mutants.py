@@ -2,22 +2,12 @@
 
 import torch
 
-from megatron_lite.model import attention as core_attention
 from megatron_lite.model import dispatch
 from megatron_lite.training import batches
 from megatron_lite.training.batches import MaskedMean
 from tests.support.models import Layout
 from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.training import test_documents
-
-
-@replaces("causal_mask", core_attention)
-def gathered_keys_are_taken_in_the_order_of_the_sequence(mask, query, readable, cp=None):
-    if cp is None or cp.size == 1 or readable.documents is None:
-        return mask(query, readable, cp)
-    s = query.shape[0]
-    whole = mask(query.new_empty(s * cp.size), readable)
-    return whole[:, :, s * cp.rank : s * (cp.rank + 1)]
 
 
 @replaces("bounds_of", batches)
@@ -42,7 +32,6 @@ def a_rank_counts_its_own_tokens_only(mean, counts, parallel, *, per_token):
 PACKED = test_documents.test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one
 MUTANTS = [
     Mutant(a_document_sees_its_neighbour, PACKED, dict(layout=Layout())),
-    Mutant(gathered_keys_are_taken_in_the_order_of_the_sequence, PACKED, dict(layout=Layout(cp=2))),
     Mutant(spans_of_ranks_follow_each_other, PACKED, dict(layout=Layout(cp=2, cp_comm_type="a2a"))),
     Mutant(
         a_rank_counts_its_own_tokens_only,

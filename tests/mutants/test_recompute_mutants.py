@@ -125,14 +125,6 @@ def nothing_is_discarded(_):
     yield lambda output: None
 
 
-@replaces("add_dropped_out", layer)
-def a_skipped_tail_draws_no_mask(
-    real, residual, branch, probability, *others, skip_tail=False, **more
-):
-    probability = 0.0 if skip_tail else probability
-    return real(residual, branch, probability, *others, skip_tail=skip_tail, **more)
-
-
 @replaces("_chain", runner)
 def the_tail_of_every_layer_is_skipped(chain, plan, segment, part, *others, **facts):
     def run(hidden_states, *extras):
@@ -155,7 +147,6 @@ SHARE_ONE = (
 
 MUTANTS += [
     Mutant(nothing_is_discarded, SHARE_ONE, dict(names=("linear",))),
-    Mutant(a_skipped_tail_draws_no_mask, BETWEEN, UNITS),
     Mutant(the_tail_of_every_layer_is_skipped, BETWEEN, UNITS),
     Mutant(
         a_tile_begins_in_the_one_before,

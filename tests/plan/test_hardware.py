@@ -128,15 +128,6 @@ def test_a_causal_flash_kernel_takes_half_the_time_and_a_deterministic_one_more(
     assert seconds(whole, deterministic=True) > seconds(whole)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16, 64])
-def test_an_all_reduce_takes_the_time_of_a_reduce_scatter_and_an_all_gather(size):
-    def seconds(kind):
-        return A100.collective_seconds(Collective(kind, 1 << 28), Group(size))
-
-    assert seconds(ALL_REDUCE) == pytest.approx(seconds(REDUCE_SCATTER) + seconds(ALL_GATHER))
-    assert A100.collective_seconds(Collective(ALL_REDUCE, 1 << 28), Group(1)) == 0.0
-
-
 # github.com/openxla/xla, xla/service/gpu/model/collective_interpolator_data.h: collectives of 2, 4
 # and 8 of 8 H100: ranks, MiB of the whole tensor, and GB/s of it
 MEASURED = (

@@ -49,3 +49,27 @@ def _between(starts, sample):
         for start, stop in itertools.pairwise(starts)
         if start < stop
     ]
+
+
+def attended_alone(query, key, value, grad, bounds, *, reach, scale):
+    """Returns the output of attention, [s, b, a, d], and the gradients of query, key and value.
+
+    It is the softmax formula for each document alone, in the dtype of the tensors.
+
+    key, value: [s, b, g, d].
+    bounds: where documents start in the samples one after another, and the end of the last.
+    reach: how many tokens before its own a row reads at most, or None for all.
+    """
+    seq_length, _, heads, _ = query.shape
+    leaves = [each.detach().requires_grad_() for each in (query, key, value)]
+    query, key, value = (each.repeat_interleave(heads // each.shape[2], 2) for each in leaves)
+    output = torch.zeros_like(query)
+    for start, stop in itertools.pairwise(bounds):
+        sample, rows = start // seq_length, slice(start % seq_length, (stop - 1) % seq_length + 1)
+        scores = torch.einsum("iad,jad->aij", query[rows, sample], key[rows, sample]) * scale
+        places = torch.arange(stop - start)
+        distance = places.unsqueeze(1) - places
+        hidden = (distance < 0) | (distance > (stop if reach is None else reach))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        output[rows, sample] = torch.einsum("aij,jad->iad", weights, value[rows, sample])
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]

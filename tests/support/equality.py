@@ -152,14 +152,17 @@ def variant_config(name, **overrides):
     return tiny_config(**{"num_layers": 2, **VARIANTS[name], **overrides})
 
 
-def difference(expected, actual):
-    """Returns the largest error relative to the largest expected value.
+def difference(expected, actual, floor=0.0):
+    """Returns the largest error relative to the largest expected value, or to `floor`.
 
     It is infinite if the shapes differ or a value is not finite.
     """
     if expected.shape != actual.shape or not actual.isfinite().all():
         return float("inf")
-    error = (expected.double() - actual.double()).abs().max() / expected.double().abs().max()
+    if not expected.numel():
+        return 0.0
+    largest = expected.double().abs().max().clamp(min=floor)
+    error = (expected.double() - actual.double()).abs().max() / largest
     return error.item() if error == error else 0.0  # 0/0: both are all zeros
 
 

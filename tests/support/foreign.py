@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
+from tests.support.equality import difference
+
 SEED = 3
 
 
@@ -96,22 +98,10 @@ def differences(expected, found):
     )
 
 
-def error_of(one, other, floor=0.0):
-    """Returns the largest difference, relative to the largest value of `one` or to `floor`.
-
-    It is infinite if `other` is not finite or has another shape.
-    """
-    if one.shape != other.shape or not other.isfinite().all():
-        return float("inf")
-    largest = max(one.double().abs().max().item(), floor) if one.numel() else 0.0
-    error = (one.double() - other.double()).abs().max().item() if one.numel() else 0.0
-    return error / largest if largest else (float("inf") if error else 0.0)
-
-
 def _unequal(one, other):
     if one is None or other is None:
         return None if one is other else "lost" if other is None else "made up: it was None"
-    return None if torch.equal(one, other) else f"off by {error_of(one, other):.1e}"
+    return None if torch.equal(one, other) else f"off by {difference(one, other):.1e}"
 
 
 def outcome(model, losses, gradients=None):
@@ -301,5 +291,5 @@ def count_unequal(expected, found, tolerance):
             kinds["lost"] += other is None and one is not None
             kinds["made up"] += one is None and other is not None
         elif not torch.equal(one, other):
-            kinds["wrong" if error_of(one, other, floor) > tolerance else "rounded"] += 1
+            kinds["wrong" if difference(one, other, floor) > tolerance else "rounded"] += 1
     return kinds

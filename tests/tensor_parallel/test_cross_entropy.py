@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.tensor_parallel.cross_entropy import Columns, vocab_parallel_cross_entropy
 from megatron_lite.tensor_parallel.layers import parallel_linear
@@ -16,7 +15,7 @@ from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_li
 from tests.support.changes import with_fields
 from tests.support.models import on_ranks
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
-from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
+from tests.support.uncompiled import uncompiled_kernels
 
 S, B, H, V = 8, 3, 5, 11
 # per rank: V ends within rank 1 at t=2 and t=4, where two ranks hold nothing but padding
@@ -203,39 +202,8 @@ def test_16_bit_logits_give_float32_losses_as_exact_as_the_logits(dtype, roundin
 
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize(
-    "is_compiled", [False, pytest.param(True, marks=[pytest.mark.weekly, NEEDS_COMPILER])]
+    ("cap", "is_compiled"), [(None, False), (0.8, False), (None, True), (0.8, True)]
 )
-def test_the_compiled_loss_keeps_overwrites_and_returns_what_torchs_does(
-    chunk, is_compiled, monkeypatch
-):
-    if not is_compiled:
-        uncompiled_kernels(monkeypatch)
-    case = sample(torch.float32)
-    weight = F.pad(case.weight, (0, 0, 0, 1))
-    results, kept = [], []
-    for kernels in (None, CompiledKernels()):
-        columns = Columns(None, 0, V, kernels)
-        x, a = case.hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        with kept_for_backward(exclude=[x, a]) as meter:
-            if chunk is None:
-                logits = F.linear(x, a)
-                losses = vocab_parallel_cross_entropy(
-                    logits, case.labels, columns, overwrite_logits=True
-                )
-            else:
-                losses = losses_of(x, a, case.labels, chunk, columns)
-        kept.append(meter.total_bytes())
-        losses.backward(case.grad_losses)
-        if chunk is None:
-            assert not logits[..., V:].any()  # the gradient is in their place
-        results.append((losses.detach(), x.grad, a.grad))
-    assert kept[0] == kept[1] > 0
-    for plain, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)  # order of float32 sums
-
-
-@pytest.mark.parametrize("chunk", [None, 7])
-@pytest.mark.parametrize(("cap", "is_compiled"), [(None, False), (0.8, False), (0.8, True)])
 def test_two_backwards_give_the_gradients_of_torch_with_and_without_a_cap(
     chunk, cap, is_compiled, monkeypatch
 ):

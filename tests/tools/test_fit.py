@@ -144,10 +144,6 @@ def with_towers(name, architecture, **settings):
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        (
-            with_towers("llava", "LlavaForConditionalGeneration", vision_config=VISION),
-            {"pixel_values": (1, 3, 32, 32)},
-        ),
         (  # it cuts an image
             with_towers(
                 *("llava_next", "LlavaNextForConditionalGeneration"), vision_config=VISION,
@@ -196,7 +192,7 @@ def with_towers(name, architecture, **settings):
         ),
     ],
     ids=[
-        *("image and text", "cut image", "images", "instruction", "patches", "sound and text"),
+        *("cut image", "images", "instruction", "patches", "sound and text"),
         *("speech", "stages"),
     ],
 )  # fmt: skip
@@ -298,7 +294,6 @@ def test_the_command_prints_the_verdict_and_the_lines_to_paste(tmp_path, capsys)
         (["--micro-batch-size", "0"], LLAMA, "--micro-batch-size must be at least 1 (got 0)"),
         (["--image-size", "8"], LLAMA, "LlamaForCausalLM reads no images: leave --image-size out"),
         (["--gpus", "1", "--fsdp"], LLAMA, "--fsdp needs --gpus > 1"),
-        (["--seq-length", "0"], LLAMA, "--seq-length must be at least 1 (got 0)"),
         (["--memory-budget", "-1"], LLAMA, "--memory-budget '-1': give a number of bytes"),
         ([], {}, "model_type is missing"),
         ([], {**LLAMA, "hidden_size": -64}, "transformers cannot build this model"),

@@ -80,21 +80,7 @@ PARTS = [
         "every-3+2:full",
         "every-3",
     ),
-    ("torchtune", f"{ENABLE}, fsdp: {{memory_efficient_wrapping: true}}", f"*:full {WRAPPED}", ""),
     ("torchtune", "custom_sharded_layers: [vision, 3]", "*:none", "custom_sharded_layers"),
-    ("torchtitan", "", "every-2+1:full", "every-2 compile"),  # the defaults of torchtitan
-    (
-        "torchtitan",
-        "selective_ac_option: op, per_op_sac_force_recompute_mm_shapes_by_fqns: [moe.router.gate]",
-        OPS,
-        "per_op_sac_force_recompute_mm_shapes_by_fqns compile",
-    ),
-    (
-        "torchtitan",
-        "mode: memory_budget, memory_budget: 0",
-        "--torch-compile --activation-memory-budget 0.0",
-        "",
-    ),
     (
         "torchtitan",
         "early_stop: true, preserve_rng_state: false, determinism_check: throw, debug: true",
