@@ -32,15 +32,6 @@ def test_the_slowest_are_named_first_and_no_more_of_them_than_asked_for():
     assert of_two == ["slow rank: 0 (node0) 1.5x the median of 2 ranks (15.0 ms against 10.0 ms)"]
 
 
-def test_stages_of_a_pipeline_are_not_compared_with_each_other():
-    """The last stage has the loss to compute."""
-    assert (
-        slow_ranks(times(10.0, 10.0, 30.0, 31.0, stages=(0, 0, 1, 1)), ratio=1.2, at_most=9) == []
-    )
-    (line,) = slow_ranks(times(10.0, 10.0, 30.0, 60.0, stages=(0, 0, 1, 1)), ratio=1.2, at_most=9)
-    assert "slow rank: 3 (node1) 2.0x the median of 2 ranks of pipeline rank 1" in line
-
-
 @pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize(("shape", "ranks"), [("tp2", 2), ("dp2", 2), ("fsdp2", 2), ("pp2", 4)])
 def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(capfd, shape, ranks):

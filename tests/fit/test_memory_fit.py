@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -208,25 +207,9 @@ def test_every_family_fits_its_budgets(name):
     assert off < 0.01
 
 
-def vision_and_language():
-    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
-    config = transformers.LlavaConfig(
-        text_config=transformers.LlamaConfig(vocab_size=99, **shape),
-        vision_config=transformers.CLIPVisionConfig(image_size=16, patch_size=8, **shape),
-        image_token_id=98,
-    )
-    return transformers.LlavaForConditionalGeneration(config).train()
-
-
-def image_and_text_with_its_output(model):
-    """The output has the cache of keys and values, which is there in backward too."""
-    tokens = torch.cat([torch.full((2, 4), 98), ids(2, 20)], 1)  # 4 patches of an image
-    output = model(input_ids=tokens, pixel_values=torch.ones(2, 3, 16, 16), labels=tokens)
-    output.loss.backward()
-
-
 def text_with_its_output(model, micro_batches=1):
-    """Of several, each forward but the first finds the output of the one before."""
+    """The output has the cache of keys and values, which is there in backward too. Of several
+    forwards each but the first finds the output of the one before."""
     for _ in range(micro_batches):
         output = model(input_ids=ids(2, 60), labels=ids(2, 60))
         output.loss.backward()
@@ -283,7 +266,6 @@ def unequal_batches(model):
 @pytest.mark.parametrize(
     ("step", "build", "bound"),
     [
-        (image_and_text_with_its_output, vision_and_language, 0.01),
         (text_with_its_output, FAMILIES["Gemma 2"].build, 0.01),
         (partial(text_with_its_output, micro_batches=2), FAMILIES["T5"].build, 0.01),
         (accumulated_in_bf16, frozen, 0.1),

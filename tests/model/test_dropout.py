@@ -69,14 +69,6 @@ def test_ranks_share_residual_masks_if_they_hold_the_same_tokens_and_never_atten
         assert not torch.equal(mine, other)  # each rank has its own heads
 
 
-def test_probability_zero_draws_nothing_and_hands_the_tensor_back():
-    rng = RngStreams(CPU, seed=1)
-    x = torch.ones(3)
-    before = rng.snapshot().states
-    assert dropout(x, 0.0, rng, DEFAULT) is x
-    assert same(rng.snapshot().states, before)
-
-
 @pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
 def test_evaluation_draws_nothing_and_drops_nothing(backend):
     with tp_state(1) as parallel, torch.no_grad():

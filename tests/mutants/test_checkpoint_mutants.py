@@ -41,11 +41,6 @@ def the_lock_is_not_looked_at_before_a_name_changes(_, self, source, target):
     os.replace(source, target)
 
 
-@replaces("_take_away", SaveDirectory)
-def a_step_that_was_taken_away_too_late_stays_away(_, self, step, target):
-    self._rename(step, target)
-
-
 def links_and_pipes_are_read(patch):
     @replaces("input_size", metadata)
     def size(_, path):
@@ -76,7 +71,6 @@ SYNCED = order.test_every_file_and_then_the_folder_is_synced_before_the_step_get
 
 MUTANTS = [
     Mutant(the_lock_is_not_looked_at_before_a_name_changes, *HELD),
-    Mutant(a_step_that_was_taken_away_too_late_stays_away, *HELD),
     Mutant(nothing_is_synced, SYNCED),
     Mutant(the_pointer_comes_first, order.test_the_name_is_on_the_disk_before_the_pointer_names_it),
     Mutant(

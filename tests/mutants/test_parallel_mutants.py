@@ -9,7 +9,6 @@ from megatron_lite.optim.muon_update import MOMENTUM
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import fsdp, sequence_spans, state
 from megatron_lite.recompute import region_runner
-from megatron_lite.tensor_parallel import grouped_linear
 from megatron_lite.training.step import MicroBatchLoss
 from tests.model import test_experts as test_model_experts
 from tests.model import test_megatron_core_experts
@@ -27,20 +26,9 @@ def the_host_reads_a_stale_gradient(real, self, mark):
     pass
 
 
-@replaces("_arrived", grad_buffer.GradBuffer)
-def the_host_gets_the_gradient_of_the_first_micro_batch(real, self, name):
-    if name not in self._given:
-        self._give(name)
-
-
 @replaces("join", host_link.HostLink)
 def a_gradient_is_clipped_before_it_has_left(real, self):
     pass
-
-
-@replaces("weight", layouts.Replicated)
-def a_forward_reads_a_weight_before_it_has_come_back(real, self, name):
-    return self._parameters[name]
 
 
 @replaces("send", host_link.HostLink)
@@ -58,12 +46,6 @@ def a_loaded_weight_leaves_the_copy_on_the_host(real, self, target, whole):
 @replaces("write_", stored)
 def a_moment_is_rounded_twice(real, state, part, values, chances=None):
     real(state, part, values.bfloat16().float(), chances)
-
-
-@replaces("_either_neighbour", stored)
-def a_main_weight_is_rounded_twice(real, values, chances):
-    nearest = real(values.half().float(), chances)
-    return nearest
 
 
 @replaces("noise", stored)
@@ -86,12 +68,6 @@ def the_losses_of_a_router_are_scaled_twice(real, self, scale):
 @replaces("of", region_runner.Choices)
 def a_replay_chooses_experts_anew(real, self, layer, choose):
     return choose()
-
-
-@replaces("__init__", grouped_linear.GroupedLinear)
-def every_rank_adds_the_bias(real, self, *args, **options):
-    real(self, *args, **options)
-    self._adds_bias = True
 
 
 @replaces("_mlp", layer.TransformerLayer)
@@ -179,12 +155,7 @@ MUTANTS = [
             test_host_link.test_overlap_changes_no_bit,
             dict(name="fp16, some on the host, skipped steps"),
         )
-        for fault in (
-            the_host_reads_a_stale_gradient,
-            a_buffer_is_overwritten_under_its_copy,
-            the_host_gets_the_gradient_of_the_first_micro_batch,
-            a_forward_reads_a_weight_before_it_has_come_back,
-        )
+        for fault in (the_host_reads_a_stale_gradient, a_buffer_is_overwritten_under_its_copy)
     ),
     Mutant(
         a_gradient_is_clipped_before_it_has_left,
@@ -200,9 +171,8 @@ MUTANTS = [
         test_stored.test_an_update_is_torchs_of_what_was_stored_and_is_rounded_once,
         dict(formats=test_stored.FP16, part=2**24, place={}),
     ),
-    *(
-        Mutant(fault, test_stored.test_small_updates_add_up_if_rounding_is_random)
-        for fault in (a_main_weight_is_rounded_twice, every_update_has_the_same_noise)
+    Mutant(
+        every_update_has_the_same_noise, test_stored.test_small_updates_add_up_if_rounding_is_random
     ),
     Mutant(
         gradients_of_experts_are_summed_over_all_ranks,
@@ -213,11 +183,6 @@ MUTANTS = [
         a_replay_chooses_experts_anew,
         test_model_experts.test_a_replay_sends_every_token_to_the_same_experts,
         dict(policy="*:full/2", variant="mixtral", after=False),
-    ),
-    Mutant(
-        every_rank_adds_the_bias,
-        test_experts.test_every_layout_trains_as_one_process_does,
-        dict(layout="tp2, biases, padded"),
     ),
     Mutant(
         the_losses_of_a_router_are_scaled_twice,

@@ -65,11 +65,6 @@ def residual_masks_of_a_replay_come_from_the_other_stream(
     return real(residual, branch, probability, regions, stream, **facts)
 
 
-@replaces("_chain", runner)
-def every_layer_of_a_unit_gets_the_units_input(chain, plan, segment, part, *others, **facts):
-    return chain(plan, segment, part[-1:], *others, **facts)
-
-
 @replaces("_whole_input", engine)
 def parts_are_gathered_in_the_wrong_order(whole_input, ctx, shard):
     return whole_input(ctx, shard).roll(1, 0)
@@ -112,7 +107,6 @@ MUTANTS = [
     ),
     # Units, and the stream of their masks.
     Mutant(residual_masks_of_a_replay_come_from_the_other_stream, BETWEEN, UNITS),
-    Mutant(every_layer_of_a_unit_gets_the_units_input, BETWEEN, UNITS),
     # Split inputs.
     Mutant(the_callers_tensor_becomes_its_part, LEFT_ALONE, dict(grad=True), "size of tensor a"),
     Mutant(parts_are_gathered_in_the_wrong_order, SPLIT),

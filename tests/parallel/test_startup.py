@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -141,25 +140,12 @@ def arrive(monkeypatch, capsys):
     return arrive
 
 
-def with_lr(value):
-    return replace(RUN, lr_schedule=replace(RUN.lr_schedule, lr=value))
-
-
 def told(outcomes):
     """What rank 0 says, where the others leave it to rank 0."""
     assert outcomes[0] is not None and all(
         text is not None and text.startswith("PeerError") for text in outcomes[1:]
     )
     return outcomes[0]
-
-
-def test_a_differing_field_is_named_with_every_value_and_its_ranks(arrive):
-    outcomes, said = arrive(
-        4, settings=lambda rank: settings_of(with_lr(0.01 if rank == 2 else 0.001), 4)
-    )
-    lines = told(outcomes).splitlines()
-    assert lines[0].startswith("InputError: the ranks were not started alike") and said == []
-    assert lines[1:] == ["  --lr: 0.001 on ranks 0, 1, 3; 0.01 on rank 2"]
 
 
 def test_every_flag_counts_but_those_that_each_node_may_set_for_itself():

@@ -36,12 +36,6 @@ def plainly(model, number):
     return model(batches()[number])
 
 
-class Memory:
-    """Holds a value in a slot, as a dataclass with slots does."""
-
-    __slots__ = ("mem",)
-
-
 class Slots:
     """Has an unset slot, a private one, and one for weak references."""
 
@@ -59,27 +53,20 @@ class Slots:
 
 
 class Sequel(Block):
-    """Keeps its state with its graph, for the next segment (BPTT): itself, or in an object."""
+    """Keeps its state with its graph, for the next segment (BPTT)."""
 
-    def __init__(self, holder=None):
-        super().__init__()
-        self.holder = holder and holder()
-        self.forget()
-
-    def forget(self):
-        (self.holder or self).mem = None
+    mem = None
 
     def forward(self, hidden):
-        holder = self.holder or self
-        past = 0.0 if holder.mem is None else torch.tanh(self.second(self.dropout(holder.mem)))
-        holder.mem = self.first(hidden)
+        past = 0.0 if self.mem is None else torch.tanh(self.second(self.dropout(self.mem)))
+        self.mem = self.first(hidden)
         return self.body(hidden) + past
 
 
 def segments(model, number):
     """Returns the loss over three segments, each of which reads the memory of the one before."""
     for layer in model.layers:
-        layer.forget()
+        layer.mem = None
     return sum(plainly(model, each) for each in (number, 1, 2))
 
 
@@ -160,19 +147,6 @@ class Spectral(Block):
     def __init__(self, norm=spectral_norm):
         super().__init__()
         self.first = norm(self.first)
-
-
-class Remembers(Block):
-    """A layer whose output depends on the tensors that it kept in earlier calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.before = []
-
-    def forward(self, hidden):
-        hidden = self.body(hidden + sum(self.before))
-        self.before.append(hidden.detach().mean())
-        return hidden
 
 
 class HostGenerators(Block):
@@ -783,9 +757,7 @@ UNLISTED = {
     "a product, which the next layer writes to": case(WritesProduct),
     "a backward into its own parameters": case(AccumulatesInside, may_refuse=True),
     "the older spectral norm": case(partial(Spectral, nn.utils.spectral_norm)),
-    "a list of what it made before": case(Remembers),
     "a gradient of its own": case(Differentiates),
-    "a memory with its graph in a slot of an object": case(lambda: Sequel(Memory), segments),
     "hidden modules, and layers that call each other": case(Nested),
     "modules, functions and attributes of arguments": case(Remotes),
     "what hooks caught, in a list that is emptied before backward": case(Block, caught),
