@@ -338,7 +338,7 @@ class StageRunner:
                 action = Action("forward", number)
                 before_backward(action)
                 loss = forward(action, None)
-                if loss.requires_grad:
+                if look is None or loss.requires_grad:  # else `look` has run it
                     with self.timed("backward-compute"):
                         loss.backward()
                 losses.append(loss.detach())
