@@ -188,8 +188,6 @@ def plan(
     "fits", "tight" (with a part of the reserve only) or "does not fit".
     Raises InputError if training would refuse every layout.
     """
-    import dataclasses
-
     from megatron_lite.config.units import parse_bytes
     from megatron_lite.plan.auto_policy import Budget, default_reserve
     from megatron_lite.plan.hardware import load_hardware
@@ -198,5 +196,5 @@ def plan(
 
     hardware = load_hardware(gpu)
     num_bytes = hardware.memory_bytes if memory is None else parse_bytes("memory", memory)
-    problem = problem_of(dataclasses.asdict(config), dict(fixed or {}), hardware, notes=[])
+    problem = problem_of(config.values, dict(fixed or {}), hardware, notes=[])
     return verdict(problem, num_gpus, Budget(num_bytes, default_reserve(num_bytes)))

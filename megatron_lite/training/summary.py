@@ -6,7 +6,6 @@ has the predictions for other programs.
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import shlex
 import statistics
@@ -47,11 +46,7 @@ LONGEST_VALUE = 60
 
 def arguments_table(config: RunConfig) -> str:
     """Returns the dotted table of all arguments as Megatron prints it, sorted by name."""
-    rows = {
-        field: value
-        for topic in dataclasses.asdict(config).values()
-        for field, value in topic.items()
-    }
+    rows = config.values
     lines = [f"  {field} {'.' * (48 - len(field))} {rows[field]}" for field in sorted(rows)]
     return "\n".join(
         [
