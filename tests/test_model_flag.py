@@ -63,11 +63,6 @@ def test_flags_override_the_model_and_a_notice_names_both():
     ]
 
 
-def test_an_unknown_name_gets_the_known_ones():
-    error = fault_of(parse_args, f"{RUN} --model llama3-7b")
-    assert "--model 'llama3-7b' is not known: give one of " in error and "llama3-8b" in error
-
-
 def written(folder, text, **values):
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(text), **values}))

@@ -11,27 +11,20 @@ from megatron_lite.checkpointing import saver, shards
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.logging_settings import LOG_FILE
-from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import loop
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.step import TrainingError
+from tests.support.layouts import LAYOUTS
 from tests.support.limits import HANG_S
 from tests.support.mutants import replaces
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
 
-LAYOUTS = {
+CASES = {
     "tp2 sp dp2": (4, dict(tp_size=2, sequence_parallel=True)),
-    "zero1": (
-        2,
-        dict(
-            data_parallel=DataParallelConfig(
-                use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-            )
-        ),
-    ),
-    "fsdp2": (2, dict(data_parallel=DataParallelConfig(use_torch_fsdp2=True))),
+    "zero1": (2, dict(data_parallel=LAYOUTS["zero1, overlap"])),
+    "fsdp2": (2, dict(data_parallel=LAYOUTS["fsdp2"])),
 }
 
 
@@ -67,11 +60,11 @@ class Steps:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("layout", "bf16"), itertools.product(LAYOUTS, (False, True)))
+@pytest.mark.parametrize(("layout", "bf16"), itertools.product(CASES, (False, True)))
 def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path, layout, bf16):
     """Training overwrites the tensors while they are written: each save is held up until the step
     after it has been made."""
-    world_size, shape = LAYOUTS[layout]
+    world_size, shape = CASES[layout]
 
     def slow_train(rank, world_size, config):
         with pytest.MonkeyPatch.context() as patch:

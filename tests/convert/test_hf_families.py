@@ -162,11 +162,6 @@ NORM = "model.norm.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 CASES = {
     "no directory": (lambda folder: folder.rename(folder.with_name("gone")), "no such directory"),
-    "unknown family": (
-        sizes(model_type="deepseek_v32"),
-        "'deepseek_v32' has no counterpart here (its latent attention, or its experts, have parts "
-        "that no model here has), only gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, ",
-    ),
     "dynamic": (
         sizes(rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}),
         "does not map exactly: rope_scaling 'dynamic', which depends on the length of the text, is",

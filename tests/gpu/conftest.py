@@ -5,7 +5,7 @@ import torch
 
 # On a CPU the others only try themselves.
 IN_EVERY_RUN = (
-    "test_16_bits_stay_near_float64",
+    "test_gradients_stay_near_float64",
     "test_all_kernels_of_attention_agree",
     "test_attention_over_three_ranks_is_that_of_one",
     "test_collectives_of_groups_of_one_change_nothing",

@@ -24,6 +24,6 @@ def test_a_scaled_step_never_waits_for_the_gpu_whether_or_not_it_overflows(cuda)
 
 def test_a_resumed_fp16_run_ends_as_an_uninterrupted_one(device, tmp_path):
     """The scale goes up and down on the way."""
-    scaling = LossScaleConfig(initial_loss_scale=2.0**24, loss_scale_window=3.0)
-    rows = check_resumed(device, tmp_path, fp16=True, loss_scaling=scaling)
+    scaling = dict(initial_loss_scale=2.0**24, loss_scale_window=3.0)
+    rows = check_resumed(device, tmp_path, fp16=True, **scaling)
     assert len({row["loss_scale"] for row in rows}) > 3

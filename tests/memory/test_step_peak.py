@@ -75,8 +75,6 @@ CASES_HERE = (
     Case("a large vocabulary", "--vocab-size 50000 --hidden-size 64 --num-layers 2"),
     Case("a large vocabulary, FSDP 2", f"{FSDP} --vocab-size 30000 --hidden-size 64", 2),
     Case("a large vocabulary, own units", f"{FSDP} {OWN_UNITS} {UNTIED} --vocab-size 30000", 2),
-    Case("FSDP 2, PP 2, 2 virtual stages", f"{DEEP} {VIRTUAL}", 4, 4),
-    Case("FSDP 2, PP 2, no reshard", f"{DEEP} {NO_RESHARD}", 4, 4),
     Case("FSDP 2, PP 2, 2 virtual stages, no reshard", f"{DEEP} {VIRTUAL} {NO_RESHARD}", 4, 4),
 )
 BOUND = 0.05

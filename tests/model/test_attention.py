@@ -14,31 +14,13 @@ from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.description.self_attention import CORE
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
-from megatron_lite.model.attention import CoreAttention, SelfAttention
-from tests.model.test_window import A, D
+from megatron_lite.model.attention import CoreAttention
 from tests.support.dispatch import Dispatches, tensors_in
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
 S, G = 7, 3  # 6 heads in 3 groups
-
-
-def test_qkv_rows_go_group_by_group():
-    """linear_qkv's output for a group: its queries, then its key, then its value (checkpoints of
-    the field rely on it)."""
-    config = tiny_config(
-        num_attention_heads=A, kv_channels=D, group_query_attention=True, num_query_groups=G
-    )
-    with tp_state(1) as parallel:
-        attention = build_tiny_model(config, parallel).decoder.layers[0].self_attention
-    assert isinstance(attention, SelfAttention)
-    rows = torch.arange(float((A + 2 * G) * D)).view(1, 1, -1)
-    query, key, value = attention._split_heads(rows)
-    per_group = rows.view(G, A // G + 2, D)
-    assert torch.equal(query[0, 0], per_group[:, : A // G].reshape(A, D))
-    assert torch.equal(key[0, 0], per_group[:, -2])
-    assert torch.equal(value[0, 0], per_group[:, -1])
 
 
 def test_a_second_sequence_length_gets_its_own_rotary_tables():

@@ -2,15 +2,12 @@
 and in the start, each put back: a named test must fail."""
 
 import os
-from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_lite.checkpointing import directory, metadata
 from megatron_lite.checkpointing.directory import SaveDirectory
 from megatron_lite.data import durable_files as data_files
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.training import log_files
 from tests.checkpointing import test_durable_order as order
 from tests.checkpointing import test_stale_start
 from tests.checkpointing.conftest import saved  # noqa: F401
@@ -20,7 +17,6 @@ from tests.faults import test_crafted_checkpoint as crafted
 from tests.faults import test_data_tools
 from tests.faults.test_crafted_checkpoint import good, known, load  # noqa: F401
 from tests.support.mutants import Mutant, each_is_seen, replaces
-from tests.training import test_full_log
 
 
 @replaces("os", data_files)
@@ -54,15 +50,6 @@ def links_and_pipes_are_read(patch):
         part(patch)
 
 
-@replaces("written_beside", log_files)
-@contextmanager
-def the_old_text_moves_away_before_the_new_one_is_there(_, path, *, name):
-    if os.path.exists(path):
-        os.replace(path, path + ".old")
-    yield
-    Path(path).write_text(Path(name).read_text())
-
-
 HELD = (
     test_stale_start.test_held_before_any_call_a_stale_start_changes_nothing,
     dict(calls=test_stale_start.OF_NAMES, later=[3, 6]),
@@ -77,10 +64,6 @@ MUTANTS = [
         links_and_pipes_are_read,
         crafted.test_what_is_no_regular_file_is_not_read,
         dict(file=crafted.RNG, how=crafted.to_a_file_elsewhere),
-    ),
-    Mutant(
-        the_old_text_moves_away_before_the_new_one_is_there,
-        test_full_log.test_the_new_text_is_on_the_disk_before_it_takes_the_files_name,
     ),
 ]
 

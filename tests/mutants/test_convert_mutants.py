@@ -1,13 +1,11 @@
 """Mistakes in reading weights of other systems, each put in: a named test must fail."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from megatron_lite.convert import hf
-from megatron_lite.convert.megatron import dist, legacy
-from tests.convert.megatron import test_dist_layouts, test_legacy_layouts
+from megatron_lite.convert.megatron import dist
+from tests.convert.megatron import test_dist_layouts
 from tests.model import test_transformers_parity as parity
 from tests.support.mutants import Mutant, each_is_seen, replaces
 
@@ -28,12 +26,6 @@ def joined_by(name, join):
     return fault
 
 
-@replaces("parameter_specs", legacy)
-def gate_and_up_are_one_block(parameter_specs, *args, **kwargs):
-    found = parameter_specs(*args, **kwargs)
-    return {name: replace(spec, tp_blocks=1) for name, spec in found.items()}
-
-
 @replaces("_row", dist)
 def every_layer_is_the_first_row(_row, chunk, _):
     return _row(chunk, 0)
@@ -50,11 +42,6 @@ MUTANTS = [
             ("by group", "llama", lambda parts, _: [torch.cat(list(parts))]),
             ("by expert", "mixtral", lambda parts, _: [torch.stack(list(parts)[::-1])]),
         )
-    ),
-    Mutant(
-        gate_and_up_are_one_block,
-        test_legacy_layouts.test_every_layout_gives_the_whole_weights,
-        dict(layout="one file", tp=2, tied=True),
     ),
     Mutant(
         every_layer_is_the_first_row,

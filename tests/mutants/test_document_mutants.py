@@ -2,7 +2,6 @@
 
 import torch
 
-from megatron_lite.model import dispatch
 from megatron_lite.training import batches
 from megatron_lite.training.batches import MaskedMean
 from tests.support.models import Layout
@@ -16,12 +15,6 @@ def a_document_sees_its_neighbour(bounds_of, samples, eod):
     return [first, *others]
 
 
-@replaces("all_to_all", dispatch)
-def spans_of_ranks_follow_each_other(exchange, tensor, received, sent, group):
-    found = exchange(tensor, received, sent, group)
-    return found.flip(1) if found.shape[1] == 2 else found
-
-
 @replaces("masked_mean", batches, test_documents)
 def a_rank_counts_its_own_tokens_only(mean, counts, parallel, *, per_token):
     total = torch.tensor(float(sum(counts)), dtype=torch.float64)
@@ -32,7 +25,6 @@ def a_rank_counts_its_own_tokens_only(mean, counts, parallel, *, per_token):
 PACKED = test_documents.test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one
 MUTANTS = [
     Mutant(a_document_sees_its_neighbour, PACKED, dict(layout=Layout())),
-    Mutant(spans_of_ranks_follow_each_other, PACKED, dict(layout=Layout(cp=2, cp_comm_type="a2a"))),
     Mutant(
         a_rank_counts_its_own_tokens_only,
         test_documents.test_the_means_of_data_parallel_ranks_count_all_of_their_tokens,

@@ -70,25 +70,6 @@ def parts_are_gathered_in_the_wrong_order(whole_input, ctx, shard):
     return whole_input(ctx, shard).roll(1, 0)
 
 
-def the_callers_tensor_becomes_its_part(patch):
-    """In evaluation too, which never undoes it."""
-
-    @replaces("split_for_rank", engine)
-    def overwriting(split, tensor, group):
-        tensor.data = split(tensor, group)
-        return tensor.data
-
-    @replaces("checkpoint", test_split)
-    def ungated(gated, function, hidden, *, split_group, **facts):
-        output = gated(function, hidden, split_group=split_group, **facts)
-        if not torch.is_grad_enabled():
-            engine.split_for_rank(hidden, split_group)
-        return output
-
-    for part in (overwriting, ungated):
-        part(patch)
-
-
 SAME_NUMBERS = test_checkpoint.test_every_backward_sees_the_numbers_of_the_forward
 BETWEEN = test_runner.test_what_runs_between_forward_and_backward_changes_nothing
 UNITS = dict(recompute=test_runner.UNITS_OF_TWO)
@@ -108,7 +89,6 @@ MUTANTS = [
     # Units, and the stream of their masks.
     Mutant(residual_masks_of_a_replay_come_from_the_other_stream, BETWEEN, UNITS),
     # Split inputs.
-    Mutant(the_callers_tensor_becomes_its_part, LEFT_ALONE, dict(grad=True), "size of tensor a"),
     Mutant(parts_are_gathered_in_the_wrong_order, SPLIT),
 ]
 
