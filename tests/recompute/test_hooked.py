@@ -11,7 +11,7 @@ import torch
 from megatron_lite.parallel.collectives import results_may_be_kept
 from megatron_lite.recompute import hooked
 from megatron_lite.recompute.apply import remove_policy_
-from megatron_lite.recompute.phase import is_recomputing
+from megatron_lite.recompute.phase import is_recomputing, recomputing
 from tests.support.odd_layers import (
     POLICIES,
     Block,
@@ -163,6 +163,10 @@ def test_a_replay_knows_that_it_is_one_and_ends_where_backward_has_all_it_reads(
         model(batches()[0]).backward()
         assert calls == ["forward", "end"] * 3 + ["again"] + ["end"] * verify
     assert not is_recomputing()
+    with recomputing():
+        with recomputing():
+            pass  # one inside of another one does not end it
+        assert is_recomputing()
 
 
 @pytest.mark.parametrize("policy", ["1:full", "1:ops(matmul)"])
