@@ -118,7 +118,8 @@ class CompiledKernels:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
             raise InputError(
                 f"torch's compiler failed on {getattr(function, '__name__', function)} of {shapes}"
-                f" ({first_line(error)}): --no-torch-compile leaves it out"
+                f" ({first_line(error)}): --no-torch-compile leaves it out. If this is a file that "
+                "is too short, a killed process has left it in the compiler's cache: remove it"
             ) from error
         self._num_shapes[function] += 1
         self.seconds += time.perf_counter() - began
