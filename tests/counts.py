@@ -31,7 +31,7 @@ IGNORED = (
 BUDGETS = {
     "tokens of the library": 297_473,
     "files of the library": 260,
-    "tokens of tests": 269_630,
+    "tokens of tests": 269_648,
     "tokens of benchmarks": 20_000,
     "own files in one plain step": 32,
     "own functions in one plain step": 129,
