@@ -119,33 +119,38 @@ def write_tensors(
     sync(path)
 
 
+def kind_of(key: str) -> str:
+    """Returns the kind of file that holds a tensor: "model", or "optimizer" for NAME/STATE."""
+    return "optimizer" if "/" in key else "model"
+
+
 class ShardReader:
     """Reads this rank's tensors from the files of a run that was saved at any TP size.
 
-    kind: "model" or "optimizer".
+    A key is the NAME of a parameter, or NAME/STATE.
+    parameters: the layouts in the files, by name.
     saved_tp_size: the TP size of the run that saved the step.
     """
 
-    def __init__(self, step: Path, kind: str, *, saved_tp_size: int) -> None:
-        self._step, self._kind, self._saved_tp_size = step, kind, saved_tp_size
+    def __init__(
+        self, step: Path, parameters: Mapping[str, SavedLayout], *, saved_tp_size: int
+    ) -> None:
+        self._step, self._parameters, self._saved_tp_size = step, parameters, saved_tp_size
         self._files: dict[Path, Any] = {}
 
-    def states(self, name: str, saved: SavedLayout) -> list[str]:
+    def states(self, name: str) -> set[str]:
         """Returns STATE for each key NAME/STATE of a parameter in the file of TP rank 0."""
-        return sorted(
-            key.removeprefix(f"{name}/")
-            for key in self._file(self._path(saved, 0)).keys()  # noqa: SIM118, no mapping
-            if key.startswith(f"{name}/")
-        )
+        start = f"{name}/"
+        keys = self._file(self._path(start, 0)).keys()
+        return {key.removeprefix(start) for key in keys if key.startswith(start)}
 
     def read(
         self,
         key: str,
-        saved: SavedLayout,
         wanted: ParameterSpec,
         *,
-        tp_rank: int,
-        tp_size: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
         ep_rank: int = 0,
         ep_size: int = 1,
     ) -> Tensor:
@@ -156,27 +161,26 @@ class ShardReader:
         Raises InputError if a file does not hold the tensor as the metadata describes it, or if the
         metadata describes another split than this model's.
         """
-        theirs, ours = (
-            (one.global_shape, one.tp_dim, one.tp_blocks) for one in (saved.spec, wanted)
-        )
+        saved = self._layout(key).spec
+        theirs, ours = ((one.global_shape, one.tp_dim, one.tp_blocks) for one in (saved, wanted))
         if theirs != ours:
             raise InputError(
                 f"{self._step}: {key} has global shape, tp_dim and tp_blocks {theirs}, this "
                 f"model has {ours}"
             )
-        dtype = self.dtype_of(key, saved)
+        dtype = self.dtype_of(key)
         dim, shape = wanted.tp_dim, wanted.local_shape(tp_size, ep_size)
         experts: tuple[slice, ...] = ()  # they are dim 0, and their channels are split
         if wanted.of_experts:
             experts = (slice(ep_rank * shape[0], (ep_rank + 1) * shape[0]),)
         if dim is None:
-            return self._slice(self._path(saved, 0), key, experts)
+            return self._slice(key, 0, experts)
         local = torch.zeros(shape, dtype=dtype)
         # Every span has a place in the global tensor. The overlap of a saved span and a wanted span
         # is copied, which works for any pair of TP sizes. Padding is in no span and stays zero.
         for source in range(self._saved_tp_size):
             position = 0  # where the span begins in the tensor of the source file
-            for span in saved.spec.spans(source, self._saved_tp_size):
+            for span in saved.spans(source, self._saved_tp_size):
                 for own in wanted.spans(tp_rank, tp_size):
                     start = max(span.global_start, own.global_start)
                     stop = min(span.global_start + span.length, own.global_start + own.length)
@@ -184,26 +188,27 @@ class ShardReader:
                         first = position + start - span.global_start
                         index = (slice(None),) * dim + (slice(first, first + stop - start),)
                         index = (*experts, *index[len(experts) :])
-                        rows = self._slice(self._path(saved, source), key, index)
+                        rows = self._slice(key, source, index)
                         place = own.local_start + start - own.global_start
                         local.narrow(dim, place, stop - start).copy_(rows)
                 position += span.length
         return local
 
-    def dtype_of(self, key: str, saved: SavedLayout) -> torch.dtype:
+    def dtype_of(self, key: str) -> torch.dtype:
         """Returns the dtype of a tensor.
 
         Raises InputError unless every file holds its part in the right shape, in floating point,
         and in the same dtype.
         """
-        dtypes, dim, size = set(), saved.spec.tp_dim, self._saved_tp_size
+        dtypes, saved, size = set(), self._layout(key).spec, self._saved_tp_size
+        dim = saved.tp_dim
         for tp_rank in range(1 if dim is None else size):
-            path = self._path(saved, tp_rank)
+            path = self._path(key, tp_rank)
             with naming(path, key):
                 part = self._file(path).get_slice(key)
-            expected = [*saved.spec.global_shape]
+            expected = [*saved.global_shape]
             if dim is not None:  # its rows without padding
-                expected[dim] = sum(span.length for span in saved.spec.spans(tp_rank, size))
+                expected[dim] = sum(span.length for span in saved.spans(tp_rank, size))
             found, dtype = part.get_shape(), part.get_dtype()
             if [*found] != expected:
                 raise InputError(
@@ -218,10 +223,15 @@ class ShardReader:
                 )
         return FLOATS[dtypes.pop()]
 
-    def _path(self, saved: SavedLayout, tp_rank: int) -> Path:
-        return self._step / shard_file(self._kind, saved.pp_rank, tp_rank, self._saved_tp_size)
+    def _layout(self, key: str) -> SavedLayout:
+        return self._parameters[key.partition("/")[0]]
 
-    def _slice(self, path: Path, key: str, index: tuple[slice, ...]) -> Tensor:
+    def _path(self, key: str, tp_rank: int) -> Path:
+        pp_rank = self._layout(key).pp_rank
+        return self._step / shard_file(kind_of(key), pp_rank, tp_rank, self._saved_tp_size)
+
+    def _slice(self, key: str, tp_rank: int, index: tuple[slice, ...]) -> Tensor:
+        path = self._path(key, tp_rank)
         with naming(path, key):
             file = self._file(path)
             return file.get_slice(key)[index] if index else file.get_tensor(key)

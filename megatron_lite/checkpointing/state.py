@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_lite.checkpointing.metadata import AXES, Metadata, Progress, read_config
-from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, owned_rows
+from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, kind_of, owned_rows
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
@@ -111,10 +111,10 @@ def load_weights(
         name = (unexpected or missing)[0]
         who = "this model has no" if unexpected else "the checkpoint has no"
         raise InputError(f"{step}: {who} parameter {name}")
-    reader = ShardReader(step, "model", saved_tp_size=metadata.tp_size)
+    reader = ShardReader(step, metadata.parameters, saved_tp_size=metadata.tp_size)
     for name, parameter in held.items():
         spec = spec_of(parameter)
-        values = reader.read(name, metadata.parameters[name], spec, **_ranks(parallel, spec))
+        values = reader.read(name, spec, **_ranks(parallel, spec))
         if optimizer is None or not isinstance(parameter, nn.Parameter):
             parameter.copy_(values)
         else:
@@ -130,13 +130,12 @@ def _load_optimizer(
     step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer
 ) -> None:
     states = {}
-    reader = ShardReader(step, "optimizer", saved_tp_size=metadata.tp_size)
+    reader = ShardReader(step, metadata.parameters, saved_tp_size=metadata.tp_size)
     for name, parameter in model.named_parameters():
-        saved, wanted = metadata.parameters[name], spec_of(parameter)
-        keys = list(optimizer.state_names(name))
-        keys += {"master"}.intersection(reader.states(name, saved))
-        ranks = _ranks(parallel, wanted)
-        states[name] = {key: reader.read(f"{name}/{key}", saved, wanted, **ranks) for key in keys}
+        spec = spec_of(parameter)
+        keys = [*optimizer.state_names(name), *({"master"} & reader.states(name))]
+        ranks = _ranks(parallel, spec)
+        states[name] = {key: reader.read(f"{name}/{key}", spec, **ranks) for key in keys}
     optimizer.load(states, num_updates=metadata.num_updates)
     if optimizer.loss_scale:
         optimizer.loss_scale.restore(metadata.loss_scale)
@@ -325,30 +324,27 @@ def take_snapshot(
     held: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     # Gathering a parameter is a collective, so every data-parallel rank must run the loop.
     for name, parameter in saved_state(model).items():
-        weight, states = parameter, {}
+        values = {name: parameter}
         if isinstance(parameter, nn.Parameter):
-            weight, states = optimizer.weight(name), optimizer.whole_states(name)
+            states = optimizer.whole_states(name).items()
+            values = {name: optimizer.weight(name), **{f"{name}/{key}": one for key, one in states}}
         spec = spec_of(parameter)
         place = parallel.holding(spec)
         is_split = place.tp_size < parallel.tp_size
         if spec.of_experts:
-            device = weight.device
-            weight, *others = (
-                _of_all_experts(one.detach().to(device), spec, place, joins=is_split)
-                for one in (weight, *states.values())
-            )
-            states = dict(zip(states, others, strict=True))
+            device = values[name].device
+            values = {
+                key: _of_all_experts(one.detach().to(device), spec, place, joins=is_split)
+                for key, one in values.items()
+            }
         if parallel.dp_cp_rank != 0:
             continue
-        for kind, key, tensor in (
-            ("model", name, weight),
-            *(("optimizer", f"{name}/{key}", state) for key, state in states.items()),
-        ):
+        for key, tensor in values.items():
             rows = owned_rows(
                 tensor, spec, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size, is_whole=is_split
             )
             if rows is not None:
-                held[kind][key] = rows.to("cpu", copy=copy)
+                held[kind_of(key)][key] = rows.to("cpu", copy=copy)
     if parallel.dp_cp_rank == 0:
         for kind, own in held.items():
             tensors[shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size)] = own

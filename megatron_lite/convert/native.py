@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, Metadata, read_config, row_of
-from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, write_tensors
+from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, kind_of, write_tensors
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
@@ -51,34 +51,29 @@ def native_source(path: Path) -> WeightSource:
     """
     step, notices = find_step(str(path))
     metadata, config = Metadata.read(step), read_config(step)
-    parameters, vocab_size = metadata.parameters, config.tokenizer.true_vocab_size
-    weights, states = (
-        ShardReader(step, kind, saved_tp_size=metadata.tp_size) for kind in ("model", "optimizer")
-    )
-    check_layers(config.model.num_layers, len(parameters), step / CONFIG)
+    vocab_size = config.tokenizer.true_vocab_size
+    reader = ShardReader(step, metadata.parameters, saved_tp_size=metadata.tp_size)
+    check_layers(config.model.num_layers, len(metadata.parameters), step / CONFIG)
     specs = parameter_specs(config.model, vocab_size)
-    trained = [name for name in specs if not is_buffer(name)]
-    keys = []
+    keys = set[str]()
     if "optimizer" not in metadata.missing:
-        common = (set(states.states(name, parameters[name])) for name in trained)
-        keys = sorted(set.intersection(*common))
+        keys = set.intersection(*(reader.states(name) for name in specs if not is_buffer(name)))
     ids = step / TOKEN_IDS
 
     def read(name: str) -> Tensor:
         parameter, _, key = name.partition("/")
-        place = (parameters[parameter], specs[parameter])
-        whole = (states if key else weights).read(name, *place, tp_rank=0, tp_size=1)
+        whole = reader.read(name, specs[parameter])
         return whole.float() if key else whole
 
     return WeightSource(
         model=config.model,
         true_vocab_size=vocab_size,
-        dtypes={name: weights.dtype_of(name, parameters[name]) for name in specs},
+        dtypes={name: reader.dtype_of(name) for name in specs},
         read=read,
         tokenizer=in_folder(step),
         token_ids=token_ids_of(read_json(ids)) if ids.exists() else {},
         progress=metadata.progress,
-        state_keys=tuple(keys),
+        state_keys=tuple(sorted(keys)),
         num_updates=metadata.num_updates,
         notes=notices,
     )
@@ -134,7 +129,7 @@ def write_native(
         for name, content in texts.items():
             (step / name).write_bytes(content)
         for (number, shard), kind in product(enumerate(shards), kinds):
-            own = [one.name for one in shard if ("/" in one.name) == (kind == "optimizer")]
+            own = [one.name for one in shard if kind_of(one.name) == kind]
             tensors = {name: read_checked(source, name, advance) for name in own}
             write_tensors(step / shard_file(kind, number, 0, 1), tensors)
         manifest = Manifest(progress.iteration, {one.name: row_of(one) for one in step.iterdir()})
