@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config import hf_rotary, hf_rules
 from megatron_lite.config.checks import InputError, flag, quoted
+from megatron_lite.config.hf_rotary import LENGTH, OF_RULE
 from megatron_lite.config.hf_rules import REQUIRED, Config
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
@@ -273,7 +274,9 @@ def meaning_of(model: ModelConfig) -> dict[str, Any]:
     """
     layers = range(model.num_layers)
     have_experts = [model.layer_has_experts(layer) for layer in layers]
-    rotates = model.rotates
+    rotates, of_rule = model.rotates, list[str]()
+    if model.rope_type != "rope":
+        of_rule = ["rotary_scaling_factor", LENGTH, *OF_RULE[model.rope_type or ""]]
     has_gelu = not any(getattr(model, name) for name in SWITCHED_ACTIVATIONS)
     return {
         **{name: value for name, value in asdict(model).items() if name not in NOT_COMPARED},
@@ -287,5 +290,14 @@ def meaning_of(model: ModelConfig) -> dict[str, Any]:
         "bias of queries, keys and values": model.add_bias_linear or model.add_qkv_bias,
         "window of each layer": [model.layer_window(layer) for layer in layers],
         "rotation of each layer": [model.layer_rotates(layer) for layer in layers],
-        "rotary embedding": rotates and (model.rotary_base, model.rotary_dim, model.rotary_scaling),
+        "rotary embedding": rotates
+        and (
+            model.rotary_base,
+            model.rotary_dim,
+            model.rotary_seq_len_interpolation_factor,
+            model.use_rope_scaling and model.rope_scaling_factor,
+            model.rope_type,
+            model.rotary_magnitude,
+            *(getattr(model, name) for name in of_rule),
+        ),
     }

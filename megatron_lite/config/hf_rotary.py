@@ -151,7 +151,7 @@ class Rotary(NamedTuple):
         elif model.rope_type != "rope":
             factor, length = model.rotary_scaling_factor, model.original_max_position_embeddings
             scaling = {"rope_type": model.rope_type, "factor": factor, LENGTH: length}
-            scaling["attention_factor"] = model.rotary_scaling.magnitude
+            scaling["attention_factor"] = model.rotary_magnitude
             for key in OF_RULE[model.rope_type or ""]:
                 value = getattr(model, key)
                 scaling[key] = list(value) if isinstance(value, tuple) else value

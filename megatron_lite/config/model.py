@@ -30,7 +30,6 @@ from megatron_lite.config.setting import check_settings, count, required, settin
 from megatron_lite.config.variants import (
     ALL_HEADS,
     LatentSettings,
-    RotaryScaling,
     RotarySettings,
     Variants,
     yarn_magnitude,
@@ -409,14 +408,6 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
         if self.multi_latent_attention:
             return self.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
-
-    @property
-    def rotary_scaling(self) -> RotaryScaling:
-        """The scaling of the rotary embedding's frequencies and positions."""
-        return self.scaling_by_rule()._replace(
-            frequency_factor=self.rope_scaling_factor if self.use_rope_scaling else None,
-            position_factor=self.rotary_seq_len_interpolation_factor,
-        )
 
     @property
     def output_init_std(self) -> float:

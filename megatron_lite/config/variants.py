@@ -22,7 +22,6 @@ Both rules also multiply queries and keys by a number, the `magnitude`.
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 from megatron_lite.config.setting import Settings, count, setting, switch
 
@@ -164,31 +163,6 @@ of_yarn = partial(setting, without="rope_type=yarn")
 factors = partial(setting, default=(), nargs="+", above=0.0, needs="rope_type=longrope")
 
 
-class RotaryScaling(NamedTuple):
-    """How frequencies and positions change. The defaults change neither.
-
-    frequency_factor: divides slow frequencies by Llama 3.1's rule; None: not used.
-    position_factor: divides positions; None: not used.
-    rule, factor, original_length: `--rope-type` and the settings of both rules.
-    turns: within the original length, of yarn's frequencies that stay and of those that are
-        divided by the factor. The share of the others grows from one to the other.
-    divisors: longrope's two lists of the frequencies' divisors.
-    magnitude: multiplies cosines and sines.
-    """
-
-    frequency_factor: float | None = None
-    position_factor: int | None = None
-    rule: str = "rope"
-    factor: float = 1.0
-    original_length: int = 0
-    turns: tuple[float, float] = (0.0, 0.0)
-    divisors: tuple[tuple[float, ...], ...] = ()
-    magnitude: float = 1.0
-
-
-NO_SCALING = RotaryScaling()
-
-
 def yarn_magnitude(factor: float, mscale: float) -> float:
     """Returns 0.1 m ln(factor) + 1, by which yarn multiplies queries and keys; 1 up to factor 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -233,17 +207,15 @@ class RotarySettings(Settings):
     short_factor: tuple[float, ...] = factors("longrope's divisors, up to the original length")
     long_factor: tuple[float, ...] = factors("longrope's divisors, beyond the original length")
 
-    def scaling_by_rule(self) -> RotaryScaling:
-        """Returns what --rope-type changes."""
+    @property
+    def rotary_magnitude(self) -> float:
+        """The number that multiplies cosines and sines; 1 without yarn and longrope."""
         length, factor = self.original_max_position_embeddings, self.rotary_scaling_factor
-        if self.rope_type is None or self.rope_type == "rope":
-            return NO_SCALING
-        scaling = RotaryScaling(None, None, self.rope_type, factor, length)
         if self.rope_type == "yarn":
-            scaling = scaling._replace(turns=(self.beta_fast, self.beta_slow))
             magnitude = yarn_magnitude(factor, self.mscale)
             magnitude /= yarn_magnitude(factor, self.mscale_all_dim)
-        else:
-            scaling = scaling._replace(divisors=(self.short_factor, self.long_factor))
+        elif self.rope_type == "longrope":
             magnitude = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(length))
-        return scaling._replace(magnitude=self.rope_attention_factor or magnitude)
+        else:
+            return 1.0
+        return self.rope_attention_factor or magnitude

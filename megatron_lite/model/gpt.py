@@ -248,15 +248,14 @@ class GPTModel(nn.Module):
             cp, config = self.context.cp, self.config
             tables = partial(
                 rotary_tables,
+                config,
                 cp.size * seq_length,
-                config.rotary_dim,
                 device=self.context.device,
                 dtype=self.context.params_dtype,
-                interleaved=config.rotary_interleaved,
             )
-            whole: tuple[Tensor, ...] = tables(config.rotary_base, scaling=config.rotary_scaling)
+            whole: tuple[Tensor, ...] = tables()
             if config.rotary_base_local is not None:
-                whole += tables(config.rotary_base_local)
+                whole += tables(local_base=config.rotary_base_local)
             self._rotary = tuple(select(table, cp.spans(seq_length), 0) for table in whole)
         return self._rotary
 

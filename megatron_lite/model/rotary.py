@@ -9,14 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.config.model import NORM_VECTORS
-from megatron_lite.config.variants import (
-    FAST_TURNS,
-    NO_SCALING,
-    ORIGINAL_LENGTH,
-    SLOW_TURNS,
-    RotaryScaling,
-)
+from megatron_lite.config.model import NORM_VECTORS, ModelConfig
+from megatron_lite.config.variants import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS
 from megatron_lite.model.attention import join_heads, split_heads
 from megatron_lite.model.norm import NORMS
 from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
@@ -31,50 +25,52 @@ class RotaryTables(NamedTuple):
 
 
 def rotary_tables(
+    config: ModelConfig,
     seq_length: int,
-    rotary_dim: int,
-    base: float,
     *,
     device: torch.device,
     dtype: torch.dtype,
-    scaling: RotaryScaling = NO_SCALING,
-    interleaved: bool = False,
+    local_base: int | None = None,
 ) -> RotaryTables:
     """Returns the tables of positions 0 .. s-1: angle = position / base^(2i/rotary_dim).
 
-    The angles are computed in float32. scaling: changes frequencies, positions and magnitudes.
+    The angles are computed in float32. Settings change frequencies, positions and the magnitude,
+    but not in layers with a window and a base of their own, which is `local_base`.
     """
     positions = torch.arange(seq_length, dtype=torch.float32, device=device)
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
-    frequencies = _frequencies(base**exponents, base, seq_length, scaling)
-    if scaling.position_factor is not None:
-        positions *= 1 / scaling.position_factor
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device)
+    waves = (local_base or config.rotary_base) ** (exponents / config.rotary_dim)
+    frequencies, magnitude, interleaved = 1.0 / waves, 1.0, config.rotary_interleaved
+    if local_base is None:
+        frequencies, magnitude = _frequencies(waves, seq_length, config), config.rotary_magnitude
+        if config.rotary_seq_len_interpolation_factor is not None:
+            positions *= 1 / config.rotary_seq_len_interpolation_factor
     angles = torch.outer(positions, frequencies)
     # Channels i and i + rotary_dim/2 form a pair (half-split layout), so they share an angle.
     pairs = torch.stack((angles, angles), dim=-1 if interleaved else 1)[:, None, None]
     angles = pairs if interleaved else pairs.flatten(3)
-    cos, sin = ((table * scaling.magnitude).to(dtype) for table in (angles.cos(), angles.sin()))
+    cos, sin = ((table * magnitude).to(dtype) for table in (angles.cos(), angles.sin()))
     return RotaryTables(cos, sin)
 
 
-def _frequencies(waves: Tensor, base: float, seq_length: int, scaling: RotaryScaling) -> Tensor:
+def _frequencies(waves: Tensor, seq_length: int, config: ModelConfig) -> Tensor:
     """Returns the frequency of each pair of channels. waves: 1 / frequency without a scaling."""
-    length, dim = scaling.original_length, 2 * len(waves)
-    if scaling.divisors:
-        divisors = scaling.divisors[seq_length > length]
+    length, dim = config.original_max_position_embeddings, config.rotary_dim
+    if config.rope_type == "longrope":
+        divisors = config.long_factor if seq_length > length else config.short_factor
         return 1.0 / (waves.new_tensor(divisors) * waves)
-    if scaling.rule == "yarn":
+    if config.rope_type == "yarn":
         # the channels that make these turns within the original length
         first, last = (
-            dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
-            for turns in scaling.turns
+            dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+            for turns in (config.beta_fast, config.beta_slow)
         )
         first, last = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
         channels = torch.arange(len(waves), dtype=waves.dtype, device=waves.device)
         stays = 1 - ((channels - first) / (last - first or 0.001)).clamp(0.0, 1.0)
-        return 1.0 / (scaling.factor * waves) * (1 - stays) + 1.0 / waves * stays
-    if scaling.frequency_factor is not None:
-        return _scaled(1.0 / waves, scaling.frequency_factor)
+        return 1.0 / (config.rotary_scaling_factor * waves) * (1 - stays) + 1.0 / waves * stays
+    if config.use_rope_scaling:
+        return _scaled(1.0 / waves, config.rope_scaling_factor)
     return 1.0 / waves
 
 

@@ -7,25 +7,22 @@ import torch
 
 from megatron_lite.config.hf_config import from_hf
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.variants import RotaryScaling
 from megatron_lite.model.rotary import rotary_tables
 
 LENGTH, CHANNELS, BASE = 300, 64, 500000
 LENGTH_BEFORE = "original_max_position_embeddings"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, LENGTH_BEFORE: 8192}
 SCALINGS = [
-    RotaryScaling(),
-    RotaryScaling(frequency_factor=8.0),
-    RotaryScaling(frequency_factor=32.0),
-    RotaryScaling(position_factor=3),
-    RotaryScaling(frequency_factor=2.5, position_factor=4),
+    dict(),
+    dict(use_rope_scaling=True, rope_scaling_factor=8.0),
+    dict(use_rope_scaling=True, rope_scaling_factor=32.0),
+    dict(rotary_seq_len_interpolation_factor=3),
+    dict(use_rope_scaling=True, rope_scaling_factor=2.5, rotary_seq_len_interpolation_factor=4),
 ]
 
 
-def cosines(scaling, length=LENGTH):
-    tables = rotary_tables(
-        length, CHANNELS, BASE, device=torch.device("cpu"), dtype=torch.float32, scaling=scaling
-    )
+def cosines(model, length=LENGTH):
+    tables = rotary_tables(model, length, device=torch.device("cpu"), dtype=torch.float32)
     return tables.cos[:, 0, 0, : CHANNELS // 2]
 
 
@@ -74,7 +71,7 @@ def test_scaled_tables_equal_those_of_transformers(rule):
         assert ((shares > 1.001 / rope["factor"]) & (shares < 0.999)).any(), "none lies between"
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     model = ModelConfig(**from_hf(json.loads(config.to_json_string())).fields)
-    assert torch.equal(cosines(model.rotary_scaling, length), angles.cos() * magnitude)
+    assert torch.equal(cosines(model, length), angles.cos() * magnitude)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -86,9 +83,18 @@ def test_tables_equal_those_of_megatron_core(scaling):
         CHANNELS,
         1.0,
         rotary_base=BASE,
-        seq_len_interpolation_factor=scaling.position_factor,
-        rope_scaling=scaling.frequency_factor is not None,
-        rope_scaling_factor=scaling.frequency_factor or 8.0,
+        seq_len_interpolation_factor=scaling.get("rotary_seq_len_interpolation_factor"),
+        rope_scaling="use_rope_scaling" in scaling,
+        rope_scaling_factor=scaling.get("rope_scaling_factor", 8.0),
         use_cpu_initialization=True,
     )
-    assert torch.equal(cosines(scaling), theirs.get_freqs_non_repeated(LENGTH).cos())
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=CHANNELS,
+        num_attention_heads=1,
+        max_position_embeddings=LENGTH,
+        position_embedding_type="rope",
+        rotary_base=BASE,
+        **scaling,
+    )
+    assert torch.equal(cosines(model), theirs.get_freqs_non_repeated(LENGTH).cos())
