@@ -66,54 +66,42 @@ def kept_arrays(
     *,
     fault: Fault,
 ) -> Arrays:
-    """Returns the arrays that `build` returns, kept in `data_cache_path` or beside the data.
+    """Returns the arrays that `build` returns, from the copy in the cache if it is undamaged.
 
-    The folder beside the data is PREFIX_cache; if it cannot be written, nothing is kept. Raises
-    InputError if `data_cache_path` is given and cannot be written.
-    """
-    try:
-        return cached_arrays(data_cache_path or prefix + "_cache", key, build, fault=fault)
-    except OSError as error:
-        if data_cache_path is not None:
-            raise InputError(
-                f"--data-cache-path {data_cache_path} cannot be used: {error}"
-            ) from error
-        return build()
-
-
-def cached_arrays(
-    folder: str, key: dict[str, Any], build: Callable[[], Arrays], *, fault: Fault = lambda _: None
-) -> Arrays:
-    """Returns the arrays that `build` returns, from the copy in `folder` if it is undamaged.
-
-    Otherwise it builds the arrays and writes a copy to `folder`. It reads every byte of a copy
-    once, outside the lock, so that all processes of a node can compare checksums at the same time.
+    Otherwise it builds the arrays and keeps a copy: in `data_cache_path`, or in PREFIX_cache beside
+    the data; if that folder cannot be written, nothing is kept. It reads every byte of a copy once,
+    outside the lock, so that all processes of a node can compare checksums at the same time.
 
     key: plain values that decide the result.
     fault: returns what is wrong with arrays whose checksum is correct, or None. Arrays with a fault
     are built again too.
-    Raises OSError if the folder cannot be written.
+    Raises InputError if `data_cache_path` is given and cannot be written.
     """
     text = json.dumps({"format": FORMAT, **key}, sort_keys=True, indent=1)
+    folder = data_cache_path or prefix + "_cache"
     path = Path(folder, hashlib.sha256(text.encode()).hexdigest()[:32])
     # Another process may be replacing a damaged copy just now: the check is repeated in the lock.
     with suppress(Damage):
-        if os.path.lexists(path):
-            return _read(path, fault)
-    os.makedirs(folder, exist_ok=True)
-    with open(f"{path}.lock", "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file releases it, and so does a crash
-        try:
-            if os.path.lexists(path):
-                return _read(path, fault)
-        except Damage as damage:
-            print(
-                f"warning: the index cache is damaged and is built again: {damage}",
-                file=sys.stderr,
-                flush=True,
-            )
-        _write(path, build())
         return _read(path, fault)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(f"{path}.lock", "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file releases it, and so does a crash
+            try:
+                if os.path.lexists(path):
+                    return _read(path, fault)
+            except Damage as damage:
+                print(
+                    f"warning: the index cache is damaged and is built again: {damage}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            _write(path, build())
+            return _read(path, fault)
+    except OSError as error:
+        if data_cache_path is None:
+            return build()
+        raise InputError(f"--data-cache-path {data_cache_path} cannot be used: {error}") from error
 
 
 def _read(path: Path, fault: Fault) -> Arrays:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lite.data import index_cache
 from megatron_lite.data.gpt_dataset import build_sample_index, sample_index_fault
-from megatron_lite.data.index_cache import cached_arrays
+from megatron_lite.data.index_cache import kept_arrays
 from tests.support.checkpoints import flip_bit
 
 LENGTHS = np.array([3, 11, 1, 6, 9, 2, 7], np.int32)
@@ -43,7 +43,7 @@ class Cache:
         self.files = {path.name: path.read_bytes() for path in sorted(self.path.iterdir())}
 
     def read(self):
-        return cached_arrays(str(self.folder), KEY, build, fault=fault)
+        return kept_arrays(str(self.folder), "", KEY, build, fault=fault)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_any_flipped_bit_is_found(cache):
         raise IsBuiltAgain
 
     def read():
-        return cached_arrays(str(cache.folder), KEY, build_again, fault=fault)
+        return kept_arrays(str(cache.folder), "", KEY, build_again, fault=fault)
 
     for name, content in cache.files.items():
         for bit in range(0, 8 * len(content), 8 * len(content) // 150 | 1):
@@ -120,8 +120,8 @@ def test_numbers_that_point_nowhere_are_not_used_despite_their_checksum(
     """As an earlier version with a mistake in it could have written them."""
     wrong = build()
     wrong[name] = change(wrong[name])
-    cached_arrays(str(tmp_path), KEY, lambda: wrong)
-    assert arrays_equal(cached_arrays(str(tmp_path), KEY, build, fault=fault), build())
+    kept_arrays(str(tmp_path), "", KEY, lambda: wrong, fault=lambda _: None)
+    assert arrays_equal(kept_arrays(str(tmp_path), "", KEY, build, fault=fault), build())
     assert reason in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.data import index_cache
-from megatron_lite.data.index_cache import cached_arrays
+from megatron_lite.data.index_cache import kept_arrays
 from tests.support.commands import SMALL_RUN
 from tests.support.corpora import written
 from tests.support.forks import dies_before, status_of_fork
@@ -122,17 +122,23 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
 
         def killed_at(point=points):
             dies_before(point, changes)
-            cached_arrays(folder, {"point": point}, build)
+            kept_arrays(folder, "", {"point": point}, build, fault=lambda _: None)
 
         status = status_of_fork(killed_at)
         assert status in (0, -signal.SIGKILL)
         before = built
-        found = cached_arrays(folder, {"point": points}, build)
+        found = kept_arrays(folder, "", {"point": points}, build, fault=lambda _: None)
         assert {name: array.tolist() for name, array in found.items()} == {
             name: array.tolist() for name, array in arrays.items()
         }
         assert built == before or status != 0
-        cached_arrays(folder, {"point": points}, lambda: pytest.fail("built although it is there"))
+        kept_arrays(
+            folder,
+            "",
+            {"point": points},
+            lambda: pytest.fail("built although it is there"),
+            fault=lambda _: None,
+        )
         assert not list(tmp_path.glob("*.tmp-*"))
         points += 1
     assert points >= 10  # a folder, two arrays, two lists, their folder, and the name
