@@ -8,7 +8,6 @@ of Hugging Face, or a known model. The module does not import torch.
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config import megatron_flags
@@ -16,7 +15,7 @@ from megatron_lite.config.checks import ContradictionError, flag
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.invocation import SCRIPT
-from megatron_lite.config.known_models import PRESETS, Preset, Values, model_of, stored_values
+from megatron_lite.config.known_models import PRESETS, Values, model_of, stored_values
 from megatron_lite.config.megatron_flags import translate_values
 from megatron_lite.config.notices import notices as notices_of
 from megatron_lite.config.run import RunConfig
@@ -255,11 +254,8 @@ def _values_of(name: str, source: str, given: Mapping[str, Any], notices: list[s
                 del values[field]  # another tokenizer has another vocabulary
         return values
     said, (values, model) = f"{name} {source}", model_of(name, source)
-    if not isinstance(model, Preset):
-        from megatron_lite.config.hf_config import exact_fields
-
-        exact_fields(model, Path(source))
-        notices += [f"{said}: {note}" for note in model.notes]
+    model.exact_fields(source)
+    notices += [f"{said}: {note}" for note in model.notes]
     # The vocabulary is the model's, whichever tokenizer is chosen: a tokenizer may use fewer rows
     # of the embedding.
     files = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"}

@@ -29,13 +29,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lite.config import hf_rotary, hf_rules
 from megatron_lite.config.checks import InputError, flag, quoted
 from megatron_lite.config.hf_rotary import LENGTH, OF_RULE
 from megatron_lite.config.hf_rules import REQUIRED, Config
 from megatron_lite.config.input_file import read_json
+from megatron_lite.config.known_models import KnownModel
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import as_whole, parse_json, shown
 
@@ -66,24 +67,7 @@ TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 RULES = vars(hf_rules) | vars(hf_rotary)
 
 
-class HfModel(NamedTuple):
-    """A mapped model.
-
-    family: its model_type. fields: those of ModelConfig. vocab_size: V, the rows of its embedding.
-    inexact: what is left out although it changes results, in words. The sizes are right.
-    notes: `inexact`, and what was not read.
-    token_ids: the keys TOKEN_IDS that the config has.
-    """
-
-    family: str
-    fields: dict[str, Any]
-    vocab_size: int
-    inexact: tuple[str, ...]
-    notes: tuple[str, ...]
-    token_ids: Mapping[str, Any]
-
-
-def read_hf_file(path: Path) -> HfModel:
+def read_hf_file(path: Path) -> KnownModel:
     """Returns the model that a config.json, or the one in a folder, describes.
 
     Raises InputError, which names the file, if it cannot be read or does not map.
@@ -103,14 +87,7 @@ def read_hf_file(path: Path) -> HfModel:
         raise InputError(text) from error
 
 
-def exact_fields(mapped: HfModel, path: Path) -> dict[str, Any]:
-    """Returns the fields of a mapped model. Raises InputError if it does not map exactly."""
-    if mapped.inexact:
-        raise InputError(f"{path} does not map exactly: {'; '.join(mapped.inexact)}")
-    return dict(mapped.fields)
-
-
-def from_hf(config: Any) -> HfModel:
+def from_hf(config: Any) -> KnownModel:
     """Returns the model that a parsed config.json describes.
 
     Raises ValueError if the model_type is not known, if a key is missing or has the wrong type, or
@@ -157,7 +134,7 @@ def from_hf(config: Any) -> HfModel:
     ]
     notes = [f"keys that are not read: {shown(', '.join(unread))}"] if unread else []
     inexact = tuple(reader.inexact)
-    return HfModel(name, fields, vocab_size, inexact, (*inexact, *notes), token_ids_of(config))
+    return KnownModel(fields, vocab_size, name, inexact, (*inexact, *notes), token_ids_of(config))
 
 
 def _check_head_dim(reader: Config, fields: Mapping[str, Any]) -> None:

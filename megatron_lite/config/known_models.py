@@ -5,45 +5,50 @@ known_models.json has the sizes of the papers and of the models' published confi
 table 3). Every preset has its published number of parameters (tests/config/test_json.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, input_faults, quoted
 from megatron_lite.config.plain import LARGEST_TEXT, parse_json
 
-if TYPE_CHECKING:
-    from megatron_lite.config.hf_config import HfModel
-
 Values = dict[str, Any]  # by field
 
 
-class Preset(NamedTuple):
-    """A model.
+class KnownModel(NamedTuple):
+    """A model that a name or a config.json of Hugging Face describes.
 
-    fields: those of ModelConfig that differ from the defaults. vocab_size: V. notes: what is
-        unusual, as of a model in a file; nothing is.
+    fields: those of ModelConfig that differ from the defaults. vocab_size: V, the rows of its
+        embedding.
+    family: its model_type in a config.json.
+    inexact: what is left out of a config.json although it changes results, in words. The sizes are
+        right.
+    notes: `inexact`, and what was not read.
+    token_ids: the ids of special tokens that a config.json has.
     """
 
     fields: Mapping[str, Any]
     vocab_size: int
+    family: str = ""
+    inexact: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    token_ids: Mapping[str, Any] = {}
+
+    def exact_fields(self, source: object) -> Values:
+        """Returns the fields. Raises InputError if the source does not map exactly."""
+        if self.inexact:
+            raise InputError(f"{source} does not map exactly: {'; '.join(self.inexact)}")
+        return dict(self.fields)
 
 
-def _read() -> dict[str, Preset]:
-    rows = parse_json(Path(__file__).with_name("known_models.json").read_text())
-    return {
-        name: Preset(vocab_size=row.pop("vocab_size"), fields=row) for name, row in rows.items()
-    }
+PRESETS = {
+    name: KnownModel(vocab_size=row.pop("vocab_size"), fields=row)
+    for name, row in parse_json(Path(__file__).with_name("known_models.json").read_text()).items()
+}
 
 
-PRESETS = _read()
-
-
-def preset(name: str) -> Preset:
+def preset(name: str) -> KnownModel:
     """Returns the model with this name.
 
     Raises InputError for an unknown name.
@@ -56,12 +61,11 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def model_of(name: str, source: str) -> tuple[Values, Preset | HfModel]:
+def model_of(name: str, source: str) -> tuple[Values, KnownModel]:
     """Returns the values of the model that `--model SOURCE` or `--hf-config SOURCE` names, and it.
 
     They have the vocabulary of NullTokenizer, which adds one id to its size.
     """
-    model: Preset | HfModel
     if name == "--model":
         model = preset(source)
     else:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megatron_lite.checkpointing.shards import FLOATS, naming, open_tensors, write_tensors
 from megatron_lite.config.checks import InputError, input_faults
-from megatron_lite.config.hf_config import CONFIG, FAMILIES, exact_fields, read_hf_file, to_hf
+from megatron_lite.config.hf_config import CONFIG, FAMILIES, read_hf_file, to_hf
 from megatron_lite.config.input_file import crafted, read_json
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.target import complete_folder, json_bytes, stored_tokenizer
@@ -96,7 +96,7 @@ def hf_source(path: Path) -> WeightSource:
     mapped = read_hf_file(path)
     family = mapped.family
     with input_faults(f"{path / CONFIG}: "):
-        model = ModelConfig(**exact_fields(mapped, path / CONFIG))
+        model = ModelConfig(**mapped.exact_fields(path / CONFIG))
     held = _tensors_in(path, family)
     check_layers(model.num_layers, len(held), path / CONFIG)
     specs = parameter_specs(model, mapped.vocab_size)
