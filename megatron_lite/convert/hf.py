@@ -42,7 +42,6 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.target import complete_folder, json_bytes, stored_tokenizer
 from megatron_lite.convert.weights import (
     OUTPUT,
-    SHARD_BYTES,
     WORDS,
     Advance,
     WeightSource,
@@ -166,17 +165,11 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def write_hf(
-    source: WeightSource,
-    path: Path,
-    advance: Advance,
-    *,
-    family: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    source: WeightSource, path: Path, advance: Advance, *, family: str | None = None
 ) -> None:
     """Writes the weights into a new folder, which appears complete, or not at all.
 
     family: the model_type to write; None: the first that expresses the model exactly.
-    shard_bytes: the largest size of a file. A single tensor may exceed it.
     Raises InputError if no family, or not the given one, expresses the model exactly.
     """
     model, source = source.model, replace(source, state_keys=())
@@ -184,7 +177,7 @@ def write_hf(
         config = to_hf(model, source.true_vocab_size, family)
     texts, end = stored_tokenizer(source)
     rows = {name: row_of(config["model_type"], name, model) for name in source.specs}
-    shards = shards_of(source, shard_bytes)
+    shards = shards_of(source)
     count = len(shards)
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
     files = dict(zip(names if count > 1 else [WEIGHTS], shards, strict=True))

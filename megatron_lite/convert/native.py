@@ -32,7 +32,6 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.convert.target import complete_folder, json_bytes, stored_tokenizer
 from megatron_lite.convert.weights import (
-    SHARD_BYTES,
     Advance,
     WeightSource,
     check_layers,
@@ -80,26 +79,20 @@ def native_source(path: Path) -> WeightSource:
 
 
 def write_native(
-    source: WeightSource,
-    path: Path,
-    advance: Advance,
-    *,
-    tp_size: int = 1,
-    pp_size: int = 1,
-    shard_bytes: int = SHARD_BYTES,
+    source: WeightSource, path: Path, advance: Advance, *, tp_size: int = 1, pp_size: int = 1
 ) -> None:
     """Writes all that the source has into a new directory, which appears complete, or not at all.
 
     tp_size, pp_size: those of the configuration that is stored. A run reads its part of the files,
         at any parallel sizes.
-    shard_bytes: the most bytes in the files of one pipeline rank, as which each shard is written.
+    Each shard is written as a pipeline rank.
     Raises InputError if the model does not divide over the parallel sizes.
     """
     progress = source.progress
     step_name = step_directory(path, progress.iteration).name
     with input_faults("--to megatron-lite: "):
         config = _config(source, path.absolute() / step_name, tp_size, pp_size)
-    shards = shards_of(source, shard_bytes)
+    shards = shards_of(source)
     kinds = ("model", *["optimizer"] * bool(source.state_keys))
     metadata = Metadata(
         progress=progress,

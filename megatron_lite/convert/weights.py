@@ -113,8 +113,8 @@ class StoredTensor(NamedTuple):
 SHARD_BYTES = 2 * 10**9
 
 
-def shards_of(source: WeightSource, shard_bytes: int) -> list[list[StoredTensor]]:
-    """Returns all tensors in shards of at most so many bytes, each parameter with its states.
+def shards_of(source: WeightSource) -> list[list[StoredTensor]]:
+    """Returns all tensors in shards of at most SHARD_BYTES, each parameter with its states.
 
     A single parameter may exceed the bytes.
     """
@@ -125,7 +125,7 @@ def shards_of(source: WeightSource, shard_bytes: int) -> list[list[StoredTensor]
         size = sum(one.num_bytes for one in own)
         if size > left:
             shards.append([])
-            left = shard_bytes
+            left = SHARD_BYTES
         left -= size
         shards[-1] += own
     return shards

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.data import anonymous_bytes
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.convert import weights
 from megatron_lite.convert.hf import hf_source, write_hf
 from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
 from megatron_lite.convert.native import native_source, write_native
@@ -51,19 +52,19 @@ def peak_bytes(source, write, path):
     return most - before
 
 
-def test_the_peak_is_a_few_files_and_not_the_model(tmp_path):
+def test_the_peak_is_a_few_files_and_not_the_model(tmp_path, monkeypatch):
     """The tensors of a file and their copies: files of 2 MiB, for Megatron of 15 MiB."""
     theirs, ours, megatron = (tmp_path / name for name in ("theirs", "ours", "megatron"))
     # The first conversion of a process loads parts of torch, which stay.
     one_layer = ones(replace(MODEL, num_layers=1))
     write_hf(one_layer, tmp_path / "first", lambda _: None)
     write_legacy(one_layer, tmp_path / "second", lambda _: None)
-    small, split = dict(shard_bytes=2 * MIB), dict(tp_size=2, pp_size=2)
-    to_hf = partial(write_hf, **small)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 2 * MIB)
+    split = dict(tp_size=2, pp_size=2)
     peaks = [
-        peak_bytes(ones, to_hf, theirs),
-        peak_bytes(lambda: hf_source(theirs), partial(write_native, **split, **small), ours),
+        peak_bytes(ones, write_hf, theirs),
+        peak_bytes(lambda: hf_source(theirs), partial(write_native, **split), ours),
     ]
     of_a_rank = peak_bytes(lambda: native_source(ours), partial(write_legacy, **split), megatron)
-    peaks.append(peak_bytes(lambda: legacy_source(megatron), to_hf, tmp_path / "again"))
+    peaks.append(peak_bytes(lambda: legacy_source(megatron), write_hf, tmp_path / "again"))
     assert max(peaks) < 15 * MIB and of_a_rank < 25 * MIB, (peaks, of_a_rank)
