@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from megatron_lite import __main__ as command
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.start import find_step, step_fault
-from megatron_lite.convert import weights
 from megatron_lite.convert.native import native_source, write_native
 from megatron_lite.tools import generate
 from tests.support.checkpoints import flip_bit, sign
@@ -182,7 +181,7 @@ def test_a_converted_model_trains_on_and_generates(tmp_path, monkeypatch):
 def test_shards_of_some_bytes_are_read_as_one_checkpoint(trained, tmp_path, monkeypatch):
     """Each is written as a pipeline rank, with the optimizer states of its parameters."""
     source = native_source(trained)
-    monkeypatch.setattr(weights, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr("megatron_lite.convert.weights.SHARD_BYTES", 20_000)
     write_native(source, tmp_path / "split", lambda _: None)
     again = native_source(tmp_path / "split")
     assert len(list(tmp_path.glob("split/*/optimizer_pp*"))) > 3

@@ -7,7 +7,6 @@ import torch
 
 from benchmarks.data import anonymous_bytes
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert import weights
 from megatron_lite.convert.hf import hf_source, write_hf
 from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
 from megatron_lite.convert.native import native_source, write_native
@@ -59,7 +58,7 @@ def test_the_peak_is_a_few_files_and_not_the_model(tmp_path, monkeypatch):
     one_layer = ones(replace(MODEL, num_layers=1))
     write_hf(one_layer, tmp_path / "first", lambda _: None)
     write_legacy(one_layer, tmp_path / "second", lambda _: None)
-    monkeypatch.setattr(weights, "SHARD_BYTES", 2 * MIB)
+    monkeypatch.setattr("megatron_lite.convert.weights.SHARD_BYTES", 2 * MIB)
     split = dict(tp_size=2, pp_size=2)
     peaks = [
         peak_bytes(ones, write_hf, theirs),

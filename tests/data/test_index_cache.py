@@ -42,7 +42,7 @@ class Cache:
         (self.path,) = (path for path in folder.iterdir() if path.is_dir())
         self.files = {path.name: path.read_bytes() for path in sorted(self.path.iterdir())}
 
-    def read(self):
+    def read(self, build=build):
         return kept_arrays(str(self.folder), "", KEY, build, fault=fault)
 
 
@@ -55,23 +55,13 @@ def cache(tmp_path, monkeypatch):
 def test_any_flipped_bit_is_found(cache):
     """Of each file 150 bits, spread evenly over all places in a byte. The arrays of a damaged copy
     are built again."""
-
-    class IsBuiltAgain(Exception):
-        pass
-
-    def build_again():
-        raise IsBuiltAgain
-
-    def read():
-        return kept_arrays(str(cache.folder), "", KEY, build_again, fault=fault)
-
     for name, content in cache.files.items():
         for bit in range(0, 8 * len(content), 8 * len(content) // 150 | 1):
             flip_bit(cache.path / name, bit)
-            with pytest.raises(IsBuiltAgain):
-                read()
+            with pytest.raises(pytest.fail.Exception):
+                cache.read(pytest.fail)
             (cache.path / name).write_bytes(content)
-    assert arrays_equal(read(), build())
+    assert arrays_equal(cache.read(pytest.fail), build())
 
 
 def _cut(path):
@@ -126,8 +116,5 @@ def test_numbers_that_point_nowhere_are_not_used_despite_their_checksum(
 
 
 def test_an_undamaged_copy_in_a_folder_that_cannot_be_written_is_read(cache, monkeypatch):
-    def read_only(*args, **options):
-        raise OSError("read-only file system")
-
-    monkeypatch.setattr(os, "makedirs", read_only)
+    monkeypatch.setattr(os, "makedirs", pytest.fail)
     assert arrays_equal(cache.read(), build())

@@ -109,12 +109,15 @@ def test_node_local_caches_one_of_them_empty_give_the_same_run(tmp_path):
 
 def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path):
     arrays = {"order": np.arange(7)[::-1], "starts": np.arange(10).reshape(5, 2)}
-    folder, built, status = str(tmp_path), 0, -1
+    built, status = 0, -1
 
     def build():
         nonlocal built
         built += 1
         return arrays
+
+    def kept(point, build=build):
+        return kept_arrays(str(tmp_path), "", {"point": point}, build, fault=lambda _: None)
 
     points = 0
     changes = [(os, "mkdir"), (np, "save"), (os, "rename"), (index_cache, "sync")]
@@ -122,23 +125,17 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
 
         def killed_at(point=points):
             dies_before(point, changes)
-            kept_arrays(folder, "", {"point": point}, build, fault=lambda _: None)
+            kept(point)
 
         status = status_of_fork(killed_at)
         assert status in (0, -signal.SIGKILL)
         before = built
-        found = kept_arrays(folder, "", {"point": points}, build, fault=lambda _: None)
+        found = kept(points)
         assert {name: array.tolist() for name, array in found.items()} == {
             name: array.tolist() for name, array in arrays.items()
         }
         assert built == before or status != 0
-        kept_arrays(
-            folder,
-            "",
-            {"point": points},
-            lambda: pytest.fail("built although it is there"),
-            fault=lambda _: None,
-        )
+        kept(points, pytest.fail)
         assert not list(tmp_path.glob("*.tmp-*"))
         points += 1
     assert points >= 10  # a folder, two arrays, two lists, their folder, and the name

@@ -8,17 +8,13 @@ import torch
 from megatron_lite.config.hf_config import from_hf
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.rotary import rotary_tables
+from tests.support.models import tiny_config
 
 LENGTH, CHANNELS, BASE = 300, 64, 500000
 LENGTH_BEFORE = "original_max_position_embeddings"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, LENGTH_BEFORE: 8192}
-SCALINGS = [
-    dict(),
-    dict(use_rope_scaling=True, rope_scaling_factor=8.0),
-    dict(use_rope_scaling=True, rope_scaling_factor=32.0),
-    dict(rotary_seq_len_interpolation_factor=3),
-    dict(use_rope_scaling=True, rope_scaling_factor=2.5, rotary_seq_len_interpolation_factor=4),
-]
+FACTOR, DIVISOR = "rope_scaling_factor", "rotary_seq_len_interpolation_factor"
+SCALINGS = [{}, {FACTOR: 8.0}, {FACTOR: 32.0}, {DIVISOR: 3}, {FACTOR: 2.5, DIVISOR: 4}]
 
 
 def cosines(model, length=LENGTH):
@@ -79,22 +75,20 @@ def test_tables_equal_those_of_megatron_core(scaling):
     pytest.importorskip("megatron.core")
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+    model = tiny_config(
+        kv_channels=CHANNELS,
+        position_embedding_type="rope",
+        rotary_base=BASE,
+        use_rope_scaling=FACTOR in scaling,
+        **scaling,
+    )
     theirs = RotaryEmbedding(
         CHANNELS,
         1.0,
         rotary_base=BASE,
-        seq_len_interpolation_factor=scaling.get("rotary_seq_len_interpolation_factor"),
-        rope_scaling="use_rope_scaling" in scaling,
-        rope_scaling_factor=scaling.get("rope_scaling_factor", 8.0),
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
         use_cpu_initialization=True,
-    )
-    model = ModelConfig(
-        num_layers=1,
-        hidden_size=CHANNELS,
-        num_attention_heads=1,
-        max_position_embeddings=LENGTH,
-        position_embedding_type="rope",
-        rotary_base=BASE,
-        **scaling,
     )
     assert torch.equal(cosines(model), theirs.get_freqs_non_repeated(LENGTH).cos())
