@@ -119,7 +119,7 @@ def build_engines(setting, parallel, skipped):
     def ours(name, config, rival=None):
         plan = plan_stage(config, num_layers)
         model = our_model(setting, parallel, plan=plan, weights=weights)
-        return Engine(name, model, lambda: model.loss(batch.tokens, batch.labels).mean(), rival)
+        return Engine(name, model, lambda: model(batch.tokens, batch.labels).mean(), rival)
 
     for name, config in policies(num_layers).items():
         if name.endswith("@host") and setting.device.type == "cpu":

@@ -124,34 +124,22 @@ class GPTModel(nn.Module):
         self._rotates = any(map(config.layer_rotates, layers))
         self._rotary: tuple[Tensor, ...] | None = None
 
-    def loss(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        documents: Documents = NO_DOCUMENTS,
-        gradient: LossGradient | None = None,
-    ) -> Tensor:
-        """Returns the negative log-likelihood of each label, float32 [b, s]. Needs the whole model.
-
-        tokens, labels: [b, s]. Under context parallelism they are [b, s/c], this rank's spans, and
-        the result is too.
-        gradient: see `losses`.
-        """
-        return self.run_stage(tokens, labels, None, documents, gradient)
-
-    def run_stage(
+    def forward(
         self,
         inputs: Tensor,
-        labels: Tensor | None,
-        plan: RecomputePlan | None = None,
+        labels: Tensor | None = None,
         documents: Documents = NO_DOCUMENTS,
         gradient: LossGradient | None = None,
+        plan: RecomputePlan | None = None,
     ) -> Tensor:
         """Runs this pipeline stage. Returns its hidden states, or with labels the token losses.
 
+        The loss of a token is the negative log-likelihood of its label, float32 [b, s].
         inputs: the tokens [b, s] on the first stage; on other stages the hidden states [s/t under
         sequence parallelism else s, b, h] that the stage before returned. labels: [b, s], given on
-        the last stage only. gradient: see `losses`.
+        the last stage only. Under context parallelism tokens, labels and losses are [b, s/c], this
+        rank's spans.
+        documents, plan: see `hidden_states`. gradient: see `losses`.
         """
         hidden_states = self.hidden_states(inputs, plan, documents)
         return hidden_states if labels is None else self.losses(hidden_states, labels, gradient)
@@ -191,7 +179,7 @@ class GPTModel(nn.Module):
             )
         return losses.t()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor) -> Tensor:
         """Returns the logits [b, s, V] of every true id, for evaluation and generation.
 
         tokens: [b, s]. Gathers the logits over the TP ranks.
@@ -297,20 +285,13 @@ def shard_model_(model: GPTModel, parallel: ParallelState, config: DataParallelC
         return
     from megatron_lite.parallel.fsdp import fully_shard_  # late: 0.6 s
 
-    dtype, embedding = model.context.params_dtype, model.embedding
-    rounded = dtype in (torch.bfloat16, torch.float16)
-    reduce_dtype = torch.float32 if rounded else None
-    if config.grad_reduce_in_bf16:
-        reduce_dtype = torch.bfloat16
-    own_units = config.fsdp_memory_efficient_wrapping
+    embedding = model.embedding
     fully_shard_(
         model,
         parallel.shard_mesh,
+        config,
         layers=model.decoder.layers,
-        embedding=embedding.word_embeddings if own_units and embedding is not None else None,
-        output=model.output_layer if own_units else None,
-        reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
-        compute_dtype=dtype if rounded else None,
-        reduce_dtype=reduce_dtype,
-        forward_methods=("run_stage",),  # `loss` calls it
+        embedding=None if embedding is None else embedding.word_embeddings,
+        output=model.output_layer,
+        dtype=model.context.params_dtype,
     )

@@ -28,7 +28,7 @@ part. optim/layouts.py updates the rows.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,15 +36,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.parallel.collectives import start_all_gather_into_, start_reduce_scatter_into_
 from megatron_lite.parallel.parameter_spec import mark, spec_of
 from megatron_lite.parallel.torch_internals import (
@@ -59,14 +55,12 @@ from megatron_lite.parallel.weights import GATHERED_DTYPE, READER, STAND_INS
 def fully_shard_(
     model: nn.Module,
     mesh: DeviceMesh,
+    config: DataParallelConfig,
     *,
     layers: Iterable[nn.Module],
     embedding: nn.Module | None,
     output: nn.Module | None,
-    reshard_after_forward: bool,
-    compute_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    forward_methods: Sequence[str],
+    dtype: torch.dtype,
 ) -> None:
     """Shards every parameter of `model` over the d ranks of the last axis of `mesh`, as DTensors.
 
@@ -74,36 +68,32 @@ def fully_shard_(
     mesh has two axes, rows are summed over the first one too.
 
     layers: each of them is a unit.
-    embedding: a module that is a unit, or None. It is a lookup, whose backward needs no weight.
-    output: a module that is a unit, too. None with an embedding: the model reads the tied weight
-        with `weight_of(embedding)`.
-    reshard_after_forward: whether a layer's weights are freed after its forward and gathered again
-        for its backward.
-    compute_dtype: the dtype of the gathered weights. If it is given, the rows are float32.
-    reduce_dtype: the dtype in which gradients are sent.
-    forward_methods: names of the model's methods, besides `forward`, that run the model.
+    embedding: the token embedding, or None. With memory-efficient wrapping it is a unit. It is a
+        lookup, whose backward needs no weight.
+    output: the output projection, a unit too then. None with an embedding: the model reads the tied
+        weight with `weight_of(embedding)`.
+    dtype: the dtype of the gathered weights. If it has 16 bits, the rows are float32.
     """
+    rounded = dtype in (torch.bfloat16, torch.float16)
+    reduce_dtype = torch.float32 if rounded else None
+    if config.grad_reduce_in_bf16:
+        reduce_dtype = torch.bfloat16
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        param_dtype=dtype if rounded else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     unit = partial(_unit, mesh=mesh, mp_policy=policy)
     # The root comes last: fully_shard gives a module the parameters that no unit inside it has.
     for layer in layers:
-        unit(layer, reshard_after_forward=reshard_after_forward)
-    if embedding is not None:
+        unit(layer, reshard_after_forward=config.torch_fsdp2_reshard_after_forward)
+    own_units = config.fsdp_memory_efficient_wrapping
+    if own_units and embedding is not None:
         unit(embedding, reshard_after_forward=True).set_unshard_in_backward(False)
         if output is None:
             embedding.__dict__[READER] = partial(_read_for_output, embedding)
-    if output is not None:
+    if own_units and output is not None:
         unit(output, reshard_after_forward=False)  # backward begins with it
     unit(model, reshard_after_forward=None)
     model.register_forward_hook(_reshard_unless_backward_follows)
-    # The clone of a view must happen inside FSDP2's wrapper, which hooks the output. The reshard
-    # must happen outside it, since the wrapper is what leaves the root whole.
-    for name in forward_methods:
-        setattr(model, name, partial(_call_without_view, getattr(model, name)))
-        register_fsdp_forward_method(model, name)
-        setattr(model, name, partial(_call_and_reshard, model, getattr(model, name)))
 
 
 def _unit(
@@ -152,18 +142,6 @@ def _unit(
         lambda *_: gradients.record(_whole_parameters(module).values())
     )
     return module
-
-
-def _call_without_view(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _without_view(method(*args, **kwargs))
-
-
-def _call_and_reshard(
-    model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    result = method(*args, **kwargs)
-    _reshard_unless_backward_follows(model)
-    return result
 
 
 def _reshard_unless_backward_follows(model: nn.Module, *_: Any) -> None:

@@ -411,18 +411,18 @@ class StageRunner:
             plan = keep_everything(chunk.stage.num_layers)
         with timed("forward-compute"):
             if hidden_states is not None and not is_last and not self._everywhere:
-                return chunk.run_stage(hidden_states, None, plan)
+                return chunk(hidden_states, plan=plan)
             # The stage holds only those tensors of the micro-batch that it uses.
             with timed("batch-generator"):
                 inputs, labels, mask, documents = batches[number]
             inputs = inputs if hidden_states is None else hidden_states
             if not is_last:
                 del labels, mask  # they would live on while the stage runs
-                return chunk.run_stage(inputs, None, plan, documents)
+                return chunk(inputs, None, documents, plan=plan)
             gradient = None
             if step_loss.in_one_pass:
                 gradient = step_loss.gradient(labels, mask, number)
-            losses = chunk.run_stage(inputs, labels, plan, documents, gradient)
+            losses = chunk(inputs, labels, documents, gradient, plan)
             return step_loss.of(losses, mask, number)
 
     def _reserve(self, num_microbatches: int) -> None:

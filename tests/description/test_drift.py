@@ -82,7 +82,7 @@ def measured(model):
         kept_for_backward(exclude=model.parameters(), model=model) as meter,
     ):
         with Watched(running) as watched:
-            loss = model.loss(*sample_tokens())
+            loss = model(*sample_tokens())
         kept = Counter()
         for storage in meter.storages().values():
             kept[place(storage.label)] += storage.num_bytes

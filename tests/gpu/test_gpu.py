@@ -40,7 +40,7 @@ def gradients(config, device, dtype):
     """Loss and gradients of one batch, on the CPU in float64."""
     model = build_tiny_model(config, on(device), dtype=dtype)
     batch = batch_on(device)
-    loss = model.loss(batch.tokens, batch.labels).mean()
+    loss = model(batch.tokens, batch.labels).mean()
     loss.backward()
     return Outcome(
         loss.detach().cpu().double(),

@@ -43,7 +43,7 @@ def train(device, *, part=2**24, link=HostLink, **settings):
         tokens, labels = (one.to(device) for one in sample_tokens(1))
         for number in range(4):
             optimizer.zero_grad()
-            model.loss(tokens, labels).mean().backward()
+            model(tokens, labels).mean().backward()
             optimizer.layout.gradients.reduce_()
             generator = torch.Generator().manual_seed(number)
             for grad in optimizer.layout.gradients.grads.values():

@@ -106,7 +106,7 @@ def test_a_graph_that_is_dropped_while_copies_are_on_their_way_spoils_nothing(cu
         model, plain = build("*:full@host", cuda), build("*:none", cuda)
         model.decoder.stores.copy_streams = SlowCopyStreams(cuda)
         for _ in range(3):
-            loss = model.loss(*(tensor.to(cuda) for tensor in sample_tokens())).mean()
+            loss = model(*(tensor.to(cuda) for tensor in sample_tokens())).mean()
             handle = model.decoder.layers[3].mlp.register_forward_pre_hook(breaks)
             try:
                 loss.backward()
@@ -121,7 +121,7 @@ def test_a_graph_that_is_dropped_while_copies_are_on_their_way_spoils_nothing(cu
 def kept_bytes(model, device):
     """(on the device, in host memory), of one micro-batch."""
     with kept_for_backward(exclude=model.parameters()) as meter:
-        loss = model.loss(*(tensor.to(device) for tensor in sample_tokens())).mean()
+        loss = model(*(tensor.to(device) for tensor in sample_tokens())).mean()
     stores = model.decoder.stores
     found = meter.total_bytes() + stores.device_bytes, stores.host_bytes
     del loss
@@ -170,6 +170,6 @@ def test_a_step_with_offload_never_waits_for_the_gpu(cuda):
     for policy in POLICIES:
         model = build(policy, cuda)
         batch = [tensor.to(cuda) for tensor in sample_tokens()]
-        model.loss(*batch).mean().backward()
+        model(*batch).mean().backward()
         with no_waits():
-            model.loss(*batch).mean().backward()
+            model(*batch).mean().backward()

@@ -77,7 +77,7 @@ def figures(config, recompute, parallel, layout, dtype, *, live=None, loss_chunk
     plan, chunks = plan_stage(recompute, config.num_layers), dict(loss_chunk_size=loss_chunk_size)
     model = layout.model(config, parallel, dtype=dtype, plan=plan, **chunks)
     with kept_for_backward(exclude=model.parameters()) as meter, live or nullcontext():
-        loss = model.loss(*sample_tokens(parallel=parallel)).mean()
+        loss = model(*sample_tokens(parallel=parallel)).mean()
     known = addresses([loss, *model.parameters(), *model.constants()])
     stores = model.decoder.stores
     unaccounted = (

@@ -88,7 +88,7 @@ def issued(rank, world_size, layout, config, plans, dtype, fields):
         for name, plan in plans.items():
             model = layout.model(config, parallel, dtype=dtype, plan=plan)
             with recorded_collectives() as forward:
-                loss = model.loss(*sample_tokens(parallel=parallel)).mean()
+                loss = model(*sample_tokens(parallel=parallel)).mean()
             with recorded_collectives() as backward:
                 loss.backward()
             found[name] = forward, backward

@@ -47,7 +47,7 @@ def counted(config, plan, **loss):
     with tp_state(1) as parallel:
         model = build_tiny_model(config, parallel, dtype=torch.float32, plan=plan, **loss)
         with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-            model.loss(*sample_tokens(batch=BATCH, seq_length=SEQ_LENGTH)).mean().backward()
+            model(*sample_tokens(batch=BATCH, seq_length=SEQ_LENGTH)).mean().backward()
     return counter.get_total_flops()
 
 

@@ -126,7 +126,7 @@ def measured(config, plan, parallel, layout):
     model = layout.model(config, parallel, dtype=torch.float32, plan=plan)
     held = []
     with kept_for_backward(exclude=model.parameters()) as meter:
-        loss = model.loss(*sample_tokens()).mean()
+        loss = model(*sample_tokens()).mean()
         forward = meter.total_bytes()
         with rebuilt_tensors(held, meter, model.constants()):
             loss.backward()

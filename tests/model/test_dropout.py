@@ -57,7 +57,7 @@ def test_ranks_share_residual_masks_if_they_hold_the_same_tokens_and_never_atten
         with recorded_masks() as masks:
             model_with_dropout(
                 parallel, sequence_parallel=sequence_parallel, attention_backend="unfused"
-            ).loss(*sample_tokens())
+            )(*sample_tokens())
         return masks
 
     first, second = on_ranks(work, 2, tp_size=2)
@@ -75,12 +75,12 @@ def test_evaluation_draws_nothing_and_drops_nothing(backend):
         model = model_with_dropout(parallel, attention_backend=backend).eval()
         before = parallel.rng.snapshot().states
         with recorded_masks() as masks:
-            logits = model(sample_tokens()[0])
+            logits = model.logits(sample_tokens()[0])
         after = parallel.rng.snapshot().states
         plain = model_with_dropout(
             parallel, hidden_dropout=0.0, attention_dropout=0.0, attention_backend=backend
         )
-        assert torch.equal(logits, plain(sample_tokens()[0]))
+        assert torch.equal(logits, plain.logits(sample_tokens()[0]))
     assert same(before, after)
     assert masks.residual == masks.attention == []
 

@@ -23,7 +23,7 @@ def test_a_float32_residual_stream_is_the_exact_sum_of_its_branches():
         for name in ("", ".self_attention", ".mlp"):
             module = model.get_submodule(f"decoder.layers.0{name}")
             module.register_forward_hook(note(f"layer{name}"))
-        model.loss(*sample_tokens()).sum().backward()
+        model(*sample_tokens()).sum().backward()
     assert seen["embedding"].dtype == seen["layer"].dtype == torch.float32
     branches = seen["layer.self_attention"], seen["layer.mlp"]
     assert {branch.dtype for branch in branches} == {torch.bfloat16}

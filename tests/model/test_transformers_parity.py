@@ -67,11 +67,11 @@ def ours(config, weights, dtype, tp_size):
         parameters = dict(model.named_parameters())
         buffer = GradBuffer(parameters, parallel)
         tokens, labels = sample_tokens()
-        loss = model.loss(tokens, labels).mean()
+        loss = model(tokens, labels).mean()
         loss.backward()
         buffer.reduce_()
         with torch.no_grad():
-            logits = model(tokens)
+            logits = model.logits(tokens)
         return Result(
             logits,
             loss.detach(),
@@ -97,11 +97,11 @@ def ours_in_stages(config, weights, dtype):
         for model in (first, last):
             held = {name for name, _ in model.named_parameters()}
             load_whole_(model, {name: weights[name] for name in held}, parallel)
-        hidden_states = first.run_stage(tokens, None)
-        loss = last.run_stage(hidden_states, labels).mean()
+        hidden_states = first(tokens)
+        loss = last(hidden_states, labels).mean()
         loss.backward()
         with torch.no_grad():
-            logits = last(hidden_states)
+            logits = last.logits(hidden_states)
         grads = {}
         for model in (first, last):
             for name, parameter in model.named_parameters():

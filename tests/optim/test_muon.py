@@ -120,7 +120,7 @@ def test_the_matrices_of_layers_are_muons_and_all_else_is_adamws_to_the_bit(name
         for rule in ("adam", "muon"):
             model = build_tiny_model(variant_config(name), parallel, dtype=torch.float32)
             optimizer = Optimizer(model, OptimizerConfig(optimizer=rule), parallel)
-            model.loss(*sample_tokens()).mean().backward()
+            model(*sample_tokens()).mean().backward()
             optimizer.step(0.01)
             results[rule] = state_of(model, optimizer)
     names = [f"decoder.layers.{layer}.{matrix}" for layer in range(2) for matrix in MATRICES]
@@ -146,7 +146,7 @@ def test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise(split
             OptimizerConfig(**HIGH, weight_decay=0.0, clip_grad=0.0, muon_split_qkv=split),
             parallel,
         )
-        model.loss(*sample_tokens()).mean().backward()
+        model(*sample_tokens()).mean().backward()
         optimizer.step(0.01)
     qkv, fc1 = (f"decoder.layers.1.{MATRICES[index]}" for index in (0, 2))
     assert model.get_parameter(fc1).shape == (80, 32) and model.get_parameter(qkv).shape == (96, 32)

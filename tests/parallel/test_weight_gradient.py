@@ -79,7 +79,7 @@ def summed(
             for number in range(micro_batches):
                 if number == micro_batches - 1:
                     buffer.sync_next_backward()
-                model.loss(*sample_tokens(10 * parallel.dp_cp_rank + number)).mean().backward()
+                model(*sample_tokens(10 * parallel.dp_cp_rank + number)).mean().backward()
             buffer.reduce_()
         return {key: grad.clone() for key, grad in buffer.grads.items()}
 

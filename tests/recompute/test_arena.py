@@ -65,7 +65,7 @@ def test_more_forwards_in_flight_than_slots_is_an_error_that_names_the_flag():
     model = build("*:full/2", micro_batches=2)
     losses = [loss_of(model, batch) for batch in (3, 4)]
     with pytest.raises(RuntimeError, match=f"{FLAG}: all 6 slots are in use"):
-        model.loss(*sample_tokens(5))
+        model(*sample_tokens(5))
     assert in_use(model) == 6 * INPUT  # those of the two others alone
     losses[0].backward()
     assert in_use(model) == 3 * INPUT
@@ -99,7 +99,7 @@ def test_a_larger_input_than_the_first_is_an_error_and_a_smaller_one_fits():
     def shorter(model, length):
         draw_alike(model)
         model.zero_grad()
-        loss = model.loss(*sample_tokens(seq_length=length)).mean()
+        loss = model(*sample_tokens(seq_length=length)).mean()
         assert in_use(model) in (0, NUM_LAYERS * INPUT // SEQ_LENGTH * length)
         loss.backward()
         return [parameter.grad for parameter in model.parameters()]
@@ -108,5 +108,5 @@ def test_a_larger_input_than_the_first_is_an_error_and_a_smaller_one_fits():
     with pytest.raises(
         RuntimeError, match=f"{FLAG}: the input of a unit has {INPUT // SEQ_LENGTH * 16} bytes"
     ):
-        model.loss(*sample_tokens(seq_length=16))
+        model(*sample_tokens(seq_length=16))
     assert in_use(model) == 0

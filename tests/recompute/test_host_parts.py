@@ -54,7 +54,7 @@ def test_a_part_moves_what_its_module_saves_first_and_nothing_else(variant, part
         for policy in ("*:none", f"*:none@host({'+'.join(parts)})"):
             model.decoder.plan = plan_of(policy, 2)
             with kept_for_backward(exclude=model.parameters(), model=model) as meter:
-                loss = model.loss(tokens, labels).mean()
+                loss = model(tokens, labels).mean()
             kept[policy] = (bytes_by_label(meter), model.decoder.stores.host_bytes)
             del loss
         (plain, nothing), (with_parts, on_host) = kept.values()

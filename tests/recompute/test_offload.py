@@ -44,7 +44,7 @@ def test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient(policy):
 def test_two_backwards_through_a_retained_graph_equal_those_without(policy):
     def outcome(model):
         draw_alike(model)
-        loss = model.loss(*sample_tokens()).mean()
+        loss = model(*sample_tokens()).mean()
         loss.backward(retain_graph=True)
         loss.backward()
         return [parameter.grad for parameter in model.parameters()]

@@ -51,7 +51,7 @@ def test_what_runs_between_forward_and_backward_changes_nothing(recompute):
         model = planned(recompute, hidden_dropout=0.1, attention_dropout=0.1)
         losses = [loss_of(model, batch) for batch in (3, 4)]
         with torch.no_grad():
-            assert model.loss(*sample_tokens(5)).grad_fn is None
+            assert model(*sample_tokens(5)).grad_fn is None
         losses[first].backward()
         losses[1 - first].backward()
         return [parameter.grad for parameter in model.parameters()]
@@ -69,4 +69,4 @@ def test_a_region_that_no_layer_calls_is_an_error_that_names_what_is_missing(mon
             tiny_config(num_layers=1), parallel, dtype=torch.float32, plan=plan
         )
         with pytest.raises(ValueError, match=r"region rotary saves nothing: no layer calls it"):
-            model.loss(*sample_tokens())
+            model(*sample_tokens())

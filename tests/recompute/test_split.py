@@ -56,7 +56,7 @@ def step_of(parallel, policy):
 
     for number in FIRST_LAYERS:
         model.decoder.layers[number].register_forward_pre_hook(before_layer(number))
-    loss = model.loss(*sample_tokens()).mean()
+    loss = model(*sample_tokens()).mean()
     with noted_gathers(events):
         loss.backward(retain_graph=True)
     first = [*events]

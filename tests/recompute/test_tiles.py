@@ -66,7 +66,7 @@ def of_policies(rank, world_size, variant, layout):
                     kept_for_backward(exclude=model.parameters()) as meter,
                     recorded_collectives() as forward,
                 ):
-                    loss = model.loss(*tokens).mean()
+                    loss = model(*tokens).mean()
                 told, kept = activation_bytes(config, plan, sizes), meter.total_bytes()
                 if kept != told:
                     wrong.append(f"{case}: keeps {kept}, not {told}")
@@ -114,7 +114,7 @@ def test_the_hooks_of_a_parameter_run_once_with_the_whole_gradient():
 
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(see)
-        model.loss(*sample_tokens()).mean().backward()
+        model(*sample_tokens()).mean().backward()
         assert all(torch.equal(seen[one], one.grad) for one in model.parameters())
 
 

@@ -83,7 +83,7 @@ def backward(model, optimizer, parallel, step, *, sequences=12, micro_batches=2)
     for number, (tokens, labels) in enumerate(zip(*mine, strict=True)):
         if number == micro_batches - 1:
             optimizer.sync_next_backward()
-        loss = model.loss(tokens, labels).mean() / (micro_batches * parallel.dp_cp_size)
+        loss = model(tokens, labels).mean() / (micro_batches * parallel.dp_cp_size)
         loss.backward()
         total += loss.detach()
     return all_reduce_(total, parallel.dp_cp_group).item()

@@ -303,7 +303,7 @@ def loss_and_grads(model, parallel, *, micro_batches=2, seq_length=SEQ_LENGTH):
     total = torch.zeros((), dtype=torch.float64)
     for number in range(micro_batches):
         tokens, labels = sample_tokens(number, parallel=parallel, seq_length=seq_length)
-        loss = model.loss(tokens, labels).mean() / (micro_batches * parallel.cp_size)
+        loss = model(tokens, labels).mean() / (micro_batches * parallel.cp_size)
         loss.backward()
         total += loss.detach()
     buffer.reduce_()

@@ -113,7 +113,7 @@ def step(model, *, batches=(3,)):
     model.zero_grad()
     device = model.context.device
     for loss in [
-        model.loss(*(one.to(device) for one in sample_tokens(batch))).mean() for batch in batches
+        model(*(one.to(device) for one in sample_tokens(batch))).mean() for batch in batches
     ]:
         loss.backward()
     return [parameter.grad for parameter in model.parameters()]

@@ -66,7 +66,7 @@ def one_by_one(name, seeds, **overrides):
         for seed in seeds:
             for document in documents_of(packed_text(seed)):
                 tokens, labels = document[:, :-1], document[:, 1:]
-                loss = (model.loss(tokens, labels) * (tokens != EOD)).sum()
+                loss = (model(tokens, labels) * (tokens != EOD)).sum()
                 loss.backward()
                 total += loss.detach()
         grads = {
@@ -82,7 +82,7 @@ def packed(name, parallel, layout, **overrides):
     parameters = dict(model.named_parameters())
     buffer = GradBuffer(parameters, parallel)
     batch = packed_batch(parallel=parallel)
-    loss = (model.loss(batch.tokens, batch.labels, batch.documents) * batch.loss_mask).sum()
+    loss = (model(batch.tokens, batch.labels, batch.documents) * batch.loss_mask).sum()
     loss.backward()
     buffer.reduce_()
     total = loss.detach()
@@ -184,7 +184,7 @@ def test_a_step_has_the_gradients_of_megatrons_formula():
         with runner_of(Layout(), config) as runner:
             (chunk,) = runner.model
             sums = [
-                (chunk.loss(one.tokens, one.labels, one.documents) * one.loss_mask).sum()
+                (chunk(one.tokens, one.labels, one.documents) * one.loss_mask).sum()
                 for one in batches
             ]
             # pretrain_gpt.py and megatron.core.pipeline_parallel.schedules
@@ -254,7 +254,7 @@ def test_an_evaluation_is_the_mean_over_the_tokens_that_count():
         total, count = 0.0, 0
         for index in range(4 * BATCH):
             batch = cut(torch.from_numpy(Texts()[index])[None], rules=ALL)
-            losses = chunk.loss(batch.tokens, batch.labels, batch.documents)
+            losses = chunk(batch.tokens, batch.labels, batch.documents)
             total += float((losses * batch.loss_mask).sum().detach())
             count += int(batch.loss_mask.sum())
     assert found is not None and found.loss == pytest.approx(total / count, rel=1e-12)

@@ -1,7 +1,7 @@
 """Measures the bytes that a forward keeps for its backward.
 
     with kept_for_backward(exclude=model.parameters(), model=model) as meter:
-        loss = model.loss(tokens, labels).mean()
+        loss = model(tokens, labels).mean()
     meter.total_bytes()    # as long as the loss and its graph are alive
 
 torch passes every tensor that is saved for backward to the meter's hooks. The meter counts whole
