@@ -143,11 +143,13 @@ class Setting:
 def our_model(setting, parallel, *, plan=None, weights=None):
     """Returns a model with these parameters, by name, as its own. None: new ones, drawn on the
     device, which is faster than a run's draws on the host."""
+    kernels = CompiledKernels() if setting.compiled else None
     context = RankContext.of(
         parallel,
         sequence_parallel=False,
         params_dtype=DTYPES[setting.dtype],
-        kernels=CompiledKernels() if setting.compiled else None,
+        kernels=kernels,
+        loss_kernels=kernels,
     )
     vocab_size = setting.shape.vocab_size
     model = GPTModel(

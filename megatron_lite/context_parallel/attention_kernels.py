@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_lite.parallel.sequence_spans import ContextParallel
+from megatron_lite.parallel.sequence_spans import positions_by_rank
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 
 LARGEST_FLASH_HEAD = 256
@@ -157,16 +158,16 @@ def heads_last(tensor: Tensor) -> Tensor:
     return tensor.permute(2, 0, 1, 3)
 
 
-def causal_mask(query: Tensor, readable: Readable, cp: ContextParallel | None = None) -> Tensor:
+def causal_mask(query: Tensor, readable: Readable, cp_group: ProcessGroup | None = None) -> Tensor:
     """Returns 0 for each key that a query reads, and -inf for the others, in the query's dtype.
 
     [s, s], or with documents [b, 1, s, s]. The mask is added to scores. query: [s, ..]. Under
     context parallelism it is [s/c, s], with the keys in the order of a gather over the ranks.
     """
     keys = queries = torch.arange(query.shape[0], device=query.device)
-    if cp is not None and cp.size > 1:
-        positions = cp.positions_by_rank(query.shape[0], query.device)
-        keys, queries = positions.flatten(), positions[cp.rank]
+    if cp_group is not None:
+        positions = positions_by_rank(query.shape[0], cp_group.size(), query.device)
+        keys, queries = positions.flatten(), positions[cp_group.rank()]
     hidden = keys > queries.unsqueeze(-1)
     reach, documents = readable
     first = None if documents is None else documents.starts(len(keys))[:, queries]  # [b, s/c]

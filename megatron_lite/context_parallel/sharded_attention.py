@@ -51,25 +51,22 @@ from megatron_lite.parallel.collectives import (
     start_all_gather_first_dim,
     start_shift,
 )
-from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.torch_internals import group_of_name
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 
 
 def context_parallel_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, cp: ContextParallel, scale: float
+    query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup, comm_type: str, scale: float
 ) -> Tensor:
     """Returns the attention output [s/c, b, a/t, d] of this rank's queries.
 
     query: [s/c, b, a/t, d]. key, value: [s/c, b, g/t, d]; the heads of value may be smaller, and
-    travel padded. cp.group must not be None.
+    travel padded. comm_type: a name of EXCHANGES.
     Keeps its inputs, its output and one float32 (float64) per row. The merged output and the
     query's gradient are summed in float32 (float64). The gradients of keys and values are summed in
-    their own dtype, with one addition per rank. Issues the collectives of the table on cp.group.
+    their own dtype, with one addition per rank. Issues the collectives of the table on the group.
     """
     query, key, value = in_autocast_dtype(query, key, value)
-    group, comm_type = cp.group, str(cp.comm_type)  # the place is that of a layer
-    assert group is not None
 
     def forward(query: Tensor, key: Tensor, value: Tensor) -> Iterable[Tensor]:
         if results_may_be_kept():

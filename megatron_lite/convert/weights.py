@@ -166,7 +166,7 @@ def parameter_specs(
     with torch.random.fork_rng([]):
         rng = RngStreams(torch.device("cpu"), seed=0)
     device = torch.device("meta")
-    context = RankContext(rng=rng, device=device, params_dtype=torch.float32, size=tp_size)
+    context = RankContext(rng=rng, device=device, params_dtype=torch.float32, tp_size=tp_size)
     built = GPTModel(few, context, vocab_size=vocab_size, padded_vocab_size=vocab_size)
     kinds: dict[int | None, dict[str, ParameterSpec]] = {None: {}, 0: {}, 1: {}}
     for name, tensor in saved_state(built).items():

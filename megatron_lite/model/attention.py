@@ -18,14 +18,17 @@ layer with windows or documents therefore keeps the same tensors as a layer with
 """
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import exchange_of
 from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.context_parallel.attention_kernels import (
     PLAIN,
@@ -42,7 +45,6 @@ from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
 from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
-from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -70,7 +72,7 @@ class SelfAttention(nn.Module):
         self.config, self.head_dim = config, config.head_dim
         self.rotates = config.layer_rotates(layer)
         self.is_local = config.layer_is_local(layer)
-        self.groups = config.query_groups // context.size
+        self.groups = config.query_groups // context.tp_size
         self.queries_per_group = config.num_attention_heads // config.query_groups
         qkv_size = (config.num_attention_heads + 2 * config.query_groups) * config.head_dim
         self.linear_qkv = ColumnParallelLinear(
@@ -193,23 +195,20 @@ SPLIT_HEADS = Pair(split_heads, join_heads, slice(0), outputs=3)
 
 def core_attention(config: ModelConfig, context: RankContext, layer: int) -> nn.Module:
     """Returns the attention of a layer, with the exchanges of its context-parallel ranks."""
-    cp, exchange = context.cp.of_layer(layer)
-    exchanges_heads = exchange == "a2a"
-    attention = CoreAttention(
-        config, context.rng, None if exchanges_heads else cp, layer=layer, kernels=context.kernels
-    )
-    if not exchanges_heads or cp.group is None:
-        return attention
+    group, exchange = context.cp_group, exchange_of(context.cp_comm_type, layer)
+    attention = partial(CoreAttention, config, context.rng, layer=layer, kernels=context.kernels)
+    if group is None or exchange != "a2a":
+        return attention(group, exchange)
     # late: few runs have it
     from megatron_lite.model.dispatch import HeadExchange
 
-    return HeadExchange(attention, cp.group)
+    return HeadExchange(attention(), group)
 
 
 class CoreAttention(nn.Module):
     """Attention itself: query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t * d].
 
-    It has no parameters, and issues collectives on cp.group alone.
+    It has no parameters, and issues collectives on `cp_group` alone.
 
     "auto" is torch's scaled_dot_product_attention, with the kernel that torch picks for the device.
     "flash" is FlashAttention on CUDA, and its form for float32, torch's memory-efficient kernel.
@@ -246,7 +245,8 @@ class CoreAttention(nn.Module):
         self,
         config: ModelConfig,
         rng: RngStreams,
-        cp: ContextParallel | None = None,
+        cp_group: ProcessGroup | None = None,
+        exchange: str = "p2p",
         *,
         layer: int,
         kernels: CompiledKernels | None = None,
@@ -264,13 +264,19 @@ class CoreAttention(nn.Module):
         self.cap = config.attn_logit_softcapping
         self.rng = rng
         self.kernels = kernels
-        self.cp = cp or ContextParallel()
-        if self.cp.group is not None:
+        self.cp_group, self.cp_size = cp_group, 1
+        if cp_group is not None:
             # Imported late: only context parallelism needs it.
             from megatron_lite.context_parallel import sharded_attention
 
-            chosen("--cp-comm-type", self.cp.of_layer(layer)[1], sharded_attention.EXCHANGES)
-            self.sharded = sharded_attention.context_parallel_attention
+            chosen("--cp-comm-type", exchange, sharded_attention.EXCHANGES)
+            self.cp_size = cp_group.size()
+            self.sharded = partial(
+                sharded_attention.context_parallel_attention,
+                group=cp_group,
+                comm_type=exchange,
+                scale=self.scale,
+            )
 
     def forward(
         self,
@@ -287,10 +293,10 @@ class CoreAttention(nn.Module):
             Flash attention, one kernel, skips nothing.
         """
         dropout_p = self.dropout if self.training else 0.0
-        length = query.shape[0] * self.cp.size
+        length = query.shape[0] * self.cp_size
         window = None if self.window is None else reach(self.window, length)
         readable = Readable(window, documents)
-        sharded = self.cp.group is not None
+        sharded = self.cp_group is not None
         ours = dropout_p == 0.0 and has_kernel(query)  # our own Functions of torch's kernels
         if (
             self.always_unfused
@@ -299,8 +305,7 @@ class CoreAttention(nn.Module):
         ):
             return self._unfused(query, key, value, readable, dropout_p, skip_tail)
         if sharded:
-            attended = self.sharded(query, key, value, cp=self.cp, scale=self.scale)
-            return attended.flatten(2)
+            return self.sharded(query, key, value).flatten(2)
         suits = readable == PLAIN and suits_torch(query, key, value)
         if ours and (self.is_flash or not suits):
             return masked_attention(query, key, value, readable, scale=self.scale).flatten(2)
@@ -333,13 +338,13 @@ class CoreAttention(nn.Module):
         skip_tail: bool,
     ) -> Tensor:
         s, b, heads, _ = query.shape
-        mask = causal_mask(query, readable, self.cp)
+        mask = causal_mask(query, readable, self.cp_group)
         if mask.dim() > 2:  # [b, 1, s, s] for every head
             mask = mask.expand(-1, heads, -1, -1).flatten(0, 1)
-        if self.cp.group is not None:  # one gather for both
+        if self.cp_group is not None:  # one gather for both
             sizes = [key.shape[-1], value.shape[-1]]
             key, value = gather_from_sequence_parallel_region(
-                torch.cat((key, value), -1), self.cp.group
+                torch.cat((key, value), -1), self.cp_group
             ).split(sizes, -1)
         if heads > key.shape[2]:  # the heads of a query group are neighbours
             key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))

@@ -92,14 +92,14 @@ class LanguageModelEmbedding(nn.Module):
             # tokens. Context parallelism may give a rank two separate stretches of the sequence.
             context, length = self.context, hidden_states.shape[0]
             start, shards = (
-                (context.rank * length, context.size) if context.sequence_parallel else (0, 1)
+                (context.tp_rank * length, context.tp_size) if context.sequence_parallel else (0, 1)
             )
-            if position_ids is not None or context.cp.size == 1:
+            if position_ids is not None or context.cp_size == 1:
                 positions = self.position_embeddings(start, length, position_ids)
             else:
                 stretches = [
                     self.position_embeddings(span.start, span.stop - span.start)
-                    for span in part_of(context.cp.spans(shards * length), start, length)
+                    for span in part_of(context.spans(shards * length), start, length)
                 ]
                 positions = stretches[0] if len(stretches) == 1 else torch.cat(stretches)
             hidden_states = hidden_states + positions

@@ -69,7 +69,7 @@ class MixtureOfExperts(nn.Module):
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(config, context)
         self.experts = Experts(config, context)
-        self._tp_group = context.group if context.experts is None else context.experts.tp_group
+        self._tp_group = context.tp_group if context.experts is None else context.experts.tp_group
         self._dispatcher: Dispatcher | None = None
         if context.experts is not None and context.experts.ep_group is not None:
             from megatron_lite.model.dispatch import Dispatcher

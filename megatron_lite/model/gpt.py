@@ -109,15 +109,15 @@ class GPTModel(nn.Module):
             mark(weight, replace(spec_of(weight), tied=True, is_copy=not stage.is_first))
         # This rank's true ids. The padding is at the end of the vocabulary, so the last ranks may
         # have fewer ids than columns, or none.
-        length = padded_vocab_size // context.size
-        first_id = context.rank * length
+        length = padded_vocab_size // context.tp_size
+        first_id = context.tp_rank * length
         num_ids = max(0, min(length, vocab_size - first_id))
         cap = config.final_logit_softcapping
-        self.columns = Columns(context.group, first_id, num_ids, context.loss_kernels, cap)
+        self.columns = Columns(context.tp_group, first_id, num_ids, context.loss_kernels, cap)
         self._multiply = partial(
             parallel_linear,
             bias=None,
-            tp_group=context.group,
+            tp_group=context.tp_group,
             sequence_parallel=context.sequence_parallel,
         )
         layers = range(stage.first_layer, stage.first_layer + stage.num_layers)
@@ -187,7 +187,7 @@ class GPTModel(nn.Module):
         own = self._project(self._multiply, self.hidden_states(tokens))
         if (cap := self.columns.cap) is not None:
             own = torch.tanh(own / cap) * cap
-        logits = gather_from_tensor_parallel_region(own, self.context.group)
+        logits = gather_from_tensor_parallel_region(own, self.context.tp_group)
         return logits[..., : self.vocab_size].transpose(0, 1)
 
     def constants(self) -> tuple[Tensor, ...]:
@@ -206,7 +206,7 @@ class GPTModel(nn.Module):
         hidden_states = inputs
         if self.stage.is_first and self.embedding is not None:
             hidden_states = self.embedding(inputs, documents.position_ids)
-        shards = self.context.size if self.context.sequence_parallel else 1
+        shards = self.context.tp_size if self.context.sequence_parallel else 1
         seq_length = hidden_states.shape[0] * shards
         rotary = self.rotary_tables(seq_length) if self._rotates else None
         return self.decoder(hidden_states, rotary, plan, documents.cu_seqlens)
@@ -233,18 +233,18 @@ class GPTModel(nn.Module):
         if self._rotary is None or self._rotary[0].shape[0] != seq_length:
             from megatron_lite.model.rotary import rotary_tables
 
-            cp, config = self.context.cp, self.config
+            context, config = self.context, self.config
             tables = partial(
                 rotary_tables,
                 config,
-                cp.size * seq_length,
-                device=self.context.device,
-                dtype=self.context.params_dtype,
+                context.cp_size * seq_length,
+                device=context.device,
+                dtype=context.params_dtype,
             )
             whole: tuple[Tensor, ...] = tables()
             if config.rotary_base_local is not None:
                 whole += tables(local_base=config.rotary_base_local)
-            self._rotary = tuple(select(table, cp.spans(seq_length), 0) for table in whole)
+            self._rotary = tuple(select(table, context.spans(seq_length), 0) for table in whole)
         return self._rotary
 
 

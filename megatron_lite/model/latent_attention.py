@@ -86,7 +86,7 @@ class LatentAttention(nn.Module):
         regions: Regions,
         documents: CuSeqlens | None = None,
     ) -> Tensor:
-        config, group = self.config, self.context.group
+        config, group = self.config, self.context.tp_group
         assert rotary is not None
         of_query = hidden_states
         if config.q_lora_rank is not None:

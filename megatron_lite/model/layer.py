@@ -268,7 +268,7 @@ class TransformerBlock(nn.Module):
             rotary,
             documents,
             rng=self.context.rng,
-            tp_group=self.context.group,
+            tp_group=self.context.tp_group,
             stores=self.stores if plan.uses_stores else None,
         )
         return (

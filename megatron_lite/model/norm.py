@@ -54,7 +54,7 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         if all_heads:
-            group = context.group
+            group = context.tp_group
             pair = Pair(
                 partial(rms_norm, group=group),
                 partial(rms_norm_backward, group=group),

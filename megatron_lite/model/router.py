@@ -113,7 +113,7 @@ class Router(nn.Module):
             "gradient_scale": zeros() + 1.0,
         }.items():
             self.register_buffer(name, value, persistent=False)
-        self._groups = (context.group if context.sequence_parallel else None, context.cp.group)
+        self._groups = (context.tp_group if context.sequence_parallel else None, context.cp_group)
 
     def forward(self, hidden_states: Tensor, regions: Regions) -> Routing:
         """Returns the routing of this rank's tokens, T = s b, or s b / t."""
@@ -128,7 +128,7 @@ class Router(nn.Module):
         experts, *counts = regions.choose(lambda: self._choice(logits.detach(), columns))
         received = None if self.exchange is None else counts.pop()
         own = self.context
-        num_ranks = (own.size if own.sequence_parallel else 1) * own.cp.size
+        num_ranks = (own.tp_size if own.sequence_parallel else 1) * own.cp_size
         losses = partial(_losses, config, num_ranks) if self.training else None
         weights = _chosen_weights(logits, experts, config, losses, self.gradient_scale, *counts)
         if losses is not None and not is_recomputing():
@@ -152,7 +152,7 @@ class Router(nn.Module):
             return
         counts = all_reduce_(self.tokens_per_expert.clone(), dp_cp_group)
         if self.context.sequence_parallel:
-            counts = all_reduce_(counts, self.context.group)
+            counts = all_reduce_(counts, self.context.tp_group)
         error = counts.mean() - counts
         self.expert_bias.add_(error.sign(), alpha=self.config.moe_router_bias_update_rate)
 

@@ -11,48 +11,10 @@ Llama 3 (arXiv 2407.21783 sec. 3.3.2). A rank's tensors hold its two spans one a
 Under sequence parallelism each tensor-parallel rank has 1/t of these tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from megatron_lite.config.parallel import exchange_of
-
-
-class ContextParallel(NamedTuple):
-    """A rank's place among the ranks that split each sequence.
-
-    group: the group of these ranks, or None for one rank.
-    comm_type: how keys and values reach the other ranks (--cp-comm-type): of every layer, or a
-        value for each.
-    """
-
-    group: ProcessGroup | None = None
-    rank: int = 0
-    size: int = 1
-    comm_type: str | tuple[str, ...] = "p2p"
-
-    def of_layer(self, layer: int) -> tuple[ContextParallel, str]:
-        """Returns the place in a layer, and how keys and values reach the other ranks there."""
-        kind = exchange_of(self.comm_type, layer)
-        return self._replace(comm_type=kind), kind
-
-    def spans(self, num_tokens: int) -> tuple[slice, ...]:
-        """Returns the positions of this rank's `num_tokens` tokens."""
-        return spans_of(self.size * num_tokens, rank=self.rank, size=self.size)
-
-    def positions_by_rank(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Returns the position of every token of every rank, [c, num_tokens] int64."""
-        whole = self.size * num_tokens
-        places = torch.arange(whole, device=device)
-        spans = [spans_of(whole, rank=rank, size=self.size) for rank in range(self.size)]
-        return torch.cat([places[span] for of_rank in spans for span in of_rank]).view(
-            self.size, num_tokens
-        )
 
 
 def spans_of(seq_length: int, *, rank: int, size: int) -> tuple[slice, ...]:
@@ -67,6 +29,13 @@ def spans_of(seq_length: int, *, rank: int, size: int) -> tuple[slice, ...]:
     return tuple(
         slice(place * length, (place + 1) * length) for place in (rank, 2 * size - 1 - rank)
     )
+
+
+def positions_by_rank(num_tokens: int, size: int, device: torch.device) -> Tensor:
+    """Returns the position of every token of every rank, [size, num_tokens] int64."""
+    places = torch.arange(size * num_tokens, device=device)
+    spans = [spans_of(len(places), rank=rank, size=size) for rank in range(size)]
+    return torch.stack([select(places, of_rank, 0) for of_rank in spans])
 
 
 def part_of(spans: Sequence[slice], start: int, length: int) -> tuple[slice, ...]:

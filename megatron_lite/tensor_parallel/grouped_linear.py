@@ -101,7 +101,7 @@ class GroupedLinear(nn.Module):
         )
         self.weight = new_parameter(spec, context)
         self.bias: nn.Parameter | None = None
-        tp_rank = context.rank if context.experts is None else context.experts.tp_rank
+        tp_rank = context.tp_rank if context.experts is None else context.experts.tp_rank
         self._adds_bias = tp_dim == 1 or tp_rank == 0
         if bias:
             of_bias = replace(

@@ -170,7 +170,7 @@ def _summed(
 
 def new_parameter(spec: ParameterSpec, context: RankContext) -> nn.Parameter:
     """Returns an uninitialised parameter that holds this rank's shard and carries `spec`."""
-    shape = spec.local_shape(context.size)
+    shape = spec.local_shape(context.tp_size)
     if spec.of_experts and context.experts is not None:
         shape = spec.local_shape(context.experts.tp_size, context.experts.ep_size)
     local = torch.empty(shape, dtype=context.params_dtype, device=context.device)
@@ -249,7 +249,7 @@ class _ParallelLinear(nn.Module):
             hidden_states,
             self.weight,
             None if self.skip_bias_add else self.bias,
-            tp_group=self.context.group if is_split else None,
+            tp_group=self.context.tp_group if is_split else None,
             sequence_parallel=self.context.sequence_parallel and is_split,
             is_row=self.tp_dim == 1,
             skip_tail=skip_tail,
@@ -330,10 +330,10 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()
-        if self.context.group is None:
+        if self.context.tp_group is None:
             return token_rows(tokens, self.weight)
         rows = self.weight.shape[0]
-        local = tokens - self.context.rank * rows
+        local = tokens - self.context.tp_rank * rows
         elsewhere = (local < 0) | (local >= rows)
         # The lookup refuses an id without a row, so row 0 stands in for it. The second fill makes
         # its output 0, and in backward the gradient of row 0 too.
@@ -341,8 +341,8 @@ class VocabParallelEmbedding(nn.Module):
             elsewhere.unsqueeze(-1), 0.0
         )
         if self.context.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(partial, self.context.group)
-        return reduce_from_tensor_parallel_region(partial, self.context.group)
+            return reduce_scatter_to_sequence_parallel_region(partial, self.context.tp_group)
+        return reduce_from_tensor_parallel_region(partial, self.context.tp_group)
 
 
 def token_rows(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -258,7 +258,7 @@ class StageRunner:
 
             context = next(iter(model)).context
             # Between stages: [s/c, b, h], or [s/(c t), b, h] under sequence parallelism.
-            shards = context.size if context.sequence_parallel else 1
+            shards = context.tp_size if context.sequence_parallel else 1
             seq_length = config.data.seq_length // parallel.cp_size // shards
             links = Links(
                 parallel.pp_direction_groups,

@@ -14,7 +14,7 @@ from megatron_lite.context_parallel.sharded_attention import (
     Exchange,
     context_parallel_attention,
 )
-from megatron_lite.parallel.sequence_spans import ContextParallel, select
+from megatron_lite.parallel.sequence_spans import select, spans_of
 from tests.gpu.test_gpu_long_sequences import HEADS, SCALE, S, inputs
 from tests.support.documents import attended_alone
 
@@ -62,7 +62,7 @@ def memory_as_an_exchange():
 
 def over_ranks(whole):
     """Output, and the gradients of query, key and value, in the order of the ranks' tokens."""
-    spans = [ContextParallel(rank=rank, size=SIZE).spans(S // SIZE) for rank in range(SIZE)]
+    spans = [spans_of(S, rank=rank, size=SIZE) for rank in range(SIZE)]
     shards = [[select(tensor, of_rank, 0) for tensor in whole] for of_rank in spans]
     parts = [torch.stack((key, value)) for _, key, value, _ in shards]
     totals = [torch.zeros_like(part, dtype=torch.float32) for part in parts]
@@ -70,10 +70,14 @@ def over_ranks(whole):
     with memory_as_an_exchange():
         for rank, (query, key, value, grad) in enumerate(shards):
             group = InMemory(rank, parts, totals)
-            cp = ContextParallel(group=group, rank=rank, size=SIZE, comm_type="memory")
             query.requires_grad_()
             output = context_parallel_attention(
-                query, key.requires_grad_(), value.requires_grad_(), cp=cp, scale=SCALE
+                query,
+                key.requires_grad_(),
+                value.requires_grad_(),
+                group=group,
+                comm_type="memory",
+                scale=SCALE,
             )
             output.backward(grad)
             assert query.grad is not None
@@ -83,8 +87,7 @@ def over_ranks(whole):
 
 def alone(whole):
     """The same by the formula, in float64 on the CPU."""
-    places = [ContextParallel(rank=rank, size=SIZE) for rank in range(SIZE)]
-    spans = [span for place in places for span in place.spans(S // SIZE)]
+    spans = [span for rank in range(SIZE) for span in spans_of(S, rank=rank, size=SIZE)]
     exact = attended_alone(*whole, (0, S, 2 * S), reach=None, scale=SCALE)
     return [select(tensor, spans, 0) for tensor in exact]
 

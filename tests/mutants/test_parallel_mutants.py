@@ -5,11 +5,12 @@ from importlib.util import find_spec
 
 import torch
 
+from megatron_lite.context_parallel import attention_kernels
 from megatron_lite.model import router
 from megatron_lite.optim import grad_buffer, host_link, layouts, stored
 from megatron_lite.optim.muon_update import MOMENTUM
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel import fsdp, sequence_spans, state
+from megatron_lite.parallel import fsdp, state
 from megatron_lite.recompute import region_runner
 from megatron_lite.training.step import MicroBatchLoss
 from tests.model import test_experts as test_model_experts
@@ -69,9 +70,9 @@ def the_loss_mask_is_forgotten(gradient, self, labels, mask, number):
     return gradient(self, labels, torch.ones_like(mask) if mask is not None else None, number)
 
 
-@replaces("positions_by_rank", sequence_spans.ContextParallel)
-def unfused_masks_as_if_keys_were_gathered_in_order(real, self, num_tokens, device):
-    return real(self, num_tokens, device).flatten().sort().values.view(self.size, num_tokens)
+@replaces("positions_by_rank", attention_kernels)
+def unfused_masks_as_if_keys_were_gathered_in_order(real, num_tokens, size, device):
+    return real(num_tokens, size, device).flatten().sort().values.view(size, num_tokens)
 
 
 @replaces("_embedding_group", state)

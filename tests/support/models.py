@@ -129,6 +129,7 @@ def build_tiny_model(
         params_dtype=dtype,
         cp_comm_type=cp_comm_type,
         kernels=kernels,
+        loss_kernels=kernels,
     )
     padded = padded_vocab_size(parallel.tp_size) if vocab_size == VOCAB_SIZE else vocab_size
     model = GPTModel(
