@@ -69,7 +69,8 @@ class CuSeqlens(NamedTuple):
     def one_by_one(self, run: Callable[..., Iterable[Tensor]], *tensors: Tensor) -> Any:
         """Returns the results of `run` for the rows of each document, joined.
 
-        tensors: each [b, .., n, d], as the results. They lie in memory as [n, b, .., d].
+        tensors: each [b, .., n, d], as the results. They lie in memory as [n, b, .., d]. `run` gets
+            contiguous rows of statistics [b, .., n].
         """
         if len(self.bounds) == 2:
             return run(*tensors)
@@ -78,7 +79,8 @@ class CuSeqlens(NamedTuple):
         for start, stop in pairwise(self.bounds):
             sample = slice(start // n, start // n + 1)
             rows = sample, slice(None), slice(start % n, (stop - 1) % n + 1)
-            found = [*run(*(tensor[rows] for tensor in tensors))]
+            parts = (tensor[rows] for tensor in tensors)
+            found = [*run(*(one if one.dim() > 3 else one.contiguous() for one in parts))]
             whole = whole or [
                 one.new_empty(n, b, one.shape[1], *one.shape[3:]).movedim(0, 2) for one in found
             ]

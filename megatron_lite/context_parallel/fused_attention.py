@@ -24,6 +24,7 @@ from megatron_lite.context_parallel.attention_kernels import (
 )
 from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
+from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 
 aten = torch.ops.aten
 
@@ -72,15 +73,12 @@ def attend(
 
     query: [b, a, n, d]. key, value: [b, g, m, d].
     causal: row i reads the columns 0 to i only; n must equal m.
-    readable: needs `causal`. Where the kernel does not know documents (`takes_window`), it runs for
-        each of them. Where it does not know windows, it gets a mask. The CPU's flash kernel then
-        skips the blocks of later columns all the same. On CUDA only the memory-efficient kernel
-        takes a mask, and it gets the mask without `causal`.
+    readable: needs `causal`. Documents need a kernel that knows them (`takes_window`). Where the
+        kernel does not know windows, it gets a mask. The CPU's flash kernel then skips the blocks
+        of later columns all the same. On CUDA only the memory-efficient kernel takes a mask, and
+        it gets the mask without `causal`.
     """
     reach, documents = readable
-    if documents is not None and not takes_window(query):
-        one = partial(attend, causal=causal, scale=scale, readable=Readable(reach))
-        return Attended(*documents.one_by_one(one, query, key, value))
     mask = _window_mask(query, reach)
     if query.device.type == "cpu":
         if not cpu_attention_takes_groups():
@@ -118,7 +116,8 @@ def attend_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attended: Attended,
+    output: Tensor,
+    lse: Tensor,
     *,
     causal: bool,
     scale: float,
@@ -126,23 +125,11 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns these keys' part of the query's gradient, and the gradients of key and value.
 
-    attended: the result of these queries with all of their keys, not only with these keys.
+    output, lse: the result of these queries with all of their keys, not only with these keys.
     The shapes are those of `attend`.
     """
     b, groups, m, d = key.shape
-    output, lse = attended
     reach, documents = readable
-    if documents is not None and not takes_window(query):
-
-        def one(
-            grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor
-        ) -> tuple[Tensor, ...]:
-            of, window = Attended(output, lse.contiguous()), Readable(reach)
-            return attend_backward(
-                grad, query, key, value, of, causal=causal, scale=scale, readable=window
-            )
-
-        return documents.one_by_one(one, grad_output, query, key, value, output, lse)
     mask = _window_mask(query, reach)
     # The kernels for CUDA take the seed of a dropout. Dropout is 0 here, so any seed will do.
     if query.device.type == "cpu":
@@ -281,20 +268,39 @@ def attention(
     return attended
 
 
-def masked(query: Tensor, key: Tensor, value: Tensor, readable: Readable, scale: float) -> Tensor:
-    """Returns attention to the readable keys, see `masked_attention` of model/attention.py."""
-    of_all = partial(attend, causal=True, scale=scale, readable=readable)
-    of_gradient: Callable[..., Iterable[Tensor]] = partial(
-        attend_backward, causal=True, scale=scale, readable=readable
-    )
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, readable: Readable, *, scale: float
+) -> Tensor:
+    """Returns attention to the readable keys, [s, b, a/t, d]. Needs `has_kernel(query)`.
+
+    query: [s, b, a/t, d]. key, value: [s, b, g/t, d]. The heads of value may be smaller: they are
+    padded for the kernel, which is no part of what is kept.
+    Keeps five tensors for backward, as torch's own causal attention does:
+
+        query, key, value   the arguments themselves; views of one storage stay views
+        output              [s, b, a/t, d], which linear_proj keeps too
+        log-sum-exp         of each row, [b, a/t, s] in float32 (float64 for float64)
+
+    It issues no collective and draws no random number.
+    """
+    query, key, value = in_autocast_dtype(query, key, value)
+    # A kernel that does not know documents runs for each of them.
+    documents = None if takes_window(query) else readable.documents
+    if documents is not None:
+        readable = Readable(readable.reach)
+    shared: dict[str, Any] = dict(causal=True, scale=scale, readable=readable)
+
+    def run(function: Callable[..., Iterable[Tensor]], *tensors: Tensor) -> Any:
+        run_all = partial(function, **shared)
+        return run_all(*tensors) if documents is None else documents.one_by_one(run_all, *tensors)
 
     def forward(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         # Calls of torch's kernel alone: an ops(attention) policy can keep their results.
-        output, lse = of_all(*map(heads_first, tensors))
+        output, lse = run(attend, *map(heads_first, tensors))
         return heads_last(output), lse
 
     def backward(*tensors: Tensor) -> Iterable[Tensor]:
-        *inputs, output = map(heads_first, tensors[:-1])
-        return map(heads_last, of_gradient(*inputs, Attended(output, tensors[-1])))
+        *others, lse = tensors
+        return map(heads_last, run(attend_backward, *map(heads_first, others), lse))
 
     return attention(query, key, value, forward, backward)

@@ -100,12 +100,13 @@ def _attend_backward(
         # the sum of the parts' gradients is the whole gradient.
         for source, keys_values in exchange.parts(own, group):
             queries, keys, causal = _reading(group.rank(), source, query.shape[0])
-            attended = Attended(heads_first(output[queries]), lse[:, :, queries])
-            grad, own_query, part_key, part_value = map(
-                heads_first, (grad_output[queries], query[queries], *keys_values[:, keys])
+            grad, own_query, attended, part_key, part_value = map(
+                heads_first,
+                (grad_output[queries], query[queries], output[queries], *keys_values[:, keys]),
             )
+            own_lse = lse[:, :, queries]
             grads = attend_backward(
-                grad, own_query, part_key, part_value, attended, causal=causal, scale=scale
+                grad, own_query, part_key, part_value, attended, own_lse, causal=causal, scale=scale
             )
             of_query, of_key, of_value = map(heads_last, grads)
             grad_query[queries] += of_query
@@ -115,24 +116,15 @@ def _attend_backward(
     return grad_query.to(query.dtype), *grad_keys_values.unbind()
 
 
-class Reading(NamedTuple):
-    """The queries of this rank and the keys of a part that they read, as slices of their tensors.
-
-    causal: whether each query reads the keys only up to its own position.
-    """
-
-    queries: slice
-    keys: slice
-    causal: bool
-
-
-def _reading(rank: int, source: int, num_tokens: int) -> Reading:
+def _reading(rank: int, source: int, num_tokens: int) -> tuple[slice, slice, bool]:
+    """Returns the queries of this rank and the keys of a part that they read, as slices of their
+    tensors, and whether each query reads the keys only up to its own position."""
     every = slice(0, num_tokens)
     first = slice(0, num_tokens // 2)
     second = slice(num_tokens // 2, num_tokens)
     if source == rank:
-        return Reading(every, every, True)
-    return Reading(every, first, False) if source < rank else Reading(second, every, False)
+        return every, every, True
+    return (every, first, False) if source < rank else (second, every, False)
 
 
 def _attend(

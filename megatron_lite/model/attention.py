@@ -45,7 +45,6 @@ from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
 from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
-from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -72,7 +71,6 @@ class SelfAttention(nn.Module):
         self.config, self.head_dim = config, config.head_dim
         self.rotates = config.layer_rotates(layer)
         self.is_local = config.layer_is_local(layer)
-        self.groups = config.query_groups // context.tp_size
         self.queries_per_group = config.num_attention_heads // config.query_groups
         qkv_size = (config.num_attention_heads + 2 * config.query_groups) * config.head_dim
         self.linear_qkv = ColumnParallelLinear(
@@ -308,6 +306,9 @@ class CoreAttention(nn.Module):
             return self.sharded(query, key, value).flatten(2)
         suits = readable == PLAIN and suits_torch(query, key, value)
         if ours and (self.is_flash or not suits):
+            # late: few runs have it
+            from megatron_lite.context_parallel.fused_attention import masked_attention
+
             return masked_attention(query, key, value, readable, scale=self.scale).flatten(2)
         # torch's own attention, which keeps its mask
         mask = None if readable == PLAIN else causal_mask(query, readable)
@@ -382,24 +383,3 @@ def weighted_sum_backward(grad: Tensor, weights: Tensor, value: Tensor) -> tuple
 
 
 WEIGHTED_SUM = Pair(weighted_sum, weighted_sum_backward, slice(0, 2))
-
-
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, readable: Readable, *, scale: float
-) -> Tensor:
-    """Returns attention to the readable keys, [s, b, a/t, d]. Needs `has_kernel(query)`.
-
-    query: [s, b, a/t, d]. key, value: [s, b, g/t, d]. The heads of value may be smaller: they are
-    padded for the kernel, which is no part of what is kept.
-    Keeps five tensors for backward, as torch's own causal attention does:
-
-        query, key, value   the arguments themselves; views of one storage stay views
-        output              [s, b, a/t, d], which linear_proj keeps too
-        log-sum-exp         of each row, [b, a/t, s] in float32 (float64 for float64)
-
-    It issues no collective and draws no random number.
-    """
-    from megatron_lite.context_parallel.fused_attention import masked  # few runs need it
-
-    query, key, value = in_autocast_dtype(query, key, value)
-    return masked(query, key, value, readable, scale)

@@ -66,6 +66,7 @@ class Router(nn.Module):
         began. loss_sums: the sums of the load-balancing loss and of the z-loss over the
         micro-batches of the step, without their coefficients. Of several load-balancing losses it
         is the mean, each by its coefficient.
+    tokens_group: the TP ranks, if each of them has other tokens (sequence parallelism).
     exchange: returns how many rows this rank receives, for the experts that it has chosen; None if
         it receives those of its own tokens, or as many from each.
     gradient_scale: the factor on the gradients of both losses, which the step sets: that of one
@@ -113,7 +114,7 @@ class Router(nn.Module):
             "gradient_scale": zeros() + 1.0,
         }.items():
             self.register_buffer(name, value, persistent=False)
-        self._groups = (context.tp_group if context.sequence_parallel else None, context.cp_group)
+        self.tokens_group = context.tp_group if context.sequence_parallel else None
 
     def forward(self, hidden_states: Tensor, regions: Regions) -> Routing:
         """Returns the routing of this rank's tokens, T = s b, or s b / t."""
@@ -151,8 +152,7 @@ class Router(nn.Module):
         if self.expert_bias is None:
             return
         counts = all_reduce_(self.tokens_per_expert.clone(), dp_cp_group)
-        if self.context.sequence_parallel:
-            counts = all_reduce_(counts, self.context.tp_group)
+        counts = all_reduce_(counts, self.tokens_group)
         error = counts.mean() - counts
         self.expert_bias.add_(error.sign(), alpha=self.config.moe_router_bias_update_rate)
 
@@ -165,14 +165,10 @@ class Router(nn.Module):
         with rng.fork(self.context.residual_stream):
             return torch.empty_like(tokens).uniform_(1.0 - width, 1.0 + width)
 
-    def _choice(self, logits: Tensor, columns: int) -> tuple[Tensor, ...]:
-        """Returns what a replay may not choose again: `_chosen`, and what it makes others send."""
-        chosen = self._chosen(logits, columns)
-        return chosen if self.exchange is None else (*chosen, self.exchange(chosen[0]))
-
     @torch.no_grad()
-    def _chosen(self, logits: Tensor, columns: int) -> tuple[Tensor, ...]:
-        """Returns the experts [T, k], and the counts that each load-balancing loss needs.
+    def _choice(self, logits: Tensor, columns: int) -> tuple[Tensor, ...]:
+        """Returns what a replay may not choose again: the experts [T, k], the counts that each
+        load-balancing loss needs, and what `exchange` returns.
 
         columns: how many sequences the tokens are of.
         """
@@ -194,9 +190,11 @@ class Router(nn.Module):
         found = [_within_capacity(experts, logits, config)]
         for kind, _ in config.balance_losses if self.training else ():
             counts = _counts(judged, columns if kind == OF_SEQUENCES else 1, logits.shape[1])
-            for group in self._groups:
+            for group in (self.tokens_group, self.context.cp_group):
                 counts = all_reduce_(counts, group)
             found.append(self._mean_so_far(counts) if kind == OF_STEP else counts)
+        if self.exchange is not None:
+            found.append(self.exchange(found[0]))
         return tuple(found)
 
     def _mean_so_far(self, counts: Tensor) -> Tensor:
@@ -409,14 +407,13 @@ def _counts(experts: Tensor, columns: int, num_experts: int) -> Tensor:
 
 
 def router_figures(
-    routers: Sequence[Router], parallel: ParallelState, *, is_split: bool, num_calls: int
+    routers: Sequence[Router], parallel: ParallelState, *, num_calls: int
 ) -> dict[str, Tensor]:
     """Returns the figures of a step's routers, 0-d and the same on every rank.
 
     load_balancing_loss, z_loss: the means over layers and micro-batches, without coefficients.
     expert_imbalance: the tokens of the fullest expert of any layer over those of the mean expert.
     expert_rank_imbalance: the same of expert-parallel ranks, if there are several.
-    is_split: whether each TP rank has other tokens (sequence parallelism).
     num_calls: how many losses the sums hold, over all layers and micro-batches.
     Issues an all-reduce over each group of ranks with other tokens, and two over `pp_group`.
     """
@@ -427,7 +424,7 @@ def router_figures(
         sums = torch.stack([one.loss_sums for one in routers]).sum(0)
         counts = torch.stack([one.tokens_per_expert for one in routers])
         both = torch.cat([sums, counts.flatten()])
-        for group in (parallel.tp_group if is_split else None, parallel.dp_cp_group):
+        for group in (routers[0].tokens_group, parallel.dp_cp_group):
             both = all_reduce_(both, group)
         losses, counts = both[:2] / (num_calls * parallel.dp_size), both[2:].view_as(counts)
         of_ranks = counts.view(len(routers), ep_size, -1).sum(-1)

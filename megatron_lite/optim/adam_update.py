@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,31 +28,21 @@ if TYPE_CHECKING:
 Rate = float | Tensor  # a 0-d tensor in a CUDA graph: float32 there, float64 on a CPU
 
 
-class Group(NamedTuple):
-    """The pieces that share a weight decay and a learning rate.
+# whether the pieces of a group are on the host, apart, without weight decay, and at an end
+Kind = tuple[bool, bool, bool, bool]
 
-    at_an_end: whether they belong to the word embedding and the output layer (--decoupled-lr).
-    apart, on_host: as in Piece.
+
+def _groups(pieces: Sequence[Piece], has_ends: bool) -> list[tuple[Kind, list[Piece]]]:
+    """Returns the pieces that share a weight decay and a learning rate.
+
+    has_ends: whether the ends of the model have a learning rate of their own (--decoupled-lr).
     """
-
-    pieces: list[Piece]
-    weight_decay: float
-    at_an_end: bool
-    apart: bool
-    on_host: bool
-
-
-def _groups(pieces: Sequence[Piece], weight_decay: float, has_ends: bool) -> list[Group]:
-    """Returns the groups. has_ends: whether the ends have a learning rate of their own."""
-    groups: dict[tuple[bool, ...], list[Piece]] = {}
+    groups: dict[Kind, list[Piece]] = {}
     for one in pieces:
-        at_an_end = has_ends and one.at_an_end
-        groups.setdefault((one.on_host, one.apart, not one.decays, at_an_end), []).append(one)
+        kind = one.on_host, one.apart, not one.decays, has_ends and one.at_an_end
+        groups.setdefault(kind, []).append(one)
     # The host comes last, so that the device works while the host does.
-    return [
-        Group(group, weight_decay * (not stays), at_an_end, apart, on_host)
-        for (on_host, apart, stays, at_an_end), group in sorted(groups.items(), key=itemgetter(0))
-    ]
+    return sorted(groups.items(), key=itemgetter(0))
 
 
 class AdamW:
@@ -65,8 +55,8 @@ class AdamW:
     names: those of the states, as in checkpoints.
     states[parameter][state]: in the order of the pieces, with the shape of the master, and stored
         where it is. A parameter of which this rank has no piece has no entry.
-    count: how many updates the states have seen, 0-d. steps[parameter]: the same on the host, for
-        a piece there.
+    count: how many updates the states have seen, 0-d. During a step it includes this one, unlike
+        count_on_host, the same for the pieces there.
     link: the way to the host; None if no piece is there.
     kernels: compiled kernels; None: torch's operators update what stored.py updates.
     keys[parameter]: the seed of the rounding of its main weight, by `--stochastic-rounding`.
@@ -87,13 +77,9 @@ class AdamW:
         self.states = {
             piece.name: {key: self._new_state(piece, key) for key in self.names} for piece in pieces
         }
-        self._grouped = cache(partial(_groups, pieces, config.weight_decay))
+        self._grouped = cache(partial(_groups, pieces))
         self.count = torch.zeros((), dtype=torch.float32, device=rng.device)
-        self.steps = {
-            piece.name: torch.zeros((), dtype=torch.float32, device=piece.master.device)
-            for piece in pieces
-            if piece.on_host
-        }
+        self.count_on_host = torch.zeros((), dtype=torch.float32, device="cpu")
         self.link: HostLink | None = None
         if hosted := [piece for piece in pieces if piece.on_host]:
             from megatron_lite.optim import host_link
@@ -127,17 +113,18 @@ class AdamW:
             rate, rate_at_the_ends = torch.tensor([rate, rate_at_the_ends]).tolist()
         apart = []
         self.count += 1.0
-        for group in groups:
-            names = [piece.name for piece in group.pieces]
+        for (_, is_apart, stays, at_an_end), pieces in groups:
+            names = [piece.name for piece in pieces]
             settings = dict(
-                lr=rate_at_the_ends if group.at_an_end else rate, weight_decay=group.weight_decay
+                lr=rate_at_the_ends if at_an_end else rate,
+                weight_decay=self.config.weight_decay * (not stays),
             )
-            if group.apart:
-                apart.append((group.pieces, settings))
+            if is_apart:
+                apart.append((pieces, settings))
                 continue
             self.update(
-                [piece.master for piece in group.pieces],
-                [piece.grad for piece in group.pieces],
+                [piece.master for piece in pieces],
+                [piece.grad for piece in pieces],
                 [[self.states[name][key] for name in names] for key in self.names],
                 [self.count] * len(names),
                 found_inf=skipped,
@@ -179,8 +166,8 @@ class AdamW:
 
     def set_num_updates(self, number: int) -> None:
         """Sets how many updates the moments have seen. Their bias correction depends on it."""
-        for step in (self.count, *self.steps.values()):
-            step.fill_(float(number))
+        for count in (self.count, self.count_on_host):
+            count.fill_(float(number))
 
 
 class Sgd(AdamW):

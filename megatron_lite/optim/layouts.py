@@ -138,6 +138,7 @@ class Replicated:
     pieces: this rank's pieces, in the order of the model's parameters.
     shard_group: the ranks that hold different pieces; None if every rank holds all pieces.
     specs: those of all parameters, also those of which this rank has no piece.
+    shares_out: whether the data-parallel ranks update different pieces.
     replicates_weights: whether every rank of `dp_cp_group` holds all weights.
     keeps_masters: whether masters are more precise than a checkpoint's weights, and so are saved
         too.
@@ -145,8 +146,7 @@ class Replicated:
 
     gradients: Any  # a GradBuffer, or what has its methods
     link: HostLink | None = None
-    shard_group: ProcessGroup | None = None
-    replicates_weights = True
+    shares_out, replicates_weights = False, True
 
     def __init__(
         self,
@@ -156,12 +156,14 @@ class Replicated:
         optimizer: OptimizerConfig,
     ) -> None:
         self._parallel, self._config, self._optimizer = parallel, config, optimizer
+        self.shard_group = parallel.shard_group if self.shares_out else None
         self._parameters = dict(model.named_parameters())
         self.specs = {name: spec_of(one) for name, one in self._parameters.items()}
         self.keeps_masters = any(
             is_rounded(gathered_dtype(one)) for one in self._parameters.values()
         )
-        self.pieces = self._new_pieces(model)
+        with torch.no_grad():
+            self.pieces = self._new_pieces(model)
         self._rounded = [
             piece for piece in self.pieces if not piece.apart and is_rounded(piece.weight.dtype)
         ]
@@ -231,13 +233,10 @@ class Replicated:
                 module.register_forward_pre_hook(finish_)
                 module.__dict__[READER] = partial(read, module)
 
-    def _holders(self, name: str) -> ProcessGroup | None:
-        """Returns the ranks that hold different pieces of a parameter."""
-        return self.shard_group
-
-    def _lengths(self, name: str) -> list[int]:
-        """Returns how many elements of a parameter each of `_holders` has a piece of."""
-        raise NotImplementedError
+    def _shares(self, name: str) -> tuple[ProcessGroup | None, list[int]]:
+        """Returns the ranks that hold different pieces of a parameter, and how many elements each
+        has; None if every rank holds the whole parameter."""
+        return None, []
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -260,11 +259,10 @@ class Replicated:
         Issues one all-gather of parts padded to the longest one, if the ranks hold different parts.
         value: this rank's part, the elements of its piece; None if it has no piece.
         """
-        group = self._holders(name)
+        parameter, (group, lengths) = self._parameters[name], self._shares(name)
         if group is None:
             assert value is not None, name
-            return value.view(self._parameters[name].shape)
-        parameter, lengths = self._parameters[name], self._lengths(name)
+            return value.view(parameter.shape)
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         padded = torch.zeros(max(lengths), dtype=dtype, device=parameter.device)
         if value is not None:
@@ -314,10 +312,7 @@ class _Weights:
 class Zero1(Replicated):
     """The layout of ZeRO-1. A step issues one reduce-scatter and one all-gather for each bucket."""
 
-    @torch.no_grad()
-    def _new_pieces(self, model: nn.Module) -> list[Piece]:
-        self.shard_group = self._parallel.shard_group
-        return super()._new_pieces(model)
+    shares_out = True
 
     def _views(self) -> Iterator[_View]:
         self._weights = {one: _Weights(one, self._parameters) for one in self.gradients.buckets}
@@ -332,13 +327,10 @@ class Zero1(Replicated):
                 # The gradient is a view, which holds the sum once the bucket is reduced.
                 yield _View(name, self._weights[bucket].own[own], bucket.flat[place], part.start)
 
-    def _holders(self, name: str) -> ProcessGroup | None:
-        return self.gradients.bucket_of[name].shard_group
-
-    def _lengths(self, name: str) -> list[int]:
-        layout = self.gradients.bucket_of[name].layout
-        parts = [layout.own_part(name, rank) for rank in range(layout.shards)]
-        return [max(part.stop - part.start, 0) for part in parts]
+    def _shares(self, name: str) -> tuple[ProcessGroup | None, list[int]]:
+        bucket = self.gradients.bucket_of[name]
+        parts = [bucket.layout.own_part(name, rank) for rank in range(bucket.layout.shards)]
+        return bucket.shard_group, [max(part.stop - part.start, 0) for part in parts]
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -381,11 +373,11 @@ class FullySharded(Replicated):
     last stage, because torch's functions know one mesh only. FSDP2 issues the others.
     """
 
-    replicates_weights = False
+    shares_out, replicates_weights = True, False
     own_norm: Tensor | None = None
 
     def _new_pieces(self, model: nn.Module) -> list[Piece]:
-        self.gradients, self.shard_group = self, self._parallel.shard_group
+        self.gradients = self
         sums_once = self._parallel.num_instances > 1 and not self._config.grad_reduce_in_bf16
         self._units: list[Any] = [
             unit for unit in model.modules() if sums_once and hasattr(unit, SUMS_ACROSS)
@@ -395,18 +387,18 @@ class FullySharded(Replicated):
         for name, parameter in self._parameters.items():
             rows = local_part(parameter)
             assert rows is not parameter, f"{name} is not sharded: fully_shard_ comes first"
-            start = sum(self._lengths(name)[: self._parallel.shard_rank])
+            start = sum(self._shares(name)[1][: self._parallel.shard_rank])
             if rows.numel():
                 own = rows.detach()
                 spec = self.specs[name]
                 pieces.append(Piece(name=name, spec=spec, start=start, weight=own, master=own))
         return pieces
 
-    def _lengths(self, name: str) -> list[int]:
+    def _shares(self, name: str) -> tuple[ProcessGroup | None, list[int]]:
         # FSDP2 splits the rows like torch.chunk.
         shape, size = self._parameters[name].shape, self._parallel.shard_size
         rows = -(-shape[0] // size)
-        return [
+        return self.shard_group, [
             max(0, min(rows, shape[0] - rank * rows)) * shape[1:].numel() for rank in range(size)
         ]
 

@@ -108,7 +108,6 @@ class Optimizer:
         self._rule = chosen("--optimizer", config.optimizer, RULES)(self.layout, config, parallel)
         self._rule.kernels = kernels
         self.layout.link = self._rule.link
-        self._updates = torch.zeros((), dtype=torch.float32, device=parallel.device)
         self.states = {
             piece.name: {
                 **self._rule.states[piece.name],
@@ -172,7 +171,6 @@ class Optimizer:
                 learning_rate if decoupled_learning_rate is None else decoupled_learning_rate,
                 skipped,
             )
-        self._updates += 1.0 - skipped
         sharded = self.layout.shard_group is not None
         with self.timed("params-all-gather" if sharded else "optimizer-copy-main-to-model-params"):
             self.layout.publish()
@@ -181,7 +179,7 @@ class Optimizer:
     @property
     def num_updates(self) -> int:
         """The number of updates made so far. Reading it waits for the device."""
-        return int(self._updates.item())
+        return int(self._rule.count.item())
 
     def host_tensors(self) -> list[Tensor]:
         """Returns the states in host memory, and the buffers of the copies, if a GPU is elsewhere
@@ -239,7 +237,6 @@ class Optimizer:
             if "master" in states[piece.name] and self.layout.keeps_masters:
                 piece.take_(piece.master, states[piece.name]["master"])
         self._rule.set_num_updates(num_updates)
-        self._updates.fill_(float(num_updates))
 
     def _counts(self, spec: ParameterSpec) -> bool:
         """Returns whether a piece adds to the figures on this rank.

@@ -160,8 +160,7 @@ def update_apart(
         assert rule.link is not None
         for part, grad in zip(on_host, rule.link.arriving(on_host), strict=True):
             rule.link.send(part, *_update_parts(rule, [part], [grad], None))
-        for name in {part.piece.name for part in on_host}:
-            rule.steps[name] += 1.0
+        rule.count_on_host += 1.0
 
 
 def _update_compiled(
@@ -240,12 +239,12 @@ def _update_parts(
     kinds = [list(states) for states in zip(*named, strict=True)]
     places = [part.place for part in parts]
     values = [_read_all(states, places) for states in kinds]
-    counts = [rule.steps.get(part.piece.name) for part in parts]
+    count = rule.count_on_host + 1.0 if parts[0].piece.on_host else rule.count
     rule.update(
         values[0],
         _wide(list(grads), values[0][0].dtype),
         values[1:],
-        [rule.count if one is None else one + 1.0 for one in counts],
+        [count] * len(parts),
         found_inf=found_inf,
         **parts[0].settings,
     )
@@ -257,9 +256,8 @@ def _update_parts(
             continue
         (part,), chances = parts, None
         if states is kinds[0] and part.piece.name in rule.keys:
-            before = rule.count - 1.0 if counts[0] is None else counts[0]
             first = part.piece.start + part.place.start
-            chances = noise(rule.keys[part.piece.name], before, first, found[0])
+            chances = noise(rule.keys[part.piece.name], count - 1.0, first, found[0])
         write_(states[0], part.place, found[0], chances)
     return values[0]
 

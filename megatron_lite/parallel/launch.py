@@ -4,9 +4,8 @@ The place comes from the environment variables of torchrun, of Slurm, or of a la
 `LAUNCHERS`. Without any of them, the run has one process.
 """
 
-import os
 import re
-from collections.abc import Mapping
+from os import environ
 from typing import NamedTuple
 
 from megatron_lite.config.checks import InputError
@@ -65,9 +64,7 @@ class Launch(NamedTuple):
     agent_owns_store: bool = False
 
 
-def read_launch(
-    environ: Mapping[str, str] | None = None, *, local_rank: int | None = None
-) -> Launch:
+def read_launch(*, local_rank: int | None = None) -> Launch:
     """Returns the launch that the environment describes.
 
     Raises InputError if the environment is incomplete or contradicts itself. Slurm's variables
@@ -79,19 +76,18 @@ def read_launch(
         pass to each process. It is used if the environment has no local rank; otherwise it must be
         equal to the environment's.
     """
-    env = os.environ if environ is None else environ
-    if ("RANK" in env) != ("WORLD_SIZE" in env):
+    if ("RANK" in environ) != ("WORLD_SIZE" in environ):
         raise InputError(
             "of RANK and WORLD_SIZE only one is set: start with torchrun or srun, or unset it "
             "for one process"
         )
-    names = _with_set_names(TORCHRUN, env) if "RANK" in env else _variables(env)
-    if names is None and (own := _integer(env, TORCHRUN.local_rank, 0)) > 0:
+    names = _with_set_names(TORCHRUN) if "RANK" in environ else _variables()
+    if names is None and (own := _integer(TORCHRUN.local_rank, 0)) > 0:
         raise InputError(
             f"LOCAL_RANK is {own}, so several processes were started, but RANK and WORLD_SIZE are "
             "not set: start with torchrun or srun, or unset it for one process"
         )
-    launch = Launch(launcher="single") if names is None else _launch(env, names)
+    launch = Launch(launcher="single") if names is None else _launch(names)
     if local_rank is None:
         return launch
     if local_rank < 0:
@@ -100,82 +96,82 @@ def read_launch(
             "launcher passes it"
         )
     name = (names or TORCHRUN).local_rank
-    if _integer(env, name, local_rank) != local_rank:
+    if _integer(name, local_rank) != local_rank:
         raise InputError(
-            f"--local-rank {local_rank} contradicts {name} {env[name]} of the "
+            f"--local-rank {local_rank} contradicts {name} {environ[name]} of the "
             "environment: leave the flag out, or unset the variable"
         )
     return launch._replace(local_rank=local_rank)
 
 
-def _variables(env: Mapping[str, str]) -> _Variables | None:
+def _variables() -> _Variables | None:
     """Returns the variables of the launcher other than torchrun that started this process.
 
     srun sets the variables of PMI too. They count only if they differ from Slurm's own.
     """
     rows = (_Variables(*map(str.strip, row.split("|"))) for row in LAUNCHERS.strip().splitlines())
-    known = (_with_set_names(row, env) for row in rows)
-    own = next((row for row in known if env.get(row.rank) or env.get(row.size)), None)
-    if "SLURM_PROCID" not in env or _integer(env, "SLURM_STEP_ID", FIRST_RESERVED_STEP) >= (
+    known = (_with_set_names(row) for row in rows)
+    own = next((row for row in known if environ.get(row.rank) or environ.get(row.size)), None)
+    if "SLURM_PROCID" not in environ or _integer("SLURM_STEP_ID", FIRST_RESERVED_STEP) >= (
         FIRST_RESERVED_STEP
     ):
         return own
-    step = _with_set_names(SLURM, env)
+    step = _with_set_names(SLURM)
     if own is not None and any(
-        env.get(mine) and _integer(env, mine) != _integer(env, theirs)
+        environ.get(mine) and _integer(mine) != _integer(theirs)
         for mine, theirs in ((own.rank, step.rank), (own.size, step.size))
     ):
         return own
     return step
 
 
-def _with_set_names(row: _Variables, env: Mapping[str, str]) -> _Variables:
+def _with_set_names(row: _Variables) -> _Variables:
     launcher, *columns = row
-    names = [max(column.split(), key=lambda name: bool(env.get(name))) for column in columns]
+    names = [max(column.split(), key=lambda name: bool(environ.get(name))) for column in columns]
     return _Variables(launcher, *names)
 
 
-def _launch(env: Mapping[str, str], names: _Variables) -> Launch:
+def _launch(names: _Variables) -> Launch:
     for name in (names.rank, names.size):
-        if not env.get(name):
+        if not environ.get(name):
             raise InputError(
                 f"{names.launcher} started this process, but {name} is not set: set RANK, "
                 "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or start it with "
                 "torchrun or srun"
             )
-    rank, world_size = _integer(env, names.rank), _integer(env, names.size)
+    rank, world_size = _integer(names.rank), _integer(names.size)
     if not 0 <= rank < world_size:
         raise InputError(
             f"rank {rank} is not in [0, {world_size}), the world size that {names.launcher} gives"
         )
     # A RANK that is left from somewhere else must not make each process a run of its own. The
     # processes of torchrun are not checked: a launcher may start several runs of it.
-    if names == TORCHRUN and "TORCHELASTIC_RUN_ID" not in env:
-        other = _variables(env)
-        if other is not None and world_size < (started := _integer(env, other.size, 1)):
+    if names == TORCHRUN and "TORCHELASTIC_RUN_ID" not in environ:
+        other = _variables()
+        if other is not None and world_size < (started := _integer(other.size, 1)):
             raise InputError(
                 f"WORLD_SIZE is {world_size}, but {other.launcher} started {started} processes: "
                 "unset RANK and WORLD_SIZE, or set them for each process"
             )
     if names.launcher == "slurm":
-        nodes = env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST")
-        job, step = (_integer(env, f"SLURM_{what}_ID", 0) for what in ("JOB", "STEP"))
+        nodes = environ.get("SLURM_STEP_NODELIST") or _text("SLURM_JOB_NODELIST")
+        job, step = (_integer(f"SLURM_{what}_ID", 0) for what in ("JOB", "STEP"))
         launch = Launch(
             launcher="slurm",
-            local_rank=_integer(env, names.local_rank, 0),
-            master_addr=env.get("MASTER_ADDR") or first_host(nodes),
+            local_rank=_integer(names.local_rank, 0),
+            master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
             # One port per job and step: two jobs that share a node must not meet.
-            master_port=_integer(env, "MASTER_PORT", 20000 + (job * 7 + step) % 12000),
-            restart_count=_integer(env, "SLURM_RESTART_COUNT", 0),
+            master_port=_integer("MASTER_PORT", 20000 + (job * 7 + step) % 12000),
+            restart_count=_integer("SLURM_RESTART_COUNT", 0),
         )
     else:
         launch = Launch(
             launcher=names.launcher,
-            local_rank=_integer(env, names.local_rank, rank),
-            master_addr=_text(env, "MASTER_ADDR") if world_size > 1 else "127.0.0.1",
-            master_port=_integer(env, "MASTER_PORT") if world_size > 1 else 0,
-            restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
-            agent_owns_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            local_rank=_integer(names.local_rank, rank),
+            master_addr=_text("MASTER_ADDR") if world_size > 1 else "127.0.0.1",
+            master_port=_integer("MASTER_PORT") if world_size > 1 else 0,
+            restart_count=_integer("TORCHELASTIC_RESTART_COUNT", 0),
+            agent_owns_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
     if not 0 <= launch.master_port < 2**16:
         raise InputError(f"MASTER_PORT must be in [0, {2**16}) (got {launch.master_port})")
@@ -195,20 +191,20 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
 
-def _text(env: Mapping[str, str], name: str) -> str:
-    if not env.get(name):
+def _text(name: str) -> str:
+    if not environ.get(name):
         raise InputError(
             f"{name} is not set, but this process was started as one of several: start it with "
             "torchrun or srun, or give every process MASTER_ADDR and MASTER_PORT (mpirun -x, "
             "mpiexec -env)"
         )
-    return env[name]
+    return environ[name]
 
 
-def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    if default is not None and not env.get(name):
+def _integer(name: str, default: int | None = None) -> int:
+    if default is not None and not environ.get(name):
         return default
-    text = _text(env, name)
+    text = _text(name)
     if not re.fullmatch(r"-?\d{1,10}", text):
         raise InputError(f"{name} must be an integer (got {text!r})")
     return int(text)
@@ -220,9 +216,9 @@ def use_expandable_segments() -> None:
     The user's own setting goes first. To be called before torch is imported.
     """
     if not allocator_settings():
-        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+        environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def allocator_settings() -> list[str]:
     """Returns the settings of torch's allocator in the environment."""
-    return [f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
+    return [f"{name}={environ[name]}" for name in ALLOCATOR if name in environ]

@@ -49,7 +49,7 @@ GROUPS_OF_ONE = "MEGATRON_LITE_GROUPS_OF_ONE"
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelState:
-    """This rank's place in the mesh. `mesh` and each group are None if they would hold one rank.
+    """This rank's place in the mesh. A group is None if it would hold one rank.
 
     dp_cp_group: the ranks with the same parameters and different tokens. They sum their gradients.
         The group joins the data-parallel and the context-parallel axis.
@@ -74,7 +74,7 @@ class ParallelState:
 
     device: torch.device
     rng: RngStreams
-    mesh: DeviceMesh | None = None
+    world_group: ProcessGroup | None = None
     shard_mesh: DeviceMesh | None = None
     tp_group: ProcessGroup | None = None
     cp_group: ProcessGroup | None = None
@@ -144,17 +144,12 @@ class ParallelState:
         """
         return self.experts if spec.of_experts and self.experts is not None else self
 
-    @property
-    def world_group(self) -> ProcessGroup | None:
-        """The group of all ranks, or None in a run of one rank."""
-        return None if self.mesh is None else dist.group.WORLD
-
     def all_agree(self, yes: bool) -> bool:
         """Returns whether `yes` is true on every rank.
 
         Issues one all-reduce of one number, and waits for the device.
         """
-        if self.mesh is None:
+        if self.world_group is None:
             return yes
         votes = torch.tensor(float(yes), device=self.device)
         return all_reduce_(votes, self.world_group, dist.ReduceOp.MIN).item() == 1.0
@@ -325,7 +320,7 @@ def _build(
             dp_rank=places["dp_rank"] * sizes["cp"] + places["cp_rank"],
             pp_rank=places["pp_rank"],
         ),
-        mesh=mesh,
+        world_group=dist.group.WORLD,
         dp_cp_group=dp_cp_group,
         shard_group=shard_group,
         replica_group=replica_group,

@@ -118,7 +118,10 @@ def _add_lookup(total: Tensor, parameter: nn.Parameter, ids: Tensor, grad_output
     if is_first:
         parameter.grad = total
     if total.device.type == "cpu":
-        add_rows_(total, ids.flatten(), grad_output.flatten(0, -2), first=is_first)
+        if is_first:
+            total.zero_()
+        # in their order, which does not depend on the number of threads
+        total.index_add_(0, ids.flatten(), grad_output.flatten(0, -2).to(total.dtype))
         return
     table = torch.ops.aten.embedding_dense_backward(
         grad_output, ids, parameter.shape[0], ANY_ID, False
@@ -184,17 +187,6 @@ def adds_unrounded(device: torch.device, dtype: torch.dtype) -> bool:
     except (RuntimeError, TypeError):
         return False
     return True
-
-
-def add_rows_(total: Tensor, ids: Tensor, rows: Tensor, *, first: bool) -> None:
-    """Adds each row of `rows` [m, k] to the row of the float32 total [n, k] at its id of `ids` [m].
-
-    The total is overwritten if `first`. The rows are added in their order, which on a CPU does not
-    depend on the number of threads.
-    """
-    if first:
-        total.zero_()
-    total.index_add_(0, ids, rows.to(total.dtype))
 
 
 def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:

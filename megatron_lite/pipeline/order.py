@@ -34,18 +34,7 @@ def order(*, size: int, rank: int, num_microbatches: int, num_chunks: int = 1) -
     backwards come last. Raises ValueError if a rank has several stages and the number of
     micro-batches is not a multiple of the number of ranks.
     """
-    return _ordered(*_sequences(size, num_microbatches, num_chunks), size, rank, num_chunks)
-
-
-def orders(*, size: int, num_microbatches: int, num_chunks: int = 1) -> list[list[Action]]:
-    """Returns the actions of every pipeline rank, as `order` does."""
-    sequences = _sequences(size, num_microbatches, num_chunks)
-    return [_ordered(*sequences, size, rank, num_chunks) for rank in range(size)]
-
-
-def _ordered(
-    forwards: list[Action], backwards: list[Action], size: int, rank: int, num_chunks: int
-) -> list[Action]:
+    forwards, backwards = _sequences(size, num_microbatches, num_chunks)
     # After the warm-up each forward is paired with a backward, so at most warmup + 1 forwards are
     # in flight at once. The memory model relies on this bound (`most_in_flight`).
     warmup = min(warmup_forwards(size=size, rank=rank, num_chunks=num_chunks), len(forwards))

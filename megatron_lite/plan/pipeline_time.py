@@ -9,7 +9,7 @@ Standard library only.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_lite.pipeline.order import orders
+from megatron_lite.pipeline.order import order
 
 WARM_UP = 3  # times the micro-batches that are in flight, until the schedule repeats
 AVERAGED = 4  # periods
@@ -66,7 +66,8 @@ def shortest_pipeline(durations: Durations, num_microbatches: int) -> list[float
 def simulate_pipeline(durations: Durations, num_microbatches: int) -> list[float]:
     """Returns by rank when its last action ends, with all micro-batches simulated."""
     size, num_chunks = len(durations.forward), len(durations.forward[0])
-    actions = orders(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    shape = dict(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    actions = [order(rank=rank, **shape) for rank in range(size)]
     ends: list[list[float]] = [[] for _ in range(size)]
     done: dict[tuple[str, int, int], float] = {}  # by kind, micro-batch and number of the stage
     # A rank runs until an input is missing. Whoever makes an input for another rank wakes it.

@@ -24,59 +24,14 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 ROW_BYTES = 16
 
 
-def grouped_linear(
-    rows: Tensor,
-    weight: Tensor,
-    ends: Tensor,
-    bias: Tensor | None = None,
-    factors: Tensor | None = None,
-    *,
-    adds_bias: bool = True,
-    skip_tail: bool = False,
-) -> Tensor:
-    """Returns each row times the weight of its expert, plus its bias: [n, in] -> [n, out].
-
-    rows: sorted by expert. weight: [E, out, in]. bias: [E, out].
-    ends: [E] int32, the number of rows of the experts up to and including each one.
-    factors: [n], that on the bias of each row; None: 1.
-    adds_bias: whether this rank adds the bias; elsewhere the sum over ranks does. Each rank
-        computes its whole gradient.
-    skip_tail: builds only the graph, for a replay whose output is never read (layers.py).
-    Issues no collective. Keeps the rows, the weight, `ends`, and with a bias its factors.
-    """
-    rows, weight = in_autocast_dtype(rows, weight)
-
-    def forward(rows: Tensor, weight: Tensor, ends: Tensor, *of_bias: Any) -> Tensor:
-        if skip_tail:
-            return rows.new_empty(()).expand(rows.shape[0], weight.shape[1])
-        product = products(rows, weight.transpose(1, 2), ends)
-        if not (of_bias and adds_bias):
-            return product
-        bias, factors = of_bias
-        # A new tensor: a policy may keep the product.
-        return _of_rows(bias, factors, ends, product).add_(product)
-
-    def backward(
-        grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, *of_bias: Any
-    ) -> tuple[Tensor | None, ...]:
-        grad = grad.contiguous()
-        of_bias_grads = _bias_gradients(grad, ends, adds_bias, *of_bias) if of_bias else ()
-        grads = products(grad, weight, ends), outer_products(grad, rows, ends)
-        return *grads, None, *of_bias_grads
-
-    inputs = rows, weight, ends, *(() if bias is None else (bias, factors))
-    output: Tensor = applied(Pair(forward, backward, slice(None)), None, *inputs)
-    return output
-
-
 class GroupedLinear(nn.Module):
     """A linear layer for each expert: rows [n, input_size] -> [n, output_size].
 
     Weight [E, output_size, input_size], bias [E, output_size] or None, of which this rank has its
     experts. They are sharded over the experts' TP group along `tp_dim`: 1, the output features (in
     `tp_blocks` blocks), or 2, the input features. The result is partial then, and the first rank of
-    the group alone adds the bias.
-    Issues no collective. Keeps the rows, and the factors of a bias.
+    the group alone adds the bias. Each rank computes its whole gradient.
+    Issues no collective. Keeps the rows, the weight, `ends`, and with a bias its factors.
     """
 
     def __init__(
@@ -115,16 +70,37 @@ class GroupedLinear(nn.Module):
     def forward(
         self, rows: Tensor, ends: Tensor, skip_tail: bool = False, factors: Tensor | None = None
     ) -> Tensor:
-        """Returns the rows times the weights of their experts. See `grouped_linear`."""
-        return grouped_linear(
-            rows,
-            self.weight,
-            ends,
-            self.bias,
-            factors,
-            adds_bias=self._adds_bias,
-            skip_tail=skip_tail,
-        )
+        """Returns each row times the weight of its expert, plus its bias: [n, in] -> [n, out].
+
+        rows: sorted by expert.
+        ends: [E] int32, the number of rows of the experts up to and including each one.
+        factors: [n], that on the bias of each row; None: 1.
+        skip_tail: builds only the graph, for a replay whose output is never read (layers.py).
+        """
+        rows, weight = in_autocast_dtype(rows, self.weight)
+        adds_bias = self._adds_bias
+
+        def forward(rows: Tensor, weight: Tensor, ends: Tensor, *of_bias: Any) -> Tensor:
+            if skip_tail:
+                return rows.new_empty(()).expand(rows.shape[0], weight.shape[1])
+            product = products(rows, weight.transpose(1, 2), ends)
+            if not (of_bias and adds_bias):
+                return product
+            bias, factors = of_bias
+            # A new tensor: a policy may keep the product.
+            return _of_rows(bias, factors, ends, product).add_(product)
+
+        def backward(
+            grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, *of_bias: Any
+        ) -> tuple[Tensor | None, ...]:
+            grad = grad.contiguous()
+            of_bias_grads = _bias_gradients(grad, ends, adds_bias, *of_bias) if of_bias else ()
+            grads = products(grad, weight, ends), outer_products(grad, rows, ends)
+            return *grads, None, *of_bias_grads
+
+        inputs = rows, weight, ends, *(() if self.bias is None else (self.bias, factors))
+        output: Tensor = applied(Pair(forward, backward, slice(None)), None, *inputs)
+        return output
 
 
 def _bias_gradients(

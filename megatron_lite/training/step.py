@@ -355,7 +355,6 @@ class StageRunner:
         figures = router_figures(
             self.routers,
             self.parallel,
-            is_split=self._chunks[0].context.sequence_parallel,
             num_calls=(config.num_layers - config.num_dense_layers) * num_microbatches,
         )
         has = {"load_balancing_loss": config.balance_losses, "z_loss": config.moe_z_loss_coeff}

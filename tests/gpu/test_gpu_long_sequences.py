@@ -3,7 +3,7 @@
 import torch
 
 from megatron_lite.context_parallel.attention_kernels import CuSeqlens, Readable
-from megatron_lite.model.attention import masked_attention
+from megatron_lite.context_parallel.fused_attention import masked_attention
 from tests.support.documents import attended_alone
 
 S, B, HEADS, D, SCALE = 96, 2, 4, 64, 0.125

@@ -12,7 +12,7 @@ from megatron_lite.model.experts import MixtureOfExperts
 from megatron_lite.model.router import Router
 from megatron_lite.recompute.region_runner import Choices, Regions
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.tensor_parallel.grouped_linear import grouped_linear
+from megatron_lite.tensor_parallel.grouped_linear import GroupedLinear
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.equality import variant_config
@@ -70,13 +70,21 @@ def regions_of(rng):
     )
 
 
+def grouped(width, dtype):
+    """Four experts of this width, without bias. Their weights are drawn."""
+    context = RankContext(rng=None, device="cpu", params_dtype=dtype)
+    layer = GroupedLinear(4, width, 2 * width, tp_dim=1, bias=False, init_std=1.0, context=context)
+    torch.nn.init.normal_(layer.weight)
+    return layer
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [16, 6])  # 6: rows that torch's grouped product refuses
 def test_grouped_products_are_those_of_each_group(dtype, width):
     rows = torch.randn(9, width, dtype=dtype, requires_grad=True)
-    weight = torch.randn(4, 2 * width, width, dtype=dtype, requires_grad=True)
-    ends = torch.tensor([2, 2, 9, 9], dtype=torch.int32)
-    output = grouped_linear(rows, weight, ends)
+    layer = grouped(width, dtype)
+    weight, ends = layer.weight, torch.tensor([2, 2, 9, 9], dtype=torch.int32)
+    output = layer(rows, ends)
     output.sum().backward()  # an expanded gradient
     wide, matrices = rows.detach().double(), weight.detach().double()
     expected = torch.cat([wide[:2] @ matrices[0].t(), wide[2:] @ matrices[2].t()])
@@ -94,11 +102,11 @@ def test_grouped_products_are_those_of_each_group(dtype, width):
 def test_a_dry_run_has_the_shapes_of_grouped_products(dtype):
     with FakeTensorMode():
         rows = torch.empty(9, 16, dtype=dtype, requires_grad=True)
-        weight = torch.empty(4, 32, 16, dtype=dtype, requires_grad=True)
-        output = grouped_linear(rows, weight, torch.empty(4, dtype=torch.int32))
+        layer = grouped(16, dtype)
+        output = layer(rows, torch.empty(4, dtype=torch.int32))
         output.sum().backward()
-    assert output.shape == (9, 32) and rows.grad is not None and weight.grad is not None
-    assert (rows.grad.shape, weight.grad.shape) == (rows.shape, weight.shape)
+    assert output.shape == (9, 32) and rows.grad is not None and layer.weight.grad is not None
+    assert (rows.grad.shape, layer.weight.grad.shape) == (rows.shape, layer.weight.shape)
 
 
 ODD = {
@@ -122,12 +130,12 @@ POLICIES += ("*:ops(matmul)", "*:full, verified")
 def test_a_replay_sends_every_token_to_the_same_experts(policy, variant, after, monkeypatch):
     """The router draws noise that no stream repeats, as a kernel that breaks ties in any order."""
     noise = torch.Generator().manual_seed(5)
-    plain = Router._chosen
+    plain = Router._choice
 
     def noisy(self, logits, columns):
         return plain(self, logits + torch.randn(logits.shape, generator=noise), columns)
 
-    monkeypatch.setattr(Router, "_chosen", noisy)
+    monkeypatch.setattr(Router, "_choice", noisy)
     outcomes = []
     with tp_state(1) as parallel:
         config = variant_config(

@@ -1,9 +1,18 @@
 """read_launch on environments as torchrun and Slurm 22.05 really set them, and on broken ones."""
 
+import os
+from unittest.mock import patch
+
 import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.launch import Launch, first_host, read_launch
+
+
+def launch_of(environ, **options):
+    with patch.dict(os.environ, environ, clear=True):
+        return read_launch(**options)
+
 
 TORCHRUN = dict(
     RANK="3",
@@ -97,7 +106,7 @@ FOUR = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     ],
 )
 def test_the_environment_of_a_launcher_is_a_place_in_the_run(environ, expected):
-    found = read_launch(environ)
+    found = launch_of(environ)
     if expected.launcher == "slurm":  # its port follows from the job: see the next test
         expected = expected._replace(master_port=found.master_port)
     assert found == expected
@@ -105,7 +114,7 @@ def test_the_environment_of_a_launcher_is_a_place_in_the_run(environ, expected):
 
 def test_every_task_of_a_step_agrees_on_the_meeting_place_and_other_steps_meet_elsewhere():
     def place(**changes):
-        launch = read_launch({**SRUN, **changes})
+        launch = launch_of({**SRUN, **changes})
         return launch.master_addr, launch.master_port
 
     assert place(SLURM_PROCID="0") == place(SLURM_PROCID="1", SLURM_LOCALID="1")
@@ -135,7 +144,7 @@ def test_every_task_of_a_step_agrees_on_the_meeting_place_and_other_steps_meet_e
 )
 def test_broken_variables_are_named(environ, message):
     with pytest.raises(InputError, match=message):
-        read_launch(environ)
+        launch_of(environ)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +172,7 @@ def test_the_first_host_of_a_node_list(nodelist, host):
 )
 def test_a_local_rank_that_contradicts_the_environment_is_an_error(environ, local_rank, message):
     with pytest.raises(InputError, match=message):
-        read_launch(environ, local_rank=local_rank)
+        launch_of(environ, local_rank=local_rank)
 
 
 MEETING = dict(MASTER_ADDR="host0", MASTER_PORT="29501")
@@ -197,20 +206,20 @@ def test_a_process_of_another_launcher_knows_its_place(launcher, environ):
         master_addr="host0",
         master_port=29501,
     )
-    assert read_launch({**environ, **MEETING}) == expected
+    assert launch_of({**environ, **MEETING}) == expected
     # A launcher in a Slurm job starts a daemon on each node by srun.
     daemon = dict(SRUN, SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2")
-    assert read_launch({**daemon, **environ, **MEETING}) == expected
+    assert launch_of({**daemon, **environ, **MEETING}) == expected
     with pytest.raises(InputError, match=r"--local-rank 1 contradicts \w+ 0 of the environment"):
-        read_launch({**environ, **MEETING}, local_rank=1)
+        launch_of({**environ, **MEETING}, local_rank=1)
     with pytest.raises(InputError, match="MASTER_ADDR is not set.*mpirun -x"):
-        read_launch(environ)
+        launch_of(environ)
 
 
 @pytest.mark.parametrize("launched", [*MPI.values(), SRUN])
 def test_a_rank_left_over_in_the_environment_does_not_make_each_process_a_run(launched):
     stale = dict(RANK="0", WORLD_SIZE="1")
     with pytest.raises(InputError, match=r"WORLD_SIZE is 1, but .* started [34] processes"):
-        read_launch({**launched, **stale})
+        launch_of({**launched, **stale})
     # Several runs of torchrun, each with its own ranks, are the user's choice.
-    assert read_launch({**launched, **stale, "TORCHELASTIC_RUN_ID": "7"}).world_size == 1
+    assert launch_of({**launched, **stale, "TORCHELASTIC_RUN_ID": "7"}).world_size == 1
