@@ -68,9 +68,7 @@ class LanguageModelEmbedding(nn.Module):
         super().__init__()
         self.context, self.residual_stream = context, context.residual_stream
         self.hidden_dropout = config.hidden_dropout
-        self.residual_dtype = (
-            residual_dtype(config, context) if config.fp32_residual_connection else None
-        )
+        self.residual_dtype = residual_dtype(config, context)
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
@@ -103,8 +101,7 @@ class LanguageModelEmbedding(nn.Module):
                 ]
                 positions = stretches[0] if len(stretches) == 1 else torch.cat(stretches)
             hidden_states = hidden_states + positions
-        if self.residual_dtype is not None:
-            hidden_states = hidden_states.to(self.residual_dtype)
+        hidden_states = hidden_states.to(self.residual_dtype)
         return dropout(
             hidden_states,
             self.hidden_dropout if self.training else 0.0,

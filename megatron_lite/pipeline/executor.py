@@ -11,8 +11,8 @@ output lives until it has been sent.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,24 +36,11 @@ Direction = Literal["forward", "backward"]
 
 
 class _Sending(NamedTuple):
-    """A tensor on its way to another rank.
-
-    waited: on a CPU, a thread's wait for `work`. A gloo work does not report its completion until a
-        thread waits for it. None on a GPU.
-    """
+    """A tensor on its way to another rank. wait: raises the send's error if it failed."""
 
     tensor: Tensor
-    work: dist.Work
-    waited: Future[Any] | None
-
-    def is_done(self) -> bool:
-        return self.work.is_completed() if self.waited is None else self.waited.done()
-
-    def wait(self) -> None:
-        if self.waited is None:
-            self.work.wait()
-        else:
-            self.waited.result()  # raises what waiting raised
+    is_done: Callable[[], bool]
+    wait: Callable[[], object]
 
 
 class Links:
@@ -86,13 +73,14 @@ class Links:
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, group=self._groups[number], group_dst=peer)
         assert work is not None
-        waited = None
+        sending = _Sending(tensor, work.is_completed, work.wait)
         if self._waiters:
+            # A gloo work does not report its completion until a thread waits for it.
             waited = self._waiters[number].submit(work.wait)
+            sending = _Sending(tensor, waited.done, waited.result)
         elif self._is_simulated:  # its wait returns at once, but it never reports completion
-            waited = Future()
-            waited.set_result(work.wait())
-        self._leaving.append(_Sending(tensor, work, waited))
+            sending = sending._replace(is_done=lambda: True)
+        self._leaving.append(sending)
 
     def receive(self, direction: Direction) -> Started:
         """Begins to receive from the rank of the stage before (forward) or the next (backward)."""
@@ -107,7 +95,7 @@ class Links:
         staying = []
         for one in self._leaving:
             if one.is_done():
-                one.wait()  # returns at once, and raises the send's error if it failed
+                one.wait()  # returns at once
             else:
                 staying.append(one)
         self._leaving = staying
