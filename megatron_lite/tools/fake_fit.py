@@ -6,6 +6,7 @@ the weights that are gathered at the peak.
 """
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +46,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATEN = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
 RANGES = ATEN.arange.default, ATEN.arange.start, ATEN.arange.start_step, ATEN.linspace.default
-MAKE_KNOWN = (*RANGES, ATEN.full.default, ATEN.zeros.default, ATEN.ones.default)
+FILLED = ATEN.full.default, ATEN.zeros.default, ATEN.ones.default, ATEN.scalar_tensor.default
+MAKE_KNOWN = (*RANGES, *FILLED)
+EMPTY = ATEN.empty.memory_format
 MOST_INTEGERS, MOST_FLOATS = 1 << 16, 1 << 10  # of a tensor
 INSTEAD = "call fit_memory_ with a batch of your own"
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
@@ -125,8 +128,11 @@ class SimulatedValues(SimulatedTensors):
             self.assumes = True
             result.constant = torch.zeros((), dtype=torch.bool).expand(result.shape)
             self.fake_tensor_converter.add_constant_storage_mapping(result)
-        if func in MAKE_KNOWN and _is_known(result):
+        # Indices are made of an empty tensor and filled later.
+        is_index = func is EMPTY and not result.is_floating_point()
+        if (func in MAKE_KNOWN or is_index) and _is_known(result):
             value = func(*args, **kwargs)  # no mode is active here
+            value = value.zero_() if is_index else value
             return self.fake_tensor_converter.from_real_tensor(self, value, make_constant=True)
         return result
 
@@ -349,7 +355,9 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
             inputs["mm_token_type_ids"] = is_other
             if any(hasattr(one, "get_rope_index") for one in model.modules()):
                 inputs["position_ids"] = numbers.repeat(3, batch, 1)  # of time, height, width
-        inputs |= dict.fromkeys(("input_ids", "labels", "qformer_input_ids"), ids)
+        query = getattr(config, "qformer_config", None)  # of InstructBLIP, with a text of its own
+        inputs["qformer_input_ids"] = ids[:, : getattr(query, "max_position_embeddings", None)]
+        inputs |= dict.fromkeys(("input_ids", "labels"), ids)
     return {name: one for name, one in inputs.items() if name in accepted}
 
 
@@ -393,9 +401,12 @@ def _images(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Any
     if "image_grid_thw" in _accepted(model):  # Qwen2-VL and what descends from it
         merge = getattr(vision, "spatial_merge_size", 1)
         side = max(1, height // (vision.patch_size * merge)) * merge
-        numbers = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+        frames, patch_size = getattr(vision, "temporal_patch_size", 1), vision.patch_size
+        shape = [channels, patch_size, patch_size]  # of a patch, if a convolution reads it
+        if frames > 1 or not any(isinstance(each, nn.Conv2d) for each in model.modules()):
+            shape = [frames * math.prod(shape)]
         return {
-            "pixel_values": torch.zeros(batch * side**2, numbers, dtype=dtype),
+            "pixel_values": torch.zeros(batch * side**2, *shape, dtype=dtype),
             "image_grid_thw": torch.tensor([[1, side, side]] * batch),
             "image_merge_sizes": torch.tensor([merge] * batch),
             "image_tokens": (side // merge) ** 2,

@@ -21,6 +21,8 @@ from megatron_lite.recompute.caches import kind_of_caches, own_cache
 from megatron_lite.recompute.contents import Contents, tensors_of
 from megatron_lite.recompute.saved import exchanging, results_of
 
+MOST_TRIES = 5  # of steps with a wrong stand-in; then all layers run
+
 
 class Ran(NamedTuple):
     """What a call of a layer has shown.
@@ -45,18 +47,19 @@ class StandIns:
 
     Of layers that are alike, and that have alike neighbours, with the same actions, two run. Each
     other one only makes results of the same form, keeps as many bytes, and makes gradients. Its
-    peaks and its time are those of the second one. If its forward or its backward does not change
-    the bytes as there, the step runs again without stand-ins.
+    peaks and its time are those of the second one. A layer whose forward or backward does not
+    change the bytes as there runs itself from then on, as a layer does whose results something
+    else reads as well.
 
     keys: of the layers; those of one key are alike.
     """
 
     def __init__(self, layers: Sequence[nn.Module], keys: Sequence[Hashable]) -> None:
-        self._layers, self._keys, self._are_right = layers, keys, True
+        self._layers, self._keys, self._tries = layers, [*keys], 0
 
     def __call__(self, step: Step, gauge: Callable[[], Any], actions: Sequence[str]) -> list[Span]:
         """Returns the parts of the step. gauge: makes a FakeGauge. actions: those of the layers."""
-        if self._are_right:
+        while True:
             self._gauge, self._ran = gauge(), defaultdict[Any, list[Ran | None]](list)
             self._replaced: dict[int, int] = {}  # the layer that ran, by the one that did not
             own = [*zip(self._keys, actions, strict=True)]
@@ -68,8 +71,12 @@ class StandIns:
                     stand_in = partial(self._call, number, key, layer.forward)
                     stack.enter_context(patch.object(layer, "forward", stand_in))
                 spans = step.run(self._gauge)
-            self._are_right = self._complete(spans)
-        return spans if self._are_right else step.run(gauge())
+            odd = self._complete(spans)
+            if not odd:
+                return spans
+            self._tries += 1
+            for number in odd if self._tries < MOST_TRIES else range(len(self._keys)):
+                self._keys[number] = number
 
     def _call(self, number: int, key: Any, policy: Any, *args: Any, **kwargs: Any) -> Any:
         layer, ran, given = self._layers[number], self._ran[key], tensors_of((args, kwargs))
@@ -115,21 +122,27 @@ class StandIns:
             ran.append(one)
         return result
 
-    def _complete(self, spans: list[Span]) -> bool:
-        """Gives stand-ins their peaks and times. Returns whether the bytes changed alike."""
-        parts: dict[int, list[int]] = {}
+    def _complete(self, spans: list[Span]) -> set[int]:
+        """Gives stand-ins their peaks and times. Returns the layers that change the bytes otherwise
+        than those that are alike; of two of which one ran, that one if no other is like it."""
+        parts = defaultdict[int, list[int]](list)
         for place, span in enumerate(spans):
-            parts.setdefault(span.layer, []).append(place)
+            parts[span.layer].append(place)
+        odd: set[int] = set()
         for number, like in self._replaced.items():
-            if len(parts[number]) != len(parts[like]):
-                return False
+            changes = [
+                [(spans[at].name, spans[at].end - spans[at].start) for at in parts[layer]]
+                for layer in (number, like)
+            ]
+            if changes[0] != changes[1]:
+                odd.add(number)
+                continue
             for place, other in zip(parts[number], parts[like], strict=True):
                 own, ran = spans[place], spans[other]
-                if own.name != ran.name or own.end - own.start != ran.end - ran.start:
-                    return False
                 peak = own.start + ran.peak - ran.start
                 spans[place] = own._replace(peak=peak, nanoseconds=ran.nanoseconds)
-        return True
+        right = {like for number, like in self._replaced.items() if number not in odd}
+        return {n if (like := self._replaced[n]) in right else like for n in odd}
 
 
 def _sizes(caches: Any) -> dict[int, int]:

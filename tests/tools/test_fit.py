@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -49,6 +50,17 @@ BERT = dict(
 LONGFORMER = dict(  # it asks whether a token attends to all others
     BERT, model_type="longformer", architectures=["LongformerForMaskedLM"], attention_window=16
 )
+DEEPSTACK = dict(
+    model_type="qwen3_vl", architectures=["Qwen3VLForConditionalGeneration"],
+    text_config=dict(
+        LLAMA, model_type="qwen3_vl_text", num_hidden_layers=6,
+        rope_scaling={"rope_type": "default", "mrope_section": [4, 2, 2]},
+    ),
+    vision_config=dict(
+        model_type="qwen3_vl", depth=6, hidden_size=32, num_heads=4, intermediate_size=48,
+        patch_size=14, num_position_embeddings=16, out_hidden_size=64, deepstack_visual_indexes=[3],
+    ),
+)  # fmt: skip
 # Its step takes several choices and one label.
 MULTIPLE_CHOICE = {**BERT, "architectures": ["BertForMultipleChoice"]}
 SEGFORMER = dict(model_type="segformer", architectures=["SegformerForImageClassification"])
@@ -163,9 +175,11 @@ def with_towers(name, architecture, **settings):
                 model_type="instructblip", num_query_tokens=8, image_token_index=9,
                 architectures=["InstructBlipForConditionalGeneration"], text_config=LLAMA,
                 vision_config=dict(VISION, model_type="instructblip_vision_model"),
-                qformer_config=dict(BERT, model_type="instructblip_qformer"),
+                qformer_config=dict(
+                    BERT, model_type="instructblip_qformer", max_position_embeddings=24
+                ),
             ),
-            {"pixel_values": (1, 3, 32, 32), "qformer_input_ids": (1, 32)},
+            {"pixel_values": (1, 3, 32, 32), "qformer_input_ids": (1, 24)},
         ),
         (  # it takes patches of images of any shape
             dict(
@@ -182,6 +196,30 @@ def with_towers(name, architecture, **settings):
             ),
             {"input_features": (1, 20, 100)},
         ),
+        (  # it fills an empty tensor with places
+            dict(
+                model_type="qwen2_5_omni_thinker", image_token_id=9, audio_token_id=8,
+                architectures=["Qwen2_5OmniThinkerForConditionalGeneration"],
+                text_config=dict(
+                    DEEPSTACK["text_config"], model_type="qwen2_5_omni_text", num_hidden_layers=2
+                ),
+                vision_config=dict(
+                    model_type="qwen2_5_omni_vision_encoder", depth=2, hidden_size=32, num_heads=4,
+                    intermediate_size=48, out_hidden_size=64, window_size=56,
+                ),
+                audio_config=dict(
+                    WHISPER, model_type="qwen2_5_omni_audio_encoder", n_window=10, output_dim=64
+                ),
+            ),
+            {"input_features": (1, 20, 100), "pixel_values": (16, 1176)},
+        ),
+        (  # a convolution reads its patches
+            with_towers(
+                *("paddleocr_vl", "PaddleOCRVLForConditionalGeneration"), image_token_id=9,
+                vision_config={**VISION, "model_type": "paddleocr_vl_vision"},
+            ),
+            {"pixel_values": (36, 3, 8, 8)},
+        ),
         (WHISPER, {"input_features": (1, 20, 100)}),
         (  # it drops blocks at rates from a range, and no block of its first stage is repeated
             dict(
@@ -192,12 +230,13 @@ def with_towers(name, architecture, **settings):
         ),
     ],
     ids=[
-        *("cut image", "images", "instruction", "patches", "sound and text"),
-        *("speech", "stages"),
+        *("cut image", "images", "instruction", "patches", "sound and text", "sound and images"),
+        *("convolved patches", "speech", "stages"),
     ],
 )  # fmt: skip
 def test_images_and_spectra_are_made_as_the_configuration_says(config, names):
-    fit = fit_config(config, load_hardware("h100"), None, given(seq_length=32))
+    images = 56 if "image_token_id" in config else 0
+    fit = fit_config(config, load_hardware("h100"), None, given(seq_length=32, image_size=images))
     assert len(fit.policies) >= 2 and not any("does not run" in note for note in fit.notes)
     assert fit.plan.peak == pytest.approx(fit.measured, rel=0.01)
     selects = any("decides by values" in note for note in fit.notes)
@@ -217,21 +256,28 @@ def test_what_does_not_run_is_said():
 
 
 @pytest.mark.runs(ci=1)
-@pytest.mark.parametrize("trainable", ["all", "lora:4"])
-@pytest.mark.parametrize("config", [LLAMA, MIXTRAL])
+@pytest.mark.parametrize(
+    ("config", "trainable"), [*product([LLAMA, MIXTRAL], ["all", "lora:4"]), (DEEPSTACK, "all")]
+)
 def test_stand_ins_for_alike_layers_change_no_figure(config, trainable, monkeypatch):
-    config, replaced = {**config, "num_hidden_layers": 6}, []  # LoRA's first one is like no other
-    machine, settings = load_hardware("h100"), given(seq_length=32, trainable=trainable)
+    config = {**config, "num_hidden_layers": 6}  # LoRA's first one is like no other
+    replaced, odd_ones = 0, []
+    images = 56 if config["model_type"] == "qwen3_vl" else 0
+    machine = load_hardware("h100")
+    settings = given(seq_length=32, trainable=trainable, image_size=images)
     complete, candidates = StandIns._complete, ("none", "ops(attention)")
 
     def noted(self, spans):
-        replaced.append(self._replaced and complete(self, spans))
-        return replaced[-1] is not False
+        nonlocal replaced
+        replaced += len(self._replaced)
+        odd_ones.append(complete(self, spans))
+        return odd_ones[-1]
 
     monkeypatch.setattr(StandIns, "_complete", noted)
     monkeypatch.setattr("megatron_lite.fit.measurement.CANDIDATES", candidates)
     quick = fit_config(config, machine, None, settings)
-    assert any(replaced) and False not in replaced
+    # The merger of images reads some layers of the tower, which no other layer is like.
+    assert replaced and sum(map(bool, odd_ones)) == bool(images) and not odd_ones[-1]
     monkeypatch.setattr(StandIns, "__call__", lambda self, step, gauge, actions: step.run(gauge()))
     whole = fit_config(config, machine, None, settings)
     assert figures(quick) == figures(whole)
