@@ -132,9 +132,11 @@ class GPTModel(nn.Module):
         gradient: LossGradient | None = None,
         plan: RecomputePlan | None = None,
     ) -> Tensor:
-        """Runs this pipeline stage. Returns its hidden states, or with labels the token losses.
+        """Runs this pipeline stage. Returns its hidden states; the last one has logits or losses.
 
-        The loss of a token is the negative log-likelihood of its label, float32 [b, s].
+        Without labels the last stage returns the logits [b, s, V] of every true id, which it
+        gathers over the TP ranks; with them the loss of each token, the negative log-likelihood of
+        its label, float32 [b, s].
         inputs: the tokens [b, s] on the first stage; on other stages the hidden states [s/t under
         sequence parallelism else s, b, h] that the stage before returned. labels: [b, s], given on
         the last stage only. Under context parallelism tokens, labels and losses are [b, s/c], this
@@ -142,7 +144,9 @@ class GPTModel(nn.Module):
         documents, plan: see `hidden_states`. gradient: see `losses`.
         """
         hidden_states = self.hidden_states(inputs, plan, documents)
-        return hidden_states if labels is None else self.losses(hidden_states, labels, gradient)
+        if labels is not None:
+            return self.losses(hidden_states, labels, gradient)
+        return self._logits(hidden_states) if self.stage.is_last else hidden_states
 
     def losses(
         self, hidden_states: Tensor, labels: Tensor, gradient: LossGradient | None = None
@@ -179,12 +183,8 @@ class GPTModel(nn.Module):
             )
         return losses.t()
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Returns the logits [b, s, V] of every true id, for evaluation and generation.
-
-        tokens: [b, s]. Gathers the logits over the TP ranks.
-        """
-        own = self._project(self._multiply, self.hidden_states(tokens))
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        own = self._project(self._multiply, hidden_states)
         if (cap := self.columns.cap) is not None:
             own = torch.tanh(own / cap) * cap
         logits = gather_from_tensor_parallel_region(own, self.context.tp_group)

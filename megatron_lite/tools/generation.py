@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
                 file=sys.stderr,
             )
         new_tokens = generate_tokens(
-            model.logits,
+            model,
             tokens,
             sampling=args.sampling,
             window=window,

@@ -31,7 +31,7 @@ def logits(folder, tokens, ranks):
     config = generation.config_for_ranks(read_config(step), ranks, "gloo")
     with parallel_state(config.parallel, seed=1) as parallel, torch.no_grad():
         model = generation.load_model(step, config, parallel)
-        return model.logits(torch.tensor([tokens]))[0].clone()
+        return model(torch.tensor([tokens]))[0].clone()
 
 
 def test_logits_are_those_of_transformers(smollm2):

@@ -75,12 +75,12 @@ def test_evaluation_draws_nothing_and_drops_nothing(backend):
         model = model_with_dropout(parallel, attention_backend=backend).eval()
         before = parallel.rng.snapshot().states
         with recorded_masks() as masks:
-            logits = model.logits(sample_tokens()[0])
+            logits = model(sample_tokens()[0])
         after = parallel.rng.snapshot().states
         plain = model_with_dropout(
             parallel, hidden_dropout=0.0, attention_dropout=0.0, attention_backend=backend
         )
-        assert torch.equal(logits, plain.logits(sample_tokens()[0]))
+        assert torch.equal(logits, plain(sample_tokens()[0]))
     assert same(before, after)
     assert masks.residual == masks.attention == []
 

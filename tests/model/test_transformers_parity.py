@@ -71,7 +71,7 @@ def ours(config, weights, dtype, tp_size):
         loss.backward()
         buffer.reduce_()
         with torch.no_grad():
-            logits = model.logits(tokens)
+            logits = model(tokens)
         return Result(
             logits,
             loss.detach(),
@@ -101,7 +101,7 @@ def ours_in_stages(config, weights, dtype):
         loss = last(hidden_states, labels).mean()
         loss.backward()
         with torch.no_grad():
-            logits = last.logits(hidden_states)
+            logits = last(hidden_states)
         grads = {}
         for model in (first, last):
             for name, parameter in model.named_parameters():

@@ -174,7 +174,7 @@ def greedy_by_hand(folder, prompt, count):
         tokens = list(prompt)
         for _ in range(count):
             context = torch.tensor([tokens[max(0, len(tokens) - 16) :]])
-            tokens.append(int(model.logits(context)[0, -1].argmax()))
+            tokens.append(int(model(context)[0, -1].argmax()))
     return list(map(str, tokens))
 
 

@@ -99,7 +99,7 @@ def our_results(source):
         load_whole_(
             ours, {name: source.read(name) for name, _ in ours.named_parameters()}, parallel
         )
-        logits = ours.logits(tokens)
+        logits = ours(tokens)
     return {"logits": logits, "loss": cross_entropy(logits.float().flatten(0, 1), labels.flatten())}
 
 
