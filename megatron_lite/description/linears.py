@@ -153,6 +153,8 @@ def dense_mlp(
     fc1_width = model.fc1_blocks * fc2_width
     intermediate = KeptTensor(f"{prefix}fc1 output", sizes.tokens * fc1_width * of.element)
     activated = KeptTensor(f"{prefix}activation output", sizes.tokens * fc2_width * of.element)
+    facts = ACTIVATIONS[model.activation]
+    forward, backward = facts.fused if sizes.compiled else facts.moved
     yield column_linear(
         of,
         f"{name}_fc1",
@@ -166,13 +168,14 @@ def dense_mlp(
         regions=regions,
         enters=enters,
     )
-    yield activation_operation(
-        of,
-        intermediate,
-        activated,
-        name=f"{prefix}activation",
-        module=module,
-        regions=(*regions, activation),
+    yield Operation(
+        f"{prefix}activation",
+        module,
+        (intermediate,),
+        (*regions, activation),
+        (RegionEntry(activation, (intermediate,), (activated.name,)),),
+        moved=Moved(forward * activated.num_bytes, backward * activated.num_bytes),
+        temporary=_activation_temporary(of, intermediate.num_bytes, activated.num_bytes),
     )
     yield row_linear(
         of,
@@ -187,20 +190,9 @@ def dense_mlp(
     )
 
 
-def activation_operation(
-    of: Shape,
-    intermediate: KeptTensor,
-    activated: KeptTensor,
-    *,
-    name: str,
-    module: str,
-    regions: tuple[str, ...],
-) -> Operation:
-    """Returns an MLP's activation. intermediate: its input. activated: its result.
-
-    regions: those in which it lies. The last one is its own.
-    """
-    model, inside, output = of.model, intermediate.num_bytes, activated.num_bytes
+def _activation_temporary(of: Shape, inside: int, output: int) -> int:
+    """Returns the number of an MLP's activation. inside, output: the bytes of input and output."""
+    model = of.model
     if of.sizes.compiled:
         # One kernel, which has no tensor inside. The compiler for a CPU keeps a sigmoid that two
         # halves of a result need, in float32.
@@ -211,14 +203,4 @@ def activation_operation(
         inside = max(inside, 2 * of.wide(output) * of.sizes.is_rounded)
     elif model.fc1_blocks == 2:
         inside += 2 * output  # backward holds silu(gate) and two gradients of that size
-    facts = ACTIVATIONS[model.activation]
-    forward, backward = facts.fused if of.sizes.compiled else facts.moved
-    return Operation(
-        name,
-        module,
-        (intermediate,),
-        regions,
-        (RegionEntry(regions[-1], (intermediate,), (activated.name,)),),
-        moved=Moved(forward * output, backward * output),
-        temporary=inside + output,
-    )
+    return inside + output

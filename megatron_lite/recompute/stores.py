@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,18 +77,11 @@ class Arena(Memory):
         )
 
 
-def keeping_in(arena: Arena, *, kind: str, stay: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Copies tensors that are saved inside the block into slots of the arena.
-
-    saved.py lists which tensors are not moved, besides `stay`.
-    """
-
-    def move(tensor: Tensor) -> MovedStorage:
-        slot = arena.take(tensor.untyped_storage().nbytes())
-        slot.memory.copy_(bytes_of(tensor))
-        return lambda: slot.memory
-
-    return moving(move, kind=kind, stay=stay)
+def _moved(arena: Memory, tensor: Tensor) -> MovedStorage:
+    """Copies a tensor into a slot of the arena."""
+    slot = arena.take(tensor.untyped_storage().nbytes())
+    slot.memory.copy_(bytes_of(tensor))
+    return lambda: slot.memory
 
 
 class Stores:
@@ -130,18 +123,16 @@ class Stores:
         offload = Offload(self.copy_streams, kind=self.device.type)
 
         def opened(segment: Segment, shared: Iterable[Any]) -> AbstractContextManager[None]:
-            arena = (
-                self._arena(plan, hidden_states, tp_size, segment.on_host)
-                if plan.contiguous and segment.unit
-                else None
-            )
+            memory: Memory = self.pool
+            if in_arena := plan.contiguous and segment.unit:
+                memory = self._arena(plan, hidden_states, tp_size, segment.on_host)
             if segment.host_modules:
-                return _parts(offload, self.pool, segment.host_modules, shared)
+                return _parts(offload, memory, segment.host_modules, shared)
             if segment.on_host:
-                return offload.segment(arena or self.pool, stay=_tensors(shared))
-            if not arena:
+                return offload.segment(memory, stay=_tensors(shared))
+            if not in_arena:
                 return nullcontext()
-            return keeping_in(arena, kind=self.device.type, stay=_tensors(shared))
+            return moving(partial(_moved, memory), kind=self.device.type, stay=_tensors(shared))
 
         try:
             yield opened
@@ -208,7 +199,7 @@ class Stores:
 
 @contextmanager
 def _parts(
-    offload: Offload, pool: Pool, modules: frozenset[str], shared: Iterable[Any]
+    offload: Offload, memory: Memory, modules: frozenset[str], shared: Iterable[Any]
 ) -> Iterator[None]:
     """Offloads what these modules of the segment's layers save first.
 
@@ -222,7 +213,7 @@ def _parts(
         def wanted() -> bool:
             return any(names[-1] in modules for names in running if names)
 
-        stack.enter_context(offload.segment(pool, stay=_tensors(shared), wanted=wanted))
+        stack.enter_context(offload.segment(memory, stay=_tensors(shared), wanted=wanted))
         yield
 
 

@@ -42,8 +42,6 @@ class LiveStorage(weakref.ref[torch.UntypedStorage]):
     category: see LiveStorages.
     """
 
-    __slots__ = ("address", "category", "num_bytes", "number")
-
     address: int
     number: int
     num_bytes: int
@@ -62,7 +60,7 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.peak_bytes = 0
         self.bytes_by_category = Counter[str]()
-        self._total = self._num_created = 0
+        self._num_created = 0
         self._live: dict[int, LiveStorage] = {}  # by address
         # A storage may die in another thread (gloo's), so the sum is not changed there.
         self._died = deque[LiveStorage]()
@@ -98,6 +96,10 @@ class LiveStorages(TorchDispatchMode):
         """
         self._forget_dead()
         return self._total > num_bytes
+
+    @property
+    def _total(self) -> int:
+        return self.bytes_by_category.total()
 
     def storages(self) -> dict[int, int]:
         """Returns the bytes of every live storage, by its address.
@@ -149,14 +151,12 @@ class LiveStorages(TorchDispatchMode):
         new.num_bytes = storage.nbytes()
         self._num_created += 1
         self._live[new.address] = new
-        self._total += new.num_bytes
         self.bytes_by_category[new.category] += new.num_bytes
 
     def _read(self, known: LiveStorage) -> None:
         storage = known()
         if storage is not None and (growth := storage.nbytes() - known.num_bytes):
             known.num_bytes += growth
-            self._total += growth
             self.bytes_by_category[known.category] += growth
 
     def _forget_dead(self) -> None:
@@ -165,7 +165,6 @@ class LiveStorages(TorchDispatchMode):
             # Another storage may have the same address already.
             if self._live.get(dead.address) is dead:
                 del self._live[dead.address]
-            self._total -= dead.num_bytes
             self.bytes_by_category[dead.category] -= dead.num_bytes
 
 

@@ -166,24 +166,21 @@ class StepMeter(LiveStorages):
         """Compares the live bytes with the peak."""
         self.host_peak_bytes = max(self.host_peak_bytes, self.bytes_by_category[HOST])
         # The sum is cheap and can only be too high. The sizes are read anew only if it is above.
-        if not self._in_step or not self._is_above():
+        if not self._in_step or not self.sum_is_above(self.peak.num_bytes):
             return
-        self.total_bytes()
-        if self._is_above():
+        if (total := self.total_bytes()) > self.peak.num_bytes:
             module = next((running[-1] for running in self._running if running), "")
             counted = (*HELD, *PHASES) if self._host_apart else (*HELD, *PHASES, HOST)
             self.peak = StepPeakMeasured(
-                self._total - self._apart(),
+                total,
                 Counter({one: self.bytes_by_category[one] for one in counted}),
                 MeasuredMoment(self._phase(), module, str(func).rpartition(".")[0]),
             )
             self._peak_number = self._num_created
 
-    def _is_above(self) -> bool:
-        return self.sum_is_above(self.peak.num_bytes + self._apart())
-
-    def _apart(self) -> int:
-        return self.bytes_by_category[HOST] if self._host_apart else 0
+    @property
+    def _total(self) -> int:
+        return super()._total - self._host_apart * self.bytes_by_category[HOST]
 
     def _phase(self) -> str:
         if self._in_update:

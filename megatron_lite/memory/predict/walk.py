@@ -207,9 +207,11 @@ class Walk:
 
     def look(self, held: Moment) -> None:
         """Notes a moment at which these bytes are held besides."""
-        where, layer, kept, rebuilt, other = held
-        kept, rebuilt, other = self.kept + kept, self.rebuilt + rebuilt, self.other + other
-        found = Moment(where, layer, kept, rebuilt, other)
+        found = held._replace(
+            kept=self.kept + held.kept,
+            rebuilt=self.rebuilt + held.rebuilt,
+            other=self.other + held.other,
+        )
         if self._fullest is None or found.num_bytes > self._fullest.num_bytes:
             self._fullest = found
 
