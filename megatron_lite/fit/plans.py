@@ -22,10 +22,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, permutations, product
 from typing import Any, NamedTuple
 
-MOST_STATES = 4000  # of one bin; of more, those with nearly the same bytes are joined
+FEW_STATES, MOST_STATES = 50, 400  # of one bin, in a first search and in the second
 ENDLESS = 1 << 62
 CALL = 1000  # the weight of a layer's largest call, to which other calls are compared
 # the keys of peaks that grow with what later layers have left, and of what the layers so far have
@@ -165,6 +165,14 @@ class Problem:
         leave = any(option.left for options in self.options for option in options)
         return _State(waiting=((LEFT, (self.end, AFTER, 0)), (ALL_LEFT, (0, AFTER, 0))) * leave)
 
+    @cached_property
+    def _there(self) -> list[list[tuple[int, Shared]]]:
+        """The shared tensors that are there at each layer."""
+        return [
+            [(key, one) for key, one in self.shared.items() if one.made <= number <= one.last]
+            for number in range(len(self.options))
+        ]
+
     def with_layer(
         self, state: _State, number: int, option: Option, *, is_last: bool = False
     ) -> _State:
@@ -176,13 +184,12 @@ class Problem:
         held = max(state.held, state.kept) if option.rebuilds else state.held
         held += option.held
         keeps, extra = state.keeps | option.keeps, 0
-        for key, one in self.shared.items():
-            if one.made <= number <= one.last:
-                more = one.num_bytes * ((key in keeps) - (one.first <= number))
-                if number == one.last:
-                    kept, held, keeps = kept + more, held + more, keeps - {key}
-                else:
-                    extra += more
+        for key, one in self._there[number]:
+            more = one.num_bytes * ((key in keeps) - (one.first <= number))
+            if number == one.last:
+                kept, held, keeps = kept + more, held + more, keeps - {key}
+            else:
+                extra += more
         moving = state.moving if not option.moved else 0 if is_last else option.moved
         there = state.kept, held + extra, kept, held + extra
         inside = option.forward + state.moving, option.backward + state.moving, moving, moving
@@ -231,11 +238,77 @@ class Problem:
         return Plan(tuple(choice), peak, self.nanoseconds + longer)
 
 
+class _Bound:
+    """What no choice of the layers that follow can be better than.
+
+    At the backward of the last layer all is there that the layers hold. With a price for each of
+    its bytes the layers are independent, so the least sum of time and price is known for those from
+    each number on. A state from which this sum is above that of a known plan leads to no faster
+    plan (Lagrange's relaxation; the price is the one with the highest bound).
+
+    limit: the time of the known plan more than that of full recompute, in ns.
+    """
+
+    def __init__(self, problem: Problem, budget: int, limit: int) -> None:
+        ends = [one for one in problem.moments[-1] if one.name == BACKWARD and one.before == CALL]
+        lowest = min(option.backward for option in problem.options[-1])
+        self._room = budget - max(one.peak for one in ends) - lowest if ends else ENDLESS
+        self._limit = limit
+        # Of the tensors that layers share, the last one of them counts those that it keeps itself.
+        needs = [
+            {
+                (
+                    option.nanoseconds,
+                    option.held
+                    + sum(
+                        one.num_bytes * ((key in option.keeps) - (one.first <= number))
+                        for key, one in problem.shared.items()
+                        if one.last == number
+                    ),
+                )
+                for option in options
+            }
+            for number, options in enumerate(problem.options)
+        ]
+        prices = {
+            (slow - fast) / (more - less)
+            for each in {*map(frozenset, needs)}
+            for (slow, less), (fast, more) in permutations(each, 2)
+            if less < more and fast < slow
+        }
+
+        def least(price: float, time: int = 1) -> list[float]:
+            """Returns the least sums of the layers from each number on."""
+            sums = (min(time * ns + price * held for ns, held in each) for each in needs[::-1])
+            return [*accumulate(sums, initial=0.0)][::-1]
+
+        rests = {price: least(price) for price in {0.0, *prices}}
+        self._price = max(rests, key=lambda price: rests[price][0] - price * self._room)
+        self._rest, self._held = rests[self._price], least(1.0, time=0)
+
+    def allows(self, state: _State, number: int) -> bool:
+        """Tells whether a faster plan may follow from this state, after layer `number`."""
+        left = self._room - state.held
+        time = state.nanoseconds + self._rest[number + 1] - self._price * left
+        return self._held[number + 1] <= left and time <= self._limit + 1
+
+
 def fastest(problem: Problem, budget: int) -> Plan | None:
     """Returns the fastest plan whose peak is at most the budget, or None."""
+    rough = _searched(problem, budget, FEW_STATES)
+    return _searched(problem, budget, limit=rough.nanoseconds if rough else ENDLESS)
+
+
+def _searched(
+    problem: Problem, budget: int, most: int = MOST_STATES, limit: int = ENDLESS
+) -> Plan | None:
+    """Returns the fastest plan within the budget that takes at most the limit, in ns, or None.
+
+    most: how many states of a bin are kept.
+    """
     if max(problem.update, problem.begin) > budget:
         return None
-    states = [problem._first]
+    states, bound = [problem._first], _Bound(problem, budget, limit - problem.nanoseconds)
     for number, options in enumerate(problem.options):
         after: dict[Any, list[_State]] = {}
         for state, option in product(states, options):
@@ -243,11 +316,11 @@ def fastest(problem: Problem, budget: int) -> Plan | None:
                 continue
             for is_last in {False, option.moved > 0}:
                 one = problem.with_layer(state, number, option, is_last=is_last)
-                if one.peak[0] <= budget:
+                if one.peak[0] <= budget and bound.allows(one, number):
                     bins = (each[0] * BINS // max(budget, BINS) for _, each in one.waiting)
                     group = one.keeps, one.moving, one.is_last, *bins
                     after.setdefault(group, []).append(one)
-        states = [one for group in after.values() for one in _unbeaten(group)]
+        states = [one for group in after.values() for one in _unbeaten(group, most)]
     if not states:
         return None
     choice, state = [], min(states, key=lambda one: one.nanoseconds)
@@ -294,16 +367,20 @@ def _leanest(problem: Problem, best: Plan, limit: int = ENDLESS, near: int = END
     low, step = 0, max(1, best.peak // 1000)
     while best.peak - low > max(1, best.peak // 1000):
         budget = min(near, (low + best.peak) // 2)
-        found = fastest(problem, budget)
+        found = _searched(problem, budget, FEW_STATES)
+        if not found or found.nanoseconds >= limit:
+            found = _searched(problem, budget, limit=limit - 1)
         if found and found.nanoseconds < limit:
             best, near = found, ENDLESS
         else:
             low, near, step = budget, near + step, 2 * step
-    return best
+    return fastest(problem, best.peak) or best
 
 
-def _unbeaten(states: list[_State]) -> list[_State]:
+def _unbeaten(states: list[_State], most: int) -> list[_State]:
     """Returns the states that no other beats in kept and held bytes and in time.
+
+    most: of more, those with nearly the same bytes are joined.
 
     Of equal ones the first stays: in it, the layers that keep less come first.
     """
@@ -320,9 +397,9 @@ def _unbeaten(states: list[_State]) -> list[_State]:
         while end < len(times) and times[end] >= state.nanoseconds:
             end += 1
         held[start:end], times[start:end] = [state.held], [state.nanoseconds]
-    if len(unbeaten) <= MOST_STATES:
+    if len(unbeaten) <= most:
         return unbeaten
-    step = (unbeaten[-1].kept - unbeaten[0].kept) // MOST_STATES + 1
+    step = (unbeaten[-1].kept - unbeaten[0].kept) // most + 1
     joined: dict[int, _State] = {}
     for state in unbeaten[1:]:
         best = joined.setdefault(state.kept // step, state)
