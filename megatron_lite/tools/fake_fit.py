@@ -358,6 +358,8 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
         query = getattr(config, "qformer_config", None)  # of InstructBLIP, with a text of its own
         inputs["qformer_input_ids"] = ids[:, : getattr(query, "max_position_embeddings", None)]
         inputs |= dict.fromkeys(("input_ids", "labels"), ids)
+        if type(model).__name__.endswith("ForSequenceClassification"):  # one label for each sample
+            inputs["labels"] = ids[:, 0].to(dtype if config.num_labels == 1 else ids.dtype)
     return {name: one for name, one in inputs.items() if name in accepted}
 
 

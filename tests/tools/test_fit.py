@@ -211,7 +211,7 @@ def with_towers(name, architecture, **settings):
                     WHISPER, model_type="qwen2_5_omni_audio_encoder", n_window=10, output_dim=64
                 ),
             ),
-            {"input_features": (1, 20, 100), "pixel_values": (16, 1176)},
+            {"pixel_values": (16, 1176)},
         ),
         (  # a convolution reads its patches
             with_towers(
@@ -243,6 +243,13 @@ def test_images_and_spectra_are_made_as_the_configuration_says(config, names):
     assert selects or config["model_type"] != "idefics3"
     (line,) = [note for note in fit.notes if note.startswith("batch: ")]
     assert all(f"{name} {shape}" in line for name, shape in names.items())
+
+
+@pytest.mark.usefixtures("two_actions")
+def test_a_sample_has_one_label_where_whole_texts_are_classified():
+    config = dict(BERT, architectures=["BertForSequenceClassification"], id2label={0: "reward"})
+    fit = fit_config(config, load_hardware("h100"), None, given(seq_length=32))
+    assert "labels (1,)" in str(fit)
 
 
 @pytest.mark.usefixtures("two_actions")
