@@ -173,6 +173,25 @@ class Problem:
             for number in range(len(self.options))
         ]
 
+    @cached_property
+    def _needs(self) -> list[set[tuple[int, int]]]:
+        """The time of each layer's options, and the fewest bytes that they hold.
+
+        Of the tensors that layers share, the last one of them counts those that it keeps itself.
+        """
+
+        def held(number: int, option: Option) -> int:
+            return option.held + sum(
+                one.num_bytes * ((key in option.keeps) - (one.first <= number))
+                for key, one in self._there[number]
+                if one.last == number
+            )
+
+        return [
+            {(option.nanoseconds, held(number, option)) for option in options}
+            for number, options in enumerate(self.options)
+        ]
+
     def with_layer(
         self, state: _State, number: int, option: Option, *, is_last: bool = False
     ) -> _State:
@@ -254,22 +273,7 @@ class _Bound:
         lowest = min(option.backward for option in problem.options[-1])
         self._room = budget - max(one.peak for one in ends) - lowest if ends else ENDLESS
         self._limit = limit
-        # Of the tensors that layers share, the last one of them counts those that it keeps itself.
-        needs = [
-            {
-                (
-                    option.nanoseconds,
-                    option.held
-                    + sum(
-                        one.num_bytes * ((key in option.keeps) - (one.first <= number))
-                        for key, one in problem.shared.items()
-                        if one.last == number
-                    ),
-                )
-                for option in options
-            }
-            for number, options in enumerate(problem.options)
-        ]
+        needs = problem._needs
         prices = {
             (slow - fast) / (more - less)
             for each in {*map(frozenset, needs)}
@@ -381,7 +385,6 @@ def _unbeaten(states: list[_State], most: int) -> list[_State]:
     """Returns the states that no other beats in kept and held bytes and in time.
 
     most: of more, those with nearly the same bytes are joined.
-
     Of equal ones the first stays: in it, the layers that keep less come first.
     """
     states.sort(key=lambda state: state[:3])
