@@ -22,16 +22,22 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, permutations, product
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-FEW_STATES, MOST_STATES = 50, 400  # of one bin, in a first search and in the second
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_STATES = 4000  # of one bin
 ENDLESS = 1 << 62
 CALL = 1000  # the weight of a layer's largest call, to which other calls are compared
 # the keys of peaks that grow with what later layers have left, and of what the layers so far have
 LEFT, ALL_LEFT = -1, -2
 BINS = 128  # of peaks of parts in which later layers wait; states of one bin are compared
 FORWARD, BACKWARD, OUTSIDE, AFTER = range(4)
+# what is known of a peak, in one number: the bytes, one of the four above, and the layer's number
+NUMBER_BITS, PLACE_BITS = 16, 18
+Numbers = NDArray[np.int64]
 PLACES = ("the forward of", "the backward of", *["what comes after"] * 2)
 
 
@@ -109,34 +115,24 @@ class Plan(NamedTuple):
     nanoseconds: int
 
 
-class _State(NamedTuple):
-    """What the options of the first layers come to.
+class _States(NamedTuple):
+    """What choices for the first layers come to. Each column of the figures is one of them.
 
-    kept, held: the bytes more than in full recompute, in forward and in backward.
-    nanoseconds: the time more.
-    extra: the bytes more in backward, of shared tensors that later layers have too.
-    keeps: the numbers of those that some layer keeps.
+    figures: in rows, the bytes more than in full recompute, in forward and in backward, and the
+        time more. Then the highest peaks of parts so far in which later layers wait, by
+        `Moment.behind`, or have left something, by LEFT. After the last layer of all they count as
+        peaks. By ALL_LEFT: what these layers leave.
+    behinds: the keys of these peaks.
+    keeps: the numbers of those shared tensors that some layer keeps and later layers have too.
     moving: the bytes that the last layer with copies has moved, if another one follows.
     is_last: whether no other one follows.
-    peak: the most bytes in parts of the step at the last of these layers, the name of the part, and
-        the layer's number.
-    waiting: the same for parts so far in which later layers wait, by `Moment.behind`, or have left
-        something, by LEFT. After the last layer of all they count for `peak`. By ALL_LEFT: what
-        these layers leave.
-    before: the state without this layer, which has the option.
     """
 
-    kept: int = 0
-    held: int = 0
-    nanoseconds: int = 0
-    extra: int = 0
+    figures: Numbers
+    behinds: tuple[int, ...] = ()
     keeps: frozenset[int] = frozenset()
     moving: int = 0
     is_last: bool = False
-    peak: tuple[int, int, int] = (0, 0, 0)
-    waiting: tuple[tuple[int, tuple[int, int, int]], ...] = ()
-    before: _State | None = None
-    option: Option = Option("")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +156,11 @@ class Problem:
     shared: Mapping[int, Shared]
 
     @cached_property
-    def _first(self) -> _State:
+    def _first(self) -> _States:
         """The state before all layers."""
         leave = any(option.left for options in self.options for option in options)
-        return _State(waiting=((LEFT, (self.end, AFTER, 0)), (ALL_LEFT, (0, AFTER, 0))) * leave)
+        figures = [0, 0, 0, *[_at(self.end, AFTER, 0), _at(0, AFTER, 0)] * leave]
+        return _States(np.array(figures)[:, None], (LEFT, ALL_LEFT) * leave)
 
     @cached_property
     def _there(self) -> list[list[tuple[int, Shared]]]:
@@ -174,8 +171,8 @@ class Problem:
         ]
 
     @cached_property
-    def _needs(self) -> list[set[tuple[int, int]]]:
-        """The time of each layer's options, and the fewest bytes that they hold.
+    def _rests(self) -> list[int]:
+        """The fewest bytes that the layers from each number on hold.
 
         Of the tensors that layers share, the last one of them counts those that it keeps itself.
         """
@@ -187,58 +184,54 @@ class Problem:
                 if one.last == number
             )
 
-        return [
-            {(option.nanoseconds, held(number, option)) for option in options}
-            for number, options in enumerate(self.options)
-        ]
+        least = [min(held(n, one) for one in options) for n, options in enumerate(self.options)]
+        return [*accumulate(least[::-1], initial=0)][::-1]
+
+    @cached_property
+    def _without(self) -> int:
+        """The bytes that are there at the backward of the last layer, whatever layers hold."""
+        ends = [one for one in self.moments[-1] if one.name == BACKWARD and one.before == CALL]
+        lowest = min(option.backward for option in self.options[-1])
+        return max((one.peak + lowest for one in ends), default=-ENDLESS)
 
     def with_layer(
-        self, state: _State, number: int, option: Option, *, is_last: bool = False
-    ) -> _State:
-        """Returns the state in which a layer follows with this option.
+        self, states: _States, number: int, option: Option, *, is_last: bool = False
+    ) -> tuple[_States, Numbers]:
+        """Returns the states in which a layer follows with this option, and the highest peak of
+        each in parts of the step at this layer, with its place (`_at`).
 
         is_last: whether it is the last one that copies to the host.
         """
-        kept = state.kept + option.kept
-        held = max(state.held, state.kept) if option.rebuilds else state.held
-        held += option.held
-        keeps, extra = state.keeps | option.keeps, 0
+        before, held, time, *waiting = states.figures
+        kept = before + option.kept
+        held = (np.maximum(held, before) if option.rebuilds else held) + option.held
+        keeps, extra = states.keeps | option.keeps, 0
         for key, one in self._there[number]:
             more = one.num_bytes * ((key in keeps) - (one.first <= number))
             if number == one.last:
                 kept, held, keeps = kept + more, held + more, keeps - {key}
             else:
                 extra += more
-        moving = state.moving if not option.moved else 0 if is_last else option.moved
-        there = state.kept, held + extra, kept, held + extra
-        inside = option.forward + state.moving, option.backward + state.moving, moving, moving
-        peaks = {}
-        for behind, (peak, name, place) in state.waiting:
+        moving = states.moving if not option.moved else 0 if is_last else option.moved
+        there = before, held + extra, kept, held + extra
+        inside = option.forward + states.moving, option.backward + states.moving, moving, moving
+        peaks: dict[int, Any] = {}
+        for behind, peak in zip(states.behinds, waiting, strict=True):
             more = option.left if behind < 0 else option.held * behind // CALL
-            peaks[behind] = peak + more, name, place
-        for name, peak, before, behind, finds_left in self.moments[number]:
+            peaks[behind] = peak + _at(more, 0, 0)
+        for name, least, share, behind, finds_left in self.moments[number]:
             own = option.held * behind // CALL * (name == FORWARD)
-            peak += there[name] * before // CALL + inside[name] + own
+            peak = least + there[name] * share // CALL + inside[name] + own
             if LEFT in peaks and not behind and (finds_left or name in (BACKWARD, AFTER)):
                 behind = LEFT
-                peak += peaks[ALL_LEFT][0] * finds_left
-            peaks[behind] = max((peak, name, number), peaks.get(behind, (0, 0, 0)))
-        highest = peaks.pop(0, (0, 0, number))
+                peak = peak + (peaks[ALL_LEFT] >> PLACE_BITS) * finds_left
+            peaks[behind] = np.maximum(_at(peak, name, number), peaks.get(behind, 0))
+        highest = peaks.pop(0, np.zeros_like(time))
         if number + 1 == len(self.options):
-            highest = max([highest, *peaks.values()])
-        return _State(
-            kept,
-            held,
-            state.nanoseconds + option.nanoseconds,
-            extra,
-            keeps,
-            moving,
-            state.is_last or is_last,
-            highest,
-            tuple(peaks.items()),
-            state,
-            option,
-        )
+            highest = np.max([highest, *peaks.values()], axis=0)
+        figures = np.stack([kept, held, time + option.nanoseconds, *peaks.values()])
+        after = _States(figures, tuple(peaks), keeps, moving, states.is_last or is_last)
+        return after, highest
 
     def peaks(self, choice: Sequence[Option]) -> Iterator[tuple[int, str, int]]:
         """Yields the peaks of a step: the bytes, where they are, and the number of the layer."""
@@ -247,8 +240,9 @@ class Problem:
         state = self._first
         last = max((number for number, one in enumerate(choice) if one.moved), default=-1)
         for number, option in enumerate(choice):
-            state = self.with_layer(state, number, option, is_last=number == last)
-            yield state.peak[0], PLACES[state.peak[1]], state.peak[2]
+            state, peak = self.with_layer(state, number, option, is_last=number == last)
+            num_bytes, place = divmod(int(peak[0]), 1 << PLACE_BITS)
+            yield num_bytes, PLACES[place >> NUMBER_BITS], place % (1 << NUMBER_BITS)
 
     def plan(self, choice: Sequence[Option]) -> Plan:
         """Returns a choice with its peak and its time."""
@@ -257,80 +251,39 @@ class Problem:
         return Plan(tuple(choice), peak, self.nanoseconds + longer)
 
 
-class _Bound:
-    """What no choice of the layers that follow can be better than.
-
-    At the backward of the last layer all is there that the layers hold. With a price for each of
-    its bytes the layers are independent, so the least sum of time and price is known for those from
-    each number on. A state from which this sum is above that of a known plan leads to no faster
-    plan (Lagrange's relaxation; the price is the one with the highest bound).
-
-    limit: the time of the known plan more than that of full recompute, in ns.
-    """
-
-    def __init__(self, problem: Problem, budget: int, limit: int) -> None:
-        ends = [one for one in problem.moments[-1] if one.name == BACKWARD and one.before == CALL]
-        lowest = min(option.backward for option in problem.options[-1])
-        self._room = budget - max(one.peak for one in ends) - lowest if ends else ENDLESS
-        self._limit = limit
-        needs = problem._needs
-        prices = {
-            (slow - fast) / (more - less)
-            for each in {*map(frozenset, needs)}
-            for (slow, less), (fast, more) in permutations(each, 2)
-            if less < more and fast < slow
-        }
-
-        def least(price: float, time: int = 1) -> list[float]:
-            """Returns the least sums of the layers from each number on."""
-            sums = (min(time * ns + price * held for ns, held in each) for each in needs[::-1])
-            return [*accumulate(sums, initial=0.0)][::-1]
-
-        rests = {price: least(price) for price in {0.0, *prices}}
-        self._price = max(rests, key=lambda price: rests[price][0] - price * self._room)
-        self._rest, self._held = rests[self._price], least(1.0, time=0)
-
-    def allows(self, state: _State, number: int) -> bool:
-        """Tells whether a faster plan may follow from this state, after layer `number`."""
-        left = self._room - state.held
-        time = state.nanoseconds + self._rest[number + 1] - self._price * left
-        return self._held[number + 1] <= left and time <= self._limit + 1
-
-
 def fastest(problem: Problem, budget: int) -> Plan | None:
     """Returns the fastest plan whose peak is at most the budget, or None."""
-    rough = _searched(problem, budget, FEW_STATES)
-    return _searched(problem, budget, limit=rough.nanoseconds if rough else ENDLESS)
-
-
-def _searched(
-    problem: Problem, budget: int, most: int = MOST_STATES, limit: int = ENDLESS
-) -> Plan | None:
-    """Returns the fastest plan within the budget that takes at most the limit, in ns, or None.
-
-    most: how many states of a bin are kept.
-    """
     if max(problem.update, problem.begin) > budget:
         return None
-    states, bound = [problem._first], _Bound(problem, budget, limit - problem.nanoseconds)
+    groups, trace = [problem._first], []
     for number, options in enumerate(problem.options):
-        after: dict[Any, list[_State]] = {}
-        for state, option in product(states, options):
-            if option.moved and state.is_last:
-                continue
-            for is_last in {False, option.moved > 0}:
-                one = problem.with_layer(state, number, option, is_last=is_last)
-                if one.peak[0] <= budget and bound.allows(one, number):
-                    bins = (each[0] * BINS // max(budget, BINS) for _, each in one.waiting)
-                    group = one.keeps, one.moving, one.is_last, *bins
-                    after.setdefault(group, []).append(one)
-        states = [one for group in after.values() for one in _unbeaten(group, most)]
-    if not states:
-        return None
-    choice, state = [], min(states, key=lambda one: one.nanoseconds)
-    while state.before:
-        choice.append(state.option)
-        state = state.before
+        # of a state's figures, its number among those before this layer, and that of its option
+        after: dict[Any, list[Numbers]] = {}
+        room = budget - problem._without - problem._rests[number + 1]
+        begin = 0
+        for states in groups:
+            end = begin + states.figures.shape[1]
+            for place, option in enumerate(options):
+                if option.moved and states.is_last:
+                    continue
+                for is_last in {False, option.moved > 0}:
+                    one, peak = problem.with_layer(states, number, option, is_last=is_last)
+                    fits = (peak >> PLACE_BITS <= budget) & (one.figures[1] <= room)
+                    origin = np.arange(begin, end)
+                    rows = np.stack([*one.figures, origin, np.full_like(origin, place)])[:, fits]
+                    after.setdefault(one[1:], []).append(rows)
+            begin = end
+        found = {
+            key: _unbeaten(np.concatenate(parts, axis=1), budget) for key, parts in after.items()
+        }
+        groups = [_States(rows[:-2], *key) for key, rows in found.items() if rows.size]
+        if not groups:
+            return None
+        trace.append(np.concatenate([rows[-2:] for rows in found.values()], axis=1))
+    choice, state = [], np.argmin(np.concatenate([one.figures[2] for one in groups]))
+    for options, (origins, places) in zip(problem.options[::-1], trace[::-1], strict=True):
+        choice.append(options[places[state]])
+        state = origins[state]
     return problem.plan(choice[::-1])
 
 
@@ -371,9 +324,7 @@ def _leanest(problem: Problem, best: Plan, limit: int = ENDLESS, near: int = END
     low, step = 0, max(1, best.peak // 1000)
     while best.peak - low > max(1, best.peak // 1000):
         budget = min(near, (low + best.peak) // 2)
-        found = _searched(problem, budget, FEW_STATES)
-        if not found or found.nanoseconds >= limit:
-            found = _searched(problem, budget, limit=limit - 1)
+        found = fastest(problem, budget)
         if found and found.nanoseconds < limit:
             best, near = found, ENDLESS
         else:
@@ -381,31 +332,43 @@ def _leanest(problem: Problem, best: Plan, limit: int = ENDLESS, near: int = END
     return fastest(problem, best.peak) or best
 
 
-def _unbeaten(states: list[_State], most: int) -> list[_State]:
-    """Returns the states that no other beats in kept and held bytes and in time.
+def _at(peak: Any, name: int, number: int) -> Any:
+    """Returns bytes and their place as one number, of which the greatest has the most bytes."""
+    return (peak << PLACE_BITS) + (name << NUMBER_BITS) + number
 
-    most: of more, those with nearly the same bytes are joined.
+
+def _unbeaten(rows: Numbers, budget: int) -> Numbers:
+    """Returns the states that no other of their bin beats in kept and held bytes and in time.
+
     Of equal ones the first stays: in it, the layers that keep less come first.
     """
-    states.sort(key=lambda state: state[:3])
-    unbeaten = []
-    held: list[int] = []  # rising; with it the time of the fastest state so far falls
-    times: list[int] = []
-    for state in states:
-        place = bisect_right(held, state.held)
-        if place and times[place - 1] <= state.nanoseconds:
+    bins = (rows[3:-2] >> PLACE_BITS) * BINS // max(budget, BINS)
+    order = np.lexsort([*rows[[-1, -2, 2, 1, 0]], *bins])
+    cuts = np.flatnonzero(np.diff(bins[:, order]).any(axis=0)) + 1
+    found = [_few(each) for each in np.split(rows[:, order], cuts, axis=1)]
+    return np.concatenate(found, axis=1)
+
+
+def _few(states: Numbers) -> Numbers:
+    """Returns those that none before them beats, or of too many with nearly the same kept bytes the
+    fastest."""
+    front = []
+    rising: list[int] = []  # held bytes; with them the time of the fastest state so far falls
+    falling: list[int] = []
+    for number, (held, time) in enumerate(zip(*states[1:3].tolist(), strict=True)):
+        place = bisect_right(rising, held)
+        if place and falling[place - 1] <= time:
             continue
-        unbeaten.append(state)
-        start = end = bisect_left(held, state.held)
-        while end < len(times) and times[end] >= state.nanoseconds:
+        front.append(number)
+        start = end = bisect_left(rising, held)
+        while end < len(falling) and falling[end] >= time:
             end += 1
-        held[start:end], times[start:end] = [state.held], [state.nanoseconds]
-    if len(unbeaten) <= most:
-        return unbeaten
-    step = (unbeaten[-1].kept - unbeaten[0].kept) // most + 1
-    joined: dict[int, _State] = {}
-    for state in unbeaten[1:]:
-        best = joined.setdefault(state.kept // step, state)
-        if state.nanoseconds < best.nanoseconds:
-            joined[state.kept // step] = state
-    return [unbeaten[0], *joined.values()]  # the first of all is the smallest
+        rising[start:end], falling[start:end] = [held], [time]
+    states = states[:, front]
+    if len(front) <= MOST_STATES:
+        return states
+    kept, _, time = states[:3]
+    steps = kept // ((kept[-1] - kept[0]) // MOST_STATES + 1)
+    order = np.lexsort((time, steps))
+    firsts = order[np.unique(steps[order], return_index=True)[1]]
+    return states[:, np.unique([0, *firsts])]  # the first of all is the smallest
