@@ -50,9 +50,9 @@ def linear_layers(setting):
 
     Those of experts are grouped products of balanced rows.
     """
-    config, sizes = setting.model_config(), Sizes(**setting.sizes)
-    layers = describe_layers(config, sizes, config.num_layers)
-    operations = [*head_operations(config, sizes)]
+    sizes = Sizes(model=setting.model_config(), **setting.sizes)
+    layers = describe_layers(sizes, [1] * sizes.model.num_layers)
+    operations = [*head_operations(sizes)]
     operations += [one for layer in layers for one in layer.operations if one.name != CORE]
     matmuls = [one for operation in operations for call in operation.calls for one in call.matmuls]
     drawn = partial(torch.randn, device=setting.device, dtype=DTYPES[setting.dtype])

@@ -48,7 +48,7 @@ class ExpertShape(Shape):
     """
 
     def __init__(self, of: Shape, layer: int) -> None:
-        super().__init__(of.model, of.sizes)
+        super().__init__(of.sizes)
         model, sizes = self.model, self.sizes
         assert model.num_experts is not None
         self.topk, self.num_own = model.moe_router_topk, model.num_experts // sizes.ep_size

@@ -36,12 +36,12 @@ def latent_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
     of_query, up = (of, normed), "linear_q_proj"
     if rank is not None:
         yield from _down(of, "q", normed, rank, rank)
-        of_query, up = (Shape(model, sizes, rank), _latent(of, "q", rank)), "linear_q_up_proj"
+        of_query, up = (Shape(sizes, rank), _latent(of, "q", rank)), "linear_q_up_proj"
     whole = kv_rank + model.qk_pos_emb_head_dim
     yield from _down(of, "kv", normed, whole, kv_rank)
     # Without a norm the latent is a view of the whole.
     latent = _latent(of, "kv", kv_rank if model.qk_layernorm else whole)
-    of_both = Shape(model, sizes, kv_rank), latent
+    of_both = Shape(sizes, kv_rank), latent
     rotated = KeptTensor(
         "rotated part of the key", of.element * sizes.tokens * model.qk_pos_emb_head_dim
     )
@@ -82,7 +82,7 @@ def _down(
     shards = of.tp_size if sizes.sequence_parallel else 1
     own = replace(sizes, tp_size=1, sequence_parallel=False, seq_length=sizes.seq_length // shards)
     down = column_linear(
-        Shape(model, own),
+        Shape(own),
         linear,
         f"self_attention.{linear}",
         linear,

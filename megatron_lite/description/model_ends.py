@@ -4,7 +4,6 @@ The head is the final norm, the output projection and the loss. The code is in m
 and model/gpt.py. Standard library only.
 """
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.description.norms import norm_keeps, norm_parameters
 from megatron_lite.description.operations import (
@@ -23,7 +22,7 @@ from megatron_lite.description.sizes import Shape, Sizes
 LOSS_ROWS = 4  # float32 numbers of each token: factors of its gradient, loss and statistics
 
 
-def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
+def embedding_operations(sizes: Sizes) -> tuple[Operation, ...]:
     """Returns the embedding of a first stage; nothing for another stage.
 
     Each tensor-parallel rank looks up the ids of its own rows of the vocabulary. A collective sums
@@ -31,7 +30,7 @@ def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, .
     """
     if not sizes.has_embedding:
         return ()
-    of, ids = Shape(model, sizes), ID_BYTES * sizes.tokens
+    of, model, ids = Shape(sizes), sizes.model, ID_BYTES * sizes.tokens
     keeps = [KeptTensor("token ids", ids, given=True)]
     if of.tp_size > 1:
         keeps.append(KeptTensor("which ids are elsewhere", sizes.tokens))
@@ -67,7 +66,7 @@ def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, .
     )
 
 
-def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
+def head_operations(sizes: Sizes) -> tuple[Operation, ...]:
     """Returns the final norm, the output projection and the loss of a last stage; else nothing.
 
     With several tensor-parallel ranks the loss issues two all-reduces. The first takes the maximum
@@ -75,7 +74,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
     """
     if not sizes.has_head:
         return ()
-    of = Shape(model, sizes)
+    of, model = Shape(sizes), sizes.model
     columns = sizes.padded_vocab_size // of.tp_size
     weight = Parameter("weight", _words(of))
     logits = KeptTensor("logits", sizes.tokens * columns * of.element)

@@ -91,7 +91,7 @@ def core_attention(of: Shape, inputs: Tensors, layer: int) -> Operation:
     whole_of, own_inputs = of, inputs
     if exchanges_heads:  # attention of one rank, with the heads of more tensor-parallel ranks
         alone = replace(sizes, tp_size=sizes.tp_size * sizes.cp_size, cp_size=1)
-        whole_of = Shape(model, alone)
+        whole_of = Shape(alone)
         inputs = (*_heads(of, "exchanged "), KeptTensor("exchanged value", of.value))
     if model.builds_scores(sizes.device):
         core = _unfused(whole_of, inputs)

@@ -28,7 +28,7 @@ LARGE_BLOCK, BLOCK_UNIT = 10 * 2**20, 2 * 2**20  # of torch's CUDA allocator
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The values that decide the bytes of tensors, besides the shape of the model.
+    """The model, and the values of one micro-batch that decide the bytes of its tensors.
 
     seq_length: the length of the whole sequence, before context parallelism splits it.
     ep_size: the ranks over which experts are spread. expert_tp_size: the TP ranks that share
@@ -67,6 +67,7 @@ class Sizes:
     attends: whether FLOPs count the matmuls of attention.
     """
 
+    model: ModelConfig
     micro_batch_size: int
     seq_length: int
     padded_vocab_size: int = 0
@@ -108,6 +109,7 @@ class Sizes:
         """
         tp_size = config.parallel.tensor_model_parallel_size
         return cls(
+            model=config.model,
             micro_batch_size=config.training.micro_batch_size,
             seq_length=config.data.seq_length,
             padded_vocab_size=config.tokenizer.rows(tp_size),
@@ -302,8 +304,9 @@ class Shape:
         sums the partial [s/c, b, h] of the ranks. Each moves a whole [s/c, b, h].
     """
 
-    def __init__(self, model: ModelConfig, sizes: Sizes, input_size: int | None = None) -> None:
-        self.model, self.sizes = model, sizes
+    def __init__(self, sizes: Sizes, input_size: int | None = None) -> None:
+        model = self.model = sizes.model
+        self.sizes = sizes
         self.input_size = model.hidden_size if input_size is None else input_size
         self.element, self.tp_size = sizes.element_bytes, sizes.tp_size
         token = sizes.tokens * self.element

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import exchange_of
 from megatron_lite.config.regions import ACTIVATION, MLP_REGION, MOE
 from megatron_lite.description.linears import column_linear, dense_mlp, row_linear
@@ -32,51 +31,44 @@ from megatron_lite.description.sizes import Shape, Sizes, alike_layers
 LINEAR_FC1, LINEAR_FC2 = "linear_fc1", "linear_fc2"
 
 
-def describe_layers(
-    model: ModelConfig, sizes: Sizes, num_layers: int, tiles: Sequence[int] = ()
-) -> tuple[LayerDescription, ...]:
-    """Returns the descriptions of `num_layers` layers that begin with layer `sizes.first_layer`.
+def describe_layers(sizes: Sizes, tiles: Sequence[int]) -> tuple[LayerDescription, ...]:
+    """Returns the descriptions of the layers that begin with layer `sizes.first_layer`.
 
     Layers that are alike share one description.
-    tiles: those of the MLP of each layer (`RecomputePlan.tiles`); (): 1 each.
+    tiles: those of the MLP of each layer (`RecomputePlan.tiles`).
     """
-    alone, numbers = first_numbers(model, sizes, num_layers)
-    parts = tiles or (1,) * num_layers
-    return tuple(describe_layer(model, alone, *one) for one in zip(numbers, parts, strict=True))
+    alone, numbers = first_numbers(sizes, len(tiles))
+    return tuple(describe_layer(alone, *one) for one in zip(numbers, tiles, strict=True))
 
 
-def first_numbers(model: ModelConfig, sizes: Sizes, num_layers: int) -> tuple[Sizes, Sequence[int]]:
+def first_numbers(sizes: Sizes, num_layers: int) -> tuple[Sizes, Sequence[int]]:
     """Returns sizes and layers of the model, of which `describe_layer` gives these layers.
 
     A layer stands for all that are like it, in every stage.
     """
     layers = slice(sizes.first_layer, sizes.first_layer + num_layers)
     if sizes.expert_rows:  # each layer has its own
-        return sizes, range(model.num_layers)[layers]
-    alike = alike_layers(model, sizes.seq_length, sizes.cp_comm_type)
+        return sizes, range(sizes.model.num_layers)[layers]
+    alike = alike_layers(sizes.model, sizes.seq_length, sizes.cp_comm_type)
     return replace(sizes, first_layer=0), alike[layers]
 
 
-def describe_kinds(
-    model: ModelConfig, sizes: Sizes, num_layers: int
-) -> list[tuple[LayerDescription, int]]:
+def describe_kinds(sizes: Sizes, num_layers: int) -> list[tuple[LayerDescription, int]]:
     """Returns each kind of layer among `num_layers` with how many there are, for sums over them."""
-    alone, numbers = first_numbers(model, sizes, num_layers)
+    alone, numbers = first_numbers(sizes, num_layers)
     counts = Counter(numbers).items()
-    return [(describe_layer(model, alone, number), count) for number, count in counts]
+    return [(describe_layer(alone, number), count) for number, count in counts]
 
 
 @lru_cache(1024)
-def describe_layer(
-    model: ModelConfig, sizes: Sizes, layer: int = 0, tiles: int = 1
-) -> LayerDescription:
+def describe_layer(sizes: Sizes, layer: int = 0, tiles: int = 1) -> LayerDescription:
     """Returns the description of a layer: its operations in the order of the forward.
 
     layer: the number of the layer in the whole model, counted from 0.
     tiles: how many tiles of the sequence a dense MLP runs in (recompute/checkpoint.py).
     """
     sizes = replace(sizes, cp_comm_type=exchange_of(sizes.cp_comm_type, layer))
-    of = Shape(model, sizes)
+    of, model = Shape(sizes), sizes.model
     layer_input, mlp_residual = (
         KeptTensor(name, of.residual) for name in ("layer input", "mlp residual")
     )
@@ -99,7 +91,7 @@ def describe_layer(
 
         tiles, kept_choices = 1, choices(of)
         mlp = expert_operations(of, normed_mlp, layer)
-    tile = Shape(model, replace(sizes, seq_length=sizes.seq_length // tiles))
+    tile = Shape(replace(sizes, seq_length=sizes.seq_length // tiles))
     if not has_experts:
         mlp = _mlp(tile, normed_mlp)
     region = MOE if has_experts else MLP_REGION
@@ -141,7 +133,7 @@ def describe_layer(
     return LayerDescription(
         tuple(row for row in rows if row),
         _absorbs(of, has_experts),
-        _peculiarity(model, sizes, layer),
+        _peculiarity(sizes, layer),
         kept_choices,
     )
 
@@ -195,8 +187,9 @@ def _absorbs(of: Shape, has_experts: bool) -> str:
     return "pre_mlp_layernorm" if model.norms_before else first
 
 
-def _peculiarity(model: ModelConfig, sizes: Sizes, layer: int) -> str:
+def _peculiarity(sizes: Sizes, layer: int) -> str:
     """Returns a text that tells how the layer differs from others of the model, or ""."""
+    model = sizes.model
     reach = model.layer_reach(layer, sizes.seq_length)
     words = [f"a window of {reach + 1} tokens"] if reach is not None else []
     if model.layer_has_experts(layer) and model.moe_layer_freq != 1:

@@ -27,7 +27,6 @@ from functools import lru_cache
 from operator import itemgetter, le
 from typing import Any, NamedTuple
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.regions import MLP_REGION, POINTWISE, REGIONS, nested
 from megatron_lite.config.run import RunConfig
@@ -189,12 +188,12 @@ def layer_choices(config: RunConfig, clock: Clock, *, host: bool) -> tuple[Layer
     recompute = config.recompute
     host = host and config.training.cuda_graph_impl == "none"  # a graph cannot wait for copies
     skip_tail = recompute.recompute_tail_skip and not recompute.recompute_verify
-    return _useful_choices(config.model, sizes, clock, skip_tail, host)
+    return _useful_choices(sizes, clock, skip_tail, host)
 
 
 @lru_cache(1024)
 def _useful_choices(
-    model: ModelConfig, sizes: Sizes, clock: Clock, skip_tail: bool, host: bool
+    sizes: Sizes, clock: Clock, skip_tail: bool, host: bool
 ) -> tuple[LayerChoice, ...]:
     stores = ["device", "host"] if host and sizes.device != "cpu" else ["device"]
     # Each tensor-parallel rank keeps a part of a unit's input.
@@ -202,9 +201,9 @@ def _useful_choices(
     if sizes.tp_size == 1 or sizes.sequence_parallel:
         splits = []
     priced = [
-        _priced(model, sizes, clock, skip_tail, replace(action, tiles=tiles), store)
-        for action in _actions(model, sizes)
-        for tiles in tile_counts(model, sizes, action)
+        _priced(sizes, clock, skip_tail, replace(action, tiles=tiles), store)
+        for action in _actions(sizes)
+        for tiles in tile_counts(sizes, action)
         for store in stores + splits * action.unit
     ]
     found: list[LayerChoice] = []
@@ -215,25 +214,25 @@ def _useful_choices(
     return tuple(found)
 
 
-def tile_counts(model: ModelConfig, sizes: Sizes, action: LayerAction) -> Iterator[int]:
+def tile_counts(sizes: Sizes, action: LayerAction) -> Iterator[int]:
     """Yields into how many tiles of the sequence an action can cut the MLP, as far as tiles of
     LEAST_TILE tokens are left."""
     yield 1
     rows = sizes.own_seq_length // (sizes.tp_size if sizes.sequence_parallel else 1)
-    for tiles in TILES if model.num_dense_layers else ():
+    for tiles in TILES if sizes.model.num_dense_layers else ():
         has_mlp = action.unit or MLP_REGION in action.regions
         if has_mlp and rows % tiles == 0 and sizes.tokens // tiles >= LEAST_TILE:
             yield tiles
 
 
-def _actions(model: ModelConfig, sizes: Sizes) -> Iterator[LayerAction]:
+def _actions(sizes: Sizes) -> Iterator[LayerAction]:
     """Yields every combination of the regions that free memory, and the whole layer."""
-    whole, _ = _kept(model, sizes)
+    model, (whole, _) = sizes.model, _kept(sizes)
     useful = [
         name
         for name, facts in REGIONS.items()
         if (model.builds_scores(sizes.device) or not facts.needs_scores)
-        and _kept(model, sizes, LayerAction(regions=(name,)))[0] < whole
+        and _kept(sizes, LayerAction(regions=(name,)))[0] < whole
     ]
     # The name `pointwise` stands for every cheap region, those of experts too.
     dense = {name for name in POINTWISE if not REGIONS[name].needs_experts}
@@ -247,20 +246,15 @@ def _actions(model: ModelConfig, sizes: Sizes) -> Iterator[LayerAction]:
 
 
 def _priced(
-    model: ModelConfig,
-    sizes: Sizes,
-    clock: Clock,
-    skip_tail: bool,
-    action: LayerAction,
-    store: Store,
+    sizes: Sizes, clock: Clock, skip_tail: bool, action: LayerAction, store: Store
 ) -> LayerChoice:
-    kept, moved = _kept(model, sizes, action, store)
+    kept, moved = _kept(sizes, action, store)
     rebuilt = 2 * moved  # the tensors of this layer and of the one before come back
-    whole = _kept(model, sizes)[0]
+    whole = _kept(sizes)[0]
 
     def inside(region: str) -> int:
         """Returns the bytes that a replay of the region keeps, or of a tile of it."""
-        freed = whole - _kept(model, sizes, LayerAction(regions=(region,)))[0]
+        freed = whole - _kept(sizes, LayerAction(regions=(region,)))[0]
         return freed // (action.tiles if region == MLP_REGION else 1)
 
     if action.unit:
@@ -269,20 +263,18 @@ def _priced(
         rebuilt += max(map(inside, action.regions))
     segment = _segment(action, store)
     if segment.split:  # the gather of the split unit before runs at the same time
-        rebuilt += Shape(model, sizes).residual
+        rebuilt += Shape(sizes).residual
     seconds = 0.0
     if action != KEEP:
-        seconds = replay_time(model, segment, skip_tail, clock, sizes).seconds
+        seconds = replay_time(segment, skip_tail, clock, sizes).seconds
     return LayerChoice(kept, rebuilt, seconds, moved, action, store)
 
 
 @lru_cache(1024)
-def _kept(
-    model: ModelConfig, sizes: Sizes, action: LayerAction = KEEP, store: Store = "device"
-) -> tuple[int, int]:
+def _kept(sizes: Sizes, action: LayerAction = KEEP, store: Store = "device") -> tuple[int, int]:
     """Returns the bytes that a layer keeps on the device and in host memory, without tables that
     all layers share."""
-    terms = activation_terms(model, RecomputePlan((_segment(action, store),)), sizes)
+    terms = activation_terms(RecomputePlan((_segment(action, store),)), sizes)
     own = [term for term in terms if not term.tensor.shared]
     on_host = sum(term.num_bytes for term in own if term.on_host)
     return sum(term.num_bytes for term in own) - on_host, on_host

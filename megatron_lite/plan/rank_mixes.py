@@ -256,7 +256,7 @@ class RankMixes:
         longest = max(1, *(stage.num_layers for stage in self.stages))
         config = self.run.config
         sizes = Sizes.of(config, self.run.hardware.device)
-        tiles = max(tile_counts(config.model, sizes, LayerAction(unit=1)))
+        tiles = max(tile_counts(sizes, LayerAction(unit=1)))
         in_tiles = f"+mlp/{tiles}" if tiles > 1 else ""
         stores = ("", "@host")[: 1 + (self.run.host_bytes > 0)]
         for length, store in itertools.product(UNIT_LENGTHS, stores):

@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
@@ -99,20 +98,20 @@ def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
     more where both are near, since each has parts in which it waits for the other. On a CPU both
     are the same cores.
     """
-    model, clock = run.config.model, run.clock
+    clock = run.clock
     sizes = Sizes.of(run.config, clock.hardware.device, stage)
     inner = layer_sizes(sizes)
-    ends = _ends(model, replace(sizes, first_layer=0), clock)
-    once = StageTime.of([(ends, 1.0), (_layers(model, inner, stage.num_layers, clock), 1.0)])
+    ends = _ends(replace(sizes, first_layer=0), clock)
+    once = StageTime.of([(ends, 1.0), (_layers(inner, stage.num_layers, clock), 1.0)])
     skip, budget = plan.skip_tail, run.config.recompute.activation_memory_budget
     backward = [(once.backward, 1.0)] + [
-        (replay_time(model, one, skip, clock, inner), 1.0)
+        (replay_time(one, skip, clock, inner), 1.0)
         for one in plan.segments
         if one.unit or one.regions or one.ops
     ]
     if budget is not None and stage.num_layers:  # an assumption: the compiler runs the rest again
         whole = Segment(first_layer=0, num_layers=stage.num_layers, unit=True)
-        backward.append((replay_time(model, whole, skip, clock, inner), 1.0 - budget))
+        backward.append((replay_time(whole, skip, clock, inner), 1.0 - budget))
     summed = _summed_bytes(run) * stage_parameters(run.config, stage)
     seconds = clock.hardware.memory_seconds(summed) + clock.hardware.kernel_s
     backward.append((clock.work(GRADIENT_SUMS, seconds, 1.0), 1.0))
@@ -138,7 +137,7 @@ def _transfers(
     """
     clock, layers, num_bytes = run.clock, set(), 0
     if plan.uses_stores:
-        for term in activation_terms(run.config.model, plan, sizes):
+        for term in activation_terms(plan, sizes):
             if term.on_host and term.layer is not None:
                 layers.add(term.layer)
                 num_bytes += term.num_bytes
@@ -166,16 +165,16 @@ def layer_sizes(sizes: Sizes) -> Sizes:
 
 
 @lru_cache(CACHED)
-def _ends(model: ModelConfig, sizes: Sizes, clock: Clock) -> StageTime:
+def _ends(sizes: Sizes, clock: Clock) -> StageTime:
     """Returns the work of the embedding and of the head, as far as the stage holds them."""
-    return _passes([*embedding_operations(model, sizes), *head_operations(model, sizes)], clock)
+    return _passes([*embedding_operations(sizes), *head_operations(sizes)], clock)
 
 
 @lru_cache(CACHED)
-def _layers(model: ModelConfig, sizes: Sizes, num_layers: int, clock: Clock) -> StageTime:
+def _layers(sizes: Sizes, num_layers: int, clock: Clock) -> StageTime:
     return StageTime.of(
         (_passes(layer.operations, clock), count)
-        for layer, count in describe_kinds(model, sizes, num_layers)
+        for layer, count in describe_kinds(sizes, num_layers)
     )
 
 
@@ -186,23 +185,18 @@ def _passes(operations: Sequence[Operation], clock: Clock) -> StageTime:
     )
 
 
-def replay_time(
-    model: ModelConfig, segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes
-) -> Work:
+def replay_time(segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes) -> Work:
     """Returns the work that backward does again of a segment."""
     # alike layers are replayed in the same time wherever they lie
     first = sizes.first_layer + segment.first_layer
-    alike = alike_layers(model, sizes.seq_length, sizes.cp_comm_type)
+    alike = alike_layers(sizes.model, sizes.seq_length, sizes.cp_comm_type)
     sizes = replace(sizes, first_layer=first_alike(alike, first, segment.num_layers))
-    return _replay(model, replace(segment, first_layer=0), skip_tail, clock, sizes)
+    return _replay(replace(segment, first_layer=0), skip_tail, clock, sizes)
 
 
 @lru_cache(CACHED)
-def _replay(
-    model: ModelConfig, segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes
-) -> Work:
-    number = segment.num_layers
-    layers = describe_layers(model, sizes, number, (segment.tiles,) * number)
+def _replay(segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes) -> Work:
+    layers = describe_layers(sizes, (segment.tiles,) * segment.num_layers)
     works = [
         clock.pointwise(one, REPLAYED_MEMORY_BOUND, backward=False)
         for one in replayed_operations(layers, segment, skip_tail)
@@ -213,7 +207,7 @@ def _replay(
     works.append(Work({REPLAYED_MEMORY_BOUND: 0.0}, starts * clock.mode.replay_s))
     if segment.split:
         # The gather of a unit's input runs beside the backward of the unit after it.
-        gather = Collective(ALL_GATHER, Shape(model, sizes).whole)
+        gather = Collective(ALL_GATHER, Shape(sizes).whole)
         seconds = clock.hardware.collective_seconds(gather, clock.tp)
         beside = sum(work.seconds for work in works)
         works.append(Work({TENSOR_PARALLEL: clock.exposed(seconds, beside)}, 0.0))

@@ -110,7 +110,7 @@ def step_time(
     pipeline = Group(p, run.data_parallel.size * t)
     own_stages = _alike(config)
     passages = _passages(run, own_stages, num_microbatches)
-    sent = transfer_bytes or Shape(model, Sizes.of(config, hardware.device)).residual
+    sent = transfer_bytes or Shape(Sizes.of(config, hardware.device)).residual
     link = hardware.inside if pipeline.per_node(hardware) == p else hardware.between
     transfer = link.latency_s + sent / link.bandwidth
     durations = Durations(
@@ -314,7 +314,7 @@ def _muon(run: TimedRun, stages: Sequence[Stage], shards: int) -> float:
     seconds, elements, number = 0.0, 0, 0
     for stage in stages:
         sizes = Sizes.of(run.config, clock.hardware.device, stage)
-        for layer, count in describe_kinds(run.config.model, sizes, stage.num_layers):
+        for layer, count in describe_kinds(sizes, stage.num_layers):
             for operation in layer.operations:
                 for parameter in operation.parameters:
                     if len(parameter.shape) == 2:

@@ -121,7 +121,7 @@ def _exact(step: StepSize, place: ParallelState) -> tuple[Counter[str], int]:
         size=step.pipeline_size, rank=place.pp_rank, num_microbatches=step.num_microbatches
     )
     plan = stage_plan(config, stage)
-    for term in activation_terms(config.model, plan, Sizes.of(config, device="cpu", stage=stage)):
+    for term in activation_terms(plan, Sizes.of(config, device="cpu", stage=stage)):
         if term.tensor.given or not term.tensor.shared:
             found[HOST if term.on_host else FORWARD] += waiting * term.num_bytes
     return found, states.total + states.on_host + update.num_bytes

@@ -84,10 +84,10 @@ class ActivationMeter:
         model = self._config.model
         sizes = Sizes.of(self._config, device=self._parallel.device.type, stage=chunk.stage)
         if model.num_experts is not None:
-            self._balanced += activation_bytes(model, plan, sizes)
+            self._balanced += activation_bytes(plan, sizes)
             rows: list[Any] = [getattr(one.mlp, "num_rows", ()) for one in chunk.decoder.layers]
             sizes = replace(sizes, expert_rows=tuple(rows) if any(rows) else ())
-        for term in activation_terms(model, plan, sizes):
+        for term in activation_terms(plan, sizes):
             place = HOST if term.on_host else OUTSIDE
             # The decoder saves the inputs of units.
             if not (term.on_host or term.layer is None or term.operation == UNIT):

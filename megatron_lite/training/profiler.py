@@ -224,7 +224,7 @@ def record_step(
 
     timeline = record_timeline(model, noted, name=str(config.recompute.policy))
     sizes = Sizes.of(config, device=losses[0].device.type, stage=model.stage)
-    predicted = tuple(kept_course(config.model, plan, sizes))
+    predicted = tuple(kept_course(plan, sizes))
     write_timeline(timeline._replace(predicted=predicted), path)
     return losses[0]
 

@@ -107,12 +107,12 @@ def measured(model):
     }, rows
 
 
-def described(config, sizes):
+def described(sizes):
     """Returns the same figures as the description has them."""
-    prefixed = [("", one) for one in embedding_operations(config, sizes)]
-    for number, layer in enumerate(describe_layers(config, sizes, NUM_LAYERS)):
+    prefixed = [("", one) for one in embedding_operations(sizes)]
+    for number, layer in enumerate(describe_layers(sizes, [1] * NUM_LAYERS)):
         prefixed += [(f"decoder.layers.{number}.", one) for one in layer.operations]
-    prefixed += [("", one) for one in head_operations(config, sizes)]
+    prefixed += [("", one) for one in head_operations(sizes)]
     seen = defaultdict(set)
     found = {}
     for prefix, operation in prefixed:
@@ -170,7 +170,7 @@ def wrong(rank, world_size, layout, fields=None):
                 **(dict(moe_expert_capacity_factor=0.9) if fields and variant == "mixtral" else {}),
                 **differing,
             )
-            sizes = layout.sizes(dtype)
+            sizes = layout.sizes(config, dtype)
             real, rows = measured(layout.model(config, parallel, dtype=dtype))
             if fields is not None:
                 sizes = replace(
@@ -180,7 +180,7 @@ def wrong(rank, world_size, layout, fields=None):
                     gathers_tokens=fields.get("moe_token_dispatcher_type") == "allgather",
                     expert_rows=rows,
                 )
-            told = described(config, sizes)
+            told = described(sizes)
             differ = {
                 module: (real.get(module), told.get(module))
                 for module in {*real, *told}

@@ -91,13 +91,14 @@ def test_a_layer_moves_the_bytes_that_torch_dispatches(case, monkeypatch):
     )
     measured = [long - short for long, short in zip(dispatched(two), dispatched(one), strict=True)]
     sizes = Sizes(
+        model=one,
         micro_batch_size=BATCH,
         seq_length=SEQ_LENGTH,
         padded_vocab_size=128,
         element_bytes=2,
         device="cuda",
     )
-    operations = describe_layer(one, sizes).operations
+    operations = describe_layer(sizes).operations
     described = [
         sum(operation.moved[direction] for operation in operations) for direction in (0, 1)
     ]

@@ -130,8 +130,8 @@ def ladder(run=ladder_run, policies=LADDER, *, ranks=2):
             config, device="cuda", dp_cp_size=ranks, num_microbatches=512 // ranks
         )
         lines.append(
-            f"| `{text}` | {activation_bytes(config.model, plan, sizes) / GIB:.2f} "
-            f"| {activation_bytes(config.model, plan, sizes, on_host=True) / GIB:.2f} "
+            f"| `{text}` | {activation_bytes(plan, sizes) / GIB:.2f} "
+            f"| {activation_bytes(plan, sizes, on_host=True) / GIB:.2f} "
             f"| {peak.num_bytes / GIB:.2f} | +{PolicyFlops.of(config, 'cuda').added:.1%} |"
         )
     return "\n".join(lines)

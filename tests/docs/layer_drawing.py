@@ -45,7 +45,7 @@ def layer_figure(config):
     from matplotlib import pyplot
 
     sizes = Sizes.of(config, device="cuda")
-    layer = describe_layer(config.model, sizes)
+    layer = describe_layer(sizes)
     rows = [one for one in layer.operations if one.keeps or one.regions or one.calls]
     kept = {policy: kept_by(layer, policy, sizes) for policy in POLICIES}
     most = max(max(column.values()) for column in kept.values()) / 2**20

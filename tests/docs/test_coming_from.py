@@ -85,7 +85,7 @@ def test_megatrons_flags_give_the_plan_of_the_policy(row):
 def test_the_figure_is_the_predicted_one(row):
     run = run_of(row)
     plan, sizes = plan_stage(run.recompute, run.model.num_layers), Sizes.of(run, device="cpu")
-    device, host = (activation_bytes(run.model, plan, sizes, on_host=one) for one in (False, True))
+    device, host = (activation_bytes(plan, sizes, on_host=one) for one in (False, True))
     assert row.figure == f"{device:,}" + (f" + {host:,} on the host" if host else "")
 
 

@@ -129,13 +129,13 @@ def kept_bytes(model, device):
 
 
 def predicted_bytes(model, sizes):
-    run = model.config, model.decoder.plan, sizes
+    run = model.decoder.plan, sizes
     return activation_bytes(*run), activation_bytes(*run, on_host=True)
 
 
 def test_as_many_bytes_as_predicted_are_on_the_host_and_as_many_fewer_on_the_device(device):
-    sizes = tiny_sizes(element_bytes=2, device=device.type)
     plain = build("*:none", device, dtype=torch.bfloat16)
+    sizes = tiny_sizes(plain.config, element_bytes=2, device=device.type)
     all_found, all_predicted = kept_bytes(plain, device), predicted_bytes(plain, sizes)
     assert all_found[1] == all_predicted[1] == 0
     for policy in POLICIES:

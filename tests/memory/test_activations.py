@@ -85,13 +85,13 @@ def figures(config, recompute, parallel, layout, dtype, *, live=None, loss_chunk
         if live is None
         else live.bytes_beside(known | meter.storages().keys() | stores.storages())
     )
-    sizes = layout.sizes(dtype, **chunks)
+    sizes = layout.sizes(config, dtype, **chunks)
     return Figures(
         meter.total_bytes() + stores.device_bytes,
-        activation_bytes(config, plan, sizes),
+        activation_bytes(plan, sizes),
         unaccounted,
         stores.host_bytes,
-        activation_bytes(config, plan, sizes, on_host=True),
+        activation_bytes(plan, sizes, on_host=True),
     )
 
 

@@ -123,7 +123,7 @@ def test_every_policy_sends_what_is_predicted(layout, name, dtype):
     for found in run_ranks(issued, layout.ranks, layout, MODELS[name], plans, dtype, {}):
         for policy, plan in plans.items():
             sent = [by_kind_and_bytes(one, dtype.itemsize, tokens=tokens) for one in found[policy]]
-            told = plan_collectives(MODELS[name], plan, layout.sizes(dtype))
+            told = plan_collectives(plan, layout.sizes(MODELS[name], dtype))
             expected = [Counter(told.forward), Counter(told.backward + told.replay)]
             assert sent == expected, policy
 
@@ -134,14 +134,14 @@ def test_a_replay_of_experts_repeats_the_collectives_that_its_policy_says(dispat
     config = variant_config("mixtral", num_layers=NUM_LAYERS)
     plans = {one: plan_of(one, NUM_LAYERS) for one in ("*:none", "*:moe", "*:moe_act", "*:full")}
     fields = dict(expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher)
-    sizes = Layout().sizes(ep_size=2, gathers_tokens=dispatcher == "allgather")
+    sizes = Layout().sizes(config, ep_size=2, gathers_tokens=dispatcher == "allgather")
     for found in run_ranks(issued, 2, Layout(), config, plans, torch.float32, fields):
         sent = {
             policy: [Counter(TORCH_NAMES[one.name] for one in part) for part in parts]
             for policy, parts in found.items()
         }
         for policy, plan in plans.items():
-            told = plan_collectives(config, plan, sizes)
+            told = plan_collectives(plan, sizes)
             for part, expected in zip(
                 sent[policy], (told.forward, told.backward + told.replay), strict=True
             ):

@@ -134,9 +134,9 @@ def measured(config, plan, parallel, layout):
 
 
 def predicted(config, plan, layout):
-    here = layout.sizes()
-    replays = (one.num_bytes for one in replays_of(config, plan, here))
-    return Fullest(activation_bytes(config, plan, here), max(replays, default=0))
+    here = layout.sizes(config)
+    replays = (one.num_bytes for one in replays_of(plan, here))
+    return Fullest(activation_bytes(plan, here), max(replays, default=0))
 
 
 def differences(rank, world_size, config, layout):

@@ -81,18 +81,16 @@ def test_the_parts_add_up_to_the_whole(run, policy, device):
     assert (
         sum(one.count * one.kept_bytes for one in report.parts)
         == report.own.memory.kept_bytes
-        == activation_bytes(config.model, plan, sizes)
+        == activation_bytes(plan, sizes)
     )
     moved = sum(one.count * tensor.num_bytes for one in report.parts for tensor in one.moved)
-    assert (
-        moved == report.own.host_bytes == activation_bytes(config.model, plan, sizes, on_host=True)
-    )
+    assert moved == report.own.host_bytes == activation_bytes(plan, sizes, on_host=True)
     again = replay_flops(config.model, plan, micro_batch_size=3, seq_length=12, device=device)
     parts = (one.count * flops for one in report.parts for _, flops in one.replayed)
     assert sizes.num_ranks * sum(parts) == again
     sent = summed(one.traffic for one in report.parts for _ in range(one.count))
     # The order differs: the layers of a group need not be neighbours.
-    expected = plan_collectives(config.model, plan, sizes)
+    expected = plan_collectives(plan, sizes)
     for phase in ("forward", "backward", "replay"):
         assert Counter(getattr(sent, phase)) == Counter(getattr(expected, phase))
 
@@ -137,7 +135,7 @@ def test_the_other_policies_are_priced_as_they_would_be_run(words):
         plan = plan_stage(row.config.recompute, config.model.num_layers)
         own = Sizes.of(row.config, device="cuda")
         assert row.plan == plan
-        assert row.memory.kept_bytes == activation_bytes(config.model, plan, own)
+        assert row.memory.kept_bytes == activation_bytes(plan, own)
         assert row.step == fullest_step_peak(row.config, device="cuda", dp_cp_size=1)
     assert sum(row.execution == report.own.execution for row in report.policies) == 1
 

@@ -147,7 +147,7 @@ def test_a_backward_frees_what_the_forward_left(case):
         for stage in stages_of_rank(config.parallel, config.model.num_layers, rank):
             sizes = Sizes.in_training(config, device="cpu", stage=stage)
             plan = plan_stage(config.recompute, stage.num_layers, stage.number)
-            forward, backward, *_ = stage_course(config.model, plan, sizes)
+            forward, backward, *_ = stage_course(plan, sizes)
             hidden = sizes.local_tokens * config.model.hidden_size * sizes.element_bytes
             # The input and the gradient of the output come from other ranks, and are freed here.
             received = hidden * ((not stage.is_first) + (not stage.is_last))

@@ -87,6 +87,7 @@ def wrong_on_cuda(rank, world_size):
             window_size=window,
         )
         sizes = Sizes(
+            model=config,
             micro_batch_size=b,
             seq_length=s,
             padded_vocab_size=8,
@@ -94,7 +95,7 @@ def wrong_on_cuda(rank, world_size):
             device="cuda",
             resets_attention=packed,
         )
-        (told,) = (one for one in describe_layer(config, sizes).operations if one.name == CORE)
+        (told,) = (one for one in describe_layer(sizes).operations if one.name == CORE)
         kept = []
         alone = torch.autograd.set_multithreading_enabled(False)
         with FakeTensorMode(), alone, Largest() as largest:

@@ -115,7 +115,7 @@ def test_collectives_that_nothing_hides_take_the_time_of_those_that_are_issued(
     config = run(recompute_policy=policy, **TP8, sequence_parallel=sequence_parallel)
     machine = talking(1e-6, 1e11)
     traffic = plan_collectives(
-        MODEL, plan_stage(config.recompute, LAYERS, 0), Sizes.of(config, device="cuda")
+        plan_stage(config.recompute, LAYERS, 0), Sizes.of(config, device="cuda")
     )
     issued = [*traffic.forward, *traffic.backward, *traffic.replay]
     assert issued

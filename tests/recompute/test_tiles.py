@@ -60,19 +60,19 @@ def of_policies(rank, world_size, variant, layout):
                 )
                 if not equal or worst > 1e-12:
                     wrong.append(f"{case}: bits equal {equal}, {worst} from untiled")
-                sizes = layout.sizes(torch.float64)
+                sizes = layout.sizes(config, torch.float64)
                 tokens = sample_tokens(parallel=parallel)
                 with (
                     kept_for_backward(exclude=model.parameters()) as meter,
                     recorded_collectives() as forward,
                 ):
                     loss = model(*tokens).mean()
-                told, kept = activation_bytes(config, plan, sizes), meter.total_bytes()
+                told, kept = activation_bytes(plan, sizes), meter.total_bytes()
                 if kept != told:
                     wrong.append(f"{case}: keeps {kept}, not {told}")
                 with recorded_collectives() as backward:
                     loss.backward()
-                traffic = plan_collectives(config, plan, sizes)
+                traffic = plan_collectives(plan, sizes)
                 for name, sent, expected in (
                     ("forward", forward, traffic.forward),
                     ("backward", backward, (*traffic.backward, *traffic.replay)),

@@ -94,9 +94,10 @@ def plan_of(policy, num_layers, **others):
     return plan_stage(RecomputeConfig(recompute_policy=policy, **others), num_layers)
 
 
-def tiny_sizes(tp_size=1, **others):
+def tiny_sizes(config, tp_size=1, **others):
     """Returns the sizes of a step of a tiny model. others: further fields."""
     return Sizes(
+        model=config,
         micro_batch_size=BATCH,
         seq_length=SEQ_LENGTH,
         padded_vocab_size=padded_vocab_size(tp_size),
@@ -175,8 +176,9 @@ class Layout(NamedTuple):
             **options,
         )
 
-    def sizes(self, dtype=torch.float32, **others):
+    def sizes(self, config, dtype=torch.float32, **others):
         return tiny_sizes(
+            config,
             self.tp,
             sequence_parallel=self.sequence_parallel,
             cp_size=self.cp,

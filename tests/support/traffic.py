@@ -6,13 +6,13 @@ from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.kept_tensors import Traffic, collectives, segment_collectives
 
 
-def plan_collectives(model, plan, sizes):
+def plan_collectives(plan, sizes):
     """Returns all collectives of one micro-batch."""
-    layers, of = describe_layers(model, sizes, plan.num_layers, plan.tiles), Shape(model, sizes)
-    parts = [collectives(embedding_operations(model, sizes))]
+    layers, of = describe_layers(sizes, plan.tiles), Shape(sizes)
+    parts = [collectives(embedding_operations(sizes))]
     for one in plan.segments:
         parts.append(segment_collectives(of, one, layers, skip_tail=plan.skip_tail))
-    return summed([*parts, collectives(head_operations(model, sizes))])
+    return summed([*parts, collectives(head_operations(sizes))])
 
 
 def summed(parts):

@@ -227,14 +227,14 @@ def test_a_stated_imbalance_gives_the_fullest_rank_so_many_rows(settings):
         config_of("ep2", Path("unused"), plan_moe_imbalance=imbalance, **settings)
         for imbalance in (1.0, 1.5)
     )
-    model, plan = full.model, plan_stage(RecomputeConfig(), 4)
+    plan = plan_stage(RecomputeConfig(), 4)
     tokens = full.data.seq_length * full.training.micro_batch_size
     whole = math.ceil(tokens * 2 / 4 * 0.8) * 4 if settings else 10**9
     rows, balanced = (
         whole if settings == PADDED else min(whole, int(times * 2 * tokens)) for times in (1.5, 1.0)
     )
     found, expected, least = (
-        activation_bytes(model, plan, sizes)
+        activation_bytes(plan, sizes)
         for sizes in (
             Sizes.of(full, device="cpu"),
             replace(Sizes.of(even, device="cpu"), expert_rows=((rows, balanced),) * 4),

@@ -79,7 +79,7 @@ def price(config: RunConfig, device: str, dp_cp_size: int, name: str = "") -> Pr
         plan=plan_model(config),
         memory=rank_memory(config, device, step.rank),
         host_bytes=sum(
-            activation_bytes(config.model, own, Sizes.of(config, device, stage), on_host=True)
+            activation_bytes(own, Sizes.of(config, device, stage), on_host=True)
             for stage, own in rank_plans(config, step.rank)
         ),
         step=step,

@@ -187,7 +187,7 @@ def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
     """Yields the parts of a rank. Those of all its stages with equal figures are one part."""
     alike = defaultdict[Part, dict[int, list[Sequence[int]]]](dict)  # layers by stage
     for stage, plan in rank_plans(config, rank):
-        for part, layers in _stage_parts(config, plan, Sizes.of(config, device, stage)):
+        for part, layers in _stage_parts(plan, Sizes.of(config, device, stage)):
             alike[part].setdefault(stage.number, []).append(layers)
     in_stages = config.parallel.pipeline_model_parallel_size > 1
     for part, by_stage in alike.items():
@@ -196,20 +196,17 @@ def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
         yield replace(part, name=part.name or _name(names, in_stages), count=number)
 
 
-def _stage_parts(
-    config: RunConfig, plan: RecomputePlan, sizes: Sizes
-) -> Iterator[tuple[Part, Sequence[int]]]:
+def _stage_parts(plan: RecomputePlan, sizes: Sizes) -> Iterator[tuple[Part, Sequence[int]]]:
     """Yields the parts of a stage, with the numbers of their layers. Layers have no name yet."""
-    model, of = config.model, Shape(config.model, sizes)
-    terms = activation_terms(model, plan, sizes)
-    layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
+    terms = activation_terms(plan, sizes)
+    layers = describe_layers(sizes, plan.tiles)
 
     def end(name: str, operations: Sequence[Operation]) -> Iterator[tuple[Part, Sequence[int]]]:
         kept = largest_first(one for one in terms if one.operation == name)
         if operations:
             yield Part(name=name, kept=kept, traffic=collectives(operations)), ()
 
-    yield from end(EMBEDDING, embedding_operations(model, sizes))
+    yield from end(EMBEDDING, embedding_operations(sizes))
     for one in terms:
         if one.tensor.shared:
             yield Part(name=f"{one.tensor.name}, shared by all layers", kept=(one.tensor,)), ()
@@ -225,10 +222,10 @@ def _stage_parts(
             kept=largest_first(one for one in own if not one.on_host),
             moved=largest_first(one for one in own if one.on_host),
             replayed=tuple(replayed.items()),
-            traffic=segment_collectives(of, segment, layers, plan.skip_tail),
+            traffic=segment_collectives(Shape(sizes), segment, layers, plan.skip_tail),
         )
         yield part, segment.numbers
-    yield from end(HEAD, head_operations(model, sizes))
+    yield from end(HEAD, head_operations(sizes))
 
 
 def _treatment(segment: Segment, layers: Sequence[LayerDescription], sizes: Sizes) -> str:

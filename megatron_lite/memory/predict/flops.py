@@ -58,14 +58,14 @@ PEAK_TFLOPS = (
 @lru_cache(maxsize=1024)
 def forward_flops(model: ModelConfig, **shape: Any) -> int:
     """Returns the FLOPs of one forward pass, logits included (2205.05198, appendix A)."""
-    kinds = describe_kinds(model, Sizes(**shape), model.num_layers)
+    kinds = describe_kinds(Sizes(model=model, **shape), model.num_layers)
     layers = sum(count * _forward(layer.operations) for layer, count in kinds)
     return layers + logits_flops(model, **shape)
 
 
 def logits_flops(model: ModelConfig, **shape: Any) -> int:
     """Returns the FLOPs of the output projection."""
-    return _forward(head_operations(model, Sizes(**shape)))
+    return _forward(head_operations(Sizes(model=model, **shape)))
 
 
 def step_flops(model: ModelConfig, **shape: Any) -> int:
@@ -76,11 +76,11 @@ def step_flops(model: ModelConfig, **shape: Any) -> int:
 def hardware_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
     """Returns the hardware FLOPs of forward and backward."""
     ranks = {**shape, "tp_size": 1, "cp_size": 1}
-    sizes = Sizes(**ranks)
-    kinds = describe_kinds(model, sizes, model.num_layers)
+    sizes = Sizes(model=model, **ranks)
+    kinds = describe_kinds(sizes, model.num_layers)
     return (
         step_flops(model, **ranks)
-        + _rebuilds(head_operations(model, sizes))
+        + _rebuilds(head_operations(sizes))
         + replay_flops(model, plan, **shape)
         # The fifth matmul of flash attention's backward, since it keeps no scores.
         + sum(count * _rebuilds(layer.operations) for layer, count in kinds)
@@ -89,8 +89,8 @@ def hardware_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int
 
 def replay_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
     """Returns the FLOPs that backward runs again under the plan."""
-    sizes = Sizes(**shape)
-    layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
+    sizes = Sizes(model=model, **shape)
+    layers = describe_layers(sizes, plan.tiles)
     # The description counts the FLOPs of one rank. The figure here is over all TP and CP ranks.
     return sizes.num_ranks * sum(
         matmul.flops
@@ -135,7 +135,7 @@ class PolicyFlops(NamedTuple):
                 cp_size=sizes.cp_size,
                 device=device,
             ),
-            sizes.num_ranks * _rebuilds(head_operations(config.model, sizes)),
+            sizes.num_ranks * _rebuilds(head_operations(sizes)),
         )
 
 

@@ -11,7 +11,6 @@ The tensors come from description/. Standard library only.
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.policy import Choice
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import (
@@ -156,13 +155,13 @@ class Term(NamedTuple):
         return self.tensor.num_bytes
 
 
-def activation_terms(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[Term, ...]:
+def activation_terms(plan: RecomputePlan, sizes: Sizes) -> tuple[Term, ...]:
     """Returns every tensor that is kept, in the order of the forward."""
-    layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
-    terms = list(_end_terms(EMBEDDING, embedding_operations(model, sizes)))
+    layers = describe_layers(sizes, plan.tiles)
+    terms = list(_end_terms(EMBEDDING, embedding_operations(sizes)))
     for segment in plan.segments:
         terms += segment_terms(layers, plan, segment, sizes)
-    terms += _end_terms(HEAD, head_operations(model, sizes))
+    terms += _end_terms(HEAD, head_operations(sizes))
     # A tensor that layers share counts once, at its first occurrence.
     once = {
         (one.tensor.name if one.tensor.shared else number): number
@@ -171,11 +170,9 @@ def activation_terms(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> t
     return tuple(terms[number] for number in sorted(once.values()))
 
 
-def activation_bytes(
-    model: ModelConfig, plan: RecomputePlan, sizes: Sizes, *, on_host: bool = False
-) -> int:
+def activation_bytes(plan: RecomputePlan, sizes: Sizes, *, on_host: bool = False) -> int:
     """Returns the sum of the `activation_terms` on the device, or in host memory."""
-    terms = activation_terms(model, plan, sizes)
+    terms = activation_terms(plan, sizes)
     return sum(term.num_bytes for term in terms if term.on_host is on_host)
 
 

@@ -106,8 +106,8 @@ def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -
         sizes = Sizes.of(config, device, stage)
         # An input in an arena counts with its own bytes.
         plan = replace(stage_plan(config, stage, keeps_all), contiguous=False)
-        course = stage_course(config.model, plan, sizes)
-        kept, own = activation_bytes(config.model, plan, sizes), course.forward.kept
+        course = stage_course(plan, sizes)
+        kept, own = activation_bytes(plan, sizes), course.forward.kept
         most = max((one.num_bytes for one in course.replays), default=0)
         return kept - own, own, max(0, most - kept)
 
@@ -134,7 +134,6 @@ def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
     schedule = RankSchedule.of(config, rank, number)
     kept = (
         activation_bytes(
-            config.model,
             stage_plan(config, stage, schedule.keeps_all(Action("forward", 0, chunk))),
             Sizes.of(config, device, stage),
         )

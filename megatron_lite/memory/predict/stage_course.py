@@ -21,7 +21,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.model_ends import (
     embedding_operations,
     head_operations,
@@ -91,10 +90,10 @@ class StageCourse(NamedTuple):
 
 @lru_cache(CACHED)
 def stage_course(
-    model: ModelConfig, plan: RecomputePlan, sizes: Sizes, weights: GatheredWeights = NOT_SHARDED
+    plan: RecomputePlan, sizes: Sizes, weights: GatheredWeights = NOT_SHARDED
 ) -> StageCourse:
     """Returns the course of a micro-batch. weights: those that FSDP2 gathers."""
-    course = _Course(model, plan, sizes, weights)
+    course = _Course(plan, sizes, weights)
     passages = course.forward(), course.backward()
     kept = course.tables, sum(course.moved), course.arena
     return StageCourse(*passages, tuple(course.replays), *kept, weights.staying)
@@ -103,23 +102,21 @@ def stage_course(
 class _Course:
     """A walk over the segments of a stage, to the head and back."""
 
-    def __init__(
-        self, model: ModelConfig, plan: RecomputePlan, sizes: Sizes, weights: GatheredWeights
-    ) -> None:
+    def __init__(self, plan: RecomputePlan, sizes: Sizes, weights: GatheredWeights) -> None:
         self.plan, self.sizes, self.weights = plan, sizes, weights
         self.walk, self.replays = Walk(sizes), list[KeptPoint]()
-        shape, self.waits = Shape(model, sizes), 0
+        shape, self.waits = Shape(sizes), 0
         self.hidden = shape.residual
         # The gradient of a tied weight waits for that of the lookup.
         if waits_for_lookup(shape):
             wide = sizes.accumulate_bytes if sizes.sums_gradients else sizes.element_bytes
-            self.waits = sizes.padded_vocab_size // sizes.tp_size * model.hidden_size * wide
-        self.layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
+            self.waits = sizes.padded_vocab_size // sizes.tp_size * shape.model.hidden_size * wide
+        self.layers = describe_layers(sizes, plan.tiles)
         alike = {id(one): one for one in self.layers}.values()
         tensors = {one for layer in alike for each in layer.operations for one in each.keeps}
         self.tables = sum(one.num_bytes for one in tensors if one.shared)
-        self.first = embedding_operations(model, sizes)
-        self.last = head_operations(model, sizes)
+        self.first = embedding_operations(sizes)
+        self.last = head_operations(sizes)
         self.embedding, self.head = (
             layer_backward(one, sizes, is_end=True) for one in (self.first, self.last)
         )
@@ -313,11 +310,11 @@ class _Course:
         return self.known[key]
 
 
-def kept_course(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[KeptPoint]:
+def kept_course(plan: RecomputePlan, sizes: Sizes) -> Iterator[KeptPoint]:
     """Yields the points of one micro-batch on one stage, in the order of the step."""
     terms = [
         (-1 if one.layer is None else one.layer, one.num_bytes)
-        for one in activation_terms(model, plan, sizes)
+        for one in activation_terms(plan, sizes)
         if not (one.on_host or one.operation == HEAD)
     ]
     kept = [  # after the embedding and after each layer
@@ -326,8 +323,8 @@ def kept_course(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterat
     ]
     for layer in range(plan.num_layers):
         yield KeptPoint("forward", layer, layer, kept[layer + 1])
-    yield KeptPoint("forward", -1, -1, activation_bytes(model, plan, sizes))
-    replays = {one.first_layer: one for one in replays_of(model, plan, sizes)}
+    yield KeptPoint("forward", -1, -1, activation_bytes(plan, sizes))
+    replays = {one.first_layer: one for one in replays_of(plan, sizes)}
     for segment in reversed(plan.segments):
         first = segment.first_layer
         if first in replays:
@@ -335,6 +332,6 @@ def kept_course(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterat
         yield KeptPoint("backward", first, segment.numbers[-1], kept[first])
 
 
-def replays_of(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[KeptPoint, ...]:
+def replays_of(plan: RecomputePlan, sizes: Sizes) -> tuple[KeptPoint, ...]:
     """Returns the replays of a plan. An input in an arena counts with its own bytes."""
-    return stage_course(model, replace(plan, contiguous=False), sizes).replays
+    return stage_course(replace(plan, contiguous=False), sizes).replays

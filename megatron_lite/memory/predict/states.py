@@ -213,13 +213,10 @@ def _optimizer_tensors(config: RunConfig, pieces: list[tuple[bool, int]]) -> lis
 def _parameters(config: RunConfig, stage: Stage) -> Iterator[_Held]:
     """Yields the parameters of a stage on one TP rank, in the order of the model."""
     sizes = Sizes.of(config, "cpu", stage)
-    layers = describe_layers(config.model, sizes, stage.num_layers)
+    layers = describe_layers(sizes, [1] * stage.num_layers)
     first, last = (
         [(one.module, parameter) for one in operations for parameter in one.parameters]
-        for operations in (
-            embedding_operations(config.model, sizes),
-            head_operations(config.model, sizes),
-        )
+        for operations in (embedding_operations(sizes), head_operations(sizes))
     )
     parts = [
         (f"decoder.layers.{number}", [*layer.parameters()])
@@ -233,8 +230,8 @@ def _parameters(config: RunConfig, stage: Stage) -> Iterator[_Held]:
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
     """Returns how many parameters the whole model has. Tied word embeddings count once."""
-    sizes = Sizes(micro_batch_size=1, seq_length=1, padded_vocab_size=vocab_size)
-    return _count(model, sizes, model.num_layers)
+    sizes = Sizes(model=model, micro_batch_size=1, seq_length=1, padded_vocab_size=vocab_size)
+    return _count(sizes, model.num_layers)
 
 
 def rank_parameter_count(config: RunConfig, rank: int) -> int:
@@ -253,6 +250,7 @@ def stage_parameters(config: RunConfig, stage: Stage, of_experts: bool | None = 
     parallel = config.parallel
     tp_size = parallel.tensor_model_parallel_size
     sizes = Sizes(
+        model=config.model,
         micro_batch_size=1,
         seq_length=1,
         padded_vocab_size=config.tokenizer.rows(tp_size),
@@ -263,16 +261,14 @@ def stage_parameters(config: RunConfig, stage: Stage, of_experts: bool | None = 
         has_head=stage.is_last,
         first_layer=stage.first_layer,
     )
-    return _count(config.model, sizes, stage.num_layers, of_experts)
+    return _count(sizes, stage.num_layers, of_experts)
 
 
 @lru_cache(4096)
-def _count(
-    model: ModelConfig, sizes: Sizes, num_layers: int, of_experts: bool | None = None
-) -> int:
-    ends = embedding_operations(model, sizes) + head_operations(model, sizes)
+def _count(sizes: Sizes, num_layers: int, of_experts: bool | None = None) -> int:
+    ends = embedding_operations(sizes) + head_operations(sizes)
     parts = [(ends, 1)]
-    parts += [(one.operations, times) for one, times in describe_kinds(model, sizes, num_layers)]
+    parts += [(one.operations, times) for one, times in describe_kinds(sizes, num_layers)]
     return sum(
         times * parameter.num_elements
         for operations, times in parts
@@ -337,7 +333,7 @@ def _updated(options: OptimizerConfig, pieces: list[int]) -> int:
 def _muon(config: RunConfig, stage: Stage, shards: int) -> int:
     """Returns the most bytes of Muon's temporaries for a parameter."""
     sizes, model = Sizes.of(config, "cpu", stage), config.model
-    layer = describe_layer(model, sizes, min(stage.first_layer, model.num_layers - 1))
+    layer = describe_layer(sizes, min(stage.first_layer, model.num_layers - 1))
     qkv: tuple[int, ...] = (1,)
     if config.optimizer.muon_split_qkv:
         qkv = (model.num_attention_heads // model.query_groups, 1, 1)

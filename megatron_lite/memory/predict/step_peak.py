@@ -232,7 +232,7 @@ def _fullest(
 ) -> _Fullest:
     """Returns the fullest moment of a rank's actions."""
     stages, actions = schedule.stages, schedule.actions
-    hidden = Shape(config.model, Sizes.of(config, device)).residual
+    hidden = Shape(Sizes.of(config, device)).residual
 
     def crosses(action: Action) -> tuple[bool, bool]:
         """Returns whether the action receives from another stage, and whether it sends."""
@@ -298,4 +298,4 @@ def _course(
         weights = GatheredWeights.of(
             config, sizes, stage.num_layers, dp_cp_size=shards, several=several
         )
-    return stage_course(config.model, stage_plan(config, stage, keeps_all), sizes, weights)
+    return stage_course(stage_plan(config, stage, keeps_all), sizes, weights)

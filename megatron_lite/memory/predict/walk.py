@@ -93,10 +93,10 @@ class GatheredWeights(NamedTuple):
         model = config.model
         sent = FLOAT32 if config.training.precision == "fp32" else sizes.element_bytes
         reduced = sent if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
-        first = _parameters(embedding_operations(model, sizes))
-        last_ones = _parameters(head_operations(model, sizes))
+        first = _parameters(embedding_operations(sizes))
+        last_ones = _parameters(head_operations(sizes))
         number = min(sizes.first_layer, model.num_layers - 1)  # a stage may have no layers
-        layer = describe_layer(model, sizes, number)
+        layer = describe_layer(sizes, number)
 
         def unit(parameters: Sequence[Parameter], last: int = 0) -> FsdpUnit:
             if not parameters:
