@@ -55,7 +55,7 @@ class General(Settings):
     dry_run_memory: bool = switch(
         "run one step of some ranks without their machines, on tensors without values; print the "
         "memory that each rank needs, and stop",
-        excludes=("dump_config", "explain_recompute"),
+        excludes="dump_config explain_recompute",
         why=EACH_PRINTS,
     )
     check_line: str | None = setting(
@@ -80,7 +80,7 @@ class General(Settings):
         f"them: {', '.join(PRESETS)}",
         metavar="NAME",
         alias="--preset",
-        excludes=("config_json", "hf_config"),
+        excludes="config_json hf_config",
         why=EACH_DESCRIBES,
     )
     local_rank: int | None = setting(

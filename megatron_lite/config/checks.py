@@ -26,9 +26,9 @@ class ContradictionError(ValueError):
         supplies (cli/flags.py). All other broken rules are faults of the user.
     """
 
-    def __init__(self, text: str, *fields: str) -> None:
+    def __init__(self, text: str, fields: str) -> None:
         super().__init__(text)
-        self.fields = fields
+        self.fields = fields.split()
 
 
 class PeerError(InputError):

@@ -14,11 +14,8 @@ from megatron_lite.config.setting import (
     switch,
 )
 
-# One of them names the data of a run. The last two give each split its own.
-SOURCES = (
-    *("data_path", "mock_data", "data_args_path"),
-    *("train_data_path", "per_split_data_args_path"),
-)
+# Each names the data of a run, as train_data_path and per_split_data_args_path do split by split.
+OF_ALL_SPLITS = "data_path mock_data data_args_path"
 ONE_SOURCE = "a run has one source of data"
 PER_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 # Three names of Megatron's for a tokenizer of a SentencePiece model.
@@ -71,7 +68,7 @@ class DataConfig(Settings):
     split: str = setting(
         "shares of the documents for training, validation and test",
         "969, 30, 1",
-        excludes=SOURCES[3:],
+        excludes="train_data_path per_split_data_args_path",
         why="each split has data of its own",
     )
     data_cache_path: str | None = setting("directory of the sample and blend indices")
@@ -90,11 +87,11 @@ class DataConfig(Settings):
     )
     data_args_path: str | None = setting(
         "file with the words of --data-path, for lists that are too long",
-        excludes=SOURCES[:2],
+        excludes="data_path mock_data",
         why=ONE_SOURCE,
     )
     train_data_path: tuple[str, ...] = setting(
-        ONE_SPLIT.format("train"), (), nargs="*", excludes=SOURCES[:3], why=ONE_SOURCE
+        ONE_SPLIT.format("train"), (), nargs="*", excludes=OF_ALL_SPLITS, why=ONE_SOURCE
     )
     valid_data_path: tuple[str, ...] = setting(
         ONE_SPLIT.format("valid"), (), nargs="*", needs="train_data_path", why=ONE_BY_ONE
@@ -104,7 +101,7 @@ class DataConfig(Settings):
     )
     per_split_data_args_path: str | None = setting(
         'JSON file {"train": [..], "valid": [..], "test": [..]} with the words of these three',
-        excludes=SOURCES[:4],
+        excludes=f"{OF_ALL_SPLITS} train_data_path",
         why=ONE_SOURCE,
     )
     dataloader_type: str = setting(

@@ -17,7 +17,7 @@ from megatron_lite.config.setting import Settings, count, setting, switch
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 SINKHORN = "sinkhorn"
 ALONE = dict(
-    excludes=(f"moe_router_load_balancing_type={SINKHORN}",),
+    excludes=f"moe_router_load_balancing_type={SINKHORN}",
     why="it chooses and weighs by its own rule",
 )
 of_experts = partial(setting, without="num_experts")

@@ -67,19 +67,19 @@ class OptimizerConfig(Settings):
     weight_decay: float = setting("decoupled weight decay of matrices", 0.01, least=0.0)
     use_precision_aware_optimizer: bool = switch(
         "allow the formats below; an update computes in float32 and rounds once",
-        needs=("optimizer=adam", "use_distributed_optimizer"),
+        needs="optimizer=adam use_distributed_optimizer",
     )
     main_grads_dtype: str = setting(
         "in what gradients are summed over micro-batches and ranks",
         "fp32",
         choices=("fp32", "bf16"),
-        needs=("use_precision_aware_optimizer", "bf16"),
+        needs="use_precision_aware_optimizer bf16",
     )
     main_params_dtype: str = setting(
         "format of main weights; fp16 with a scale",
         "fp32",
         choices=("fp32", "fp16"),
-        needs=("use_precision_aware_optimizer", "bf16|fp16"),
+        needs="use_precision_aware_optimizer bf16|fp16",
         why="float32 weights are their own main weights",
     )
     stochastic_rounding: bool = switch(
@@ -247,7 +247,7 @@ class LrScheduleConfig(Settings):
         "warm-up as a share of the decay's length",
         least=0.0,
         below=1.0,
-        excludes=("lr_warmup_iters", "lr_warmup_samples"),
+        excludes="lr_warmup_iters lr_warmup_samples",
     )
     lr_warmup_init: float = setting(
         "learning rate at the start of the warm-up", 0.0, least=0.0, upto="lr"
@@ -266,7 +266,7 @@ class LrScheduleConfig(Settings):
     )
     lr_wsd_decay_samples: int | None = count(
         "the same in samples, with --train-samples",
-        needs=("lr_decay_style=WSD", OF_SAMPLES),
+        needs=f"lr_decay_style=WSD {OF_SAMPLES}",
         why=ALIKE,
     )
     decoupled_lr: float | None = setting(

@@ -6,7 +6,7 @@ from megatron_lite.config.setting import Settings, check_settings, count, settin
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 OTHER_EXPERTS = dict(
-    excludes=("use_torch_fsdp2", "cuda_graph_impl=full_iteration"),
+    excludes="use_torch_fsdp2 cuda_graph_impl=full_iteration",
     why="ranks hold different experts, and exchange as many rows as their routers choose; use "
     "--use-distributed-optimizer, and other graphs",
 )
@@ -70,10 +70,8 @@ class ParallelConfig(Settings):
         "what each stage holds, as Megatron writes it: E embedding, t layer, L loss, | between "
         "stages, x*n and (..)*n repeat: Et*3|(tt|)*2L; it decides the number of virtual stages too",
         needs=PIPELINE,
-        excludes=(
-            *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-            *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-        ),
+        excludes="num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
         why="both cut the layers into stages",
     )
     overlap_p2p_comm: bool = setting(
@@ -292,7 +290,7 @@ class DataParallelConfig(Settings):
     )
     overlap_param_gather: bool = switch(
         "gather the updated weights beside the next forward",
-        needs=("use_distributed_optimizer", "overlap_grad_reduce"),
+        needs="use_distributed_optimizer overlap_grad_reduce",
         why="it gathers what ZeRO-1 shares out, in the buckets of the reduction",
     )
     use_torch_fsdp2: bool = switch(

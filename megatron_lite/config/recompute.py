@@ -25,7 +25,7 @@ from megatron_lite.config.units import parse_bytes
 
 METHODS = ("uniform", "block")
 AUTO = "auto"
-ELSEWHERE = ("recompute_policy", "recompute_activations", "recompute_granularity")
+ELSEWHERE = "recompute_policy recompute_activations recompute_granularity"
 
 
 class RecomputeConfig(Settings):
@@ -99,10 +99,8 @@ class RecomputeConfig(Settings):
         "every-2:core_attn+layernorm; *:full+mlp/8' (an MLP in 8 tiles of the sequence) instead "
         "of --recompute-granularity and its modules; auto chooses the fastest one that fits "
         "--memory-budget",
-        excludes=(
-            *("recompute_activations", "recompute_granularity", "recompute_method"),
-            *("recompute_num_layers", "distribute_saved_activations", "recompute_modules"),
-        ),
+        excludes="recompute_activations recompute_granularity recompute_method "
+        "recompute_num_layers distribute_saved_activations recompute_modules",
         why="both say what is recomputed",
     )
     memory_budget: str | None = setting(
@@ -118,10 +116,8 @@ class RecomputeConfig(Settings):
         most=1.0,
         needs="torch_compile",
         # What a compiled layer keeps is not known, and every collective would end its graph.
-        excludes=(
-            *("recompute_verify", "overlap_param_gather"),
-            *("tensor_model_parallel_size>1", "context_parallel_size>1", "num_experts"),
-        ),
+        excludes="recompute_verify overlap_param_gather tensor_model_parallel_size>1 "
+        "context_parallel_size>1 num_experts",
         why="it is the share, 0 to 1, that the compiler keeps of each layer, which is one graph",
     )
     contiguous_saved_activations: bool = switch(
@@ -146,7 +142,7 @@ class RecomputeConfig(Settings):
         "'0-N:none@host'",
         0,
         least=0,
-        excludes=("fine_grained_activation_offloading", *ELSEWHERE),
+        excludes=f"fine_grained_activation_offloading {ELSEWHERE}",
         why="one --recompute-policy with @host says both",
     )
     fine_grained_activation_offloading: bool = switch(
@@ -216,7 +212,8 @@ class RecomputeConfig(Settings):
             names = ("recompute_method", "recompute_num_layers")
             given = [f"{flag(name)} {value}" for name in names if (value := getattr(self, name))]
             raise ContradictionError(
-                f"{given[0]} belongs to --recompute-granularity full (got selective)", *names
+                f"{given[0]} belongs to --recompute-granularity full (got selective)",
+                " ".join(names),
             )
         if granularity == "full" and method is None:
             raise ValueError(

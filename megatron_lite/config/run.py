@@ -118,7 +118,7 @@ class RunConfig:
                 f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel} with "
                 f"--tensor-model-parallel-size {tp_size} need --sequence-parallel: otherwise all "
                 "tensor-parallel ranks would send the same tokens",
-                *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+                "expert_model_parallel_size expert_tensor_parallel_size",
             )
 
     def check_complete_for_training(self) -> None:
@@ -270,8 +270,8 @@ class RunConfig:
                 "--activation-memory-budget lets the compiler decide what layers recompute: give "
                 "it instead of --recompute-policy or --recompute-granularity. --torch-compile "
                 "without it goes with every policy",
-                *("activation_memory_budget", "recompute_policy", "recompute_granularity"),
-                *("cpu_offloading_num_layers", "fine_grained_activation_offloading"),
+                "activation_memory_budget recompute_policy recompute_granularity "
+                "cpu_offloading_num_layers fine_grained_activation_offloading",
             )
 
     def _check_graphs(self) -> None:
@@ -282,7 +282,7 @@ class RunConfig:
             raise ContradictionError(
                 f"--cuda-graph-impl {impl} excludes --moe-expert-capacity-factor {factor}: the "
                 "host waits for the number of rows. --moe-pad-expert-input-to-capacity fixes it",
-                *("cuda_graph_impl", "moe_expert_capacity_factor"),
+                "cuda_graph_impl moe_expert_capacity_factor",
             )
         is_on_device = all("host" not in rule.store for rule in self.recompute.policy.rules)
         if impl != "none" and not is_on_device:
@@ -290,7 +290,7 @@ class RunConfig:
                 f"--cuda-graph-impl {impl} excludes tensors in host "
                 "memory: a graph cannot wait for their copies. Leave one of them out "
                 "(--cuda-graph-impl none, or a --recompute-policy without @host)",
-                *("cuda_graph_impl", "recompute_policy", "cpu_offloading_num_layers"),
+                "cuda_graph_impl recompute_policy cpu_offloading_num_layers "
                 "fine_grained_activation_offloading",
             )
 
@@ -365,8 +365,7 @@ class RunConfig:
             raise ContradictionError(
                 f"{flag} has nothing to split under --sequence-parallel, where each rank's input "
                 "is already 1/t: leave one of them out",
-                "sequence_parallel",
-                "distribute_saved_activations",
+                "sequence_parallel distribute_saved_activations",
             )
         tokens = self.data.seq_length // cp_size * self.training.micro_batch_size
         elements = tokens * self.model.hidden_size

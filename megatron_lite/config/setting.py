@@ -37,8 +37,8 @@ class Setting(NamedTuple):
         a multiple of each.
     why: the reason for the bounds, and for the exclusions or else the needs; if there are no needs,
         also for `without`.
-    needs, excludes: conditions that must hold, or must not, unless the field has its default. One
-        alone may be a text, and so may one field of multiple_of.
+    needs, excludes: conditions that must hold, or must not, unless the field has its default.
+        Blanks stand between several, and between several fields of multiple_of.
     without: the condition without which the flag has no effect, as a notice says.
 
     A condition names a field of any topic: "load", "optimizer=muon", "tokenizer_type=A/B" for one
@@ -66,10 +66,10 @@ class Setting(NamedTuple):
     above: float | None = None
     below: float | None = None
     upto: str = ""
-    multiple_of: Sequence[str] = ()
+    multiple_of: str = ""
     why: str = ""
-    needs: Sequence[str] = ()
-    excludes: Sequence[str] = ()
+    needs: str = ""
+    excludes: str = ""
     without: str = ""
     field: str = ""
     kind: Any = bool
@@ -123,9 +123,6 @@ class Setting(NamedTuple):
 
 def setting(help: str, default: Any = None, **facts: Any) -> Any:
     """Returns a field of a config class with the facts of `Setting`."""
-    for name in ("multiple_of", "needs", "excludes"):
-        if isinstance(only := facts.get(name), str):
-            facts[name] = (only,)
     return dataclasses.field(default=default, metadata={"setting": Setting(help, **facts)})
 
 
@@ -237,7 +234,7 @@ def check_relations(configs: Sequence[Any]) -> None:
     for config in configs:
         for one in _related(config.__class__):
             name, default, value = one.field, one.default, values[one.field]
-            for other in (one.upto, *one.multiple_of):
+            for other in (one.upto, *one.multiple_of.split()):
                 number = values.get(other)
                 if value is None or number is None:
                     continue
@@ -246,18 +243,18 @@ def check_relations(configs: Sequence[Any]) -> None:
                     said = one.with_value(value)
                     raise ValueError(f"{said} {rule} {flag(other)} {number}{one.reason}")
             is_given = value != default and (value, default) != (False, None)  # off needs nothing
-            for text in (*one.needs, *one.excludes) if is_given else ():
+            needs = one.needs.split()
+            for text in (*needs, *one.excludes.split()) if is_given else ():
                 found = condition(text, values)
-                if text in one.needs and found.holds is False:
+                if text in needs and found.holds is False:
                     reason = "" if one.excludes else one.reason
                     said = f"{one.with_value(value)} needs {found.text}{reason}"
                     raise ContradictionError(said, name)
-                if text in one.excludes and found.holds:
+                if text not in needs and found.holds:
                     said = f"{one.with_value(value)} excludes {found.text}{one.reason}"
+                    alternative = "" if ">" in text else found.field  # a size is none
                     raise ContradictionError(
-                        f"{said}. Leave one of them out",
-                        name,
-                        *([] if ">" in text else [found.field]),  # a size is no alternative
+                        f"{said}. Leave one of them out", f"{name} {alternative}"
                     )
 
 

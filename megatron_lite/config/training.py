@@ -148,11 +148,8 @@ class TrainingConfig(Settings):
         "none",
         choices=("none", WHOLE_STEP),
         megatron=dict.fromkeys(("local", "transformer_engine"), WHOLE_STEP),
-        excludes=(
-            *("recompute_verify", "timing_log_level>0", "log_straggler"),
-            *("use_torch_fsdp2", "overlap_param_gather", "optimizer=muon"),
-            *("reset_attention_mask", "optimizer_cpu_offload"),
-        ),
+        excludes="recompute_verify timing_log_level>0 log_straggler use_torch_fsdp2 "
+        "overlap_param_gather optimizer=muon reset_attention_mask optimizer_cpu_offload",
         why="a graph runs no Python, nothing that its step does not end, and reads no host memory",
     )
     cuda_graph_modules: tuple[str, ...] = setting(
@@ -189,8 +186,7 @@ class TrainingConfig(Settings):
             raise ContradictionError(
                 f"{name} ends with a batch of {steps[-1][1]} samples, and --global-batch-size is "
                 f"{self.global_batch_size}: leave --global-batch-size out",
-                "global_batch_size",
-                "step_batch_size_schedule",
+                "global_batch_size step_batch_size_schedule",
             )
 
     def _check_rampup(self) -> None:

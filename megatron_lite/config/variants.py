@@ -61,12 +61,12 @@ class Variants(Settings):
         "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
         "head",
         choices=("head", ALL_HEADS),
-        needs=("qk_layernorm", "normalization=RMSNorm"),
+        needs="qk_layernorm normalization=RMSNorm",
         why="it norms queries and keys, and only RMSNorm sums over the ranks",
     )
     geglu: bool = switch(
         "gated linear unit with GELU's tanh form in the MLP, as in Gemma",
-        excludes=("swiglu", "squared_relu"),
+        excludes="swiglu squared_relu",
         why="an MLP has one activation",
     )
     add_proj_bias: bool = switch(
@@ -118,11 +118,9 @@ class LatentSettings(Settings):
 
     multi_latent_attention: bool = switch(
         "keys and values of all heads from one latent vector a token, as in DeepSeek-V2",
-        needs=("position_embedding_type=rope", "rotary_percent=1.0"),
-        excludes=(
-            *("group_query_attention", "add_qkv_bias", "no_rope_freq", "use_rope_scaling"),
-            *("rotary_seq_len_interpolation_factor", "rotary_base_local"),
-        ),
+        needs="position_embedding_type=rope rotary_percent=1.0",
+        excludes="group_query_attention add_qkv_bias no_rope_freq use_rope_scaling "
+        "rotary_seq_len_interpolation_factor rotary_base_local",
         why="its heads share a rotated part, and its values are smaller than its keys",
     )
     q_lora_rank: int | None = count(

@@ -89,7 +89,7 @@ class PlanSettings(Settings):
     """The planner's own flags."""
 
     model: str | None = setting(
-        ", ".join(PRESETS), alias="--preset", excludes=("hf_config", "config_json"), why=ONE_RUN
+        ", ".join(PRESETS), alias="--preset", excludes="hf_config config_json", why=ONE_RUN
     )
     hf_config: str | None = setting(
         "a config.json of Hugging Face", excludes="config_json", why=ONE_RUN
