@@ -154,11 +154,11 @@ FIELDS = [
 
 
 def _attributes_read(path):
-    """Attribute names in a file, without the rules in __post_init__ of config classes."""
+    """Attribute names in a file, without the rules of config classes."""
     names = set()
 
     def visit(node):
-        if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
+        if getattr(node, "name", "") in ("__post_init__", "check_rules"):
             return
         if isinstance(node, ast.Attribute):
             names.add(node.attr)

@@ -258,7 +258,7 @@ class Saver:
                 reason = f"{fault} written by rank {rank}: {type(error).__name__}: {error}"
             answer = (kind, reason[:LONGEST_REASON])
         texts = all_gather_bytes(json.dumps(answer).encode(), self._parallel.saver_group)
-        answers = [parse_json(text, longest=None) for text in texts]
+        answers = [parse_json(text) for text in texts]
         # A refusal such as LockLost names the cause, so it comes first. If a later start has
         # removed the folder, the other ranks see only a missing file.
         kind, rank = min((kind, rank) for rank, (kind, _) in enumerate(answers))

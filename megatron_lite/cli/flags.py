@@ -15,9 +15,10 @@ from megatron_lite.config.checks import ContradictionError, flag
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.invocation import SCRIPT
-from megatron_lite.config.known_models import PRESETS, Values, model_of, stored_values
+from megatron_lite.config.known_models import PRESETS, model_of, stored_values
 from megatron_lite.config.megatron_flags import translate_values
 from megatron_lite.config.notices import notices as notices_of
+from megatron_lite.config.plain import Values
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import (
     Parser,
@@ -114,7 +115,7 @@ def build_parser(program: str = SCRIPT) -> Parser:
     program: the name with which its messages begin.
     """
     parser = Parser(prog=program, exit_on_error=False, argument_default=argparse.SUPPRESS)
-    parser.call_options("general")
+    parser._optionals.title = "general"
     add_settings(parser, General, DryRunConfig)
     add_run_flags(parser)
     megatron_flags.add_flags_without_effect(parser)
@@ -193,7 +194,6 @@ def _parsed(namespace: argparse.Namespace, notices: list[str]) -> ParsedArgument
     for name, (field, value) in CONTRADICTIONS.items():
         if name in given and given.get(field) is value:
             raise ValueError(f"{name} contradicts {flag_of(field)}: leave one of them out")
-    megatron_flags.check_only_values(given)
     notices += megatron_flags.take_ignored(given)
     sources = {name: source for name in SOURCES if (source := getattr(general, name)) is not None}
     notices += translate_values(given, run_fields(), has_file=bool(sources))

@@ -151,7 +151,7 @@ def help_text(parser: Parser, word: str, program: str) -> str | None:
         )
     found = [
         action
-        for action in _shown(parser.actions)
+        for action in _shown(parser._actions)
         if any(topic in name.lower().replace("_", "-") for name in action.option_strings)
     ]
     exact = [action for action in found if topic in action.option_strings]

@@ -26,10 +26,11 @@ STEP = re.compile(
 )
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MOST_STEPS = 10_000
+Steps = tuple[tuple[int, int], ...]
 ENDLESS = 2**63  # iterations
 
 
-def parse_steps(text: str) -> tuple[tuple[int, int], ...]:
+def parse_steps(text: str) -> Steps:
     """Returns the steps of a text such as "0:16 2.4B:320 4.8B:624", in increasing order.
 
     Each step is (tokens, size): once the run has consumed so many tokens, an iteration takes `size`
@@ -63,9 +64,7 @@ def parse_steps(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(steps)
 
 
-def ramp_steps(
-    start: int, increment: int, ramp_samples: int, full: int
-) -> tuple[tuple[int, int], ...]:
+def ramp_steps(start: int, increment: int, ramp_samples: int, full: int) -> Steps:
     """Returns (samples, size) of each step of --rampup-batch-size."""
     number = (full - start) // increment
 
@@ -89,7 +88,7 @@ class BatchSchedule:
     samples_per_microbatch: --micro-batch-size x data-parallel size, which divides every size.
     """
 
-    steps: tuple[tuple[int, int], ...]
+    steps: Steps
     samples_per_microbatch: int = 1
 
     @property

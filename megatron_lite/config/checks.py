@@ -71,7 +71,7 @@ def chosen(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
 def resolve(config: Any, field: str, value: Any) -> None:
     """Gives a field of a frozen config its derived value if it is None.
 
-    Only `__post_init__` may call this.
+    Only `__post_init__` and `check_rules` may call this.
     """
     if getattr(config, field) is None:
         object.__setattr__(config, field, value)

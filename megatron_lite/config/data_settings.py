@@ -5,7 +5,6 @@ from typing import Any
 from megatron_lite.config.checks import flag, resolve
 from megatron_lite.config.setting import (
     Settings,
-    check_settings,
     condition,
     count,
     required,
@@ -203,8 +202,7 @@ class TokenizerConfig(Settings):
         without=OF_TIKTOKEN,
     )
 
-    def __post_init__(self) -> None:
-        check_settings(self)
+    def check_rules(self) -> None:
         reads_bpe_files = self.vocab_file is not None or self.merge_file is not None
         resolve(self, "tokenizer_type", "GPT2BPETokenizer" if reads_bpe_files else "NullTokenizer")
         files = READ_FILES[str(self.tokenizer_type)]

@@ -3,7 +3,7 @@
 from megatron_lite.config.checks import quoted
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.plain import parse_whole_number
-from megatron_lite.config.setting import Settings, check_settings, count, setting
+from megatron_lite.config.setting import Settings, count, setting
 from megatron_lite.config.stages import stages_of_rank
 
 DEVICES = ("cpu", "cuda")
@@ -47,8 +47,7 @@ class DryRunConfig(Settings):
         needs=DRY_RUN,
     )
 
-    def __post_init__(self) -> None:
-        check_settings(self)
+    def check_rules(self) -> None:
         if len({*self.dry_run_ranks}) < len(self.dry_run_ranks):
             raise ValueError(f"{self._named}: a rank is there more than once, leave one out")
 

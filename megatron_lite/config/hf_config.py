@@ -25,7 +25,6 @@ property of the model that is written for the field. Keys of one field must have
 that is `like` another one names what differs; null takes an entry out.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -38,12 +37,12 @@ from megatron_lite.config.hf_rules import REQUIRED, Config
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.known_models import KnownModel
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
-from megatron_lite.config.plain import as_whole, parse_json, shown
+from megatron_lite.config.plain import Values, as_whole, parse_json, shown
 
 DATA = parse_json(Path(__file__).with_name("families.json").read_text())
 
 
-def _family(row: Mapping[str, Any]) -> dict[str, Any]:
+def _family(row: Values) -> Values:
     base = _family(DATA["families"][row["like"]]) if "like" in row else {}
     whole = {**base, **row}
     for name, part in row.items():
@@ -93,7 +92,7 @@ def from_hf(config: Any) -> KnownModel:
     Raises ValueError if the model_type is not known, if a key is missing or has the wrong type, or
     if a value has no counterpart.
     """
-    if not isinstance(config, Mapping):
+    if not isinstance(config, dict):
         raise ValueError("a config.json is an object")
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -137,7 +136,7 @@ def from_hf(config: Any) -> KnownModel:
     return KnownModel(fields, vocab_size, name, inexact, (*inexact, *notes), token_ids_of(config))
 
 
-def _check_head_dim(reader: Config, fields: Mapping[str, Any]) -> None:
+def _check_head_dim(reader: Config, fields: Values) -> None:
     """Raises ValueError for a size of the heads that has no field in this family."""
     size = reader.value("head_dim", int, None)
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
@@ -149,7 +148,7 @@ def _check_head_dim(reader: Config, fields: Mapping[str, Any]) -> None:
         )
 
 
-def _field_of(reader: Config, key: str, row: Mapping[str, Any]) -> Any:
+def _field_of(reader: Config, key: str, row: Values) -> Any:
     """Returns the value of the field that a key gives."""
     null = {"null": row["null"]} if "null" in row else {}
     value = reader.value(key, TYPES[row["type"]], row.get("default", REQUIRED), **null)
@@ -166,14 +165,14 @@ def _field_of(reader: Config, key: str, row: Mapping[str, Any]) -> Any:
     return row["values"][value]
 
 
-def _rules(family: Mapping[str, Any]) -> list[Any]:
+def _rules(family: Values) -> list[Any]:
     return [
         RULES[one["rule"]](**{k: v for k, v in one.items() if k != "rule"})
         for one in family["rules"]
     ]
 
 
-def token_ids_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def token_ids_of(config: Values) -> Values:
     """Returns the ids of special tokens that a config has: each a number, a list of them or null.
 
     Raises ValueError for any other value.
@@ -188,7 +187,7 @@ def token_ids_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def to_hf(model: ModelConfig, vocab_size: int, family: str | None = None) -> dict[str, Any]:
+def to_hf(model: ModelConfig, vocab_size: int, family: str | None = None) -> Values:
     """Returns the config.json of a family that expresses the model exactly.
 
     The keys are read back by `from_hf`, and the result must mean the same model.
@@ -211,9 +210,9 @@ def to_hf(model: ModelConfig, vocab_size: int, family: str | None = None) -> dic
     )
 
 
-def _written(model: ModelConfig, vocab_size: int, name: str) -> dict[str, Any]:
+def _written(model: ModelConfig, vocab_size: int, name: str) -> Values:
     family = FAMILIES[name]
-    config: dict[str, Any] = {"model_type": name, "architectures": [family["architecture"]]}
+    config: Values = {"model_type": name, "architectures": [family["architecture"]]}
     for key, row in family["keys"].items():
         value = getattr(model, row.get("written", row["field"]))
         if "power" in row:
@@ -229,7 +228,7 @@ def _written(model: ModelConfig, vocab_size: int, name: str) -> dict[str, Any]:
     return {**config, "vocab_size": vocab_size, "initializer_range": model.init_method_std}
 
 
-def _differences(model: ModelConfig, config: Mapping[str, Any]) -> str:
+def _differences(model: ModelConfig, config: Values) -> str:
     """Returns where the config of a family differs from a model, in words."""
     try:
         mapped = from_hf(config)
@@ -244,7 +243,7 @@ def _differences(model: ModelConfig, config: Mapping[str, Any]) -> str:
     return ", ".join([*mapped.inexact, *differing])
 
 
-def meaning_of(model: ModelConfig) -> dict[str, Any]:
+def meaning_of(model: ModelConfig) -> Values:
     """Returns what the model computes, by names for messages. Equal models have equal meanings.
 
     What can be said in several ways, such as which layers have a window, is said layer by layer.

@@ -1,12 +1,11 @@
 """The rotary embedding of a Hugging Face model: rules of hf_rules.py. Standard library only."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import quoted
-from megatron_lite.config.hf_rules import FULL, MOST_SIZE, REQUIRED, SLIDING, Config, Values
+from megatron_lite.config.hf_rules import FULL, MOST_SIZE, REQUIRED, SLIDING, Config
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import as_whole, shown
+from megatron_lite.config.plain import Values, as_whole, shown
 from megatron_lite.config.variants import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS
 
 LENGTH = "original_max_position_embeddings"
@@ -197,7 +196,7 @@ class Unrotated(NamedTuple):
         return {"no_rope_layers": [int(model.layer_rotates(layer)) for layer in layers]}
 
 
-def _original_length(found: Mapping[str, Any], config: Config) -> int:
+def _original_length(found: Values, config: Config) -> int:
     # transformers prefers the number outside of the object
     most = config.get("max_position_embeddings")
     length = config.get(LENGTH) or found.get(LENGTH) or most

@@ -5,14 +5,12 @@ returns keys that express a model. The keys need not express it exactly, because
 them back and compares. Standard library only.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import quoted
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import MOST_LAYERS, as_object
-
-Values = dict[str, Any]
+from megatron_lite.config.plain import MOST_LAYERS, Values, as_object
 
 REQUIRED = object()
 KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -29,7 +27,7 @@ class Config:
     inexact: notes about what changes no size and still changes results, which is left out.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Values) -> None:
         self.values = values
         self.seen: set[str] = set()
         self.inexact: list[str] = []

@@ -91,7 +91,7 @@ def read_json(path: Path | str, limit: int = LARGEST_TEXT, *, strict: bool = Tru
 
     strict: see `parse_json`.
     """
-    return parse_json(read_input_text(path, limit), longest=None, strict=strict)
+    return parse_json(read_input_text(path, limit), strict=strict)
 
 
 def retried(path: Path | str, action: Callable[[], Result]) -> Result:

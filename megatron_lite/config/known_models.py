@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, input_faults, quoted
-from megatron_lite.config.plain import LARGEST_TEXT, parse_json
-
-Values = dict[str, Any]  # by field
+from megatron_lite.config.plain import LARGEST_TEXT, Values, parse_json
 
 
 class KnownModel(NamedTuple):
@@ -28,7 +26,7 @@ class KnownModel(NamedTuple):
     token_ids: the ids of special tokens that a config.json has.
     """
 
-    fields: Mapping[str, Any]
+    fields: Values
     vocab_size: int
     family: str = ""
     inexact: tuple[str, ...] = ()

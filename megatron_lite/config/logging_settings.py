@@ -1,6 +1,6 @@
 """The settings of the log and of the profilers, each as one frozen class."""
 
-from megatron_lite.config.setting import Settings, check_settings, count, setting, switch
+from megatron_lite.config.setting import Settings, count, setting, switch
 
 LOG_FILE = "train.log"  # its name in the folder of --save or --tensorboard-dir
 
@@ -150,8 +150,7 @@ class ProfilingConfig(Settings):
         "file for them; _RANK is put before its last suffix", "snapshot.pickle"
     )
 
-    def __post_init__(self) -> None:
-        check_settings(self)
+    def check_rules(self) -> None:
         if self.profile and self.profile_step_end <= self.profile_step_start:
             raise ValueError(
                 f"--profile-step-end {self.profile_step_end} must be above --profile-step-start "

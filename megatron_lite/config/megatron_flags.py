@@ -20,17 +20,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.model import NORM_VECTORS
-from megatron_lite.config.plain import parse_json
+from megatron_lite.config.plain import Values, parse_json
 from megatron_lite.config.setting import Setting
 
 DATA = parse_json(Path(__file__).with_name("megatron_flags.json").read_text())
 
 
-def _of_flags(kind: str, fact: str) -> dict[str, Any]:
+def _of_flags(kind: str, fact: str) -> Values:
     """Returns a fact about each flag of a kind that has it."""
     return {
         name.partition("=")[0]: row[fact]
@@ -62,8 +61,8 @@ NEGATIONS = {"no", "not", "disable", "without"}  # a flag with another of these 
 def add_flags_without_effect(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that are accepted and ignored, and the flags that allow only one value.
 
-    Each is stored under its own spelling with the dashes, which no field has. `take_ignored` and
-    `check_only_values` find it by this name.
+    Each is stored under its own spelling with the dashes, which no field has. `take_ignored` finds
+    it by this name.
     """
     names = [name for row in DATA["no effect"] for name in row["flags"]]
     for name in [*names, *(f"{only}=" for only in ONLY_VALUE)]:
@@ -104,19 +103,19 @@ def renamed_words(argv: Sequence[str], parsed: Iterable[str]) -> tuple[list[str]
     return renamed, notices
 
 
-def check_only_values(given: dict[str, Any]) -> None:
-    """Removes the flags that allow only one value. Raises InputError for another; 1.0 is 1."""
+def take_ignored(given: Values) -> list[str]:
+    """Removes the flags that allow only one value, which may be 1.0 for 1, and those without
+    effect. Returns notices about the latter: a line for each, or one line for many.
+
+    Raises InputError for another value, and for a flag beside one with which it would have an
+    effect.
+    """
     for name, only in ONLY_VALUE.items():
         value = given.pop(name, None) or only
         if value not in (only, f"{only}.0"):
             raise InputError(
                 f"Megatron's {name} {value} is not supported here, only {only}: {REFUSED[name]}"
             )
-
-
-def take_ignored(given: dict[str, Any]) -> list[str]:
-    """Removes the flags without effect, and returns notices about them: a line for each, or one
-    line for many. Raises InputError for a flag beside one with which it would have an effect."""
     found = [name for name in NO_EFFECT if given.pop(name, None)]
     for name in found:
         for field in {*UNLESS.get(name, ())} & given.keys():
@@ -189,7 +188,6 @@ def _meaning(flag: str) -> tuple[str, set[str]]:
     return re.sub(r"\D", "", flag), NEGATIONS & {*flag.strip("-").split("-")}
 
 
-Given = dict[str, Any]
 # A flag with a value. Without a kind and a default, a Setting is a switch.
 valued = partial(Setting, default=None)
 
@@ -255,7 +253,7 @@ OTHER_WAYS = {
 }
 
 
-def translate_values(given: Given, fields: Mapping[str, Setting], *, has_file: bool) -> list[str]:
+def translate_values(given: Values, fields: Mapping[str, Setting], *, has_file: bool) -> list[str]:
     """Replaces Megatron's other ways to say a setting in `given`. Returns notices about them.
 
     fields: the facts about each setting of a run.
@@ -272,7 +270,7 @@ def translate_values(given: Given, fields: Mapping[str, Setting], *, has_file: b
     return [*notices, *translate_others(given, has_file=has_file)]
 
 
-def _other_values(given: Given, fields: Mapping[str, Setting]) -> Iterator[str]:
+def _other_values(given: Values, fields: Mapping[str, Setting]) -> Iterator[str]:
     """Replaces values of Megatron and of its forks, which write the names of norms in any case."""
     if given.get("tokenizer_type") == "TokenizerFromFileWithFIM" and given.get("fim_rate"):
         names = ("prefix", "middle", "suffix", "pad")

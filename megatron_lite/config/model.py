@@ -26,7 +26,7 @@ from megatron_lite.config.layer_pattern import (
     spelled,
 )
 from megatron_lite.config.plain import MOST_LAYERS
-from megatron_lite.config.setting import check_settings, count, required, setting, switch
+from megatron_lite.config.setting import count, required, setting, share, switch
 from megatron_lite.config.variants import (
     ALL_HEADS,
     LatentSettings,
@@ -168,16 +168,11 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
     fp32_residual_connection: bool = switch(
         "residual stream in float32 under --bf16 and --fp16", needs="norm_position=before"
     )
-    hidden_dropout: float = setting(
-        "dropout of embeddings and of what each layer adds", 0.1, least=0.0, below=1.0
-    )
-    attention_dropout: float = setting(
-        "dropout of attention probabilities", 0.1, least=0.0, below=1.0
-    )
+    hidden_dropout: float = share("dropout of embeddings and of what each layer adds", 0.1)
+    attention_dropout: float = share("dropout of attention probabilities", 0.1)
     init_method_std: float = setting("standard deviation of the initial weights", 0.02, least=0.0)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
+    def check_rules(self) -> None:
         if self.multi_latent_attention:
             self.check_latent_heads()
             whole, usual = self.qk_head_dim + self.qk_pos_emb_head_dim, self.hidden_size

@@ -7,7 +7,7 @@ A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, a modul
 from collections.abc import Iterable
 from functools import partial
 
-from megatron_lite.config.setting import Settings, check_settings, count, setting, switch
+from megatron_lite.config.setting import Settings, count, setting, share, switch
 
 ADAM, MUON, SGD = OPTIMIZERS = ("adam", "muon", "sgd")
 FLOAT32 = 4
@@ -43,19 +43,11 @@ class OptimizerConfig(Settings):
         ADAM,
         choices=OPTIMIZERS,
     )
-    sgd_momentum: float = setting(
-        "share of the last update that the next one takes up",
-        0.9,
-        least=0.0,
-        below=1.0,
-        without="optimizer=sgd",
+    sgd_momentum: float = share(
+        "share of the last update that the next one takes up", 0.9, without="optimizer=sgd"
     )
-    adam_beta1: float = setting(
-        "decay of the gradient's mean", 0.9, least=0.0, below=1.0, without=NOT_SGD
-    )
-    adam_beta2: float = setting(
-        "decay of the squared gradient's mean", 0.999, least=0.0, below=1.0, without=NOT_SGD
-    )
+    adam_beta1: float = share("decay of the gradient's mean", 0.9, without=NOT_SGD)
+    adam_beta2: float = share("decay of the squared gradient's mean", 0.999, without=NOT_SGD)
     adam_eps: float = setting(
         "added to the denominator",
         1e-8,
@@ -243,11 +235,8 @@ class LrScheduleConfig(Settings):
     lr_warmup_samples: int = setting(
         "the same in samples, with --train-samples", 0, least=0, needs=OF_SAMPLES, why=ALIKE
     )
-    lr_warmup_fraction: float | None = setting(
-        "warm-up as a share of the decay's length",
-        least=0.0,
-        below=1.0,
-        excludes="lr_warmup_iters lr_warmup_samples",
+    lr_warmup_fraction: float | None = share(
+        "warm-up as a share of the decay's length", excludes="lr_warmup_iters lr_warmup_samples"
     )
     lr_warmup_init: float = setting(
         "learning rate at the start of the warm-up", 0.0, least=0.0, upto="lr"
@@ -288,8 +277,7 @@ class LrScheduleConfig(Settings):
         excludes="use_checkpoint_opt_param_scheduler",
     )
 
-    def __post_init__(self) -> None:
-        check_settings(self)
+    def check_rules(self) -> None:
         if (
             self.lr_decay_style == "WSD"
             and self.lr_wsd_decay_iters is None
@@ -336,8 +324,7 @@ class LossScaleConfig(Settings):
         without="fp16",
     )
 
-    def __post_init__(self) -> None:
-        check_settings(self)
+    def check_rules(self) -> None:
         if self.loss_scale_window % 1:
             raise ValueError(
                 "--loss-scale-window counts steps: give a whole number (got "

@@ -15,16 +15,10 @@ from typing import Any
 from megatron_lite.config.checks import InputError, flag, input_faults
 from megatron_lite.config.hf_rules import Config
 from megatron_lite.config.input_file import read_json
-from megatron_lite.config.megatron_flags import (
-    ACCOUNTED,
-    SHARDING_STRATEGIES,
-    STRATEGY,
-    TOKENS,
-    Given,
-)
+from megatron_lite.config.megatron_flags import ACCOUNTED, SHARDING_STRATEGIES, STRATEGY, TOKENS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
-from megatron_lite.config.plain import as_object, shown
+from megatron_lite.config.plain import Values, as_object, shown
 from megatron_lite.config.setting import settings_of
 
 # What a configuration of DeepSpeed says, by section, as fields here, and the type of each.
@@ -52,7 +46,7 @@ COMMAND = re.compile(
 )
 
 
-def translate_others(given: Given, *, has_file: bool) -> Iterator[str]:
+def translate_others(given: Values, *, has_file: bool) -> Iterator[str]:
     """Replaces these settings in `given`. Yields notices about them.
 
     has_file: whether a file supplies the values of flags that are not given.
@@ -70,7 +64,7 @@ def translate_others(given: Given, *, has_file: bool) -> Iterator[str]:
         yield from _context_parallel_attention(given)
 
 
-def _deepspeed(given: Given) -> Iterator[str]:
+def _deepspeed(given: Values) -> Iterator[str]:
     """Takes the fields of a DeepSpeed configuration. Raises InputError where a flag contradicts."""
     if (path := given.pop("deepspeed_config", None)) is None:
         return
@@ -102,7 +96,7 @@ def _deepspeed(given: Given) -> Iterator[str]:
         yield f"{said}: not read: {', '.join(map(shown, unread))}"
 
 
-def _taken(found: Given, keys: tuple[str, ...], kind: type) -> Any:
+def _taken(found: Values, keys: tuple[str, ...], kind: type) -> Any:
     """Removes a value of nested objects, and returns it; None if it is not there, or "auto".
 
     Raises ValueError if it is of another type.
@@ -113,7 +107,7 @@ def _taken(found: Given, keys: tuple[str, ...], kind: type) -> Any:
     return None if value == AUTO else Config({name: value}).value(name, kind, None)
 
 
-def _tokens(given: Given) -> Iterator[str]:
+def _tokens(given: Values) -> Iterator[str]:
     """Replaces lengths in tokens by samples, or by iterations where the run has those."""
     for name in TOKENS:
         if (tokens := given.pop(name, None)) is None:
@@ -140,7 +134,7 @@ def _tokens(given: Given) -> Iterator[str]:
         yield f"{flag(name)} {tokens} is read as {flag(field)} {given[field]}"
 
 
-def _dense_layers(given: Given) -> Iterator[str]:
+def _dense_layers(given: Values) -> Iterator[str]:
     """Replaces MindSpeed's number of dense first layers by the list of --moe-layer-freq."""
     dense = given.pop("first_k_dense_replace", None)
     layers, every = given.get("num_layers"), given.get("moe_layer_freq", 1)
@@ -159,7 +153,7 @@ def _dense_layers(given: Given) -> Iterator[str]:
     yield f"--first-k-dense-replace {dense}: the first {dense} of {layers} layers have no experts"
 
 
-def _scales(given: Given) -> Iterator[str]:
+def _scales(given: Values) -> Iterator[str]:
     """Replaces numbers of MindSpeed's models by the multipliers that they stand for."""
     hidden, layers = given.get("hidden_size", 0), given.get("num_layers", 0)
     for name, field, size, scale in (
@@ -179,7 +173,7 @@ def _scales(given: Given) -> Iterator[str]:
         yield f"{flag(name)} is read as {flag(field)} {given[field]}"
 
 
-def _layer_list(given: Given) -> Iterator[str]:
+def _layer_list(given: Values) -> Iterator[str]:
     """Replaces MindSpeed's list of the stages' layers by the layout."""
     if (text := given.pop("num_layer_list", None)) is None:
         return
@@ -197,13 +191,13 @@ def _layer_list(given: Given) -> Iterator[str]:
         yield _with_layout(given, said, numbers)
 
 
-def _with_layout(given: Given, said: str, numbers: Sequence[int]) -> str:
+def _with_layout(given: Values, said: str, numbers: Sequence[int]) -> str:
     """Sets the layout of stages with these numbers of layers. Returns a notice."""
     given["pipeline_model_parallel_layout"] = f"E{'|'.join('t' * one for one in numbers)}L"
     return f"{said}: --pipeline-model-parallel-layout '{given['pipeline_model_parallel_layout']}'"
 
 
-def _cp_comm_type(given: Given, *, has_file: bool) -> Iterator[str]:
+def _cp_comm_type(given: Values, *, has_file: bool) -> Iterator[str]:
     kinds = given.pop("cp_comm_type", [])
     others = settings_of(ParallelConfig)["cp_comm_type"].megatron
     alone = given.get("context_parallel_size", 1 + has_file) == 1  # no ranks exchange anything
@@ -224,7 +218,7 @@ def _cp_comm_type(given: Given, *, has_file: bool) -> Iterator[str]:
             )
 
 
-def _position_embedding(given: Given) -> Iterator[str]:
+def _position_embedding(given: Values) -> Iterator[str]:
     """Replaces the two switches for a position embedding by the field.
 
     Raises ValueError if they contradict --position-embedding-type.
@@ -243,7 +237,7 @@ def _position_embedding(given: Given) -> Iterator[str]:
                 yield f"{flag(switch)} is an old flag, read as --position-embedding-type {kind}"
 
 
-def _megatron_fsdp(given: Given) -> Iterator[str]:
+def _megatron_fsdp(given: Values) -> Iterator[str]:
     """Replaces Megatron's own FSDP by the switch that shares out the same here."""
     is_used = given.pop("use_megatron_fsdp", False)
     strategy = given.pop("data_parallel_sharding_strategy", None)
@@ -267,7 +261,7 @@ def _megatron_fsdp(given: Given) -> Iterator[str]:
     yield f"{said} is read as {flag(field)}, which gives the same results"
 
 
-def _accounted_layers(given: Given, *, has_file: bool) -> Iterator[str]:
+def _accounted_layers(given: Values, *, has_file: bool) -> Iterator[str]:
     """Replaces the switches that count the embedding or the loss as a layer of the pipeline.
 
     The first, or the last, pipeline rank then has one layer less than the others. The command line
@@ -303,7 +297,7 @@ def _accounted_layers(given: Given, *, has_file: bool) -> Iterator[str]:
     yield _with_layout(given, said, numbers)
 
 
-def _context_parallel_attention(given: Given) -> list[str]:
+def _context_parallel_attention(given: Values) -> list[str]:
     """Chooses unfused attention where context parallelism has no other for the run."""
     reason = no_flash_across_ranks(
         given.get("attention_dropout", ModelConfig.attention_dropout),

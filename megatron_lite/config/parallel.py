@@ -2,7 +2,7 @@
 
 import math
 
-from megatron_lite.config.setting import Settings, check_settings, count, setting, switch
+from megatron_lite.config.setting import Settings, count, setting, switch
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 OTHER_EXPERTS = dict(
@@ -142,7 +142,7 @@ class ParallelConfig(Settings):
             object.__setattr__(self, "num_virtual_stages_per_pipeline_rank", None)
         if self.expert_tensor_parallel_size == self.tensor_model_parallel_size:
             object.__setattr__(self, "expert_tensor_parallel_size", None)
-        check_settings(self)
+        super().__post_init__()
         if isinstance(self.cp_comm_type, tuple) and len(self.exchanges) == 1:
             object.__setattr__(self, "cp_comm_type", self.cp_comm_type[0])
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:

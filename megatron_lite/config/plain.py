@@ -18,27 +18,22 @@ from megatron_lite.config.checks import quoted
 
 LARGEST_TEXT = 1 << 20  # characters; a whole run has about 5,000
 SHOWN = 80
+Values = dict[str, Any]  # of an object of JSON, or of the fields of a run, by name
 INT64 = range(-(2**63), 2**63)
 
 
-def parse_json(
-    text: str | bytes, *, longest: int | None = LARGEST_TEXT, strict: bool = True
-) -> Any:
+def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
     """Returns the value of a JSON text.
 
-    longest: the largest number of characters, or None if the caller has bounded the text.
     strict: whether the three faults inside the JSON count; not for documents and logs, which may
         hold any number.
 
-    Raises ValueError if the text is not JSON, is too long, or is nested too deeply for Python's
+    Raises ValueError if the text is not JSON, or is nested too deeply for Python's
     parser. Three faults inside the JSON raise ValueError too: a whole number beyond 64 bits, NaN or
     an infinity, and an object with the same name twice, since json would drop one of the values.
     """
-    if longest is not None and len(text) > longest:
-        raise ValueError(f"longer than {longest} characters, which no run is")
-    hooks = STRICT if strict else {}
     try:
-        return json.loads(text, **hooks)
+        return json.loads(text, **STRICT if strict else {})
     except RecursionError:
         raise ValueError("brackets nested too deeply: a run is an object of objects") from None
 
@@ -67,7 +62,7 @@ def shown(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
-def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repetition(pairs: list[tuple[str, Any]]) -> Values:
     """Returns a JSON object as a dict.
 
     Raises ValueError if a name occurs twice, since json would drop one of the values.
@@ -80,7 +75,7 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-STRICT: dict[str, Any] = dict(
+STRICT: Values = dict(
     parse_int=parse_whole_number,
     parse_constant=_refuse_constant,
     object_pairs_hook=without_repetition,
@@ -90,15 +85,15 @@ MOST_LAYERS = 2**16
 MOST_SIZE, MOST_RANKS = 2**48, 2**20
 
 
-def parse_object(text: str | bytes) -> dict[str, Any]:
+def parse_object(text: str | bytes) -> Values:
     """Returns the JSON object that a text holds.
 
     Raises ValueError if the text is no JSON, holds another JSON value, or is nested too deeply.
     """
-    return as_object(parse_json(text, longest=None), "the text")
+    return as_object(parse_json(text), "the text")
 
 
-def as_object(value: object, name: str) -> dict[str, Any]:
+def as_object(value: object, name: str) -> Values:
     """Returns the value if it is a JSON object. Raises ValueError otherwise."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be an object (got {quoted(value)})")

@@ -20,7 +20,7 @@ from megatron_lite.config.regions import (
     regions_help,
     store_of,
 )
-from megatron_lite.config.setting import Settings, check_settings, count, setting, switch
+from megatron_lite.config.setting import Settings, count, setting, switch
 from megatron_lite.config.units import parse_bytes
 
 METHODS = ("uniform", "block")
@@ -161,13 +161,11 @@ class RecomputeConfig(Settings):
 
     def __post_init__(self) -> None:
         # A region that is given twice, or by the alias and by name, counts once.
-        given = {
-            "recompute_modules": expanded(self.recompute_modules),
-            "offload_modules": self.offload_modules,
-        }
-        for name, names in given.items():
-            object.__setattr__(self, name, tuple(dict.fromkeys(names)))
-        check_settings(self)
+        vars(self).update(
+            recompute_modules=tuple(dict.fromkeys(expanded(self.recompute_modules))),
+            offload_modules=tuple(dict.fromkeys(self.offload_modules)),
+        )
+        super().__post_init__()
         if self.memory_budget is not None:
             parse_bytes("--memory-budget", self.memory_budget, least=1)
         fine, names = self.fine_grained_activation_offloading, self.offload_modules
@@ -225,13 +223,12 @@ class RecomputeConfig(Settings):
                 "layer; with block, 0 recomputes none"
             )
         is_full, modules = granularity == "full", self.recompute_modules or (CORE_ATTENTION,)
-        for name, value in {
-            "recompute_granularity": granularity,
-            "recompute_method": method if is_full else None,
-            "recompute_num_layers": (1 if count is None else count) if is_full else None,
-            "recompute_modules": modules if granularity == "selective" else (),
-        }.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            recompute_granularity=granularity,
+            recompute_method=method if is_full else None,
+            recompute_num_layers=(1 if count is None else count) if is_full else None,
+            recompute_modules=modules if granularity == "selective" else (),
+        )
 
     @cached_property
     def policy(self) -> Policy:

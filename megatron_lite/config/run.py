@@ -9,7 +9,6 @@ import dataclasses
 import json
 import typing
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
@@ -25,7 +24,7 @@ from megatron_lite.config.optimizer_settings import (
     OptimizerConfig,
 )
 from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig, no_flash_across_ranks
-from megatron_lite.config.plain import from_plain, parse_json
+from megatron_lite.config.plain import LARGEST_TEXT, Values, from_plain, parse_json
 from megatron_lite.config.policy import (
     GROUPS,
     IN_GROUPS,
@@ -377,7 +376,7 @@ class RunConfig:
             )
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Values:
         """The values of all fields of all topics, by field."""
         topics = dataclasses.asdict(self).values()
         return {name: value for topic in topics for name, value in topic.items()}
@@ -396,5 +395,6 @@ class RunConfig:
         Raises ValueError if the text is not JSON, if a topic or field is unknown, if a value has
         the wrong type, or if a rule is broken.
         """
-        values = parse_json(text)
-        return typing.cast(RunConfig, from_plain(cls, values, "run", RETIRED_FIELDS))
+        if len(text) > LARGEST_TEXT:
+            raise ValueError(f"longer than {LARGEST_TEXT} characters, which no run is")
+        return typing.cast(RunConfig, from_plain(cls, parse_json(text), "run", RETIRED_FIELDS))

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from megatron_lite.config.checks import flag, input_faults
 from megatron_lite.config.layer_pattern import parse_window
 from megatron_lite.config.megatron_flags import OTHER_WAYS, unread_faults
-from megatron_lite.config.plain import parse_whole_number
+from megatron_lite.config.plain import Values, parse_whole_number
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.setting import Setting, settings_of
 
@@ -47,15 +47,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
         self.register("type", int, reader(parse_whole_number))
-
-    @property
-    def actions(self) -> tuple[argparse.Action, ...]:
-        """Returns what the parser takes, in the order in which it was added."""
-        return tuple(self._actions)
-
-    def call_options(self, title: str) -> None:
-        """Gives the flags without a group of their own this title."""
-        self._optionals.title = title
 
     def groups(self) -> dict[str, list[argparse.Action]]:
         """Returns the actions by the title of their group."""
@@ -87,7 +78,7 @@ def supported_flags(parser: Parser) -> list[str]:
     """Returns all flags that set a field or ask for help, with their aliases."""
     return [
         name
-        for action in parser.actions
+        for action in parser._actions
         if not action.dest.startswith("--")
         for name in action.option_strings
     ]
@@ -106,7 +97,7 @@ def reader(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 Settings = TypeVar("Settings")
-METAVARS = {int: "N", float: "X"}
+METAVARS: dict[Any, str] = {int: "N", float: "X"}
 LONGEST_CHOICES = 32  # columns of choices that stand in the place of a value
 
 
@@ -166,20 +157,18 @@ def add_flag(
 ) -> argparse.Action:
     """Adds the flag of a field. Its help shows the choices, if they are long, and the default."""
     default, text = field.default, field.help
-    options: dict[str, Any] = dict(dest=field.field, default=argparse.SUPPRESS)
+    options: Values = dict(dest=field.field, default=argparse.SUPPRESS)
     if field.kind is bool:
         options["action"] = "store_false" if default is True else "store_true"
         if default is None:  # neither on nor off, so that each has a flag
             options["action"] = argparse.BooleanOptionalAction
     else:
         choices = ",".join(map(str, (*field.choices, *field.megatron)))
-        metavar = "TEXT" if field.parse else METAVARS.get(field.kind, "TEXT")
-        if field.metavar:
-            metavar = field.metavar
+        metavar = field.metavar or METAVARS.get(field.parse or field.kind, "TEXT")
+        if len(choices) > LONGEST_CHOICES:
+            metavar, text = "NAME", f"{text}; one of {choices.replace(',', ', ')}"
         elif choices:
-            metavar = f"{{{choices}}}" if len(choices) <= LONGEST_CHOICES else "NAME"
-        if choices and metavar == "NAME":
-            text += f"; one of {choices.replace(',', ', ')}"
+            metavar = f"{{{choices}}}"
         options |= dict(
             type=reader(field.parse) if field.parse else field.kind,
             metavar=metavar,
@@ -204,10 +193,12 @@ def add_settings(parser: argparse.ArgumentParser, *kinds: type) -> None:
 
 def taken(kind: Callable[..., Settings], args: argparse.Namespace) -> Settings:
     """Returns the settings of a class from parsed flags. Raises InputError if a rule is broken."""
-    given = vars(args)
-    names = [name for name in settings_of(kind) if name in given]
     with input_faults():
-        return kind(**{name: given[name] for name in names})
+        return _made(kind, vars(args))
+
+
+def _made(kind: Callable[..., Settings], values: Values) -> Settings:
+    return kind(**{name: value for name, value in values.items() if name in settings_of(kind)})
 
 
 def flag_of(field: str) -> str:
@@ -244,17 +235,12 @@ def flag_words(field: str, value: Any) -> list[str]:
     return [*words, text if parse is parse_window else f"[{text}]"]
 
 
-def build_run(values: Mapping[str, Any]) -> RunConfig:
+def build_run(values: Values) -> RunConfig:
     """Returns the run of these values by field. Other names are not read.
 
     Raises ValueError if a rule is broken, and TypeError if a field without a default is missing.
     """
-    return RunConfig(
-        **{
-            topic: kind(**{name: values[name] for name in settings_of(kind) if name in values})
-            for topic, kind in topics().items()
-        }
-    )
+    return RunConfig(**{topic: _made(kind, values) for topic, kind in topics().items()})
 
 
 def changed_settings(config: RunConfig) -> dict[str, list[str]]:

@@ -3,7 +3,7 @@
     seed: int = setting("seed of initial weights", 1234, least=0, below=2**32)
 
 run_flags.py makes the parsers, the help, the command line of a run and docs/flags.md from these
-facts, and `check_settings` checks the values. Standard library only.
+facts, and `Settings` checks the values. Standard library only.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megatron_lite.config.checks import ContradictionError, flag
-from megatron_lite.config.plain import MOST_SIZE, shown
+from megatron_lite.config.plain import MOST_SIZE, Values, shown
 
 
 class Setting(NamedTuple):
@@ -128,6 +128,8 @@ def setting(help: str, default: Any = None, **facts: Any) -> Any:
 
 # A field that is at least 1.
 count = partial(setting, least=1)
+# A field that is a share, and not the whole.
+share = partial(setting, least=0.0, below=1.0)
 
 
 def required(help: str, **facts: Any) -> Any:
@@ -174,7 +176,7 @@ def _parts(text: str) -> tuple[str, str, str, str]:
     return field, sign, value, " ".join(filter(None, words))
 
 
-def condition(text: str, values: Mapping[str, Any]) -> Condition:
+def condition(text: str, values: Values) -> Condition:
     """Returns what a condition of `Setting` says about the values of fields."""
     first, _, others = text.partition("|")
     if others:
@@ -201,29 +203,26 @@ else:
 class Settings:
     """A frozen dataclass with keyword arguments, whose fields are made by the functions above."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    __dataclass_fields__: ClassVar[Values]
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
+    def __post_init__(self: Any) -> None:
+        """Raises ValueError for a field that breaks a bound, is none of its choices or lacks what
+        it needs. Lists, which argparse makes, become tuples."""
+        for name, one in settings_of(self.__class__).items():
+            value = getattr(self, name)
+            if isinstance(value, list):
+                value = vars(self)[name] = tuple(value)
+            for each in value if isinstance(value, tuple) else () if value is None else [value]:
+                if fault := one.fault(each):
+                    raise ValueError(fault)
+        check_relations([self])
+        self.check_rules()
 
-
-def check_settings(config: Any) -> None:
-    """Raises ValueError for a field that breaks a bound, is none of its choices or lacks what it
-    needs.
-
-    Lists, which argparse makes, become tuples. Only `__post_init__` may call this.
-    """
-    for name, one in settings_of(config.__class__).items():
-        value = getattr(config, name)
-        if isinstance(value, list):
-            object.__setattr__(config, name, tuple(value))
-        for each in value if isinstance(value, (list, tuple)) else () if value is None else [value]:
-            if fault := one.fault(each):
-                raise ValueError(fault)
-    check_relations([config])
+    def check_rules(self) -> None:
+        """Raises ValueError for values that break another rule, and sets derived ones."""
 
 
 def check_relations(configs: Sequence[Any]) -> None:

@@ -2,9 +2,15 @@
 
 import itertools
 
-from megatron_lite.config.batch_schedule import MOST_STEPS, BatchSchedule, parse_steps, ramp_steps
+from megatron_lite.config.batch_schedule import (
+    MOST_STEPS,
+    BatchSchedule,
+    Steps,
+    parse_steps,
+    ramp_steps,
+)
 from megatron_lite.config.checks import ContradictionError, quoted, resolve
-from megatron_lite.config.setting import Settings, check_settings, count, required, setting, switch
+from megatron_lite.config.setting import Settings, count, required, setting, switch
 from megatron_lite.config.units import parse_bytes
 
 LANGUAGE_MODEL_SEED = 1234
@@ -171,7 +177,7 @@ class TrainingConfig(Settings):
         object.__setattr__(self, "exit_signal", self.exit_signal.upper())
         if WHOLE_STEP in self.cuda_graph_modules:
             object.__setattr__(self, "cuda_graph_impl", WHOLE_STEP)
-        check_settings(self)
+        super().__post_init__()
         _ = self.memory_limit_bytes
         if self.step_batch_size_schedule is not None:
             self._check_steps(self.step_batch_size_schedule)
@@ -277,7 +283,7 @@ class TrainingConfig(Settings):
         """
         self.num_microbatches(data_parallel_size)
         full, step = self.batch_size(data_parallel_size), self.micro_batch_size * data_parallel_size
-        steps: tuple[tuple[int, int], ...] = ((0, full),)
+        steps: Steps = ((0, full),)
         if self.step_batch_size_schedule is not None:
             assert seq_length is not None
             steps = self.batch_steps(seq_length)
@@ -293,7 +299,7 @@ class TrainingConfig(Settings):
             steps = ramp_steps(start, increment, samples, full)
         return BatchSchedule(steps=steps, samples_per_microbatch=step)
 
-    def batch_steps(self, seq_length: int) -> tuple[tuple[int, int], ...]:
+    def batch_steps(self, seq_length: int) -> Steps:
         """Returns (samples, size) of each step of --step-batch-size-schedule.
 
         Raises ValueError if two steps are at the same sample.

@@ -44,6 +44,7 @@ from megatron_lite.convert.weights import (
     OUTPUT,
     WORDS,
     Advance,
+    Shape,
     WeightSource,
     check_held,
     check_layers,
@@ -73,7 +74,7 @@ class TensorInFile(NamedTuple):
     values: Any
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return tuple(self.values.get_shape())
 
     def read(self) -> Tensor:
@@ -100,7 +101,7 @@ def hf_source(path: Path) -> WeightSource:
     check_layers(model.num_layers, len(held), path / CONFIG)
     specs = parameter_specs(model, mapped.vocab_size)
     rows = {name: row_of(family, name, model) for name in specs}
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     for name, spec in specs.items():
         shapes |= rows[name].shapes(spec.global_shape)
     # Files of a tied model may hold the head too. It must then equal the embedding (`read`).
@@ -294,7 +295,7 @@ class Row(NamedTuple):
             parts = step.split(parts, self.model)
         return dict(zip(self.theirs, parts, strict=True))
 
-    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, shape: Shape) -> dict[str, Shape]:
         """Returns the shapes of the tensors there, by name. shape: that of the parameter."""
         parts = self.split(torch.empty(shape, device="meta"))
         return {name: tuple(part.shape) for name, part in parts.items()}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.checkpointing.shards import FLOATS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import shown
+from megatron_lite.config.plain import Values, shown
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
 from megatron_lite.parallel.rng import RngStreams
@@ -33,6 +33,7 @@ LAYERS = "decoder.layers."
 OF_A_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 MOST_NAMED = 5  # tensors that a message lists
+Shape = tuple[int, ...]
 Advance = Callable[[int], None]  # called with the bytes of each tensor, for the progress bar
 
 
@@ -59,10 +60,10 @@ class WeightSource:
 
     model: ModelConfig
     true_vocab_size: int
-    dtypes: Mapping[str, Any]
+    dtypes: Values
     read: Callable[[str], Tensor]
     tokenizer: tuple[Path, ...] = ()
-    token_ids: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: Mapping[str, object] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     state_keys: tuple[str, ...] = ()
     num_updates: int = 0
@@ -102,7 +103,7 @@ class StoredTensor(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
 
     @property
     def num_bytes(self) -> int:
@@ -204,9 +205,7 @@ def check_layers(num_layers: int, num_held: int, where: object) -> None:
         )
 
 
-def check_held(
-    where: object, held: Mapping[str, Any], needed: Mapping[str, tuple[int, ...]], config: str
-) -> None:
+def check_held(where: object, held: Values, needed: Mapping[str, Shape], config: str) -> None:
     """Raises InputError for tensors that are missing, not expected, or of another shape.
 
     held: by name, with a `shape`.

@@ -82,7 +82,7 @@ def _check_kind(name: str, content: bytes, vocab_size: int | None) -> None:
         merges_of(text)
     if not name.endswith(".json"):
         return
-    values = parse_json(text, longest=None)
+    values = parse_json(text)
     if name == "tiktoken.json":
         plain.as_list(values, "the text")
     elif plain.as_object(values, "the text") is values and name in WITH_IDS:

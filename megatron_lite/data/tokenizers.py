@@ -164,7 +164,7 @@ def _gpt2(config: TokenizerConfig) -> Tokenizer:
     """
     files, (vocabulary, merges) = _read(config)
     library = _imported("tokenizers")
-    words = parse_json(vocabulary, longest=None)
+    words = parse_json(vocabulary)
     pairs = merges_of(merges.decode("utf-8-sig"))
     tokenizer = library.Tokenizer(
         _parsed(" and ".join(map(str, files)), library.models.BPE, (words, pairs))
@@ -313,7 +313,7 @@ def _eos_token(path: Path) -> str | None:
 
 def _ranks(content: bytes, count: int, *, first: int) -> dict[bytes, int]:
     """Returns the ids of the first `count` tokens of a file; the first one has the id `first`."""
-    entries = plain.as_list(parse_json(content, longest=None), "the text")
+    entries = plain.as_list(parse_json(content), "the text")
     if len(entries) < count:
         raise ValueError(
             f"{len(entries)} tokens, but --vocab-size and --tiktoken-num-special-tokens leave room "

@@ -229,7 +229,7 @@ def check_start(
     try:
         _await_arrivals(store, launch.world_size, timeout)
         keys = [_key(rank) for rank in range(launch.world_size)]
-        arrivals = [parse_json(value, longest=None) for value in store.multi_get(keys)]
+        arrivals = [parse_json(value) for value in store.multi_get(keys)]
         _check_settings([one["settings"] for one in arrivals])
         _check_addresses(arrivals)
     except InputError:

@@ -187,7 +187,7 @@ def from_rank_0(make: Callable[[], Any], parallel: ParallelState) -> Any:
     """Returns on every rank what the function returns on rank 0: values of JSON. Issues two
     all-gathers over all ranks."""
     text = json.dumps(make()) if parallel.rank == 0 else ""
-    return parse_json(gather_texts(text, parallel)[0], longest=None)
+    return parse_json(gather_texts(text, parallel)[0])
 
 
 def set_timeout(seconds: float) -> None:

@@ -224,7 +224,7 @@ class Watch:
         self._beat()
         self._arm()
         if self._store.check(["verdict"]):
-            self._verdict = Verdict(*parse_json(self._store.get("verdict"), longest=None))
+            self._verdict = Verdict(*parse_json(self._store.get("verdict")))
             return
         # A failure replaces a signal that came first: the launcher may have sent the signal
         # because of that failure, which the message must name.
@@ -281,7 +281,7 @@ class Watch:
         """Hands in this rank's verdict and returns the one that counts, which is the first."""
         try:
             self._store.compare_set("verdict", "", json.dumps(own))
-            return Verdict(*parse_json(self._store.get("verdict"), longest=None))
+            return Verdict(*parse_json(self._store.get("verdict")))
         except RuntimeError:  # the store is gone, and with it the verdicts of other ranks
             return own
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_lite.config.checks import InputError, input_faults, quoted
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.run_flags import add_settings, taken
-from megatron_lite.config.setting import Settings, check_settings, count, required, setting, switch
+from megatron_lite.config.setting import Settings, count, required, setting, switch
 from megatron_lite.config.units import parse_bytes
 from megatron_lite.plan.auto_policy import default_reserve
 from megatron_lite.plan.hardware import load_hardware
@@ -37,8 +37,7 @@ class FitSettings(Settings):
     optimizer: str = setting("whose states count", "adamw", choices=("adamw", "sgd", "none"))
     trainable: str = setting("all, or lora:RANK on linear layers", "all")
 
-    def __post_init__(self) -> None:
-        check_settings(self)
+    def check_rules(self) -> None:
         if not re.fullmatch(r"all|lora:0*[1-9]\d*", self.trainable):
             raise ValueError(f"--trainable {quoted(self.trainable)}: give all, or lora:16")
 

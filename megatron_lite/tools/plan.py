@@ -11,7 +11,7 @@ output. The exit status is 0 if a plan fits, and 1 if one fits only in a part of
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from megatron_lite.config.checks import InputError, input_faults, quoted
 from megatron_lite.config.known_models import PRESETS, model_of, stored_values
 from megatron_lite.config.megatron_flags import (
     add_flags_without_effect,
-    check_only_values,
     renamed_words,
     take_ignored,
     translate_values,
@@ -36,7 +35,7 @@ from megatron_lite.config.run_flags import (
     run_fields,
     taken,
 )
-from megatron_lite.config.setting import Settings, check_settings, setting, settings_of
+from megatron_lite.config.setting import Settings, setting, settings_of
 from megatron_lite.config.units import GIB, parse_bytes
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.pages.document import document, picture, printable
@@ -118,8 +117,7 @@ class PlanSettings(Settings):
     json: str | None = setting("write the plans as JSON; - is stdout, without the text")
     html: str | None = setting("write a page, FILE.html, that shows the plans and their terms")
 
-    def __post_init__(self) -> None:
-        check_settings(self)
+    def check_rules(self) -> None:
         if self.html is not None:
             check_ending("--html", self.html, ".html", ".htm")
         if (self.machine is None) == (self.gpu is None):
@@ -172,13 +170,12 @@ def _plan(args: Namespace, notes: list[str]) -> int:
     """
     own, names = taken(PlanSettings, args), settings_of(PlanSettings)
     flags = {name: value for name, value in vars(args).items() if name not in names}
-    check_only_values(flags)
     notes += take_ignored(flags)
     problem, budget = _problem(own, flags, notes)
     tokens = None if own.train_tokens is None else round(own.train_tokens)
     training = Training(tokens, own.price_per_gpu_hour)
     verdicts = [*_verdicts(problem, budget, own.gpus)]
-    plain: dict[str, Any] = {
+    plain: Values = {
         "machine": problem.hardware.name,
         "verdicts": [plain_verdict(one, problem.hardware, training) for one in verdicts],
     }
@@ -217,9 +214,7 @@ def _verdicts(problem: Problem, budget: Budget, counts: Sequence[int]) -> Iterat
             yield verdict(problem, count, budget)
 
 
-def _problem(
-    own: PlanSettings, flags: Mapping[str, Any], notes: list[str]
-) -> tuple[Problem, Budget]:
+def _problem(own: PlanSettings, flags: Values, notes: list[str]) -> tuple[Problem, Budget]:
     """Returns what to plan, and the memory of a rank. Adds the assumptions to the notes."""
     hardware = load_hardware(own.machine or own.gpu or "")
     memory = hardware.memory_bytes if own.memory_budget is None else own.memory_budget
@@ -246,7 +241,7 @@ def _problem(
     return problem, Budget(memory, reserve)
 
 
-def _chosen(flags: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def _chosen(flags: Values, notes: list[str]) -> Values:
     """Returns the settings of the flags by field.
 
     Other values of Megatron are translated, with notes. The policy `auto` is what the tool
@@ -274,10 +269,10 @@ def _model_values(own: PlanSettings) -> tuple[Values, list[str]]:
     return {}, []
 
 
-Stages = Sequence[Mapping[str, Any]]  # by pipeline rank: {"rank", "terms"}
+Stages = Sequence[Values]  # by pipeline rank: {"rank", "terms"}
 
 
-def plan_page(found: Mapping[str, Any], stages: Sequence[Stages], notes: Sequence[str] = ()) -> str:
+def plan_page(found: Values, stages: Sequence[Stages], notes: Sequence[str] = ()) -> str:
     """Returns the planning page as an HTML document.
 
     found: what `plan --json` writes. stages: of each verdict, the terms of the ranks of its plan.
@@ -292,7 +287,7 @@ def plan_page(found: Mapping[str, Any], stages: Sequence[Stages], notes: Sequenc
     )
 
 
-def figure(one: Mapping[str, Any], stages: Stages) -> Any:
+def figure(one: Values, stages: Stages) -> Any:
     """Returns the matplotlib figure: plans by time and memory, and a stacked bar for each rank.
 
     The lines are the memory, and the memory without the reserve.

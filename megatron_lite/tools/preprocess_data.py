@@ -95,7 +95,7 @@ def parse_line(line: bytes, keys: Iterable[str], where: str) -> list[str]:
         '): each line must be an object such as {"text": "..."}; docs/data.md has a command that '
         "makes such lines of a plain text",
     ):
-        document = parse_json(line, longest=None, strict=False)
+        document = parse_json(line, strict=False)
     if not isinstance(document, dict):
         raise InputError(
             f'{where}: expected an object such as {{"text": "..."}}, found '
@@ -128,8 +128,7 @@ class PreprocessSettings(InputSettings):
     workers: int = count("processes that tokenize", 1)
     log_interval: int = count("documents between two log lines", 1000)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         if len({*self.json_keys}) < len(self.json_keys):
             raise ValueError(
                 f"--json-keys {' '.join(self.json_keys)}: a key is given twice, but each names one "

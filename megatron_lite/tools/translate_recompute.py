@@ -171,7 +171,7 @@ def _read_toml(text: str) -> Any:
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {
-    "JSON": partial(parse_json, longest=None),
+    "JSON": partial(parse_json),
     "TOML": _read_toml,
     "YAML": lambda text: yaml.load(text, _Loader),
 }

@@ -130,7 +130,7 @@ def _row_text(record: IterationRecord | SkippedUpdate) -> str:
 def _iteration_of(line: str) -> float:
     """Returns the iteration of a row; infinity for any other line."""
     try:
-        row = as_object(parse_json(line, longest=None, strict=False), "a row")
+        row = as_object(parse_json(line, strict=False), "a row")
     except ValueError:
         return math.inf
     number = row.get("iteration")

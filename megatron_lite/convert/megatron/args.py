@@ -1,7 +1,7 @@
 """The `args` of a Megatron checkpoint: the model, the vocabulary and the progress, both ways."""
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron_lite.config.checks import InputError, flag, input_faults, quoted
 from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
-from megatron_lite.config.plain import from_plain, parse_json
+from megatron_lite.config.plain import Values, from_plain, parse_json
 from megatron_lite.config.variants import LATENT, LatentSettings, RotarySettings, Variants
 from megatron_lite.convert.megatron.torch_file import Inert
 from megatron_lite.convert.target import complete_folder
@@ -57,7 +57,7 @@ VOCAB_MULTIPLE = 128  # --make-vocab-size-divisible-by, its default in Megatron-
 ADAM, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 
 
-def arguments_of(common: Any, where: object) -> dict[str, Any]:
+def arguments_of(common: Any, where: object) -> Values:
     """Returns the `args` of a checkpoint's common values. Raises InputError if there are none."""
     found = common.get("args") if isinstance(common, dict) else None
     found = vars(found) if isinstance(found, Inert) else found
@@ -86,7 +86,7 @@ def shared(has_latents: Any) -> list[str]:
     return [*SHARED, *(OF_LATENTS if has_latents else ())]
 
 
-def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
+def model_of(args: Values, where: str) -> ModelConfig:
     """Returns the model that a checkpoint's `args` describe.
 
     Raises InputError if this project has no such model; it names the argument.
@@ -123,7 +123,7 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
         return from_plain(ModelConfig, given, "args")
 
 
-def vocabulary_of(args: Mapping[str, Any], padded: int) -> tuple[int, list[str]]:
+def vocabulary_of(args: Values, padded: int) -> tuple[int, list[str]]:
     """Returns V, and notes.
 
     padded: the number of rows that the embedding has in the checkpoint.
@@ -147,7 +147,7 @@ def vocabulary_of(args: Mapping[str, Any], padded: int) -> tuple[int, list[str]]
     return padded, notes
 
 
-def progress_of(common: Mapping[str, Any], args: Mapping[str, Any], where: str) -> Progress:
+def progress_of(common: Values, args: Values, where: str) -> Progress:
     """Returns how far the run had come; zero where the checkpoint does not say.
 
     Raises InputError for numbers that no run reaches.
@@ -191,7 +191,7 @@ def new_iteration(source: WeightSource, path: Path) -> Iterator[Path]:
         (folder / LATEST).write_text(str(iteration) if source.state_keys else step.name)
 
 
-def common_values(source: WeightSource, *, tp_size: int, pp_size: int) -> dict[str, Any]:
+def common_values(source: WeightSource, *, tp_size: int, pp_size: int) -> Values:
     """Returns the values that are no tensors and belong to no optimizer."""
     model, progress = source.model, source.progress
     values = {
@@ -225,7 +225,7 @@ def common_values(source: WeightSource, *, tp_size: int, pp_size: int) -> dict[s
     return found
 
 
-def groups(source: WeightSource) -> list[dict[str, Any]]:
+def groups(source: WeightSource) -> list[Values]:
     """Returns the optimizer's groups with and without weight decay, without `params`."""
     return [
         {"wd_mult": decay, **TABLES["group"], "step": source.num_updates} for decay in (1.0, 0.0)

@@ -56,6 +56,7 @@ from megatron_lite.convert.weights import (
     LAYERS,
     WORDS,
     Advance,
+    Shape,
     WeightSource,
     check_layers,
     layer_of,
@@ -189,7 +190,7 @@ def _tensor(name: str, found: Any, windows: Mapping[str, Window]) -> Chunked:
     return Chunked(shape, dtype, chunks).checked(name)
 
 
-def _read(window: Window, name: str, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _read(window: Window, name: str, sizes: Shape, dtype: torch.dtype) -> Tensor:
     value = read_torch_file(window)
     if not isinstance(value, Tensor) or (value.dtype, value.shape) != (dtype, sizes):
         raise InputError(
@@ -198,7 +199,7 @@ def _read(window: Window, name: str, sizes: tuple[int, ...], dtype: torch.dtype)
     return value
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
+def _sizes(value: Any) -> Shape:
     if type(value) is not tuple or len(value) > MOST_DIMS:
         raise ValueError("a shape is no list of numbers")
     if any(type(size) is not int or not 0 <= size <= MOST_ELEMENTS for size in value):

@@ -32,11 +32,13 @@ from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.plain import Values
 from megatron_lite.convert.megatron.args import ADAM, MASTER, TABLES, progress_of, vocabulary_of
 from megatron_lite.convert.weights import (
     LAYERS,
     OUTPUT,
     WORDS,
+    Shape,
     WeightSource,
     check_held,
     is_buffer,
@@ -50,15 +52,15 @@ MOST_UPDATES = 10**9 - 1
 class Chunk(NamedTuple):
     """A block of a tensor. offsets, sizes: its place along each dim. read: returns its numbers."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Shape
+    sizes: Shape
     read: Callable[[], Tensor]
 
 
 class Chunked(NamedTuple):
     """A whole tensor, which the files hold in chunks."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     chunks: Sequence[Chunk]
 
@@ -133,8 +135,8 @@ def updates_of(groups: list[Any], states: Mapping[Any, Any]) -> int:
 
 def megatron_source(
     where: str,
-    common: Mapping[str, Any],
-    args: Mapping[str, Any],
+    common: Values,
+    args: Values,
     model: ModelConfig,
     weights: Parameters,
     states: Callable[[], tuple[Parameters, int]],

@@ -122,7 +122,7 @@ def read_timeline(path: str) -> Timeline:
     text = read_input(path, MAX_FILE_BYTES)
     # Bytes that are not UTF-8 raise UnicodeDecodeError, a ValueError.
     with input_faults(f"{path}: not a file of --memory-timeline, version {VERSION}: "):
-        found = as_object(parse_json(text, longest=None, strict=False), "the file")
+        found = as_object(parse_json(text, strict=False), "the file")
         for key, value in HEADER.items():
             if found.get(key) != value:
                 raise ValueError(f"expected {json.dumps(value)} under {key!r}")
