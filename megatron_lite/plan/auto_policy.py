@@ -19,11 +19,10 @@ from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.description.sizes import layers_of
-from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.memory.predict.step_peak import KEPT
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.policies import least_seconds
-from megatron_lite.plan.rank_mixes import Chosen, RankMixes, Run, with_policy
+from megatron_lite.plan.rank_mixes import Plan, RankMixes
 
 ROUNDS = 6  # corrections of the space; two are usual
 # Assumptions, stated in docs/planning.md. 1 GiB for the context, cuBLAS and NCCL; 3 % of the card
@@ -56,7 +55,7 @@ def choose_policy(config: RunConfig, hardware: Hardware, budget_bytes: int, num_
     Raises InputError with the smallest reachable peak if no policy fits. Raises ValueError if the
     ranks or the batch do not divide.
     """
-    found = fitted(Run(config, hardware, num_ranks), budget_bytes)
+    found = fitted(Plan(config, hardware, num_ranks), budget_bytes)
     if not (peak := found.peak).fits(budget_bytes):
         largest = max(peak.terms, key=lambda term: term.num_bytes)
         raise InputError(
@@ -68,13 +67,13 @@ def choose_policy(config: RunConfig, hardware: Hardware, budget_bytes: int, num_
     return str(found.config.recompute.policy)
 
 
-def fitted(run: Run, budget_bytes: int, *, or_smallest: bool = True) -> Chosen:
+def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True) -> Plan:
     """Returns the run with the fastest policy that fits the budget.
 
     If none does, it is that with the smallest peak that was found. or_smallest: False saves the
     time to look for that one: any other policy takes its place.
     """
-    whole = run.chosen(with_policy(run.config, None), budget_bytes)
+    whole = run.with_policy(None)
     if whole.peak.fits(budget_bytes):
         return whole
     search = RankMixes(run)
@@ -86,7 +85,7 @@ def fitted(run: Run, budget_bytes: int, *, or_smallest: bool = True) -> Chosen:
         if mixes is None or mixes in tried:
             break
         tried.append(mixes)
-        found = run.chosen(search.config(mixes))
+        found = search.plan(mixes)
         lacks = found.peak.num_bytes - budget_bytes
         corrected = search.spaces(mixes, budget_bytes)
         if lacks <= 0:
@@ -100,25 +99,24 @@ def fitted(run: Run, budget_bytes: int, *, or_smallest: bool = True) -> Chosen:
             spaces = {rank: nearer(space, corrected[rank]) for rank, space in spaces.items()}
             if high and found.peak.rank not in spaces:  # the correction has not seen this rank
                 spaces[search.alike[found.peak.rank]] -= lacks
-    for config in () if best else search.units():
-        found = run.chosen(config, budget_bytes)
+    for found in () if best else search.units():
         if found.peak.fits(budget_bytes):
             best = min(best or found, found, key=lambda one: one.peak.num_bytes)
         elif sum(one.num_bytes for one in found.peak.terms if one.name != KEPT) > budget_bytes:
             break  # longer units keep less, and rebuild more at a time
     if best is None and or_smallest:
-        return min(map(run.chosen, search.units()), key=lambda one: one.peak.num_bytes)
+        return min(search.units(), key=lambda one: one.peak.num_bytes)
     return best or whole
 
 
-def least_replays(run: Run, budget_bytes: int) -> list[float] | None:
+def least_replays(run: Plan, budget_bytes: int) -> list[float] | None:
     """Returns a lower bound of the seconds of the replays of a micro-batch by pipeline rank, or
     None if no policy fits: only states and activations are counted."""
     search, fsdp = RankMixes(run), run.config.data_parallel.use_torch_fsdp2
     found, alike = [], layers_of(run.config)
     usual = max(alike, key=alike.count)
     for rank in range(search.size):
-        states = rank_states(run.config, search.alike[rank], dp_cp_size=run.dp_cp_size)
+        states = run.states(search.alike[rank])
         # Under FSDP2 no gradients exist before the first backward.
         space = budget_bytes - states.total + (states.gradients if fsdp else 0)
         # The choices are those of the most frequent kind of layer: others may cost less.

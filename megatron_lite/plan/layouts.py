@@ -17,7 +17,7 @@ from megatron_lite.config.parallel import CP_COMM_TYPES, no_flash_across_ranks
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages, whole_model
 from megatron_lite.memory.predict.flops import forward_flops, logits_flops
-from megatron_lite.memory.predict.states import parameter_count, rank_states, stage_parameters
+from megatron_lite.memory.predict.states import parameter_count, stage_parameters
 from megatron_lite.plan.problem import (
     AWARE,
     CONTEXT,
@@ -37,6 +37,7 @@ from megatron_lite.plan.problem import (
     Problem,
     with_fields,
 )
+from megatron_lite.plan.rank_mixes import Plan
 
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 # Tokens of a sequence on one rank: the search splits none into shorter parts, if the batch divides
@@ -116,17 +117,10 @@ def _possible(problem: Problem, num_ranks: int, base: RunConfig, row: Row) -> It
             size % batches.samples_per_microbatch for size in batches.sizes
         ):
             return
-        if problem.states_on_host is None or problem.states_on_host >= max(
-            states_on_host(config, num_ranks, rank) for rank in range(pp)
+        if problem.states_on_host is None or (
+            problem.states_on_host >= Plan(config, problem.hardware, num_ranks).states_on_host
         ):
             yield config
-
-
-def states_on_host(config: RunConfig, num_ranks: int, pp_rank: int) -> int:
-    """Returns the bytes of optimizer states that a rank has in host memory."""
-    parallel = config.parallel
-    size = parallel.data_parallel_size(num_ranks) * parallel.context_parallel_size
-    return rank_states(config, pp_rank, dp_cp_size=size).on_host
 
 
 def least_states(config: RunConfig, num_ranks: int) -> float:

@@ -6,15 +6,16 @@ A mix is the number of layers that have each choice (policies.py). Standard libr
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Layers, Policy, Rule
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.description.sizes import Sizes, first_like_stage
+from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.policies import (
@@ -26,6 +27,7 @@ from megatron_lite.plan.policies import (
     tile_counts,
 )
 from megatron_lite.plan.stage_time import TimedRun, stage_time
+from megatron_lite.plan.step_time import StepTime, step_time
 from megatron_lite.plan.work import Clock
 from megatron_lite.recompute.recompute_plan import keep_everything
 
@@ -33,8 +35,10 @@ HOST_STEPS = 8  # numbers of layers with a hosted action that are tried
 UNIT_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
-class Run(NamedTuple):
-    """A run without a policy, and the machine that it is planned for.
+@dataclass(frozen=True)
+class Plan:
+    """A run with its layout and its policy on a machine, the peak of its fullest rank, and the time
+    of a step.
 
     host_bytes: the host memory of a rank in which a policy may keep tensors. 0: none.
     """
@@ -65,22 +69,30 @@ class Run(NamedTuple):
             num_microbatches=self.most_microbatches,
         )
 
-    def chosen(self, config: RunConfig, budget_bytes: float = math.inf) -> Chosen:
-        """Returns the run with a policy and the peak of its fullest rank, or of the first rank that
-        does not fit the budget."""
-        return Chosen(config, fullest_step_peak(config, **self.facts, budget_bytes=budget_bytes))
+    @cached_property
+    def peak(self) -> StepPeak:
+        """The peak of its fullest rank."""
+        return fullest_step_peak(self.config, **self.facts)
 
+    @cached_property
+    def time(self) -> StepTime:
+        """The time of a step."""
+        return step_time(self.config, self.hardware, self.num_ranks)
 
-class Chosen(NamedTuple):
-    """A run with its policy, and the peak of its fullest rank."""
+    def with_policy(self, text: str | None) -> Plan:
+        """Returns the plan with another policy, or with none. Other recompute settings stay."""
+        recompute = self.config.recompute.instead(recompute_policy=text)
+        return replace(self, config=replace(self.config, recompute=recompute))
 
-    config: RunConfig
-    peak: StepPeak
+    def states(self, rank: int) -> RankStates:
+        """Returns the bytes that a pipeline rank holds from step to step."""
+        return rank_states(self.config, rank, dp_cp_size=self.dp_cp_size)
 
-
-def with_policy(config: RunConfig, text: str | None) -> RunConfig:
-    """Returns the run with another policy, or with none. Other recompute settings stay."""
-    return replace(config, recompute=config.recompute.instead(recompute_policy=text))
+    @property
+    def states_on_host(self) -> int:
+        """The most bytes of optimizer states that a rank has in host memory."""
+        ranks = range(self.config.parallel.pipeline_model_parallel_size)
+        return max(self.states(rank).on_host for rank in ranks)
 
 
 class StageMix(NamedTuple):
@@ -128,7 +140,7 @@ class RankMixes:
     alike: for each rank the one whose bytes besides activations stand for those of this one.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Plan) -> None:
         config = run.config
         self.run, self.size = run, config.parallel.pipeline_model_parallel_size
         self.stages = stages(config.parallel, config.model.num_layers)
@@ -149,7 +161,7 @@ class RankMixes:
 
         They are the budget without what the full prediction counts besides the peak of the mix.
         """
-        config = self.config(mixes)
+        config = self.plan(mixes).config
         return {
             rank: budget_bytes
             - step_peak(config, rank, **self.run.facts).num_bytes
@@ -225,7 +237,7 @@ class RankMixes:
             + self.clock.exposed((count - 1) * first, time.backward.seconds)
         )
 
-    def config(self, mixes: Sequence[StageMix]) -> RunConfig:
+    def plan(self, mixes: Sequence[StageMix]) -> Plan:
         """Returns the run with the mixes as its policy.
 
         The text of a policy has a limited length. With many stages, the ranks between the first and
@@ -233,11 +245,11 @@ class RankMixes:
         """
         rules = [mix.rules() for mix in mixes]
         if all(rule.action == KEEP and rule.store == "device" for one in rules for rule in one):
-            return with_policy(self.run.config, None)
+            return self.run.with_policy(None)
         text = self._text(rules)
         if len(text) > MAX_LENGTH:
             text = self._text([rules[rank] for rank in self.alike])
-        return with_policy(self.run.config, text if len(text) <= MAX_LENGTH else "*:full")
+        return self.run.with_policy(text if len(text) <= MAX_LENGTH else "*:full")
 
     def _text(self, rules: Sequence[tuple[Rule, ...]]) -> str:
         """Returns the policy of these rules by rank. The most frequent rules name no stage."""
@@ -251,14 +263,13 @@ class RankMixes:
         ]
         return str(Policy((*special, *common)))
 
-    def units(self) -> Iterator[RunConfig]:
+    def units(self) -> Iterator[Plan]:
         """Yields the run with longer and longer units, one of which has the smallest peak."""
         longest = max(1, *(stage.num_layers for stage in self.stages))
-        config = self.run.config
-        sizes = Sizes.of(config, self.run.hardware.device)
+        sizes = Sizes.of(self.run.config, self.run.hardware.device)
         tiles = max(tile_counts(sizes, LayerAction(unit=1)))
         in_tiles = f"+mlp/{tiles}" if tiles > 1 else ""
         stores = ("", "@host")[: 1 + (self.run.host_bytes > 0)]
         for length, store in itertools.product(UNIT_LENGTHS, stores):
             if length <= longest:
-                yield with_policy(config, f"*:full/{length}{in_tiles}{store}")
+                yield self.run.with_policy(f"*:full/{length}{in_tiles}{store}")

@@ -23,10 +23,10 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.plan.auto_policy import fitted, least_replays
 from megatron_lite.plan.layouts import (
     kind_of,
@@ -35,12 +35,11 @@ from megatron_lite.plan.layouts import (
     most_virtual,
     recuts,
     savers,
-    states_on_host,
     variants,
     virtuals,
 )
 from megatron_lite.plan.problem import Problem
-from megatron_lite.plan.rank_mixes import Chosen, Run, with_policy
+from megatron_lite.plan.rank_mixes import Plan
 from megatron_lite.plan.step_time import StepTime, step_time
 
 SMALLEST_TRIED = 4
@@ -50,15 +49,6 @@ SLOWEST = 1.1  # times the step time of the best plan: a slower one is not worth
 BETTER = 0.999  # of the step time: a plan that is not clearly faster is no better plan
 HANDICAP = 0.0005  # of the step time, for each further kind of parallelism: of two plans that are
 # equally fast the simpler one wins
-
-
-class Plan(NamedTuple):
-    """A run with its layout and its policy, the peak of its fullest rank and the time of a step."""
-
-    config: RunConfig
-    num_ranks: int
-    peak: StepPeak
-    time: StepTime
 
 
 class SearchResult(NamedTuple):
@@ -83,30 +73,23 @@ class Search:
         self.problem, self.num_ranks = problem, num_ranks
         self.fixed_policy = problem.recompute is not None
 
-    def run(self, config: RunConfig) -> Run:
-        """Returns the run for auto_policy."""
-        left = self.problem.host_bytes
+    def plan(self, config: RunConfig) -> Plan:
+        """Returns the plan of a layout, with the host memory that its states leave."""
+        plan = Plan(config, self.problem.hardware, self.num_ranks, self.problem.host_bytes)
         # If host memory is limited, the states take the same.
-        if self.problem.states_on_host is not None and config.optimizer.optimizer_cpu_offload:
-            ranks = range(config.parallel.pipeline_model_parallel_size)
-            left -= max(states_on_host(config, self.num_ranks, rank) for rank in ranks)
-        return Run(config, self.problem.hardware, self.num_ranks, max(0, left))
+        if self.problem.states_on_host is None:
+            return plan
+        return replace(plan, host_bytes=max(0, plan.host_bytes - plan.states_on_host))
 
     def time(self, config: RunConfig, **facts: Any) -> StepTime:
         """Returns the step time. facts: see `step_time`."""
         return step_time(config, self.problem.hardware, self.num_ranks, **facts)
 
-    def plan(self, chosen: Chosen) -> Plan:
-        """Returns the plan of a chosen policy."""
-        return Plan(chosen.config, self.num_ranks, chosen.peak, self.time(chosen.config))
-
-    def fit(self, config: RunConfig, budget_bytes: int, or_smallest: bool = True) -> Chosen:
+    def fit(self, config: RunConfig, budget_bytes: int, or_smallest: bool = True) -> Plan:
         """Returns the layout with its fastest policy that fits, or with the user's policy if it is
         fixed. If none fits, it has the smallest peak, or with `or_smallest` False any."""
-        run = self.run(config)
-        if self.fixed_policy:
-            return run.chosen(config)
-        return fitted(run, budget_bytes, or_smallest=or_smallest)
+        plan = self.plan(config)
+        return plan if self.fixed_policy else fitted(plan, budget_bytes, or_smallest=or_smallest)
 
     def find(self, budget_bytes: int) -> SearchResult:
         """Returns the fastest plans of so many ranks."""
@@ -196,11 +179,10 @@ class Search:
                     push_new(savers(problem, config), 3)
             else:
                 number_fitted += bool(plans)
-                chosen = self.fit(config, budget_bytes, or_smallest=False)
-                if not chosen.peak.fits(budget_bytes):
+                plan = self.fit(config, budget_bytes, or_smallest=False)
+                if not plan.peak.fits(budget_bytes):
                     too_large.append(config)
                 else:
-                    plan = self.plan(chosen)
                     push(plan.time.seconds, 5, config, time, plan)
                     fastest[shape] = min(fastest[shape], plan.time.seconds)
         if not plans and not too_large:
@@ -226,7 +208,7 @@ class Search:
         """
         if self.fixed_policy:
             return time.seconds
-        replays = least_replays(self.run(config), budget_bytes)
+        replays = least_replays(self.plan(config), budget_bytes)
         if replays is None:
             return None
         return self.time(config, bound=True, replays=replays).seconds
@@ -235,25 +217,23 @@ class Search:
         """Returns the plan with the smallest peak among the most promising layouts."""
 
         def size(config: RunConfig) -> int:
-            full = config if self.fixed_policy else with_policy(config, "*:full")
-            return self.run(config).chosen(full).peak.num_bytes
+            plan = self.plan(config)
+            return (plan if self.fixed_policy else plan.with_policy("*:full")).peak.num_bytes
 
         least = sorted(too_large, key=size)[:SMALLEST_TRIED]
         for config in least[:1]:
             least += savers(self.problem, config)
-        found = [self.plan(self.fit(config, 0)) for config in least]
+        found = [self.fit(config, 0) for config in least]
         return min(found, key=lambda plan: plan.peak.num_bytes, default=None)
 
     def _larger(self, faster: list[RunConfig], budget_bytes: int, limit: float) -> Plan | None:
         """Returns the plan without recomputation that lacks the fewest bytes."""
         # `faster` begins with the fastest: its end is nearest to the plan that fits.
-        found = [self.run(config).chosen(config) for config in faster[-NEAREST:]]
-        for chosen in sorted(found, key=lambda one: one.peak.num_bytes):
-            if not chosen.peak.fits(budget_bytes):
-                plan = self.plan(chosen)
-                if plan.time.seconds < limit:
-                    return plan
-        return None
+        found = sorted(map(self.plan, faster[-NEAREST:]), key=lambda one: one.peak.num_bytes)
+        return next(
+            (one for one in found if not one.peak.fits(budget_bytes) and one.time.seconds < limit),
+            None,
+        )
 
 
 def _shape(config: RunConfig) -> tuple[object, ...]:

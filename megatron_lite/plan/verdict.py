@@ -14,7 +14,8 @@ from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.plan.auto_policy import Budget
 from megatron_lite.plan.layouts import KINDS, LOSS_CHUNKS, kind_of, layouts, refusal, resorts
 from megatron_lite.plan.problem import LOSS_CHUNK, MICRO_BATCH, Problem, with_fields
-from megatron_lite.plan.search import Plan, Search, SearchResult
+from megatron_lite.plan.rank_mixes import Plan
+from megatron_lite.plan.search import Search, SearchResult
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 EXIT_STATUS = {FITS: 0, TIGHT: 1, DOES_NOT_FIT: 2}
@@ -149,7 +150,7 @@ def _neighbour(
     """Returns a changed run with its best policy, or None if training would refuse it."""
     try:
         found = search.fit(with_fields(base, fields), budget_bytes)
-        return Neighbour(words, search.plan(found), found.peak.fits(budget_bytes))
+        return Neighbour(words, found, found.peak.fits(budget_bytes))
     except ValueError:
         return None
 
@@ -166,7 +167,7 @@ def _changes(search: Search, base: RunConfig) -> Iterator[tuple[str, Search, Map
     smaller = LOSS_CHUNKS[0] if chunk is None else chunk // 2
     if smaller:
         yield f"--loss-chunk-size {smaller}", search, {LOSS_CHUNK: smaller}
-    if search.run(base).dp_cp_size > 1:
+    if search.plan(base).dp_cp_size > 1:
         for kind, flags in KINDS.items():
             if kind != kind_of(base):
                 yield kind, search, flags

@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.invocation import shell_lines
 from megatron_lite.config.plain import parse_json
-from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
 from megatron_lite.config.units import GIB
 from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.memory.predict.step_peak import PeakTerm, step_peak
 from megatron_lite.plan.hardware import Hardware
-from megatron_lite.plan.layouts import kind_of, states_on_host
-from megatron_lite.plan.problem import Problem
-from megatron_lite.plan.rank_mixes import Run
-from megatron_lite.plan.search import Plan
+from megatron_lite.plan.layouts import kind_of
+from megatron_lite.plan.rank_mixes import Plan
 from megatron_lite.plan.step_time import HOST_UPDATE
 from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, FitVerdict
 
@@ -61,9 +58,9 @@ def plain_verdict(one: FitVerdict, hardware: Hardware, training: Training) -> di
         "memory_bytes": one.budget.memory_bytes,
         "reserve_bytes": one.budget.reserve_bytes,
         "num_layouts": one.found.num_layouts,
-        "plans": [_plain_plan(plan, hardware, training) for plan in one.found.plans],
-        "smallest": smallest and _plain_plan(smallest, hardware, training),
-        "next_better": larger and _plain_plan(larger, hardware, training),
+        "plans": [_plain_plan(plan, training) for plan in one.found.plans],
+        "smallest": smallest and _plain_plan(smallest, training),
+        "next_better": larger and _plain_plan(larger, training),
         "largest_micro_batch_size": largest and largest.config.training.micro_batch_size,
         "neighbours": [
             {
@@ -79,15 +76,15 @@ def plain_verdict(one: FitVerdict, hardware: Hardware, training: Training) -> di
     }
 
 
-def _plain_plan(plan: Plan, hardware: Hardware, training: Training) -> dict[str, Any]:
-    config, num_ranks, peak, time = plan
+def _plain_plan(plan: Plan, training: Training) -> dict[str, Any]:
+    config, peak, time = plan.config, plan.peak, plan.time
     incomplete = ""
     try:
         config.check_complete_for_training()
     except ValueError as error:
         incomplete = str(error)
     return {
-        "command": command(config, hardware, num_ranks),
+        "command": command(plan),
         "incomplete": incomplete,
         "config": parse_json(config.to_json()),
         "layout": _layout(plan),
@@ -97,13 +94,13 @@ def _plain_plan(plan: Plan, hardware: Hardware, training: Training) -> dict[str,
         "peak_bytes": peak.num_bytes,
         "peak_terms": plain_terms(peak.terms),
         "kept_on_host_bytes": peak.on_host,
-        "states_on_host_bytes": states_on_host(config, num_ranks, peak.rank),
+        "states_on_host_bytes": plan.states(peak.rank).on_host,
         "step_seconds": time.seconds,
         "band": time.band,
         "step_terms": dict(time.terms),
         "tokens_per_second": time.tokens_per_second,
         "mfu": time.ideal_seconds / time.seconds,  # from 0 to 1
-        "extra_flops": PolicyFlops.of(config, hardware.device).added,
+        "extra_flops": PolicyFlops.of(config, plan.hardware.device).added,
         **training.plain(plan),
     }
 
@@ -113,19 +110,18 @@ def plain_terms(terms: Iterable[PeakTerm]) -> list[dict[str, Any]]:
     return [{"name": term.name, "bytes": term.num_bytes, "tag": term.tag} for term in terms]
 
 
-def plain_stages(problem: Problem, one: FitVerdict) -> list[dict[str, Any]]:
+def plain_stages(one: FitVerdict) -> list[dict[str, Any]]:
     """Returns the terms of the peak of every pipeline rank of a verdict's plan, or of MOST_STAGES
     evenly spread ranks."""
     if one.plan is None:
         return []
-    config = one.plan.config
-    run = Run(config, problem.hardware, one.plan.num_ranks)
+    config, facts = one.plan.config, one.plan.facts
     last = config.parallel.pipeline_model_parallel_size - 1
     ranks = {place * last // (MOST_STAGES - 1) for place in range(MOST_STAGES)} | {
         one.plan.peak.rank
     }
     return [
-        {"rank": rank, "terms": plain_terms(step_peak(config, rank, **run.facts).terms)}
+        {"rank": rank, "terms": plain_terms(step_peak(config, rank, **facts).terms)}
         for rank in sorted(ranks)
     ]
 
@@ -159,17 +155,17 @@ def _layout(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def command(config: RunConfig, hardware: Hardware, num_ranks: int) -> list[str]:
-    """Returns the words of the command that runs a configuration, in any directory."""
-    per_node = num_ranks
-    if num_ranks > hardware.ranks_per_node:  # torchrun starts equally many ranks on each node
-        per_node = math.gcd(num_ranks, hardware.ranks_per_node)
-    nodes = num_ranks // per_node
+def command(plan: Plan) -> list[str]:
+    """Returns the words of the command that runs a plan, in any directory."""
+    per_node, most = plan.num_ranks, plan.hardware.ranks_per_node
+    if per_node > most:  # torchrun starts equally many ranks on each node
+        per_node = math.gcd(per_node, most)
+    nodes = plan.num_ranks // per_node
     words = ["torchrun", "--nproc-per-node", str(per_node)]
     if nodes > 1:
         words += ["--nnodes", str(nodes), "--node-rank", "$NODE_RANK"]
         words += ["--master-addr", "$MASTER_ADDR"]
-    return [*words, "-m", "megatron_lite", "train", *flags_of(config)]
+    return [*words, "-m", "megatron_lite", "train", *flags_of(plan.config)]
 
 
 def lines(one: Mapping[str, Any]) -> Iterator[str]:

@@ -183,7 +183,7 @@ def _plan(args: Namespace, notes: list[str]) -> int:
         text = json.dumps(plain, indent=2) + "\n"
         sys.stdout.write(text) if own.json == "-" else write_text(own.json, text)
     if own.html is not None:
-        stages = [plain_stages(problem, one) for one in verdicts]
+        stages = [plain_stages(one) for one in verdicts]
         write_text(own.html, plan_page(plain, stages, notes))
     if own.json != "-":
         for note in notes:

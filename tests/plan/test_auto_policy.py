@@ -11,7 +11,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.plan.auto_policy import choose_policy, fitted, with_chosen_policy
 from megatron_lite.plan.hardware import load_hardware, machine_for_policy, machine_of_gpu
-from megatron_lite.plan.rank_mixes import Run, with_policy
+from megatron_lite.plan.rank_mixes import Plan
 from megatron_lite.plan.step_time import step_time
 from tests.plan.runs import H100, preset_run, small_run
 from tests.support.changes import with_settings
@@ -31,7 +31,7 @@ def peak_of(config, num_ranks):
 
 def budgets(config, num_ranks, count):
     """Budgets between the peak of full recomputation and that of none."""
-    low = peak_of(with_policy(config, "*:full"), num_ranks)
+    low = peak_of(with_settings(config, recompute_policy="*:full"), num_ranks)
     high = peak_of(config, num_ranks)
     return [low + (high - low) * number // count for number in range(1, count + 1)]
 
@@ -77,12 +77,14 @@ def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel, micro, actio
             for stage, own in enumerate(stage_actions)
             for layer, action in enumerate(own)
         )
-        tried.append(with_policy(config, text))
+        tried.append(with_settings(config, recompute_policy=text))
     measured = [
         (peak_of(policy, num_ranks), step_time(policy, H100, num_ranks).seconds) for policy in tried
     ]
     for budget in budgets(config, num_ranks, 4):
-        chosen = with_policy(config, choose_policy(config, H100, budget, num_ranks))
+        chosen = with_settings(
+            config, recompute_policy=choose_policy(config, H100, budget, num_ranks)
+        )
         assert peak_of(chosen, num_ranks) <= budget
         fastest = min(seconds for held, seconds in measured if held <= budget)
         # The space beside the activations is an estimate, so the choice may miss a mix by a hair.
@@ -94,10 +96,13 @@ def test_host_memory_is_used_only_where_it_is_allowed():
     config = with_settings(config, use_torch_fsdp2=True)
     budget = 24 * GIB
     on_device = choose_policy(config, H100, budget, 16)
-    hosted = str(fitted(Run(config, H100, 16, 64 * GIB), budget).config.recompute.policy)
-    times = [step_time(with_policy(config, one), H100, 16).seconds for one in (hosted, on_device)]
+    hosted = str(fitted(Plan(config, H100, 16, 64 * GIB), budget).config.recompute.policy)
+    times = [
+        step_time(with_settings(config, recompute_policy=one), H100, 16).seconds
+        for one in (hosted, on_device)
+    ]
     assert "@host" not in on_device and "@host" in hosted and times[0] < times[1]
-    assert peak_of(with_policy(config, hosted), 16) <= budget
+    assert peak_of(with_settings(config, recompute_policy=hosted), 16) <= budget
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,7 @@ def test_layers_too_small_to_be_worth_a_replay_get_a_policy_or_a_refusal(
     with pytest.raises(InputError, match="no recompute policy fits in 1.000 KiB"):
         choose_policy(config, H100, 1024, num_ranks)
     for budget in (whole - 1, whole * 4 // 5):
-        found = fitted(Run(config, H100, num_ranks), budget)
+        found = fitted(Plan(config, H100, num_ranks), budget)
         assert found.peak.num_bytes == peak_of(found.config, num_ranks)
 
 

@@ -22,7 +22,6 @@ Alike stages of several calls are taken from a cache, and the actions after the 
 left out. Standard library only.
 """
 
-import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -202,25 +201,15 @@ def step_peak(
 
 
 def fullest_step_peak(
-    config: RunConfig,
-    *,
-    device: str,
-    dp_cp_size: int,
-    num_microbatches: int | None = None,
-    budget_bytes: float = math.inf,
+    config: RunConfig, *, device: str, dp_cp_size: int, num_microbatches: int | None = None
 ) -> StepPeak:
-    """Returns the highest peak of all pipeline ranks; of several equal ones the first.
-
-    budget_bytes: the ranks after the first that exceeds it do not count.
-    """
-    peaks = []
-    for rank in distinct_ranks(config):
-        peak = step_peak(
+    """Returns the highest peak of all pipeline ranks; of several equal ones the first."""
+    peaks = (
+        step_peak(
             config, rank, device=device, dp_cp_size=dp_cp_size, num_microbatches=num_microbatches
         )
-        peaks.append(peak)
-        if not peak.fits(budget_bytes):
-            break
+        for rank in distinct_ranks(config)
+    )
     return max(peaks, key=lambda one: one.num_bytes)
 
 
