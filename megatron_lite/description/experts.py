@@ -25,7 +25,6 @@ from megatron_lite.description.operations import (
     Operation,
     OperatorCall,
     Parameter,
-    RegionEntry,
 )
 from megatron_lite.description.sizes import Shape
 
@@ -148,7 +147,8 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
         "mlp.experts",
         (intermediate, row_weights),
         (MOE, MOE_ACTIVATION),
-        (RegionEntry(MOE_ACTIVATION, (intermediate, row_weights), (activated.name,)),),
+        (intermediate, row_weights),
+        (activated.name,),
         moved=Moved((forward + 2) * shape.activated, (backward + 4) * shape.activated),
         temporary=shape.intermediate + 4 * shape.activated,
     )
@@ -192,8 +192,8 @@ def _router(shape: ExpertShape, normed: KeptTensor) -> Operation:
         "mlp.router",
         (normed, *noise, logits, *read),
         (MOE,),
-        (RegionEntry(MOE, (normed, *chosen)),),
-        (
+        (normed, *chosen),
+        calls=(
             OperatorCall(
                 "aten.addmm.default" if bias else "aten.mm.default",
                 (logits,),
@@ -240,7 +240,7 @@ def _counting(shape: ExpertShape, counts: tuple[KeptTensor, ...]) -> Iterator[Op
         if one.name == RECEIVED:
             sums = [Collective(ALL_REDUCE, one.num_bytes)] * bool(shape.gathers)
             sent = [*sums, _exchange(one.num_bytes)]
-        yield from (OperatorCall("", (), (), (collective,), once=True) for collective in sent)
+        yield from (OperatorCall(collectives=(collective,), once=True) for collective in sent)
 
 
 def _exchange(num_bytes: int) -> Collective:
@@ -254,7 +254,6 @@ def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
     width = model.moe_shared_expert_intermediate_size
     assert width is not None
     gated, regions = model.moe_shared_expert_gate, (MOE, SHARED_EXPERTS)
-    enters = (RegionEntry(SHARED_EXPERTS, (normed,)),)
     if gated:
         gate = KeptTensor("gate of the shared expert", sizes.local_tokens * of.element)
         logits = KeptTensor("gate's logits", gate.num_bytes)
@@ -264,8 +263,8 @@ def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
             "mlp.shared_experts",
             (normed, gate),
             regions,
-            enters,
-            (OperatorCall("aten.mm.default", (logits,), (product,)),),
+            (normed,),
+            calls=(OperatorCall("aten.mm.default", (logits,), (product,)),),
             parameters=(Parameter("gate_weight", (1, model.hidden_size), sizes.sequence_parallel),),
         )
     yield from dense_mlp(
@@ -275,7 +274,7 @@ def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
         module="mlp.shared_experts",
         ffn_size=width,
         regions=regions,
-        enters=() if gated else enters,
+        enters=not gated,
         activation=MOE_ACTIVATION,
         output_is_read=True,
     )

@@ -15,10 +15,8 @@ from megatron_lite.description.operations import (
     KeptTensor,
     Moved,
     Operation,
-    RegionEntry,
-    shared_table,
 )
-from megatron_lite.description.self_attention import core_attention
+from megatron_lite.description.self_attention import core_attention, rotary_tables
 from megatron_lite.description.sizes import Shape
 
 # of the rotated part of queries: put in halves, multiplied by two tables, added and joined
@@ -47,8 +45,8 @@ def latent_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
     )
     yield _enter(of, rotated)
     inputs = (of_query[1], of_both[1], *(rotated,) * sizes.sequence_parallel)  # else it is a view
-    entry = RegionEntry(UP_PROJECTION, inputs, (query.name, key.name, value.name))
-    yield _up(*of_query, up, model.head_dim)._replace(enters=(entry,))
+    discards = query.name, key.name, value.name
+    yield _up(*of_query, up, model.head_dim)._replace(enters=inputs, discards=discards)
     second = _up(*of_both, "linear_kv_up_proj", model.qk_head_dim + model.v_head_dim)
     # The gradient of the other output is held.
     yield second._replace(temporary=second.temporary + of.query)
@@ -57,7 +55,7 @@ def latent_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
     yield Operation(
         "latent_heads",
         "self_attention",
-        (shared_table("rotary tables", 2 * sizes.own_seq_length * model.rotary_dim * of.element),),
+        (rotary_tables(of),),
         (UP_PROJECTION,),
         moved=Moved(moved + turned, moved + turned),
         temporary=moved,

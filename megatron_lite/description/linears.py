@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_lite.config.model import ACTIVATIONS
+from megatron_lite.config.regions import ACTIVATION
 from megatron_lite.description.operations import (
     NOTHING_MOVED,
     KeptTensor,
@@ -25,7 +26,6 @@ from megatron_lite.description.operations import (
     Operation,
     OperatorCall,
     Parameter,
-    RegionEntry,
 )
 from megatron_lite.description.sizes import Shape
 
@@ -134,18 +134,18 @@ def dense_mlp(
     of: Shape,
     normed: KeptTensor,
     *,
-    name: str,
-    module: str,
     ffn_size: int,
     regions: tuple[str, ...],
-    enters: tuple[RegionEntry, ...],
-    activation: str,
     output_is_read: bool,
+    name: str = "linear",
+    module: str = "mlp",
+    activation: str = ACTIVATION,
+    enters: bool = True,
 ) -> Iterator[Operation]:
     """Yields an MLP (model/layer.py).
 
     normed: its input. name: how the names of its operations begin. activation: the region of its
-    activation. enters: the regions that begin with it.
+    activation. enters: whether the last of the regions begins with it.
     """
     model, sizes = of.model, of.sizes
     prefix = "" if name == "linear" else f"{name} "
@@ -166,14 +166,15 @@ def dense_mlp(
         skips_bias=sizes.compiled,
         keeps=(normed,),
         regions=regions,
-        enters=enters,
+        enters=(normed,) * enters,
     )
     yield Operation(
         f"{prefix}activation",
         module,
         (intermediate,),
         (*regions, activation),
-        (RegionEntry(activation, (intermediate,), (activated.name,)),),
+        (intermediate,),
+        (activated.name,),
         moved=Moved(forward * activated.num_bytes, backward * activated.num_bytes),
         temporary=_activation_temporary(of, intermediate.num_bytes, activated.num_bytes),
     )

@@ -17,8 +17,6 @@ from megatron_lite.description.operations import (
     Operation,
     OperatorCall,
     Parameter,
-    RegionEntry,
-    rng_state,
 )
 from megatron_lite.description.sizes import Shape
 
@@ -37,7 +35,8 @@ def norm_before(
         name,
         (residual, *norm_keeps(of, statistics)),
         (LAYERNORM,),
-        (RegionEntry(LAYERNORM, (residual,), (output,)),),
+        (residual,),
+        (output,),
         parameters=norm_parameters(of),
         # Backward reads dy and x, writes dx, and adds dx to the gradient of the residual, which a
         # compiled kernel for the same dtype does at once.
@@ -76,13 +75,13 @@ def add_branch(of: Shape, name: str) -> Operation:
         moved = Moved(2 * added + of.hidden, (added + of.hidden) * of.widened)
         return Operation(name, "", regions=(DROPOUT,), moved=moved + scales)
     mask = KeptTensor(f"{name} mask", of.hidden // of.element)
-    state = rng_state(f"RNG state of the {mask.name}", of.sizes.stream_state_bytes)
+    state = KeptTensor(f"RNG state of the {mask.name}", of.sizes.stream_state_bytes, stays=True)
     return Operation(
         name,
         "",
         (mask,),
         (DROPOUT,),
-        (RegionEntry(DROPOUT, (state,)),),
+        (state,),
         moved=scales + (5 * added + mask.num_bytes, 2 * added + mask.num_bytes),
     )
 

@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_lite.config.regions import REGIONS
-
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 SHIFT, ALL_TO_ALL = "ring shift", "all-to-all"
 OPERATORS = {
@@ -120,8 +118,8 @@ class OperatorCall(NamedTuple):
     once: whether no replay repeats it.
     """
 
-    operator: str
-    returns: tuple[KeptTensor, ...]
+    operator: str = ""
+    returns: tuple[KeptTensor, ...] = ()
     matmuls: tuple[Matmul, ...] = ()
     collectives: tuple[Collective, ...] = ()
     output_only: bool = False
@@ -149,26 +147,6 @@ class Parameter(NamedTuple):
         return math.prod(self.shape)
 
 
-class RegionEntry(NamedTuple):
-    """One passage of the forward through a region.
-
-    inputs: the tensors that are kept if the region is recomputed. `kept` adds the random-number
-        states of a region that draws.
-    discards: the names of the outputs that are freed if the region is recomputed. Backward rebuilds
-        them for the operations that saved them.
-    """
-
-    region: str
-    inputs: tuple[KeptTensor, ...]
-    discards: tuple[str, ...] = ()
-
-    def kept(self, rng_state_bytes: int) -> tuple[KeptTensor, ...]:
-        """Returns everything that is kept for the passage if the region is recomputed."""
-        if not REGIONS[self.region].draws:
-            return self.inputs
-        return (*self.inputs, rng_state(f"RNG states of {self.region}", rng_state_bytes))
-
-
 class Operation(NamedTuple):
     """One operation of the model.
 
@@ -177,7 +155,10 @@ class Operation(NamedTuple):
         embedding and the head it is the name within the model.
     keeps: the tensors that are kept for its backward if nothing is recomputed.
     regions: the regions in which it lies, outermost first.
-    enters: the regions that begin with it.
+    enters: if the innermost of them begins with it, the tensors that are kept if that region is
+        recomputed, besides the random-number states of a region that draws; else ().
+    discards: the names of that region's outputs that are freed then. Backward rebuilds them for the
+        operations that saved them.
     calls: its operator calls in order.
     backward: the collectives of its backward.
     runs_beside: whether these run at the same time as the matmuls of the gradients: gathers beside
@@ -195,7 +176,8 @@ class Operation(NamedTuple):
     module: str
     keeps: tuple[KeptTensor, ...] = ()
     regions: tuple[str, ...] = ()
-    enters: tuple[RegionEntry, ...] = ()
+    enters: tuple[KeptTensor, ...] = ()
+    discards: tuple[str, ...] = ()
     calls: tuple[OperatorCall, ...] = ()
     backward: tuple[Collective, ...] = ()
     rebuilds: tuple[Matmul, ...] = ()
@@ -204,6 +186,11 @@ class Operation(NamedTuple):
     moved: Moved = NOTHING_MOVED
     runs_beside: bool = False
     temporary: int = 0
+
+    @property
+    def entered(self) -> str:
+        """The region that begins with it, or ""."""
+        return self.regions[-1] if self.enters else ""
 
     @property
     def forward(self) -> tuple[Collective, ...]:
@@ -267,13 +254,3 @@ class LayerDescription(NamedTuple):
             if len(found) < len(one.calls):
                 break
         return frozenset(calls)
-
-
-def rng_state(name: str, num_bytes: int) -> KeptTensor:
-    """Returns a saved state of random-number streams. It lies in host memory."""
-    return KeptTensor(name, num_bytes, stays=True)
-
-
-def shared_table(name: str, num_bytes: int) -> KeptTensor:
-    """Returns a constant table that all layers save."""
-    return KeptTensor(name, num_bytes, stays=True, shared=True)

@@ -29,8 +29,6 @@ from megatron_lite.description.operations import (
     Moved,
     Operation,
     OperatorCall,
-    RegionEntry,
-    shared_table,
 )
 from megatron_lite.description.sizes import Shape
 
@@ -64,7 +62,6 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
     if normed:
         yield query_key_norms(of, _heads(of) if apart else (whole,))
     if rotary:
-        tables = 2 * sizes.own_seq_length * model.rotary_dim * of.element
         # x cos + rotate_half(x) sin takes five kernels for the query and five for the key. A
         # compiled norm rotates too, and without norms one kernel splits and rotates.
         both = (of.query + of.kv) * (not (normed and by_head))
@@ -72,7 +69,7 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
         yield Operation(
             "rotary",
             "self_attention",
-            (shared_table("local " * model.layer_is_local(layer) + "rotary tables", tables),),
+            (rotary_tables(of, "local " * model.layer_is_local(layer)),),
             moved=Moved(2 * both, 2 * both) if sizes.compiled else Moved(10 * both, 12 * both),
         )
     # Without rotation, norm and groups, core attention saves views of linear_qkv's output.
@@ -82,6 +79,12 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
         value = whole if normed and not apart else KeptTensor("value", of.kv)
         inputs = (*_heads(of, prefix), value)
     yield core_attention(of, inputs, layer)
+
+
+def rotary_tables(of: Shape, kind: str = "") -> KeptTensor:
+    """Returns the constant tables that all layers save."""
+    num_bytes = 2 * of.sizes.own_seq_length * of.model.rotary_dim * of.element
+    return KeptTensor(f"{kind}rotary tables", num_bytes, stays=True, shared=True)
 
 
 def core_attention(of: Shape, inputs: Tensors, layer: int) -> Operation:
@@ -167,9 +170,9 @@ def _flash(of: Shape, inputs: Tensors, *, windowed: bool) -> Operation:
         "self_attention.core_attention",
         (*inputs, attended, log_sum_exp, *states, *mask),
         (CORE_ATTENTION,),
-        (RegionEntry(CORE_ATTENTION, inputs),),
-        (call,),
-        backward,
+        inputs,
+        calls=(call,),
+        backward=backward,
         rebuilds=(scores,),
         temporary=_flash_temporary(of) + alone * (built * masked + pieces),
     )
@@ -248,13 +251,13 @@ def _unfused(of: Shape, inputs: Tensors) -> Operation:
         "self_attention.core_attention",
         (*heads, *kept),
         (CORE_ATTENTION,),
-        (RegionEntry(CORE_ATTENTION, inputs),),
-        (
+        inputs,
+        calls=(
             *(one.call("gathered key and value") for one in forward),
             OperatorCall("aten.baddbmm.default", (KeptTensor("scores", scores),), (first,)),
             OperatorCall("aten.bmm.default", (by_head,), (second,), output_only=True),
         ),
-        backward,
+        backward=backward,
         moved=moved,
         temporary=_unfused_temporary(of, scores, softmax),
     )
@@ -318,7 +321,7 @@ def with_heads_exchanged(of: Shape, core: Operation, inputs: tuple[KeptTensor, .
         for name, one in zip(sizes, sent, strict=True)
     )
     return core._replace(
-        enters=(RegionEntry(CORE_ATTENTION, inputs),),
+        enters=inputs,
         calls=(*before, *core.calls, after),
         backward=sent,
         temporary=core.temporary + 2 * of.query,

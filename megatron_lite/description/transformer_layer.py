@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import chain
 
 from megatron_lite.config.parallel import exchange_of
-from megatron_lite.config.regions import ACTIVATION, MLP_REGION, MOE
+from megatron_lite.config.regions import MLP_REGION, MOE
 from megatron_lite.description.linears import column_linear, dense_mlp, row_linear
 from megatron_lite.description.norms import (
     ATTENTION_DROPOUT,
@@ -23,7 +23,6 @@ from megatron_lite.description.operations import (
     LayerDescription,
     Moved,
     Operation,
-    RegionEntry,
 )
 from megatron_lite.description.self_attention import attention_operations, attention_output
 from megatron_lite.description.sizes import Shape, Sizes, alike_layers
@@ -83,7 +82,9 @@ def describe_layer(sizes: Sizes, layer: int = 0, tiles: int = 1) -> LayerDescrip
         normed, normed_mlp = layer_input, mlp_residual
     if model.shared_norm:
         normed_mlp = normed
+    before, after = model.norms_before, model.norms_after
     has_experts = model.layer_has_experts(layer)
+    region = MOE if has_experts else MLP_REGION
     kept_choices: tuple[KeptTensor, ...] = ()
     if has_experts:
         # late: a dense model does not need it
@@ -93,9 +94,9 @@ def describe_layer(sizes: Sizes, layer: int = 0, tiles: int = 1) -> LayerDescrip
         mlp = expert_operations(of, normed_mlp, layer)
     tile = Shape(replace(sizes, seq_length=sizes.seq_length // tiles))
     if not has_experts:
-        mlp = _mlp(tile, normed_mlp)
-    region = MOE if has_experts else MLP_REGION
-    before, after = model.norms_before, model.norms_after
+        mlp = dense_mlp(
+            tile, normed_mlp, ffn_size=model.ffn_size, regions=(region,), output_is_read=after
+        )
     if after:
         mlp = chain(mlp, (norm_after(tile, "post_mlp_layernorm", LINEAR_FC2, (region,)),))
     if tiles > 1:
@@ -135,20 +136,6 @@ def describe_layer(sizes: Sizes, layer: int = 0, tiles: int = 1) -> LayerDescrip
         _absorbs(of, has_experts),
         _peculiarity(sizes, layer),
         kept_choices,
-    )
-
-
-def _mlp(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
-    return dense_mlp(
-        of,
-        normed,
-        name="linear",
-        module="mlp",
-        ffn_size=of.model.ffn_size,
-        regions=(MLP_REGION,),
-        enters=(RegionEntry(MLP_REGION, (normed,)),),
-        activation=ACTIVATION,
-        output_is_read=of.model.norms_after,
     )
 
 

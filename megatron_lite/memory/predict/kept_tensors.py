@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from megatron_lite.config.policy import Choice
+from megatron_lite.config.regions import REGIONS
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import (
     ALL_GATHER,
@@ -20,7 +21,6 @@ from megatron_lite.description.operations import (
     LayerDescription,
     Operation,
     OperatorCall,
-    rng_state,
 )
 from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.description.transformer_layer import describe_layers
@@ -185,31 +185,21 @@ def layer_terms(
     """
     operations = tuple(operations)
     # A rebuilt region's discarded outputs are freed. Operations that save them keep nothing.
-    seen = {
-        name
-        for one in operations
-        for entry in one.enters
-        if entry.region in rebuilt
-        for name in entry.discards
-    }
+    seen = {name for one in operations if one.entered in rebuilt for name in one.discards}
     for operation in operations:
-        candidates = [
-            Term(number, f"{entry.region} (rebuilt)", tensor, module=operation.module)
-            for entry in operation.enters
-            # The outermost region alone: it runs those inside of it again.
-            if entry.region == next(filter(rebuilt.__contains__, operation.regions), None)
-            for tensor in entry.kept(sizes.rng_state_bytes)
-        ]
-        if rebuilt.isdisjoint(operation.regions):
-            candidates += [
-                Term(number, operation.name, tensor, module=operation.module)
-                for tensor in operation.keeps
-            ]
+        kept, keeper = operation.keeps, operation.name
+        # The outermost region alone: it runs those inside of it again.
+        if outermost := next(filter(rebuilt.__contains__, operation.regions), ""):
+            kept, keeper = (), f"{outermost} (rebuilt)"
+            if operation.entered == outermost:
+                kept = operation.enters
+                if REGIONS[outermost].draws:
+                    kept += (_rng_states(sizes, f" of {outermost}"),)
         # Several operations may keep one storage. It counts with the first of them.
-        for term in candidates:
-            if term.tensor.name not in seen:
-                seen.add(term.tensor.name)
-                yield term
+        for tensor in kept:
+            if tensor.name not in seen:
+                seen.add(tensor.name)
+                yield Term(number, keeper, tensor, module=operation.module)
 
 
 def largest_first(terms: Iterable[Term]) -> tuple[KeptTensor, ...]:
@@ -233,8 +223,7 @@ def segment_terms(
         if segment.split:
             name = f"1/{size} of the layer input"
             kept = kept._replace(name=name, num_bytes=kept.num_bytes // size)
-        states = rng_state("RNG states", sizes.rng_state_bytes)
-        terms = [Term(first, UNIT, kept), Term(first, UNIT, states)]
+        terms = [Term(first, UNIT, kept), Term(first, UNIT, _rng_states(sizes))]
         for number in segment.numbers:
             terms += (Term(number, UNIT, choice) for choice in layers[number].choices)
         if segment.ops:
@@ -248,6 +237,11 @@ def segment_terms(
     for term in terms:
         moves = segment.moves(term.module, stays=term.tensor.stays)
         yield term._replace(on_host=True) if moves else term
+
+
+def _rng_states(sizes: Sizes, of: str = "") -> KeptTensor:
+    """Returns the states of random-number streams that a replay needs. They lie in host memory."""
+    return KeptTensor(f"RNG states{of}", sizes.rng_state_bytes, stays=True)
 
 
 def _end_terms(name: str, operations: Iterable[Operation]) -> Iterator[Term]:

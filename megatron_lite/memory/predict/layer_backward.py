@@ -94,11 +94,10 @@ def _rebuilt(
     regions: the names of the regions that are rebuilt.
     """
     discarding = {
-        name: (entry.region, at)
+        name: (one.entered, at)
         for at, one in enumerate(operations)
-        for entry in one.enters
-        if entry.region in regions
-        for name in entry.discards
+        if one.entered in regions
+        for name in one.discards
     }
     operation = operations[number]
     # Backward rebuilds a tensor at an operation in two cases. Either the operation saved a
@@ -122,9 +121,9 @@ def _run_again(done: Sequence[Operation], regions: Set[str]) -> Sequence[Operati
     """Returns the last operation, and those before it in the same passage of a rebuilt region."""
     first = len(done) - 1
     inside = regions & frozenset(done[-1].regions)
-    while first > 0 and not inside.isdisjoint(done[first - 1].regions):
-        if any(entry.region in inside for entry in done[first].enters):
-            break
+    while first > 0 and not (
+        done[first].entered in inside or inside.isdisjoint(done[first - 1].regions)
+    ):
         first -= 1
     return done[first:]
 
