@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,9 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input, regular_path
 from megatron_lite.data.durable_files import sync
 from megatron_lite.parallel.parameter_spec import ParameterSpec
+
+if TYPE_CHECKING:
+    from megatron_lite.checkpointing.metadata import Metadata
 
 MOST_DIMS = 8
 MOST_ELEMENTS = 2**48
@@ -128,14 +131,12 @@ class ShardReader:
     """Reads this rank's tensors from the files of a run that was saved at any TP size.
 
     A key is the NAME of a parameter, or NAME/STATE.
-    parameters: the layouts in the files, by name.
-    saved_tp_size: the TP size of the run that saved the step.
+    metadata: that of the step.
     """
 
-    def __init__(
-        self, step: Path, parameters: Mapping[str, SavedLayout], *, saved_tp_size: int
-    ) -> None:
-        self._step, self._parameters, self._saved_tp_size = step, parameters, saved_tp_size
+    def __init__(self, step: Path, metadata: Metadata) -> None:
+        self._step, self._parameters = step, metadata.parameters
+        self._saved_tp_size = metadata.tp_size
         self._files: dict[Path, Any] = {}
 
     def states(self, name: str) -> set[str]:

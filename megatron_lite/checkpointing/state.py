@@ -63,10 +63,16 @@ def load_checkpoint(
     if not step or not metadata:
         return [*start.notices]
     saved = read_config(step)
-    check_same_model(config, saved, where=step)
+    check_same_model(config, saved, step)
     # A converted step names no data: the run that trained its weights is not known.
-    if data and metadata.data and not (start.weights_only or options.allow_changed_data):
-        check_same_data(data, metadata.data, where=step)
+    # Both must have read the same documents, split and cut alike. The paths of the files do not
+    # count, nor do --seed and the length of the run, which decide only the order of the samples.
+    compares = data and metadata.data and not (start.weights_only or options.allow_changed_data)
+    if compares and (table := _differing(data or {}, metadata.data)):
+        raise InputError(
+            f"{step} was trained on other data, and its position there means nothing here. Give "
+            f"its data, or --allow-changed-data to go on with this one:{table}"
+        )
     load_weights(step, metadata, parallel, model, optimizer)
     notices = [
         *start.notices,
@@ -79,7 +85,16 @@ def load_checkpoint(
     if optimizer and "optimizer" in metadata.missing:
         notices.append(f"{step} holds no optimizer states (it was converted): they start from zero")
     elif optimizer and not options.no_load_optim:
-        check_same_update_rule(config, saved, where=step)
+        mine, theirs = (
+            one.optimizer if one.optimizer != SGD or one.sgd_momentum else f"{SGD} --sgd-momentum 0"
+            for one in (config.optimizer, saved.optimizer)
+        )
+        if mine != theirs:
+            raise InputError(
+                f"{step} holds the optimizer states of --optimizer {theirs}, from which "
+                f"--optimizer {mine} cannot go on: give --optimizer {theirs}, or --no-load-optim "
+                "to start the states from zero, or --finetune to take the weights alone"
+            )
         _load_optimizer(step, metadata, parallel, model, optimizer)
     if "rng" in metadata.missing:
         notices.append(
@@ -111,7 +126,7 @@ def load_weights(
         name = (unexpected or missing)[0]
         who = "this model has no" if unexpected else "the checkpoint has no"
         raise InputError(f"{step}: {who} parameter {name}")
-    reader = ShardReader(step, metadata.parameters, saved_tp_size=metadata.tp_size)
+    reader = ShardReader(step, metadata)
     for name, parameter in held.items():
         spec = spec_of(parameter)
         values = reader.read(name, spec, **_ranks(parallel, spec))
@@ -130,7 +145,7 @@ def _load_optimizer(
     step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer
 ) -> None:
     states = {}
-    reader = ShardReader(step, metadata.parameters, saved_tp_size=metadata.tp_size)
+    reader = ShardReader(step, metadata)
     for name, parameter in model.named_parameters():
         spec = spec_of(parameter)
         keys = [*optimizer.state_names(name), *({"master"} & reader.states(name))]
@@ -165,7 +180,7 @@ def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[s
     return []
 
 
-def check_same_model(ours: RunConfig, saved: RunConfig, *, where: Path) -> None:
+def check_same_model(ours: RunConfig, saved: RunConfig, where: Path) -> None:
     """Raises InputError unless the weights of `saved` fit into a model of `ours`.
 
     The error holds a table of the differing fields. The vocabulary counts as one of them. Some
@@ -187,34 +202,6 @@ def check_same_model(ours: RunConfig, saved: RunConfig, *, where: Path) -> None:
         raise InputError(
             f"{where} holds another model. Give the flags of its model, or another --load, or none "
             f"to start from scratch:{table}"
-        )
-
-
-def check_same_update_rule(ours: RunConfig, saved: RunConfig, *, where: Path) -> None:
-    """Raises InputError if the saved optimizer states belong to another update rule."""
-    mine, theirs = (
-        one.optimizer if one.optimizer != SGD or one.sgd_momentum else f"{SGD} --sgd-momentum 0"
-        for one in (ours.optimizer, saved.optimizer)
-    )
-    if mine != theirs:
-        raise InputError(
-            f"{where} holds the optimizer states of --optimizer {theirs}, from which --optimizer "
-            f"{mine} cannot go on: give --optimizer {theirs}, or --no-load-optim to start the "
-            "states from zero, or --finetune to take the weights alone"
-        )
-
-
-def check_same_data(ours: Mapping[str, Any], saved: Mapping[str, Any], *, where: Path) -> None:
-    """Raises InputError unless both runs read the same documents, split and cut alike.
-
-    The error holds a table of the differing fields. The paths of the files do not count. --seed and
-    the length of the run do not count either, because they decide only the order of the samples.
-    """
-    table = _differing(ours, saved)
-    if table:
-        raise InputError(
-            f"{where} was trained on other data, and its position there means nothing here. Give "
-            f"its data, or --allow-changed-data to go on with this one:{table}"
         )
 
 
@@ -257,14 +244,13 @@ def _differing(
     ours: Mapping[str, Any], saved: Mapping[str, Any], *, without: Collection[str] = ()
 ) -> str:
     """Returns a table of the fields that differ; "" if none does."""
-    names = [
-        name
+    rows = [("field", "checkpoint", "this run")] + [
+        (name, _shown(saved.get(name)), _shown(ours.get(name)))
         for name in dict.fromkeys((*ours, *saved))
         if name not in without and ours.get(name) != saved.get(name)
     ]
-    rows = [("field", "checkpoint", "this run")]
-    rows += [(name, _shown(saved.get(name)), _shown(ours.get(name))) for name in names]
-    return "".join(f"\n  {row[0]:40} {row[1]:>20} {row[2]:>20}" for row in rows) if names else ""
+    lines = [f"\n  {name:40} {theirs:>20} {mine:>20}" for name, theirs, mine in rows]
+    return "".join(lines) if rows[1:] else ""
 
 
 def _shown(value: Any) -> str:

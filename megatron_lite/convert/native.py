@@ -51,7 +51,7 @@ def native_source(path: Path) -> WeightSource:
     step, notices = find_step(str(path))
     metadata, config = Metadata.read(step), read_config(step)
     vocab_size = config.tokenizer.true_vocab_size
-    reader = ShardReader(step, metadata.parameters, saved_tp_size=metadata.tp_size)
+    reader = ShardReader(step, metadata)
     check_layers(config.model.num_layers, len(metadata.parameters), step / CONFIG)
     specs = parameter_specs(config.model, vocab_size)
     keys = set[str]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.config.units import size
 from megatron_lite.context_parallel.attention_kernels import KERNELS
-from megatron_lite.data.datasets import Datasets, build_datasets
+from megatron_lite.data.datasets import build_datasets
 from megatron_lite.memory.predict.pipeline_memory import stage_plan
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
@@ -165,30 +165,14 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
         raise
 
 
-class Course(NamedTuple):
-    """The course of a run, from where it starts to its end.
-
-    config: that of the run, with the weight decay of the checkpoint if the run follows it.
-    start, done: the checkpoint from which it starts, and the progress there.
-    num_iterations, num_samples: the ends of the run, which also count what came before this start.
-    most: the most micro-batches of a step.
-    notices: lines for the log.
-    """
-
-    config: RunConfig
-    start: Start | None
-    done: Progress
-    batches: BatchSchedule
-    num_iterations: int
-    num_samples: int
-    schedule: LrSchedule
-    most: int
-    notices: tuple[str, ...] = ()
-
-
-def _course(config: RunConfig, parallel: ParallelState) -> Course:
-    """Returns the course of a run. Every rank must call this."""
+def _build(config: RunConfig, parallel: ParallelState, claim: Claim | None) -> Trainer:
     training, start, done = config.training, None, Progress()
+    saver, tokenizer, attention, followed = None, dict[str, bytes](), list[str](), list[str]()
+    if training.deterministic_mode:
+        from megatron_lite.training.deterministic import use_deterministic_algorithms
+
+        use_deterministic_algorithms()
+    config, kernels = with_known_compiler(config, parallel)
     if config.checkpoint.load or config.checkpoint.pretrained_checkpoint:
         from megatron_lite.checkpointing.start import find_start
 
@@ -207,31 +191,23 @@ def _course(config: RunConfig, parallel: ParallelState) -> Course:
         schedule = LrSchedule.build(
             config.lr_schedule, train_samples=training.train_samples or num_samples, batches=batches
         )
-        most = batches.num_microbatches(batches.largest)
-        course = Course(config, start, done, batches, num_iterations, num_samples, schedule, most)
-        if start is None:
-            return course
-        from megatron_lite.training.saved_schedule import follow_schedule
-
-        return follow_schedule(course, parallel)
-
-
-def _build(config: RunConfig, parallel: ParallelState, claim: Claim | None) -> Trainer:
-    training, saver = config.training, None
-    attention = []
-    if training.deterministic_mode:
-        from megatron_lite.training.deterministic import use_deterministic_algorithms
-
-        use_deterministic_algorithms()
-    config, kernels = with_known_compiler(config, parallel)
-    course = _course(config, parallel)
-    config, batches, most = course.config, course.batches, course.most
+        if start is not None:
+            config, schedule, followed = follow_schedule(config, schedule, start, parallel)
+    most = batches.num_microbatches(batches.largest)
     if not (training.allow_predicted_out_of_memory or config.compiles_layers):
         check_fits(config, parallel, most)
     rules = document_rules(config)
+    evaluated = training.eval_iters * (training.eval_global_batch_size or batches.full)
     with told_where_memory_runs_out(config, parallel, most, lambda: "while the run was built"):
         with told_by_rank_0("reading the data and building its sample index", parallel.rank):
-            datasets = _build_datasets(config, parallel, course)
+            datasets = build_datasets(
+                config.data,
+                vocab_size=config.tokenizer.true_vocab_size,
+                seed=training.seed,
+                num_samples=(num_samples, evaluated, evaluated),
+                shared=partial(from_rank_0, parallel=parallel),
+                tokenizer=config.tokenizer,
+            )
         with told_by_rank_0("building the model and its optimizer", parallel.rank):
             model = build_stages(config, parallel)
             optimizer = build_optimizer(config, parallel, model)
@@ -239,28 +215,31 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim | None) -> T
         accumulation = fuse_weight_gradients_(
             training, parallel, model, optimizer, compiled_layers=config.compiles_layers
         )
-        on_one = parallel.device.type == "cuda" and parallel.cp_size == 1
-        if on_one and config.model.attention_backend in KERNELS:
-            from megatron_lite.training.deterministic import use_asked_attention_
+        if parallel.device.type == "cuda":
+            from megatron_lite.training import deterministic
 
-            attention = use_asked_attention_(model, config, parallel)
-        if training.deterministic_mode and parallel.device.type == "cuda":
-            from megatron_lite.training.deterministic import cost_of_determinism
-
-            attention += cost_of_determinism(model, config, parallel)
+            if parallel.cp_size == 1 and config.model.attention_backend in KERNELS:
+                attention = deterministic.use_asked_attention_(model, config, parallel)
+            if training.deterministic_mode:
+                attention += deterministic.cost_of_determinism(model, config, parallel)
     if claim is not None:
         from megatron_lite.checkpointing.saver import Saver
 
-        saver = Saver(config.checkpoint, parallel, claim, started_at=course.done.iteration)
+        saver = Saver(config.checkpoint, parallel, claim, started_at=done.iteration)
+        if parallel.rank == 0:
+            from megatron_lite.data.tokenizer_files import contents_of, files_of
+
+            # Read once, at the start: the files may be moved while the run lasts.
+            tokenizer = contents_of(files_of(config.tokenizer).items())
     trainer = Trainer(
         config=config,
         parallel=parallel,
         model=model,
         runner=runner,
         optimizer=optimizer,
-        schedule=course.schedule,
+        schedule=schedule,
         datasets=datasets,
-        num_iterations=course.num_iterations,
+        num_iterations=num_iterations,
         batches=batches,
         samples=MicroBatches(
             dataset=datasets.train,
@@ -270,7 +249,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim | None) -> T
             rules=rules,
         ),
         saver=saver,
-        start=course.start,
+        start=start,
         notices=(
             kernels,
             accumulation,
@@ -281,27 +260,74 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim | None) -> T
                 "log",
                 device=parallel.device.type,
                 world_size=parallel.world_size,
-                here=here(config.training.precision),
+                here=here(training.precision),
             ),
-            *course.notices,
+            *followed,
         ),
-        tokenizer=_tokenizer_contents(config, parallel),
+        tokenizer=tokenizer,
     )
     _add_what_flags_ask_for(trainer)
     return trainer
 
 
-def _build_datasets(config: RunConfig, parallel: ParallelState, course: Course) -> Datasets:
-    batch_size = config.training.eval_global_batch_size or course.batches.full
-    evaluation_samples = config.training.eval_iters * batch_size
-    return build_datasets(
-        config.data,
-        vocab_size=config.tokenizer.true_vocab_size,
-        seed=config.training.seed,
-        num_samples=(course.num_samples, evaluation_samples, evaluation_samples),
-        shared=partial(from_rank_0, parallel=parallel),
-        tokenizer=config.tokenizer,
+def follow_schedule(
+    config: RunConfig, schedule: LrSchedule, start: Start, parallel: ParallelState
+) -> tuple[RunConfig, LrSchedule, list[str]]:
+    """Returns the run, the learning-rate schedule that it follows, and lines for the log.
+
+    Megatron stops if the checkpoint's schedule differs from that of the flags, and no flag says
+    which one to follow. Here the flags decide, and the log lists the differences. Every rank must
+    call this.
+
+    config: gets the weight decay of the checkpoint if the run follows it.
+    schedule: that of the flags.
+    ValueError: the checkpoint's schedule cannot be read, or contradicts the flags.
+    """
+    step, metadata = start.step, start.metadata
+    if step is None or metadata is None or start.weights_only:
+        return config, schedule, []
+    # A converted checkpoint without the optimizer's states has no schedule. As in Megatron, a
+    # schedule that is not loaded begins anew, while the iterations and the data go on.
+    if config.checkpoint.no_load_optim or "optimizer" in metadata.missing:
+        before = start.progress.consumed_samples
+        return config, replace(schedule, skipped_samples=before), []
+    settings, held = config.lr_schedule, metadata.schedule
+    if held is None:  # it was converted
+        if settings.use_checkpoint_opt_param_scheduler:
+            raise InputError(
+                f"--use-checkpoint-opt_param-scheduler: {step} does not hold its schedule: leave "
+                "the flag out, and give --lr and the like"
+            )
+        return config, schedule, []
+    schedule = replace(schedule, skipped_samples=held.skipped_samples)
+    if not settings.use_checkpoint_opt_param_scheduler:
+        changed = schedule.changed_from(held)
+        if not changed or settings.override_opt_param_scheduler:
+            return config, schedule, []
+        return (
+            config,
+            schedule,
+            [
+                "the learning rate follows the flags, which differ from the checkpoint (checkpoint "
+                f"-> flags, lengths in samples: {', '.join(changed)}); "
+                "--use-checkpoint-opt_param-scheduler follows the checkpoint"
+            ],
+        )
+    from megatron_lite.checkpointing.metadata import read_config
+
+    taken = schedule.taken_from(held)
+    weight_decay = parallel.together("--load", lambda: read_config(step)).optimizer.weight_decay
+    changed = taken.changed_from(schedule)
+    if weight_decay != config.optimizer.weight_decay:
+        changed.append(f"weight_decay {config.optimizer.weight_decay} -> {weight_decay}")
+        optimizer = replace(config.optimizer, weight_decay=weight_decay)
+        config = replace(config, optimizer=optimizer)
+    notice = (
+        "--use-checkpoint-opt_param-scheduler: the learning rate and the weight decay follow the "
+        "checkpoint"
+        + (f" (flags -> checkpoint: {', '.join(changed)})" if changed else ", as the flags do")
     )
+    return config, taken, [notice]
 
 
 def _add_what_flags_ask_for(trainer: Trainer) -> None:
@@ -328,18 +354,6 @@ def _add_what_flags_ask_for(trainer: Trainer) -> None:
         from megatron_lite.supervision.slow_rank import SlowRanks
 
         trainer.slow_ranks = SlowRanks(config.logging, parallel)
-
-
-def _tokenizer_contents(config: RunConfig, parallel: ParallelState) -> dict[str, bytes]:
-    """Returns the contents of the tokenizer's files on the rank that saves them, else nothing.
-
-    They are read once, at the start: the files may be moved while the run lasts.
-    """
-    if config.checkpoint.save is None or parallel.rank != 0:
-        return {}
-    from megatron_lite.data.tokenizer_files import contents_of, files_of
-
-    return contents_of(files_of(config.tokenizer).items())
 
 
 def _predicted_peak(

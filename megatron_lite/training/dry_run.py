@@ -49,8 +49,7 @@ from megatron_lite.training.batches import (
 )
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.dry_run_smaller import MeasuredStep, StepSize, measured_from_smaller
-from megatron_lite.training.observe import own_states, own_step_peak
-from megatron_lite.training.profiler import held_tensors
+from megatron_lite.training.observe import held_tensors, own_states, own_step_peak
 from megatron_lite.training.step import StageRunner, train_step
 
 
@@ -104,7 +103,13 @@ def dry_run(
     told: called with a line before each step that runs.
     Raises InputError for a setting that a run without values cannot follow.
     """
-    check_can_run_dry(config)
+    reason = None
+    if config.compiles_layers:
+        reason = "--activation-memory-budget: what a compiled layer keeps is not known"
+    elif config.recompute.recompute_verify:
+        reason = "--recompute-verify: a dry run has no values"
+    if reason:
+        raise InputError(f"--dry-run-memory cannot follow {reason}. Leave it out")
     compiles = config.uses_compiler(device)  # that of the run, not of this machine
     config = replace(config, training=replace(config.training, torch_compile=compiles))
     began, fake = time.perf_counter(), SimulatedTensors()
@@ -153,17 +158,6 @@ def dry_run(
         predicted=own_step_peak(config, place, most),
         seconds=time.perf_counter() - began,
     )
-
-
-def check_can_run_dry(config: RunConfig) -> None:
-    """Raises InputError for a setting that a run without values cannot follow."""
-    reason = None
-    if config.compiles_layers:
-        reason = "--activation-memory-budget: what a compiled layer keeps is not known"
-    elif config.recompute.recompute_verify:
-        reason = "--recompute-verify: a dry run has no values"
-    if reason:
-        raise InputError(f"--dry-run-memory cannot follow {reason}. Leave it out")
 
 
 def sample_shape(config: RunConfig) -> tuple[int, int]:
@@ -273,17 +267,15 @@ def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) ->
             ]
     lines = [paragraph(line) for line in lines]
     for first in range(0, len(ranks), RANKS_ABREAST):
-        lines += ["", *_table(ranks[first : first + RANKS_ABREAST])]
+        abreast = ranks[first : first + RANKS_ABREAST]
+        unit = ByteUnit.of(max(rank.measured.peak.num_bytes for rank in abreast))
+        rows = zip(*(_column(rank, unit) for rank in abreast), strict=True)
+        cells = [(row[0][0], *(value for _, value in row)) for row in rows]
+        lines += ["", *table(cells, 100)]
     lines += ["", "The moment of the peak:"]
     for rank in ranks:
         lines += _moment(rank)
     return "\n".join(lines)
-
-
-def _table(ranks: Sequence[DryRank]) -> list[str]:
-    unit = ByteUnit.of(max(rank.measured.peak.num_bytes for rank in ranks))
-    rows = zip(*(_column(rank, unit) for rank in ranks), strict=True)
-    return table([(cells[0][0], *(value for _, value in cells)) for cells in rows], 100)
 
 
 def _column(rank: DryRank, unit: ByteUnit) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,15 @@ from megatron_lite.supervision.exits import Exits
 from megatron_lite.training.batches import MicroBatches, masked_mean
 from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.log import RunLog
-from megatron_lite.training.observe import ActivationMeter, Look, measures_peak, own_step_peak
+from megatron_lite.training.observe import (
+    ActivationMeter,
+    Look,
+    PeakMemory,
+    measures_peak,
+    own_step_peak,
+    peak_of_step,
+    record_step,
+)
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from megatron_lite.training.step import StageRunner, StepEnd, StepResult, TrainingError, train_step
 from megatron_lite.training.summary import described
@@ -38,7 +46,7 @@ if TYPE_CHECKING:
     from megatron_lite.checkpointing.start import Start
     from megatron_lite.supervision.slow_rank import SlowRanks
     from megatron_lite.training.graphs import Recorder
-    from megatron_lite.training.profiler import PeakMemory, Profiler, Timers
+    from megatron_lite.training.profiler import Profiler, Timers
 
 
 class StartedStep(NamedTuple):
@@ -318,14 +326,10 @@ class Trainer:
                 self.log.line(f"warning: {fault}")
             return
         if self._num_steps == 2 and path is not None and self.parallel.rank == 0:
-            from megatron_lite.training.profiler import record_step
-
             look = partial(record_step, path, config)
         if self._num_steps == 1 or not measures_peak(config, self.parallel.device):
             yield look
             return
-        from megatron_lite.training.profiler import peak_of_step
-
         most = self.batches.num_microbatches(self.batches.largest)
         own = own_step_peak(config, self.parallel, most)
         with peak_of_step(self.model, self.optimizer, self.parallel, own) as found:

@@ -9,26 +9,30 @@ its first forward and backward    the memory timeline, by --memory-timeline
 
 import re
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.units import size
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import UNIT, activation_bytes, activation_terms
+from megatron_lite.memory.predict.stage_course import kept_course
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
-from megatron_lite.model.gpt import GPTModel
-from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.model.gpt import GPTModel, ModelStages
+from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.collectives import all_reduce_, gloo_has_freed
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.parallel.torch_internals import address_of
-from megatron_lite.parallel.weights import weights_in_use
+from megatron_lite.parallel.weights import local_part, weights_in_use
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 # Runs the forward of a stage under a plan, and looks at its memory.
@@ -175,3 +179,111 @@ def measures_peak(config: RunConfig, device: torch.device) -> bool:
     """
     asked = device.type == "cuda" or config.logging.log_peak_memory
     return asked and not config.compiles_layers
+
+
+class PeakMemory(NamedTuple):
+    """The peak of a step on the rank that holds most.
+
+    predicted, measured: bytes.
+    reserved: on CUDA, the most that the allocator held of the device, with its free pieces; else 0.
+    """
+
+    predicted: int
+    measured: int
+    reserved: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{size(self.measured)} measured, {size(self.predicted)} predicted "
+            f"({self.predicted / max(1, self.measured):.1%} of it)"
+            + (f"; {size(self.reserved)} reserved" if self.reserved else "")
+        )
+
+
+@contextmanager
+def peak_of_step(
+    model: ModelStages, optimizer: Optimizer, parallel: ParallelState, predicted: StepPeak
+) -> Iterator[list[PeakMemory]]:
+    """Measures the peak of the block, which is one step. The list has it after the block.
+
+    predicted: that of this rank.
+    Every rank must call this: at the end it issues one all-reduce over all ranks, and waits for the
+    device.
+    """
+    device, found = parallel.device, list[PeakMemory]()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+        reserved_bytes = torch.cuda.max_memory_reserved(device)
+    else:
+        # The profiler does not see what was allocated before, such as the buffers of @host and the
+        # slots of --contiguous-saved-activations, which the first step made.
+        optimizer.zero_grad()  # under FSDP2 a step begins with new gradients
+        storages = [
+            local_part(tensor).untyped_storage()
+            for _, tensors in held_tensors(model, optimizer)
+            for tensor in tensors
+        ]
+        held = sum({address_of(one): one.nbytes() for one in storages}.values())
+        decoders = [chunk.decoder for chunk in model if chunk.decoder.plan.uses_stores]
+        held += sum(decoder.stores.allocated_bytes for decoder in decoders)
+        from megatron_lite.memory.measure.live_storages import allocator_peak
+
+        with gloo_has_freed(), allocator_peak() as seen:
+            yield found
+            optimizer.finish()  # gathers of weights; a profiler must not end beside them
+        peak_bytes, reserved_bytes = held + seen.peak_bytes, 0
+    figures = torch.tensor((predicted.num_bytes, peak_bytes, reserved_bytes), device=device)
+    most = all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX)
+    found.append(PeakMemory(*most.tolist()))
+
+
+def held_tensors(
+    model: ModelStages, optimizer: Optimizer
+) -> Iterator[tuple[str, Iterable[Tensor]]]:
+    """Yields the tensors that this rank holds from step to step, by category (step_meter.py).
+
+    A tensor may come several times, such as a float32 master that is the weight itself. Its
+    category is the last one.
+    """
+    from megatron_lite.memory.measure import step_meter
+
+    layout = optimizer.layout
+    yield step_meter.OTHER, model.constants()
+    for states in optimizer.states.values():
+        yield step_meter.OPTIMIZER, states.values()
+    yield step_meter.MASTERS, [piece.master.detach() for piece in layout.pieces]
+    yield (
+        step_meter.GRADIENTS,
+        [bucket.flat for bucket in layout.gradients.buckets]
+        if isinstance(layout.gradients, GradBuffer)
+        else [piece.grad for piece in layout.pieces if piece.master.grad is not None],
+    )
+    yield step_meter.WEIGHTS, map(local_part, model.parameters())
+    yield step_meter.HOST, optimizer.host_tensors()
+
+
+def record_step(
+    path: str, config: RunConfig, model: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]
+) -> Tensor:
+    """Writes the memory timeline of a micro-batch of a whole model, and the predicted bytes.
+
+    Runs the forward `run` and its backward. Returns the loss, detached.
+    """
+    # Imported here because the import takes seconds.
+    from megatron_lite.memory.measure.recorder import record_timeline
+    from megatron_lite.memory.measure.timeline import write_timeline
+
+    losses = []
+
+    def noted() -> Tensor:
+        loss = run()
+        losses.append(loss.detach())
+        return loss
+
+    timeline = record_timeline(model, noted, name=str(config.recompute.policy))
+    sizes = Sizes.of(config, device=losses[0].device.type, stage=model.stage)
+    predicted = tuple(kept_course(plan, sizes))
+    write_timeline(timeline._replace(predicted=predicted), path)
+    return losses[0]

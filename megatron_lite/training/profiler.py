@@ -1,6 +1,5 @@
 """Profiles some iterations of a run, and records CUDA's allocations: `--profile` and its kin. Also
-measures the peak of a step, records the memory timeline of a micro-batch, and has the timers of the
-parts of a step.
+has the timers of the parts of a step.
 
 torch's profiler writes one Chrome trace for each profiled rank, which chrome://tracing and Perfetto
 open. Without it the iterations are marked for Nsight Systems:
@@ -13,38 +12,17 @@ step slower, which is why level 0 is the default.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import size
-from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.stage_course import kept_course
-from megatron_lite.memory.predict.step_peak import StepPeak
-from megatron_lite.model.gpt import GPTModel, ModelStages
-from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.collectives import (
-    all_gather_first_dim,
-    all_reduce_,
-    gloo_has_freed,
-    not_timed,
-)
+from megatron_lite.parallel.collectives import all_gather_first_dim, not_timed
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.torch_internals import (
-    address_of,
-    record_memory_history,
-    write_memory_history,
-)
-from megatron_lite.parallel.weights import local_part
-from megatron_lite.recompute.recompute_plan import RecomputePlan
+from megatron_lite.parallel.torch_internals import record_memory_history, write_memory_history
 
 MOST_ALLOCATIONS = 100_000  # of the memory history
 
@@ -121,114 +99,6 @@ class Profiler:
             self._say(f"profile of rank {self._rank} written to {path}")
 
 
-class PeakMemory(NamedTuple):
-    """The peak of a step on the rank that holds most.
-
-    predicted, measured: bytes.
-    reserved: on CUDA, the most that the allocator held of the device, with its free pieces; else 0.
-    """
-
-    predicted: int
-    measured: int
-    reserved: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"{size(self.measured)} measured, {size(self.predicted)} predicted "
-            f"({self.predicted / max(1, self.measured):.1%} of it)"
-            + (f"; {size(self.reserved)} reserved" if self.reserved else "")
-        )
-
-
-@contextmanager
-def peak_of_step(
-    model: ModelStages, optimizer: Optimizer, parallel: ParallelState, predicted: StepPeak
-) -> Iterator[list[PeakMemory]]:
-    """Measures the peak of the block, which is one step. The list has it after the block.
-
-    predicted: that of this rank.
-    Every rank must call this: at the end it issues one all-reduce over all ranks, and waits for the
-    device.
-    """
-    device, found = parallel.device, list[PeakMemory]()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        yield found
-        peak_bytes = torch.cuda.max_memory_allocated(device)
-        reserved_bytes = torch.cuda.max_memory_reserved(device)
-    else:
-        # The profiler does not see what was allocated before, such as the buffers of @host and the
-        # slots of --contiguous-saved-activations, which the first step made.
-        optimizer.zero_grad()  # under FSDP2 a step begins with new gradients
-        storages = [
-            local_part(tensor).untyped_storage()
-            for _, tensors in held_tensors(model, optimizer)
-            for tensor in tensors
-        ]
-        held = sum({address_of(one): one.nbytes() for one in storages}.values())
-        decoders = [chunk.decoder for chunk in model if chunk.decoder.plan.uses_stores]
-        held += sum(decoder.stores.allocated_bytes for decoder in decoders)
-        from megatron_lite.memory.measure.live_storages import allocator_peak
-
-        with gloo_has_freed(), allocator_peak() as seen:
-            yield found
-            optimizer.finish()  # gathers of weights; a profiler must not end beside them
-        peak_bytes, reserved_bytes = held + seen.peak_bytes, 0
-    figures = torch.tensor((predicted.num_bytes, peak_bytes, reserved_bytes), device=device)
-    most = all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX)
-    found.append(PeakMemory(*most.tolist()))
-
-
-def held_tensors(
-    model: ModelStages, optimizer: Optimizer
-) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """Yields the tensors that this rank holds from step to step, by category (step_meter.py).
-
-    A tensor may come several times, such as a float32 master that is the weight itself. Its
-    category is the last one.
-    """
-    from megatron_lite.memory.measure import step_meter
-
-    layout = optimizer.layout
-    yield step_meter.OTHER, model.constants()
-    for states in optimizer.states.values():
-        yield step_meter.OPTIMIZER, states.values()
-    yield step_meter.MASTERS, [piece.master.detach() for piece in layout.pieces]
-    yield (
-        step_meter.GRADIENTS,
-        [bucket.flat for bucket in layout.gradients.buckets]
-        if isinstance(layout.gradients, GradBuffer)
-        else [piece.grad for piece in layout.pieces if piece.master.grad is not None],
-    )
-    yield step_meter.WEIGHTS, map(local_part, model.parameters())
-    yield step_meter.HOST, optimizer.host_tensors()
-
-
-def record_step(
-    path: str, config: RunConfig, model: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]
-) -> Tensor:
-    """Writes the memory timeline of a micro-batch of a whole model, and the predicted bytes.
-
-    Runs the forward `run` and its backward. Returns the loss, detached.
-    """
-    # Imported here because the import takes seconds.
-    from megatron_lite.memory.measure.recorder import record_timeline
-    from megatron_lite.memory.measure.timeline import write_timeline
-
-    losses = []
-
-    def noted() -> Tensor:
-        loss = run()
-        losses.append(loss.detach())
-        return loss
-
-    timeline = record_timeline(model, noted, name=str(config.recompute.policy))
-    sizes = Sizes.of(config, device=losses[0].device.type, stage=model.stage)
-    predicted = tuple(kept_course(plan, sizes))
-    write_timeline(timeline._replace(predicted=predicted), path)
-    return losses[0]
-
-
 # By Megatron's name of the timer, in the order of its log: the level from which it runs.
 LEVELS = {
     "forward-backward": 1,
@@ -272,14 +142,12 @@ class Timers:
         self._level, self._parallel = level, parallel
         self._seconds = {name: 0.0 for name, least in LEVELS.items() if least <= level}
 
-    def __call__(self, name: str) -> AbstractContextManager[object]:
-        """Returns a context manager that adds the time of its block to the timer of this name."""
-        if chosen("the timer", name, LEVELS) > self._level:
-            return not_timed(name)
-        return self._timed(name)
-
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str) -> Iterator[None]:
+        """Adds the time of its block to the timer of this name."""
+        if chosen("the timer", name, LEVELS) > self._level:
+            yield
+            return
         began = self._now()
         try:
             yield

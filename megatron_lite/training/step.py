@@ -315,9 +315,7 @@ class StageRunner:
             dtype=dtype,
         )
         whole = frozenset() if self.links is None else self._whole(count)
-        forward: Forward = partial(self._stage, batches, step_loss, whole, self.timed)
-        if look is not None:
-            forward = self._looked_at(look, forward, whole)
+        forward: Forward = partial(self._stage, batches, step_loss, whole, self.timed, look)
 
         def before_backward(action: Action) -> None:
             if before_last is not None and action.microbatch == count - 1:
@@ -368,7 +366,7 @@ class StageRunner:
         The sum is 0 on a rank without the last stage.
         """
         self.model.eval()
-        forward = partial(self._stage, batches, MicroBatchLoss(factor=1.0), (), not_timed)
+        forward = partial(self._stage, batches, MicroBatchLoss(factor=1.0), (), not_timed, None)
         count, size = len(batches), self.parallel.pp_size
         if self.links is None:
             losses = [forward(Action("forward", number), None) for number in range(count)]
@@ -378,36 +376,28 @@ class StageRunner:
         self.model.train()
         return sum(losses, start=torch.zeros((), dtype=torch.float64, device=self.parallel.device))
 
-    def _looked_at(self, look: Look, forward: Forward, whole: Collection[Action]) -> Forward:
-        """Returns `forward`, whose first micro-batch `look` runs."""
-
-        def looked_at(action: Action, hidden_states: Tensor | None) -> Tensor:
-            if action.microbatch:
-                return forward(action, hidden_states)
-            chunk = self._chunks[action.chunk]
-            plan = keep_everything(chunk.stage.num_layers) if action in whole else None
-            run = partial(forward, action, hidden_states)
-            return look(chunk, plan or chunk.decoder.plan, run)
-
-        return looked_at
-
     def _stage(
         self,
         batches: Batches,
         step_loss: MicroBatchLoss,
         whole: Collection[Action],
         timed: Timed,
+        look: Look | None,
         action: Action,
         hidden_states: Tensor | None,
     ) -> Tensor:
         """Runs one stage on a micro-batch. Returns hidden states, or the loss on the last stage.
 
         whole: the forwards that save all activations.
+        look: runs the first micro-batch.
         """
         chunk, number = self._chunks[action.chunk], action.microbatch
         plan, is_last = chunk.decoder.plan, chunk.stage.is_last
         if action in whole:
             plan = keep_everything(chunk.stage.num_layers)
+        if look is not None and number == 0:
+            run = partial(self._stage, batches, step_loss, whole, timed, None)
+            return look(chunk, plan, partial(run, action, hidden_states))
         with timed("forward-compute"):
             if hidden_states is not None and not is_last and not self._everywhere:
                 return chunk(hidden_states, plan=plan)
