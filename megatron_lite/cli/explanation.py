@@ -31,7 +31,6 @@ from megatron_lite.parallel.signals import dies_without_reader
 from megatron_lite.plan.auto_policy import with_chosen_policy
 from megatron_lite.plan.hardware import (
     CPU_MACHINE,
-    Hardware,
     load_hardware,
     machine_for_policy,
     machine_names,
@@ -102,8 +101,16 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
     num_ranks = world_size if world_size > 1 else config.parallel.model_ranks
     with input_faults():
         hardware = load_hardware(machine or (USUAL_GPU if device == "cuda" else CPU_MACHINE))
-        report = explain(config, device, dp_size=config.parallel.data_parallel_size(num_ranks))
-        times = [_step_time(config, one.config, hardware, num_ranks) for one in report.policies]
+        dp_size, own = config.parallel.data_parallel_size(num_ranks), config.training
+        report, times = explain(config, device, dp_size=dp_size), list[StepTime]()
+        # Without a batch, one of as many micro-batches as the report has.
+        samples = dp_size * own.micro_batch_size
+        batch_size = own.global_batch_size or samples * step_microbatches(config)
+        for one in report.policies:
+            chunks = one.config.training.loss_chunk_size
+            training = replace(own, loss_chunk_size=chunks, global_batch_size=batch_size)
+            changed = replace(config, recompute=one.config.recompute, training=training)
+            times.append(step_time(changed, hardware, num_ranks))
     told = f"{hardware.name}, +-{max((one.band for one in times), default=0.0):.0%}"
     end = (
         f"{' '.join(subcommand('plan'))} --config-json RUN.json --gpus {num_ranks} --gpu "
@@ -118,19 +125,6 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
         "",
         *textwrap.wrap(end, help_columns(), break_on_hyphens=False),
     ]
-
-
-def _step_time(own: RunConfig, other: RunConfig, hardware: Hardware, num_ranks: int) -> StepTime:
-    """Returns the time of a step of the run with the recomputation and the loss chunks of
-    another one. A run without a batch has the micro-batches of its report."""
-    samples = own.training.micro_batch_size * own.parallel.data_parallel_size(num_ranks)
-    training = replace(
-        own.training,
-        loss_chunk_size=other.training.loss_chunk_size,
-        global_batch_size=own.training.global_batch_size or samples * step_microbatches(own),
-    )
-    changed = replace(own, recompute=other.recompute, training=training)
-    return step_time(changed, hardware, num_ranks)
 
 
 def _complete(config: RunConfig, world_size: int, device: str) -> tuple[RunConfig, list[str]]:

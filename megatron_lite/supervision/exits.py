@@ -21,12 +21,11 @@ import torch.distributed as dist
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.supervision.verdict import SAVING
 
 # Ranks agree by the maximum: a signal counts as its number + 1, so it wins over the time.
 GO_ON, TIME_IS_UP = 0, 1
 START_UP = "start-up"
-# The signals that launchers and batch systems send. --exit-signal adds another one.
-ALWAYS_HEARD = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
 class Pulse:
@@ -152,7 +151,7 @@ class Exits:
         return f"{signal.Signals(agreed - 1).name} (--exit-signal-handler)"
 
     def _heard(self) -> set[signal.Signals]:
-        return {signal.Signals[name] for name in (*ALWAYS_HEARD, self._config.exit_signal)}
+        return {*SAVING, signal.Signals[self._config.exit_signal]}
 
     def _note(self, number: int, _: object) -> None:
         first, self._signalled = not self._signalled, number

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from megatron_lite.parallel.messages import ranks_text
 
-# The signals on which --exit-signal-handler saves even without --exit-signal.
+# The signals that launchers and batch systems send: on these --exit-signal-handler saves even
+# without --exit-signal.
 SAVING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 LEFT = "left"
 

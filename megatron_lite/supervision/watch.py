@@ -292,16 +292,11 @@ class Watch:
         verdict is another rank's: the end of that rank breaks its collectives.
         """
         if verdict.with_stacks:
-            self._write_stacks()
+            with tempfile.TemporaryFile("w+") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.seek(0)
+                stacks = f"stacks of all threads at {self.pulse.where}:\n{file.read()}"
+            os.write(sys.stderr.fileno(), f"[rank {self._rank}] {stacks}".encode())
         self._answered.set()
         if not self._left.wait(GRACE_S if self._main_ends or verdict.rank != self._rank else 0.0):
             self.leave(verdict)
-
-    def _write_stacks(self) -> None:
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            text = (
-                f"[rank {self._rank}] stacks of all threads at {self.pulse.where}:\n{file.read()}"
-            )
-        os.write(sys.stderr.fileno(), text.encode())

@@ -34,13 +34,6 @@ from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParall
 DEVICE_TYPE = "cuda"  # the only device type that apex has kernels for
 
 
-def kernel_of_apex(device_type: str) -> tuple[Any, str]:
-    """Returns apex's kernel for a device, or None, and the reason why it cannot be used."""
-    if device_type == DEVICE_TYPE:
-        return weight_gradient_kernel()
-    return None, f"NVIDIA apex has kernels for {DEVICE_TYPE} and this run is on {device_type}"
-
-
 def fuse_weight_gradients_(
     training: TrainingConfig,
     parallel: ParallelState,
@@ -54,16 +47,25 @@ def fuse_weight_gradients_(
     It is apex's kernel or torch's addmm. Returns the log's line about it.
     compiled_layers: whether each layer is one graph of the compiler, which cannot call a kernel.
     """
-    kernel, why_not = kernel_of_apex(parallel.device.type)
-    matmuls = _matmul_weights(model)
-    tables = {
-        chunk.embedding.word_embeddings.weight
-        for chunk in model
-        if chunk.stage.is_first and chunk.embedding is not None
+    on = parallel.device.type
+    kernel, why_not = None, f"NVIDIA apex has kernels for {DEVICE_TYPE} and this run is on {on}"
+    if on == DEVICE_TYPE:
+        kernel, why_not = weight_gradient_kernel()
+    matmuls = {  # the weights of the linear layers and of the output projection
+        module.weight
+        for module in model.modules()
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
     }
-    compiled = set[nn.Parameter]()  # only transformer layers are
-    for chunk in model if compiled_layers else ():
-        compiled |= {*chunk.decoder.layers.parameters()}
+    tables, compiled = set[nn.Parameter](), set[nn.Parameter]()
+    for chunk in model:
+        if chunk.embedding is not None:
+            table = chunk.embedding.word_embeddings.weight
+            if chunk.stage.is_first:
+                tables.add(table)
+            if chunk.stage.is_last and chunk.output_layer is None:
+                matmuls.add(table)
+        if compiled_layers:  # only transformer layers are compiled
+            compiled |= {*chunk.decoder.layers.parameters()}
     gradients = optimizer.layout.gradients
     buckets = gradients.buckets if isinstance(gradients, GradBuffer) else ()
     narrow = any(bucket.flat.dtype.itemsize == 2 for bucket in buckets)
@@ -83,43 +85,22 @@ def fuse_weight_gradients_(
             )
         if not for_all and weight in tables and lookup_adds(weight) and not narrow:
             accumulate_lookup_(weight, gradients.grads[name])
-        if weight in matmuls:
-            if not reason:
-                accumulate_with_(kernel, weight, gradients.grads[name])
-            direct = narrow and not reason
-            who = "torch's addmm" if direct else _who_sums(weight, reason, kernel, why_not)
-            sums[who] += 1
+        if weight not in matmuls:
+            continue
+        rounded = " after rounding them to 16 bits" if gathered_dtype(weight).itemsize == 2 else ""
+        who = f"autograd{rounded}, because {reason}"
+        if not reason:
+            accumulate_with_(kernel, weight, gradients.grads[name])
+            who = f"the layer's backward{rounded}, because {why_not}"
+            if kernel is not None and not narrow:
+                who = "NVIDIA apex's kernel"
+            elif narrow or adds_unrounded(weight.device, weight.dtype):
+                who = "torch's addmm"
+        sums[who] += 1
     groups = [f"{plural(number, 'weight')} by {who}" for who, number in sums.items()]
     summed = "bfloat16" if narrow else "float32"
     line = f"weight gradients are summed in {summed}: {'; '.join(groups)}"
     return line + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
-
-
-def _who_sums(weight: nn.Parameter, reason: str, kernel: Any, why_not_apex: str) -> str:
-    """Returns who sums the gradients of a matmul's weight over micro-batches, for the log.
-
-    reason: why autograd does; "" if it does not.
-    """
-    if not reason and kernel is not None:
-        return "NVIDIA apex's kernel"
-    if not reason and adds_unrounded(weight.device, weight.dtype):
-        return "torch's addmm"
-    rounded = " after rounding them to 16 bits" if gathered_dtype(weight).itemsize == 2 else ""
-    who = "autograd" if reason else "the layer's backward"
-    return f"{who}{rounded}, because {reason or why_not_apex}"
-
-
-def _matmul_weights(model: ModelStages) -> set[nn.Parameter]:
-    """Returns the weights of the linear layers and of the output projection."""
-    weights = {
-        module.weight
-        for module in model.modules()
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-    }
-    for chunk in model:
-        if chunk.stage.is_last and chunk.output_layer is None and chunk.embedding is not None:
-            weights.add(chunk.embedding.word_embeddings.weight)
-    return weights
 
 
 EXTENSION, SYMBOL = "fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"

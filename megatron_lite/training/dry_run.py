@@ -270,8 +270,7 @@ def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) ->
         abreast = ranks[first : first + RANKS_ABREAST]
         unit = ByteUnit.of(max(rank.measured.peak.num_bytes for rank in abreast))
         rows = zip(*(_column(rank, unit) for rank in abreast), strict=True)
-        cells = [(row[0][0], *(value for _, value in row)) for row in rows]
-        lines += ["", *table(cells, 100)]
+        lines += ["", *table([(row[0][0], *(value for _, value in row)) for row in rows], 100)]
     lines += ["", "The moment of the peak:"]
     for rank in ranks:
         lines += _moment(rank)

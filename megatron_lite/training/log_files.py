@@ -66,8 +66,19 @@ class AppendedFile:
             )
 
     def write(self, record: str | IterationRecord | SkippedUpdate) -> None:
-        """Appends a text, or a row as JSON. If it does not fit, its written part is cut off."""
-        text = record if isinstance(record, str) else _row_text(record)
+        """Appends a text, or the known fields of a row as JSON; NaN and infinity are null.
+
+        If it does not fit, its written part is cut off.
+        """
+        text = record
+        if not isinstance(record, str):
+            # Floats have all their digits.
+            row = {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in record._asdict().items()
+                if value is not None
+            }
+            text = json.dumps(row)
         status = os.fstat(self._descriptor)
         try:
             rest = memoryview(f"{text}\n".encode(errors="replace"))
@@ -114,17 +125,6 @@ def metrics_file(path: str, iteration: int, flag: str = "--metrics-jsonl") -> Ap
             with written_beside(path, name=temporary):
                 Path(temporary).write_text(kept)
     return AppendedFile(path, name=name)
-
-
-def _row_text(record: IterationRecord | SkippedUpdate) -> str:
-    """Returns the known fields of a record as JSON. Floats have all their digits; NaN and infinity
-    are null."""
-    row = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record._asdict().items()
-        if value is not None
-    }
-    return json.dumps(row)
 
 
 def _iteration_of(line: str) -> float:

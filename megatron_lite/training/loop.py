@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
@@ -47,18 +47,6 @@ if TYPE_CHECKING:
     from megatron_lite.supervision.slow_rank import SlowRanks
     from megatron_lite.training.graphs import Recorder
     from megatron_lite.training.profiler import Profiler, Timers
-
-
-class StartedStep(NamedTuple):
-    """A step whose figures may still be on the device.
-
-    row: the part of its record (IterationRecord) that is known at its start.
-    end: the end of its work, with its figures.
-    """
-
-    row: dict[str, Any]
-    result: StepResult
-    end: StepEnd
 
 
 @dataclass(kw_only=True)
@@ -106,7 +94,7 @@ class Trainer:
     peak: PeakMemory | None = None
     seconds: list[float] = field(default_factory=list)
     _num_steps: int = 0  # of this start
-    _started: list[StartedStep] = field(default_factory=list)
+    _started: list[Callable[[], None]] = field(default_factory=list)  # what finishes the steps
     _saved_at: int = -1
 
     def run(self, exits: Exits | None = None, printed: Sequence[str] = ()) -> Progress:
@@ -136,14 +124,23 @@ class Trainer:
                 exits.begin()
                 if self.saver is not None:
                     self.saver.say = log.line
-                with self._settings():
+                budget, patched = self.config.recompute.activation_memory_budget, nullcontext()
+                if budget is not None:
+                    patched = compiler_settings().patch(activation_memory_budget=budget)
+                told = told_where_memory_runs_out(
+                    self.config,
+                    self.parallel,
+                    self.batches.num_microbatches(self.batches.largest),
+                    lambda: f"in {exits.pulse.where} on rank {self.parallel.rank}",
+                )
+                with told, patched:
                     finished = self._train()
                 if self.profiler is not None:
                     self.profiler.close()
                 if self.config.logging.memory_timeline is not None and self._num_steps < 2:
                     log.line("no memory timeline: the run had no second iteration to record")
+                self._save()
                 if self.saver is not None:
-                    self._save(self.saver)
                     self.saver.wait()
                     self.saver.check()
                 if finished and self._evaluate("validation") is None:
@@ -155,8 +152,13 @@ class Trainer:
         """Runs iterations. Returns True at the run's end, False if something ended it early."""
         log, exits = self.log, self.exits
         training = self.config.training
-        waits = self.config.parallel.distributed_timeout_seconds_after_init
-        in_flight, iteration = self._steps_in_flight(), self.progress.iteration
+        limit = self.config.parallel.distributed_timeout_seconds_after_init
+        iteration = self.progress.iteration
+        # One step may leave figures on the device while the next step starts. Under a loss scale
+        # the next learning rate depends on whether the update was skipped. Timers wait for the
+        # device anyway, and their report is that of the steps so far.
+        waits = self.optimizer.loss_scale is not None or self.timers is not None
+        in_flight = 0 if waits or self.parallel.device.type in StepEnd.ON_TIME else 1
         reason = self._evaluate("validation") if self.progress.evaluation_is_due else None
         if reason is not None:
             log.line(f"exiting at iteration {iteration}: {reason}")
@@ -174,8 +176,11 @@ class Trainer:
             is_first = self._num_steps == 0
             with log.slow("the first step of this start") if is_first else nullcontext():
                 self._started.append(self._start_step())
-            if is_first:
-                self._tell_compiled_kernels()
+            if is_first and (kernels := next(iter(self.model)).decoder.context.kernels) is not None:
+                log.line(
+                    f"{kernels.num_graphs} kernels were compiled in {kernels.seconds:.1f} s of the "
+                    "first step; TORCHINDUCTOR_CACHE_DIR keeps them for the next start"
+                )
             iteration = self.progress.iteration
             if self.saver is not None:
                 self.saver.poll()
@@ -189,15 +194,15 @@ class Trainer:
             # one step's figures may stay on the GPU, so that reading them does not stall it.
             needs_all = evaluates or saves or ends or reason or last
             while len(self._started) > (0 if needs_all else in_flight):
-                self._finish_step(self._started.pop(0))
+                self._started.pop(0)()
             if due(training.check_weight_hash_across_dp_replicas_interval):
                 self._compare_replicas()
             if evaluates:
                 # If the run ends during the evaluation, the checkpoint records it as still due.
                 self.progress = replace(self.progress, evaluation_is_due=True)
                 reason = reason or self._evaluate("validation")
-            if self.saver is not None and saves:
-                self._save(self.saver)
+            if saves:
+                self._save()
                 reason = reason or exits.now()
             reason = reason or last
             if reason is not None and not ends:
@@ -207,46 +212,15 @@ class Trainer:
             if evaluates or saves:
                 self._last_end = StepEnd(self.parallel.device)
             # The first iteration may compile kernels on some ranks, so it had the longer limit.
-            if is_first and waits is not None:
-                set_timeout(waits)
+            if is_first and limit is not None:
+                set_timeout(limit)
             # A step of a larger batch may take so many times as long as the one before.
             growth = self.batches.at(self.progress.consumed_samples) / batch_size
             self.exits.pulse.at(f"iteration {iteration + 1}", growth=max(1.0, growth))
         return True
 
-    def _tell_compiled_kernels(self) -> None:
-        kernels = next(iter(self.model)).decoder.context.kernels
-        if kernels is not None:
-            self.log.line(
-                f"{kernels.num_graphs} kernels were compiled in {kernels.seconds:.1f} s of the "
-                "first step; TORCHINDUCTOR_CACHE_DIR keeps them for the next start"
-            )
-
-    @contextmanager
-    def _settings(self) -> Iterator[None]:
-        """Applies the compiler's memory budget. Memory that runs out is an InputError that says
-        what fits."""
-        budget, patched = self.config.recompute.activation_memory_budget, nullcontext()
-        if budget is not None:
-            patched = compiler_settings().patch(activation_memory_budget=budget)
-        rank, most = self.parallel.rank, self.batches.num_microbatches(self.batches.largest)
-        told = told_where_memory_runs_out(
-            self.config, self.parallel, most, lambda: f"in {self.exits.pulse.where} on rank {rank}"
-        )
-        with told, patched:
-            yield
-
-    def _steps_in_flight(self) -> int:
-        """Returns how many steps may leave figures on the device while the next step starts.
-
-        Under a loss scale the next learning rate depends on whether the update was skipped. Timers
-        wait for the device anyway, and their report is that of the steps so far.
-        """
-        waits = self.optimizer.loss_scale is not None or self.timers is not None
-        return 0 if waits or self.parallel.device.type in StepEnd.ON_TIME else 1
-
-    def _start_step(self) -> StartedStep:
-        """Runs a step, without reading its figures."""
+    def _start_step(self) -> Callable[[], None]:
+        """Runs a step, without reading its figures. Returns what finishes it."""
         config, parallel, logging = self.config, self.parallel, self.config.logging
         iteration, before = self.progress.iteration + 1, self.progress.consumed_samples
         batch_size = self.batches.at(before)
@@ -305,7 +279,7 @@ class Trainer:
             learning_rate=learning_rate,
             decoupled_learning_rate=decoupled_learning_rate,
         )
-        return StartedStep(row, result, StepEnd(parallel.device, figures))
+        return partial(self._finish_step, row, result, StepEnd(parallel.device, figures))
 
     @contextmanager
     def _looks(self) -> Iterator[Look | None]:
@@ -337,18 +311,21 @@ class Trainer:
         (self.peak,) = found
         self.log.line(f"peak of a step, highest of all ranks: {self.peak}")
 
-    def _finish_step(self, step: StartedStep) -> None:
-        """Reads a step's figures, counts them and logs them. Waits for the end of that step."""
-        read, seconds = step.end.read(self._last_end)
-        figures: dict[str, Any] = {**read}
-        figures["skipped"] = int(figures["skipped"])
-        if "num_zeros" in figures:
-            figures["num_zeros"] = int(figures["num_zeros"])
-        self._last_end = step.end
+    def _finish_step(self, row: dict[str, Any], result: StepResult, end: StepEnd) -> None:
+        """Reads a step's figures, counts them and logs them. Waits for the end of that step.
+
+        row: the part of its record (IterationRecord) that is known at its start.
+        """
+        read, seconds = end.read(self._last_end)
+        figures: dict[str, Any] = {
+            name: int(value) if name in ("skipped", "num_zeros") else value
+            for name, value in read.items()
+        }
+        self._last_end = end
         self.seconds.append(seconds)
-        iteration, batch_size = step.row["iteration"], step.row["global_batch_size"]
+        iteration, batch_size = row["iteration"], row["global_batch_size"]
         record = IterationRecord(
-            **step.row,
+            **row,
             **figures,
             **self.kept_bytes,
             nan=int(not math.isfinite(figures["lm_loss"])),
@@ -360,7 +337,7 @@ class Trainer:
             # Imported late: most runs skip nothing.
             from megatron_lite.training.skipped import judge
 
-            update = judge(self, record, step.result)
+            update = judge(self, record, result)
             self.log.skipped(update)
             if self.optimizer.loss_scale is not None:  # it must not advance the learning rate
                 samples_skipped = self.schedule.skipped_samples + batch_size
@@ -433,20 +410,20 @@ class Trainer:
                 )
         return notices
 
-    def _save(self, saver: Saver) -> None:
+    def _save(self) -> None:
         """Saves the run under `--save`, unless this iteration has been saved already.
 
         Raises TrainingError if a weight is not finite. If a rank cannot write, a line of the log
         says so, and the run goes on.
         """
-        from megatron_lite.checkpointing.state import take_snapshot
-
-        iteration, log = self.progress.iteration, self.log
-        if iteration == 0:
+        iteration, log, saver = self.progress.iteration, self.log, self.saver
+        if saver is None or iteration == 0:
             return
         saver.wait()
         if iteration == self._saved_at and saver.failure is None:
             return
+        from megatron_lite.checkpointing.state import take_snapshot
+
         if not math.isfinite(self.optimizer.params_norm().item()):
             raise TrainingError(
                 f"iteration {iteration}: a weight is not finite, so no checkpoint is written. "
