@@ -182,52 +182,52 @@ class Saver:
         return self._write(snapshot)
 
     def _write(self, snapshot: Snapshot) -> list[str]:
-        temporary = self._root / f"iter_{snapshot.iteration:07d}.tmp-{self._claim.token}"
+        iteration, directory = snapshot.iteration, self._directory
+        temporary = self._root / f"iter_{iteration:07d}.tmp-{self._claim.token}"
         rows: dict[str, FileRow] = {}
+
+        def make_folder() -> None:
+            if directory:
+                directory.lock.check()
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+
+        def publish() -> list[str]:
+            """Gives the step its name, and deletes the steps that are not kept. Rank 0 does both.
+
+            Returns notices for the log. A step that cannot be deleted is one of them, because the
+            new step is already durable.
+            """
+            if not directory:
+                return []
+            manifest = Manifest(iteration, rows, directory.lock.holder.start, self._started_at)
+            write_synced(temporary / MANIFEST, manifest.to_json().encode())
+            # The names of all files must be on the disk before the step gets its own name.
+            sync(temporary)
+            notices = directory.publish(
+                temporary,
+                iteration,
+                leads_here=lambda step: step <= self._started_at or step in self._own,
+            )
+            self._own.add(iteration)
+            try:
+                directory.delete_old_steps(self._options, newest=iteration)
+            except OSError as error:
+                notices.append(
+                    f"warning: --save {self._root}: old checkpoints could not be tidied away "
+                    f"({error})"
+                )
+            return notices
+
         try:
-            self._everywhere(snapshot, lambda: self._make_folder(temporary))
+            self._everywhere(snapshot, make_folder)
             for own in self._everywhere(snapshot, lambda: _write_files(temporary, snapshot)):
                 rows |= {name: FileRow(**row) for name, row in own.items()}
-            published = self._everywhere(
-                snapshot, lambda: self._publish(temporary, snapshot.iteration, rows)
-            )
+            return self._everywhere(snapshot, publish)[0]
         except BaseException:
-            if self._directory:
+            if directory:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return published[0]
-
-    def _make_folder(self, temporary: Path) -> None:
-        if self._directory:
-            self._directory.lock.check()
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-
-    def _publish(self, temporary: Path, iteration: int, rows: dict[str, FileRow]) -> list[str]:
-        """Gives the step its name, and deletes the steps that are not kept. Rank 0 does both.
-
-        Returns notices for the log. A step that cannot be deleted is one of them, because the new
-        step is already durable.
-        """
-        if not self._directory:
-            return []
-        manifest = Manifest(iteration, rows, self._directory.lock.holder.start, self._started_at)
-        write_synced(temporary / MANIFEST, manifest.to_json().encode())
-        # The names of all files must be on the disk before the step gets its own name.
-        sync(temporary)
-        notices = self._directory.publish(
-            temporary,
-            iteration,
-            leads_here=lambda step: step <= self._started_at or step in self._own,
-        )
-        self._own.add(iteration)
-        try:
-            self._directory.delete_old_steps(self._options, newest=iteration)
-        except OSError as error:
-            notices.append(
-                f"warning: --save {self._root}: old checkpoints could not be tidied away ({error})"
-            )
-        return notices
 
     def _everywhere(self, snapshot: Snapshot, action: Callable[[], Any]) -> list[Any]:
         """Returns what the action returned on each rank, as JSON, once all ranks have finished it.

@@ -67,7 +67,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
+        self.prefix, self.idx_path, self.bin_path = prefix, f"{prefix}.idx", f"{prefix}.bin"
         for path in (self.idx_path, self.bin_path):
             if not os.path.exists(path):
                 raise InputError(f"{path}: no such file. {prefix_advice(prefix)}")
@@ -103,14 +103,6 @@ class IndexedDataset:
                 f"{self.idx_path} was replaced while it was being read: start again when the "
                 "pair is written"
             )
-
-    @property
-    def bin_path(self) -> str:
-        return self.prefix + ".bin"
-
-    @property
-    def idx_path(self) -> str:
-        return self.prefix + ".idx"
 
     def __len__(self) -> int:
         """The number of sequences. Text has one sequence for each document that is not empty."""

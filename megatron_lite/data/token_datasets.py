@@ -24,8 +24,9 @@ one of the sample.
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -64,9 +65,9 @@ def token_datasets(
     found = shared(lambda: [[*one.sizes, one.fingerprint] for one in indexed])
     for one, (*sizes, fingerprint) in zip(indexed, found, strict=True):
         one.take_fingerprint(sizes, fingerprint)
-    opened = {one.prefix: _Part(one, data, vocab_size, seed) for one in indexed}
+    opened = dict(zip(names, indexed, strict=True))
     built = [
-        path and _build_split(path, [opened[name] for name in path.prefixes], data, place, count)
+        path and _build_split(path, opened, data, place, count, vocab_size=vocab_size, seed=seed)
         for place, (path, count) in enumerate(zip(paths, num_samples, strict=True))
     ]
     if data.fim_data and tokenizer is not None:
@@ -86,7 +87,7 @@ def token_datasets(
     parts = [  # of the identity of each split, in their order
         {
             "weights": path and path.weights and list(path.weights),
-            "files": [_content(opened[name].indexed) for name in path.prefixes] if path else [],
+            "files": [_content(opened[name]) for name in path.prefixes] if path else [],
         }
         for path in paths
     ]
@@ -102,39 +103,15 @@ def token_datasets(
     return Datasets(built[0], built[1], built[2], identity)
 
 
-class _Part(NamedTuple):
-    """One prefix, opened and split. Without a split, every split is the whole of it."""
-
-    indexed: IndexedDataset
-    data: DataConfig
-    vocab_size: int
-    seed: int
-
-    def documents(self, split: int) -> tuple[int, int]:
-        number = len(self.indexed)
-        whole = self.data.is_per_split
-        return (0, number) if whole else split_documents(self.data.split, number)[split]
-
-    def is_empty(self, split: int) -> bool:
-        start, stop = self.documents(split)
-        return start >= stop
-
-    def of(self, split: int, num_samples: int | None) -> GPTDataset:
-        return GPTDataset(
-            self.indexed,
-            documents=self.documents(split),
-            num_samples=num_samples,
-            seq_length=self.data.seq_length,
-            seed=self.seed,
-            vocab_size=self.vocab_size,
-            cache_path=self.data.data_cache_path,
-        )
-
-
 def _build_split(
-    path: DataPath, parts: Sequence[_Part], data: DataConfig, split: int, num_samples: int
+    path: DataPath,
+    opened: Mapping[str, IndexedDataset],
+    data: DataConfig,
+    split: int,
+    num_samples: int,
+    **ids: int,
 ) -> Dataset | None:
-    """Returns the dataset of split 0, 1 or 2.
+    """Returns the dataset of split 0, 1 or 2. ids: `vocab_size` and `seed`.
 
     Returns None if no part has documents for it. For splits 1 and 2 it also returns None if no
     samples are requested.
@@ -142,31 +119,46 @@ def _build_split(
     Without weights each part is read once, in proportion to its size. A run that needs more samples
     reads them again, in the same shares.
     """
-    if all(part.is_empty(split) for part in parts) or (num_samples == 0 and split > 0):
+    parts, empty = list[Callable[..., GPTDataset]](), list[str]()
+    for name in path.prefixes:
+        start, stop = 0, len(opened[name])
+        if not data.is_per_split:
+            start, stop = split_documents(data.split, stop)[split]
+        if start >= stop:
+            empty.append(name)
+        parts.append(
+            partial(
+                GPTDataset,
+                opened[name],
+                documents=(start, stop),
+                seq_length=data.seq_length,
+                cache_path=data.data_cache_path,
+                **ids,
+            )
+        )
+    if len(empty) == len(parts) or (num_samples == 0 and split > 0):
         return None
     # As in Megatron, the weight of a split's only prefix is ignored if the splits are given one by
     # one; otherwise it is a blend of one.
     if len(parts) == 1 and (path.weights is None or data.is_per_split):
-        return parts[0].of(split, num_samples)
-    for part in parts:
-        if part.is_empty(split):
-            raise InputError(
-                f"{part.indexed.prefix} has no documents for the {SPLITS[split]} split, but other "
-                "prefixes of that split do: leave it out, set that share of --split to 0, or "
-                "enlarge it"
-            )
+        return parts[0](num_samples=num_samples)
+    if empty:
+        raise InputError(
+            f"{empty[0]} has no documents for the {SPLITS[split]} split, but other prefixes of "
+            "that split do: leave it out, set that share of --split to 0, or enlarge it"
+        )
     weights, size = path.weights, num_samples
 
     def blend(datasets: Sequence[Dataset], weights: Sequence[float]) -> BlendedDataset:
         # Weights from --data-path are divided by their sum a second time here, as in Megatron. This
         # can change their last bit, and so decide which of two nearly equal errors is larger.
-        shares, prefix = normalized(weights), parts[0].indexed.prefix
+        shares, prefix = normalized(weights), path.prefixes[0]
         index = kept_blend_index(shares, size, data_cache_path=data.data_cache_path, prefix=prefix)
         return BlendedDataset(datasets, index)
 
     if weights is None:
         # The shares follow the sizes, which are known only after one epoch of each part is built.
-        datasets = [part.of(split, None) for part in parts]
+        datasets = [part(num_samples=None) for part in parts]
         sizes = [len(dataset) for dataset in datasets]
         if num_samples <= sum(sizes):
             return blend(datasets, sizes)
@@ -176,7 +168,7 @@ def _build_split(
         # it; a run that reads them in order never reaches the end.
         size = sum(math.ceil(num_samples * weight) for weight in weights)
     datasets = [
-        part.of(split, math.ceil(math.ceil(num_samples * weight) * (1 + SURPLUS)))
+        part(num_samples=math.ceil(math.ceil(num_samples * weight) * (1 + SURPLUS)))
         for part, weight in zip(parts, weights, strict=True)
     ]
     found = blend(datasets, weights)
