@@ -93,7 +93,20 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
     there = Candidates(*from_rank_0(lambda: listed, parallel))
     if not there.steps:
         pretrained = None if there.fault else _pretrained(options, parallel)
-        return pretrained or Start(notices=(_nothing_there(options, there),))
+        if pretrained is not None:
+            return pretrained
+        if there.fault:
+            raise InputError(
+                f"--load {options.load}: {there.fault}, and there is no checkpoint to use instead. "
+                "Remove the file to start from scratch"
+            )
+        if options.allow_fresh_start or options.continues:
+            notice = f"--load {options.load}: no checkpoint there, starting from scratch"
+            return Start(notices=(notice,))
+        raise InputError(
+            f"--load {options.load}: no checkpoint there (no {LATEST}): "
+            f"{load_advice(options.load)}. To begin without a checkpoint add --allow-fresh-start"
+        )
 
     def fault_of(step: Path) -> str | None:
         # A rank may be refused a read, which is no fault of the step: all ranks stop.
@@ -288,21 +301,6 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
     except InputError as error:
         return str(error)
     return None
-
-
-def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
-    if there.fault:
-        raise InputError(
-            f"--load {options.load}: {there.fault}, and there is no checkpoint to use instead. "
-            "Remove the file to start from scratch"
-        )
-    if options.allow_fresh_start or options.continues:
-        return f"--load {options.load}: no checkpoint there, starting from scratch"
-    raise InputError(
-        f"--load {options.load}: no checkpoint there (no {LATEST}): "
-        f"{load_advice(options.load or '')}. To begin without a checkpoint add "
-        "--allow-fresh-start"
-    )
 
 
 ITERATION = re.compile(r"iter_\d{7,9}|release")

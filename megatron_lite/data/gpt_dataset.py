@@ -162,7 +162,15 @@ class GPTDataset:
         parts = [self.indexed.get(*piece) for piece in pieces]
         sample_ids = np.concatenate(parts, dtype=np.int64)
         if sample_ids.max() >= self.vocab_size or sample_ids.min() < 0:
-            self._refuse([sequence for sequence, *_ in pieces], parts)
+            for (sequence, *_), ids in zip(pieces, parts, strict=True):
+                outside = ids[(ids.astype(np.int64) >= self.vocab_size) | (ids < 0)]
+                if outside.size:
+                    number = self.indexed.document_of(sequence)
+                    raise InputError(
+                        f"{self.indexed.bin_path}: document {number} holds token id {outside[0]}, "
+                        f"but the vocabulary has {self.vocab_size} ids: use the tokenizer that "
+                        "wrote the data, or the --vocab-size it had"
+                    )
         return sample_ids
 
     def documents(self, index: int) -> dict[str, list[int]]:
@@ -184,16 +192,6 @@ class GPTDataset:
         pieces[0][1] = begin
         pieces[-1][2] = end + 1 - pieces[-1][1]
         return pieces
-
-    def _refuse(self, sequences: list[int], parts: list[np.ndarray]) -> None:
-        for sequence, ids in zip(sequences, parts, strict=True):
-            outside = ids[(ids.astype(np.int64) >= self.vocab_size) | (ids < 0)]
-            if outside.size:
-                raise InputError(
-                    f"{self.indexed.bin_path}: document {self.indexed.document_of(sequence)} holds "
-                    f"token id {outside[0]}, but the vocabulary has {self.vocab_size} ids: use the "
-                    "tokenizer that wrote the data, or the --vocab-size it had"
-                )
 
 
 def _shuffle(random: np.random.RandomState, items: np.ndarray, boundary: int) -> None:

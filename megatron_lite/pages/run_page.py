@@ -81,15 +81,23 @@ def read_run(paths: Sequence[str]) -> RunRecord:
     metrics, logs = _metrics_and_logs(paths)
     run.written = metrics.stat().st_mtime
     _read_metrics(metrics, run)
-    _read_summary(Path(f"{metrics}.summary.json"), run)  # training/summary.py
+    path = Path(f"{metrics}.summary.json")  # training/summary.py
+    if os.path.lexists(path):
+        try:
+            values = plain.parse_object(read_input(path, MOST_SUMMARY_BYTES))
+        except ValueError:
+            run.notices.append(f"{path.name} is no summary of a run")
+        else:
+            found = {name: figure(value) for name, value in values.items()}
+            run.summary = {name: value for name, value in found.items() if value is not None}
     for log in logs:
         if input_size(log) > MOST_BYTES:
             run.notices.append(f"{log.name} is larger than {MOST_BYTES >> 20} MiB: left out")
             continue
         for line in _lines(log):  # of several evaluations after one iteration the last counts
-            found = EVALUATION.search(line.decode(errors="replace"))
-            if found and (loss := figure(float(found[3]))) is not None:
-                run.logged.setdefault(found[1], {})[int(found[2])] = loss
+            told = EVALUATION.search(line.decode(errors="replace"))
+            if told and (loss := figure(float(told[3]))) is not None:
+                run.logged.setdefault(told[1], {})[int(told[2])] = loss
     for at, row in run.rows.items():
         if row["skipped"] or row["nan"]:
             run.events[at, "skipped", "the loss is NaN or infinite" if row["nan"] else ""] = None
@@ -184,18 +192,6 @@ def _read_metrics(path: Path, run: RunRecord) -> None:
         last = iteration
     if not_rows:
         run.notices.append(f"{not_rows} lines of {path.name} are no rows of metrics: left out")
-
-
-def _read_summary(path: Path, run: RunRecord) -> None:
-    if not os.path.lexists(path):
-        return
-    try:
-        values = plain.parse_object(read_input(path, MOST_SUMMARY_BYTES))
-    except ValueError:
-        run.notices.append(f"{path.name} is no summary of a run")
-        return
-    found = {name: figure(value) for name, value in values.items()}
-    run.summary = {name: value for name, value in found.items() if value is not None}
 
 
 PANELS = (  # title, size of the unit, what it shows

@@ -89,8 +89,11 @@ class Exits:
     """
 
     def __init__(self, config: TrainingConfig, parallel: ParallelState) -> None:
-        self._config, self._parallel = config, parallel
+        self._limit, self._parallel = config.exit_duration_in_mins, parallel
         self._started, self.pulse = time.monotonic(), Pulse()
+        self._heard = set[signal.Signals]()
+        if config.exit_signal_handler:
+            self._heard = {*SAVING, signal.Signals[config.exit_signal]}
         self._signalled = 0
         self._trains = False
 
@@ -100,9 +103,7 @@ class Exits:
         Before `begin` a signal raises StoppedEarly; later it is noted. Returns the handlers that
         this call replaces.
         """
-        if not self._config.exit_signal_handler:
-            return {}
-        return {number: signal.signal(number, self._note) for number in self._heard()}
+        return {number: signal.signal(number, self._note) for number in self._heard}
 
     @contextmanager
     def listening(self) -> Iterator[Exits]:
@@ -124,9 +125,8 @@ class Exits:
         Another signal would otherwise kill this process while it leaves its groups or while Python
         ends. The exit status would be that of a failed run.
         """
-        if self._config.exit_signal_handler:
-            for number in self._heard():
-                signal.signal(number, signal.SIG_IGN)
+        for number in self._heard:
+            signal.signal(number, signal.SIG_IGN)
 
     def now(self) -> str | None:
         """Returns why the run must end at this point; None if it goes on.
@@ -134,10 +134,9 @@ class Exits:
         Every rank must call this at the same points. It issues one all-reduce of one number on the
         CPU, but only if a signal or a duration can end the run. It does not wait for the device.
         """
-        config = self._config
-        if not config.exit_signal_handler and config.exit_duration_in_mins is None:
+        limit, found = self._limit, GO_ON
+        if limit is None and not self._heard:
             return None
-        limit, found = config.exit_duration_in_mins, GO_ON
         if limit is not None and time.monotonic() - self._started > 60.0 * limit:
             found = TIME_IS_UP
         if self._signalled:
@@ -149,9 +148,6 @@ class Exits:
         if agreed == TIME_IS_UP:
             return f"--exit-duration-in-mins {limit}"
         return f"{signal.Signals(agreed - 1).name} (--exit-signal-handler)"
-
-    def _heard(self) -> set[signal.Signals]:
-        return {*SAVING, signal.Signals[self._config.exit_signal]}
 
     def _note(self, number: int, _: object) -> None:
         first, self._signalled = not self._signalled, number

@@ -273,7 +273,17 @@ def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) ->
         lines += ["", *table([(row[0][0], *(value for _, value in row)) for row in rows], 100)]
     lines += ["", "The moment of the peak:"]
     for rank in ranks:
-        lines += _moment(rank)
+        peak, moment = rank.measured.peak, rank.measured.peak.moment
+        where = f" of {moment.module}" if moment.module else ""
+        run, all_of_them, more = rank.measured.num_microbatches, rank.num_microbatches, ""
+        if rank.is_derived:
+            more = f" of {all_of_them}, at most 4 layers of a kind; the rest by its exact bytes"
+        elif run < all_of_them:
+            more = f" of {all_of_them} (each of the others adds at most its loss, 4 bytes)"
+        lines += [
+            f"  rank {rank.rank}, {size(peak.num_bytes)}: {moment.phase}{where}, {moment.operator}",
+            f"    {plural(run, 'micro-batch', 'micro-batches')}{more}, in {rank.seconds:.0f} s",
+        ]
     return "\n".join(lines)
 
 
@@ -297,17 +307,3 @@ def _column(rank: DryRank, unit: ByteUnit) -> Iterator[tuple[str, str]]:
     yield "  difference", f"{1 - rank.predicted.num_bytes / peak.num_bytes:+.2%}"
     yield "  rounding and cuBLAS", unit.number(rank.predicted.beside_tensors)
     yield "host memory, at most", unit.number(measured.host_bytes)
-
-
-def _moment(rank: DryRank) -> Iterator[str]:
-    peak, moment = rank.measured.peak, rank.measured.peak.moment
-    where = f" of {moment.module}" if moment.module else ""
-    yield f"  rank {rank.rank}, {size(peak.num_bytes)}: {moment.phase}{where}, {moment.operator}"
-    run, all_of_them = rank.measured.num_microbatches, rank.num_microbatches
-    more = ""
-    if rank.is_derived:
-        more = f" of {all_of_them}, at most 4 layers of a kind; the rest by its exact bytes"
-    elif run < all_of_them:
-        more = f" of {all_of_them} (each of the others adds at most its loss, 4 bytes)"
-    batches = plural(run, "micro-batch", "micro-batches")
-    yield f"    {batches}{more}, in {rank.seconds:.0f} s"

@@ -121,6 +121,13 @@ def judge(trainer: Trainer, record: IterationRecord, result: StepResult) -> Skip
         and record.loss_scale > scaling.minimum
     )
     first, size = record.consumed_samples - record.global_batch_size, record.global_batch_size
+    documents: dict[str, set[int]] = {}  # of all data-parallel ranks
+    for rank in range(0 if parallel.rank else parallel.dp_size):
+        for number in range(trainer.batches.num_microbatches(size)):
+            place = trainer.config.training.micro_batch_size, rank, parallel.dp_size, number
+            for sample in trainer.samples.order(first, *place):
+                for file, found in trainer.datasets.train.documents(sample).items():
+                    documents.setdefault(file, set()).update(found)
     return SkippedUpdate(
         iteration=record.iteration,
         reason="spike" if finite else "overflow" if overflow else "not finite",
@@ -132,7 +139,7 @@ def judge(trainer: Trainer, record: IterationRecord, result: StepResult) -> Skip
         loss_scale=record.loss_scale,
         mean_loss=result.mean_loss.item() if finite and result.mean_loss is not None else None,
         found_on=by_rank(origins),
-        documents={} if parallel.rank else _documents(trainer, first, size),
+        documents={file: sorted(found) for file, found in documents.items()},
     )
 
 
@@ -152,16 +159,3 @@ def _not_finite(result: StepResult, pieces: Sequence[Piece]) -> str:
     if own is not None:
         return f"its gradient{first}"
     return f"the gradient{first}" if names else ""
-
-
-def _documents(trainer: Trainer, first: int, size: int) -> dict[str, list[int]]:
-    """Returns the documents that all data-parallel ranks read in an iteration."""
-    found: dict[str, set[int]] = {}
-    dataset, dp_size = trainer.datasets.train, trainer.parallel.dp_size
-    micro_batch_size = trainer.config.training.micro_batch_size
-    for rank in range(dp_size):
-        for number in range(trainer.batches.num_microbatches(size)):
-            for sample in trainer.samples.order(first, micro_batch_size, rank, dp_size, number):
-                for file, documents in dataset.documents(sample).items():
-                    found.setdefault(file, set()).update(documents)
-    return {file: sorted(documents) for file, documents in found.items()}
