@@ -20,11 +20,12 @@ product, one difference, the first maximum.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.data.datasets import Dataset
 from megatron_lite.data.index_cache import Expected, arrays_fault, kept_arrays
 
 WARM_UP = 1 << 11  # samples before a row, from the guess to its start
@@ -32,17 +33,6 @@ SHORTEST_ROW = 4 * WARM_UP
 FEWEST_ROWS = 7  # fewer rows are computed faster one by one, in Python
 VALUES = 1 << 15  # rows times datasets: the arrays of a step fit the cache of a core
 KEPT_FROM = 1 << 18  # blends of fewer samples are built faster than they are kept
-
-
-class Dataset(Protocol):
-    """A map from a sample's number to its token ids [seq_length + 1], int64."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> np.ndarray: ...
-
-    def documents(self, index: int, /) -> dict[str, list[int]]:
-        """Returns the numbers of a sample's documents, by .bin file; {} if no file exists."""
 
 
 class BlendIndex(NamedTuple):

@@ -8,19 +8,25 @@ reaches a loss of about 0.73 nats per token. A model that does not know which of
 next has 4.16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 
-if TYPE_CHECKING:
-    from megatron_lite.data.blend import Dataset
-
 DataIdentity = dict[str, Any]  # plain values, as JSON holds them
+
+
+class Dataset(Protocol):
+    """A map from a sample's number to its token ids [seq_length + 1], int64."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+    def documents(self, index: int, /) -> dict[str, list[int]]:
+        """Returns the numbers of a sample's documents, by .bin file; {} if no file exists."""
 
 
 class Datasets(NamedTuple):

@@ -174,7 +174,7 @@ class GPTDataset:
         return sample_ids
 
     def documents(self, index: int) -> dict[str, list[int]]:
-        """Returns the numbers of a sample's documents, by .bin file (blend.Dataset).
+        """Returns the numbers of a sample's documents, by .bin file (datasets.Dataset).
 
         The list also holds documents without tokens that lie between others.
         """

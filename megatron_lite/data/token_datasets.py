@@ -32,7 +32,7 @@ import numpy as np
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.data.blend import BlendedDataset, Dataset, kept_blend_index
+from megatron_lite.data.blend import BlendedDataset, kept_blend_index
 from megatron_lite.data.data_paths import (
     SPLITS,
     DataPath,
@@ -41,7 +41,7 @@ from megatron_lite.data.data_paths import (
     read_data_paths,
     split_documents,
 )
-from megatron_lite.data.datasets import DataIdentity, Datasets
+from megatron_lite.data.datasets import DataIdentity, Dataset, Datasets
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
 

@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -51,13 +51,11 @@ from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.context_parallel.attention_kernels import CuSeqlens
+from megatron_lite.data.datasets import Dataset
 from megatron_lite.model.gpt import NO_DOCUMENTS, Documents
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState
-
-if TYPE_CHECKING:
-    from megatron_lite.data.blend import Dataset
 
 
 def microbatch_indices(

@@ -15,7 +15,7 @@ from megatron_lite.training.iteration_line import Evaluation
 from megatron_lite.training.step import TrainingError
 
 if TYPE_CHECKING:
-    from megatron_lite.data.blend import Dataset
+    from megatron_lite.data.datasets import Dataset
     from megatron_lite.training.loop import Trainer
 
 

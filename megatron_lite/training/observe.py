@@ -71,7 +71,18 @@ class ActivationMeter:
         if stores is not None:
             self._measured[OUTSIDE] += stores.device_bytes
             self._measured[HOST] += stores.host_bytes
-        self._predict(chunk, plan)
+        config = self._config
+        sizes = Sizes.of(config, device=self._parallel.device.type, stage=chunk.stage)
+        if config.model.num_experts is not None:
+            self._balanced += activation_bytes(plan, sizes)
+            rows: list[Any] = [getattr(one.mlp, "num_rows", ()) for one in chunk.decoder.layers]
+            sizes = replace(sizes, expert_rows=tuple(rows) if any(rows) else ())
+        for term in activation_terms(plan, sizes):
+            place = HOST if term.on_host else OUTSIDE
+            # The decoder saves the inputs of units.
+            if not (term.on_host or term.layer is None or term.operation == UNIT):
+                place = f"layer {chunk.stage.first_layer + term.layer}"
+            self._predicted[place] += term.num_bytes
         if live is not None:
             # Outputs, weights and constants outlive the forward legitimately. Anything else that
             # lives and that no hook saw was put aside by a cache or on a Function's context.
@@ -84,20 +95,6 @@ class ActivationMeter:
             )
         return output
 
-    def _predict(self, chunk: GPTModel, plan: RecomputePlan) -> None:
-        model = self._config.model
-        sizes = Sizes.of(self._config, device=self._parallel.device.type, stage=chunk.stage)
-        if model.num_experts is not None:
-            self._balanced += activation_bytes(plan, sizes)
-            rows: list[Any] = [getattr(one.mlp, "num_rows", ()) for one in chunk.decoder.layers]
-            sizes = replace(sizes, expert_rows=tuple(rows) if any(rows) else ())
-        for term in activation_terms(plan, sizes):
-            place = HOST if term.on_host else OUTSIDE
-            # The decoder saves the inputs of units.
-            if not (term.on_host or term.layer is None or term.operation == UNIT):
-                place = f"layer {chunk.stage.first_layer + term.layer}"
-            self._predicted[place] += term.num_bytes
-
     def result(self) -> tuple[dict[str, Any], str]:
         """Returns the figures of the rank that keeps most, by their names in IterationRecord, and
         a sentence about the first difference from the prediction, on the rank where they differ
@@ -106,9 +103,9 @@ class ActivationMeter:
         Waits for the device. Issues one all-reduce over all ranks, and a gather of texts if the
         bytes differ.
         """
-        both, parallel = (self._predicted, self._measured), self._parallel
-        on_host = [counts.pop(HOST, 0) for counts in both]
-        own = [counts.total() for counts in both]
+        expected, saved, parallel = self._predicted, self._measured, self._parallel
+        on_host = [counts.pop(HOST, 0) for counts in (expected, saved)]
+        own = [counts.total() for counts in (expected, saved)]
         own_off = own[1] - own[0]
         # One MAX finds both the largest surplus and the largest shortfall of any rank.
         figures = [*own, *on_host, self._balanced, self._unaccounted, own_off, -own_off]
@@ -119,9 +116,16 @@ class ActivationMeter:
         balanced, unaccounted, above, below = others
         off, fault = above if above >= below else -below, ""
         if off:
+            # The places that differ on the first rank whose bytes are off by the most.
+            places = [
+                f"{place}: {saved[place]:,} bytes saved, {expected[place]:,} predicted"
+                for place in {**saved, **expected}
+                if off == own_off and saved[place] != expected[place]
+            ]
+            texts = gather_texts("; ".join(places[:MOST_NAMED]), parallel)
             fault = (
                 f"the first micro-batch keeps {measured} bytes for backward, and {predicted} were "
-                f"predicted ({off:+d}){self._layers(differs=off == own_off)}"
+                f"predicted ({off:+d}){next((f': {text}' for text in texts if text), '')}"
             )
         elif host_measured != host_predicted:
             fault = (
@@ -137,20 +141,6 @@ class ActivationMeter:
             activation_host_bytes_predicted=host_predicted or None,
             activation_host_bytes_measured=host_measured or None,
         ), fault
-
-    def _layers(self, *, differs: bool) -> str:
-        """Returns the places that differ on the first rank whose bytes are off by the most.
-
-        Every rank must call this, since it gathers texts.
-        """
-        saved, predicted = self._measured, self._predicted
-        own = [
-            f"{place}: {saved[place]:,} bytes saved, {predicted[place]:,} predicted"
-            for place in {**saved, **predicted}
-            if differs and saved[place] != predicted[place]
-        ]
-        texts = gather_texts("; ".join(own[:MOST_NAMED]), self._parallel)
-        return next((f": {text}" for text in texts if text), "")
 
 
 def own_states(config: RunConfig, parallel: ParallelState) -> RankStates:
