@@ -1,6 +1,6 @@
 """The settings of the data and of the tokenizer, each as one frozen class."""
 
-from typing import Any
+from functools import partial
 
 from megatron_lite.config.checks import flag, resolve
 from megatron_lite.config.setting import (
@@ -39,8 +39,7 @@ OF_BPE, OF_TIKTOKEN = "tokenizer_type=GPT2BPETokenizer", "tokenizer_type=TikToke
 ONE_BY_ONE = "the splits are given one by one"
 
 
-def _fim(help: str, default: Any = None, **facts: Any) -> Any:
-    return setting(help, default, without="fim_data", **facts)
+_fim = partial(setting, without="fim_data")
 
 
 class DataConfig(Settings):

@@ -149,13 +149,6 @@ class ExpertSettings(Settings):
     )
 
     @property
-    def expert_size(self) -> int:
-        """The channels inside each expert after its activation."""
-        size = self.moe_ffn_hidden_size or getattr(self, "ffn_hidden_size", None)
-        assert isinstance(size, int)
-        return size
-
-    @property
     def balance_losses(self) -> tuple[tuple[str, float], ...]:
         """The load-balancing losses that have an effect, and the factor on each."""
         kinds, factors = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
@@ -206,12 +199,6 @@ class ExpertSettings(Settings):
         self._check_losses()
         if self.num_experts is None:
             return
-        shared = self.moe_shared_expert_intermediate_size
-        if shared is not None and getattr(self, "add_bias_linear", False):
-            raise ValueError(
-                f"--moe-shared-expert-intermediate-size {shared} needs --disable-bias-linear: "
-                "Megatron's shared expert has no bias"
-            )
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
         if groups is None or chosen is None:
             return

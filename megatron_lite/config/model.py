@@ -55,11 +55,12 @@ class ActivationFacts(NamedTuple):
 # The facts about each choice, for the code that builds the model, predicts its memory and counts
 # its parameters.
 NORM_VECTORS = {"LayerNorm": 2, "RMSNorm": 1, "BiaslessLayerNorm": 1}
+GATED = ActivationFacts(fc1_blocks=2, moved=(5, 13), fused=(3, 5))
 ACTIVATIONS = {
     "gelu": ActivationFacts(fc1_blocks=1, moved=(2, 3), fused=(2, 3)),
-    "swiglu": ActivationFacts(fc1_blocks=2, moved=(5, 13), fused=(3, 5)),
+    "swiglu": GATED,
     "squared_relu": ActivationFacts(fc1_blocks=1, moved=(4, 7), fused=(2, 3)),
-    "geglu": ActivationFacts(fc1_blocks=2, moved=(5, 13), fused=(3, 5)),
+    "geglu": GATED,
 }
 DEFAULT_ACTIVATION, *SWITCHED_ACTIVATIONS = ACTIVATIONS
 OF_RANKS = "tensor_model_parallel_size"
@@ -240,6 +241,12 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
                 "reads, and 0 since the model is causal; without a limit leave it out"
             )
         self.check_experts()
+        shared = self.num_experts and self.moe_shared_expert_intermediate_size
+        if shared and self.add_bias_linear:
+            raise ValueError(
+                f"--moe-shared-expert-intermediate-size {shared} needs --disable-bias-linear: "
+                "Megatron's shared expert has no bias"
+            )
         for field, pattern, is_marked, fault in (
             (
                 "window_attn_skip_freq",
@@ -303,6 +310,11 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
         """f, the width of the MLP after its activation (`--ffn-hidden-size`)."""
         assert self.ffn_hidden_size is not None
         return self.ffn_hidden_size
+
+    @property
+    def expert_size(self) -> int:
+        """The width of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
     def query_groups(self) -> int:

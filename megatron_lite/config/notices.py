@@ -16,7 +16,6 @@ from megatron_lite.config.regions import (
     NORM_PARTS,
     POINTWISE,
     REGIONS,
-    any_skips_tail,
     nested,
     parts_of,
     without_effect,
@@ -143,7 +142,9 @@ def _of_recompute(config: RunConfig) -> Iterator[str]:
                     "reads the input of attention or of the MLP"
                 )
     yield from _of_operators(config, {entry for action in actions for entry in action.ops})
-    has_tail = any(action.unit or action.ops for action in actions) or any_skips_tail(modules)
+    has_tail = any(action.unit or action.ops for action in actions) or any(
+        REGIONS[region].skips_tail for region in modules
+    )
     if not recompute.recompute_tail_skip and not has_tail:
         yield "--no-recompute-tail-skip has no effect: nothing is recomputed that ends in a matmul"
     if recompute.recompute_verify and has_tail and recompute.recompute_tail_skip:
@@ -186,14 +187,14 @@ def _of_regions(config: RunConfig, actions: list[LayerAction], modules: list[str
         yield "--recompute-policy mlp/N has no effect: every layer has experts"
     for region in modules:
         # `pointwise` names every cheap region, whatever the layers have.
-        wanted = REGIONS[region].needs_experts and not {*POINTWISE} <= {*modules}
+        wanted = REGIONS[region].needs == "experts" and not {*POINTWISE} <= {*modules}
         if wanted and model.num_experts is None:
             yield f"--recompute-modules {region} has no effect without --num-experts"
-        if REGIONS[region].needs_latents and not model.multi_latent_attention:
+        if REGIONS[region].needs == "latents" and not model.multi_latent_attention:
             yield f"--recompute-modules {region} has no effect without --multi-latent-attention"
         if region == MLP_REGION and model.num_dense_layers == 0:
             yield f"--recompute-modules {region} has no effect: every layer has experts; use {MOE}"
-        if not model.norms_before and REGIONS[region].needs_norms_before:
+        if not model.norms_before and REGIONS[region].needs == "norms_before":
             yield (
                 f"--recompute-modules {region} has no effect under --norm-position after: no "
                 "operation keeps the output of such a norm"

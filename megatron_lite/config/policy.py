@@ -215,23 +215,23 @@ def _layers(text: str) -> Layers:
 
 
 def _action(text: str) -> LayerAction:
-    if (found := re.fullmatch(r"(.*\S)\s*\+\s*router", text)) is not None:
+    if found := re.fullmatch(r"(.*\S)\s*\+\s*router", text):
         kept = _action(found[1])
         if kept == LayerAction():
             raise ValueError("none keeps everything, the choice of a router too: leave out +router")
         return replace(kept, router=True)
-    if (inside := re.fullmatch(r"ops\s*\((.*)\)", text)) is not None:
+    if inside := re.fullmatch(r"ops\s*\((.*)\)", text):
         return LayerAction(ops=tuple(_operator(one.strip()) for one in inside[1].split(",")))
     if text == "none":
         return LayerAction()
     tiles = 1
-    if (found := re.search(rf"(?<!\w){MLP_REGION}\s*/\s*(\d{{1,6}})(?!\w)", text)) is not None:
+    if found := re.search(rf"(?<!\w){MLP_REGION}\s*/\s*(\d{{1,6}})(?!\w)", text):
         tiles = int(found[1])
         if tiles < 1:
             raise ValueError("expected the tiles of an MLP: at least 1 (got 0)")
         text = text[: found.start()] + MLP_REGION + text[found.end() :]
     tail = rf"(?:\s*\+\s*{MLP_REGION})?" if tiles > 1 else ""
-    if (found := re.fullmatch(rf"full(?:\s*/\s*(\d{{1,6}}))?{tail}", text)) is not None:
+    if found := re.fullmatch(rf"full(?:\s*/\s*(\d{{1,6}}))?{tail}", text):
         unit = int(found[1] or 1)
         if unit < 1:
             raise ValueError("expected the layers of a unit: at least 1 (got 0)")
@@ -258,7 +258,7 @@ def _operator(text: str) -> str:
 
 
 def _store(text: str, action: LayerAction) -> str:
-    if (inside := re.fullmatch(r"host\s*\((.*)\)", text)) is not None:
+    if inside := re.fullmatch(r"host\s*\((.*)\)", text):
         parts = _names(inside[1], "+", "a part of a layer", PARTS)
         if action != LayerAction():
             raise ValueError("only a layer that keeps everything has parts on the host: none@host")

@@ -20,76 +20,68 @@ class RegionFacts(NamedTuple):
     """One row of the table.
 
     method: how backward gets the region's results back.
-        replay   The region keeps its inputs; backward runs it again.
+        replay   The region keeps its inputs and the states of the random-number streams; backward
+                 runs it again.
         discard  The region keeps its inputs. Operations that save its output store a recipe
                  instead, so the output is freed; backward runs the region again for them.
         redraw   The region keeps the state of the random-number stream; backward draws its mask
                  again.
     help: what the region holds, in a few words.
     parent: the region that contains this one; recomputing the parent recomputes this one too.
-    draws: whether a replay needs the states of the random-number streams, which are then kept.
     skips_tail: whether a replay can leave out the region's last matmul, because backward does not
         read the region's output.
-    needs_scores: whether the region frees memory only where attention builds its scores. A flash
-        kernel keeps none, and its backward rebuilds them anyway.
-    needs_norms_before: whether it frees memory only where a norm precedes attention and the MLP.
-        No operation keeps the output of a norm that follows them (--norm-position after).
-    needs_hidden_dropout: whether it frees memory only under --hidden-dropout > 0.
-    needs_experts: whether only layers with experts have it (--num-experts). They have no `mlp`.
-    needs_latents: whether only multi-latent attention has it, and it runs matmuls.
+    needs: what a layer must have; otherwise the region frees nothing, or is not there.
+        scores          Attention builds its scores. A flash kernel keeps none, and its backward
+                        rebuilds them anyway.
+        norms_before    A norm precedes attention and the MLP. No operation keeps the output of a
+                        norm that follows them (--norm-position after).
+        hidden_dropout  --hidden-dropout is above 0.
+        experts         The layer has experts (--num-experts), and so no `mlp`.
+        latents         Its attention is multi-latent, which runs matmuls.
     """
 
     method: Method
     help: str
     parent: str | None = None
-    draws: bool = False
     skips_tail: bool = False
-    needs_scores: bool = False
-    needs_norms_before: bool = False
-    needs_hidden_dropout: bool = False
-    needs_experts: bool = False
-    needs_latents: bool = False
+    needs: str = ""
 
 
 REGIONS = {
     CORE_ATTENTION: RegionFacts(
         method="replay",
         help="scores, softmax and their product with the values",
-        draws=True,
         skips_tail=True,
-        needs_scores=True,
+        needs="scores",
     ),
-    LAYERNORM: RegionFacts(
-        method="discard", help="the two norms of a layer", needs_norms_before=True
-    ),
-    MLP_REGION: RegionFacts(method="replay", help="the whole MLP", draws=True, skips_tail=True),
+    LAYERNORM: RegionFacts(method="discard", help="the two norms of a layer", needs="norms_before"),
+    MLP_REGION: RegionFacts(method="replay", help="the whole MLP", skips_tail=True),
     ACTIVATION: RegionFacts(method="discard", help="the activation of the MLP", parent=MLP_REGION),
     DROPOUT: RegionFacts(
-        method="redraw", help="the dropout masks of the residual stream", needs_hidden_dropout=True
+        method="redraw", help="the dropout masks of the residual stream", needs="hidden_dropout"
     ),
     MOE: RegionFacts(
         method="replay",
         help="router and experts, with the forward's choice",
-        draws=True,
         skips_tail=True,
-        needs_experts=True,
+        needs="experts",
     ),
     SHARED_EXPERTS: RegionFacts(
-        method="replay", help="the shared expert", parent=MOE, draws=True, needs_experts=True
+        method="replay", help="the shared expert", parent=MOE, needs="experts"
     ),
     MOE_ACTIVATION: RegionFacts(
-        method="discard", help="the activation of the experts", parent=MOE, needs_experts=True
+        method="discard", help="the activation of the experts", parent=MOE, needs="experts"
     ),
     UP_PROJECTION: RegionFacts(
         method="discard",
         help="query, key and value from their latents, under --multi-latent-attention",
-        needs_latents=True,
+        needs="latents",
     ),
 }
 MODULES = tuple(REGIONS)
 # The regions that run no matmul again. The name `pointwise` stands for all of them.
 POINTWISE = tuple(
-    name for name, facts in REGIONS.items() if facts.method != "replay" and not facts.needs_latents
+    name for name, facts in REGIONS.items() if facts.method != "replay" and facts.needs != "latents"
 )
 
 
@@ -118,17 +110,12 @@ def nested(regions: Collection[str]) -> list[tuple[str, str]]:
     ]
 
 
-def any_skips_tail(regions: Iterable[str]) -> bool:
-    """Returns whether a replay of one of the regions can leave out its last matmul."""
-    return any(REGIONS[region].skips_tail for region in regions)
-
-
 def without_effect(regions: Iterable[str], *, builds_scores: bool) -> list[str]:
     """Returns the regions that free next to nothing.
 
     builds_scores: whether attention builds its scores.
     """
-    return [region for region in regions if REGIONS[region].needs_scores and not builds_scores]
+    return [region for region in regions if REGIONS[region].needs == "scores" and not builds_scores]
 
 
 # By name: the module, by its name within the layer.

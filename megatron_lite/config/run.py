@@ -40,14 +40,6 @@ from megatron_lite.config.training import TrainingConfig
 DEFAULT_LOSS_TOKENS = 512
 
 
-def default_chunk_size(tokens: int, *, in_one_pass: bool) -> int | None:
-    """Returns the default for a micro-batch of so many tokens on a rank. None: no chunks.
-
-    in_one_pass: whether forward can compute the gradients too.
-    """
-    return DEFAULT_LOSS_TOKENS if in_one_pass and tokens > DEFAULT_LOSS_TOKENS else None
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The configuration of a run, one field per topic.
@@ -201,7 +193,6 @@ class RunConfig:
                 )
 
     def _check_pipeline(self) -> None:
-        self.stage_lengths()
         size = self.parallel.pipeline_model_parallel_size
         num_kept = self.recompute.num_microbatches_with_partial_activation_checkpoints
         # 2p micro-batches reach the largest number in flight, at any number of virtual stages.
@@ -321,7 +312,8 @@ class RunConfig:
             return chosen or None
         sequence = self.data.seq_length // self.parallel.context_parallel_size
         tokens = sequence * self.training.micro_batch_size
-        return default_chunk_size(tokens, in_one_pass=self._can_be_in_one_pass)
+        is_long = tokens > DEFAULT_LOSS_TOKENS
+        return DEFAULT_LOSS_TOKENS if is_long and self._can_be_in_one_pass else None
 
     @property
     def loss_in_one_pass(self) -> bool:

@@ -126,20 +126,12 @@ def setting(help: str, default: Any = None, **facts: Any) -> Any:
     return dataclasses.field(default=default, metadata={"setting": Setting(help, **facts)})
 
 
-# A field that is at least 1.
+# A field without a default; one that is False unless its flag is given; one that is at least 1.
+required = partial(setting, default=dataclasses.MISSING)
+switch = partial(setting, default=False)
 count = partial(setting, least=1)
 # A field that is a share, and not the whole.
 share = partial(setting, least=0.0, below=1.0)
-
-
-def required(help: str, **facts: Any) -> Any:
-    """Returns a field without a default."""
-    return setting(help, dataclasses.MISSING, **facts)
-
-
-def switch(help: str, **facts: Any) -> Any:
-    """Returns a field that is False unless its flag is given."""
-    return setting(help, False, **facts)
 
 
 @cache

@@ -231,11 +231,11 @@ def _actions(sizes: Sizes) -> Iterator[LayerAction]:
     useful = [
         name
         for name, facts in REGIONS.items()
-        if (model.builds_scores(sizes.device) or not facts.needs_scores)
+        if (model.builds_scores(sizes.device) or facts.needs != "scores")
         and _kept(sizes, LayerAction(regions=(name,)))[0] < whole
     ]
     # The name `pointwise` stands for every cheap region, those of experts too.
-    dense = {name for name in POINTWISE if not REGIONS[name].needs_experts}
+    dense = {name for name in POINTWISE if REGIONS[name].needs != "experts"}
     implied = set(POINTWISE) - dense if model.num_experts is None else set()
     for number in range(len(useful) + 1):
         for regions in itertools.combinations(useful, number):

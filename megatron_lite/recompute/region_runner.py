@@ -250,8 +250,7 @@ class Regions:
             # layer with experts has no other MLP.
             facts = REGIONS[name]
             has_experts = MOE in self._called and MLP_REGION in (name, facts.parent)
-            needs = facts.needs_experts, facts.needs_latents, facts.needs_hidden_dropout
-            if not (has_experts or any(needs) or facts.needs_norms_before):
+            if facts.needs in ("", "scores") and not has_experts:
                 raise ValueError(
                     f"region {name} saves nothing: no layer calls it. Add regions.run(..), "
                     "regions.run_discarding(..) or regions.redraw(..) in megatron_lite/model/, or "

@@ -193,7 +193,7 @@ def layer_terms(
             kept, keeper = (), f"{outermost} (rebuilt)"
             if operation.entered == outermost:
                 kept = operation.enters
-                if REGIONS[outermost].draws:
+                if REGIONS[outermost].method == "replay":
                     kept += (_rng_states(sizes, f" of {outermost}"),)
         # Several operations may keep one storage. It counts with the first of them.
         for tensor in kept:
