@@ -7,7 +7,7 @@ import torch
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.run import default_chunk_size
+from megatron_lite.config.run import DEFAULT_LOSS_TOKENS
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.model.gpt import GPTModel, ModelStages
 from megatron_lite.optim.optimizer import Optimizer
@@ -114,7 +114,8 @@ class Setting:
     @property
     def loss_chunk_size(self):
         """The tokens of a loss chunk, as in a run without --loss-chunk-size."""
-        return default_chunk_size(self.tokens, in_one_pass=self.loss_in_one_pass)
+        is_long = self.tokens > DEFAULT_LOSS_TOKENS
+        return DEFAULT_LOSS_TOKENS if is_long and self.loss_in_one_pass else None
 
     def model_config(self):
         """Returns the shape as a config of megatron_lite."""

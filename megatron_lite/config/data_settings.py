@@ -33,7 +33,6 @@ OF_ONE_FILE = "/".join(kind for kind, files in READ_FILES.items() if "tokenizer_
 # --tokenizer-special-tokens names them.
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 ONE_SPLIT = "the same as --data-path for the {} split alone, without --split"
-TIKTOKEN_PATTERNS = ("v1", "v2")
 OF_BPE, OF_TIKTOKEN = "tokenizer_type=GPT2BPETokenizer", "tokenizer_type=TikTokenizer"
 
 ONE_BY_ONE = "the splits are given one by one"
@@ -105,7 +104,7 @@ class DataConfig(Settings):
     dataloader_type: str = setting(
         "order of the samples: in the order of the index, or (cyclic) shuffled anew in each pass",
         "single",
-        choices=("single", "cyclic"),
+        choices="single cyclic",
     )
     data_sharding: bool = setting(
         "with --dataloader-type cyclic, shuffle all samples together instead of a range for each "
@@ -143,11 +142,6 @@ class DataConfig(Settings):
     def is_per_split(self) -> bool:
         """Tells whether each split has data of its own."""
         return bool(self.train_data_path or self.per_split_data_args_path)
-
-    @property
-    def has_source(self) -> bool:
-        """Tells whether any data is named."""
-        return bool(self.data_path or self.mock_data or self.data_args_path or self.is_per_split)
 
 
 class TokenizerConfig(Settings):
@@ -187,9 +181,7 @@ class TokenizerConfig(Settings):
         why="each rank holds an equal part",
     )
     tiktoken_pattern: str | None = setting(
-        "how TikTokenizer splits a text (v2 if omitted)",
-        choices=TIKTOKEN_PATTERNS,
-        without=OF_TIKTOKEN,
+        "how TikTokenizer splits a text (v2 if omitted)", choices="v1 v2", without=OF_TIKTOKEN
     )
     tiktoken_num_special_tokens: int = count(
         "special tokens of TikTokenizer", 1000, without=OF_TIKTOKEN
@@ -202,7 +194,7 @@ class TokenizerConfig(Settings):
     )
 
     def check_rules(self) -> None:
-        reads_bpe_files = self.vocab_file is not None or self.merge_file is not None
+        reads_bpe_files = self.vocab_file or self.merge_file
         resolve(self, "tokenizer_type", "GPT2BPETokenizer" if reads_bpe_files else "NullTokenizer")
         files = READ_FILES[str(self.tokenizer_type)]
         needed = [*files] or ["vocab_size"]
@@ -213,7 +205,7 @@ class TokenizerConfig(Settings):
                 f"({hint or 'or choose a tokenizer with --tokenizer-type and its files'})"
             )
         padded = self.padded_vocab_size
-        if padded is not None and self.vocab_size is not None and padded < self.true_vocab_size:
+        if padded and self.vocab_size and padded < self.true_vocab_size:
             raise ValueError(
                 f"--padded-vocab-size {padded} is below the {self.true_vocab_size} ids of the "
                 "tokenizer: give at least as many rows"
@@ -249,7 +241,7 @@ class TokenizerConfig(Settings):
 
         Each tensor-parallel rank then holds the same number of rows of the embedding.
         """
-        if self.padded_vocab_size is not None:
+        if self.padded_vocab_size:
             return self.padded_vocab_size
         multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
         return -(-self.true_vocab_size // multiple) * multiple

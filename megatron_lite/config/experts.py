@@ -69,7 +69,7 @@ class ExpertSettings(Settings):
     moe_router_score_function: str = of_experts(
         "scores of the experts for a token",
         "softmax",
-        choices=("softmax", "sigmoid"),
+        choices="softmax sigmoid",
         refused={"sqrtsoftplus": NOT_HERE},
         **ALONE,
     )
@@ -81,7 +81,7 @@ class ExpertSettings(Settings):
     )
     moe_router_dtype: str | None = of_experts(
         "precision of the router's matmul and scores; derived: that of the layer",
-        choices=("fp32", "fp64"),
+        choices="fp32 fp64",
     )
     moe_router_num_groups: int | None = count(
         "groups of experts, of which a token chooses some first", without="moe_router_group_topk"
@@ -138,7 +138,7 @@ class ExpertSettings(Settings):
     moe_token_drop_policy: str = setting(
         "tokens that an expert drops: those of its lowest weights, or the last ones",
         "probs",
-        choices=("probs", "position"),
+        choices="probs position",
         without="moe_expert_capacity_factor",
     )
     moe_pad_expert_input_to_capacity: bool = switch(
@@ -160,7 +160,7 @@ class ExpertSettings(Settings):
 
         Returns None if no token is dropped.
         """
-        assert self.num_experts is not None
+        assert self.num_experts
         if self.moe_expert_capacity_factor is None:
             return None
         share = tokens * self.moe_router_topk / self.num_experts
@@ -169,7 +169,7 @@ class ExpertSettings(Settings):
     def chosen_rows(self, tokens: int, imbalance: float = 1.0) -> int:
         """Returns the rows of a router's choices that are computed: those of a balanced choice, or
         times the imbalance on the fullest rank. Padded experts have as many for any choice."""
-        assert self.num_experts is not None
+        assert self.num_experts
         chosen, capacity = round(self.moe_router_topk * tokens * imbalance), self.capacity(tokens)
         if capacity is None:
             return chosen
@@ -196,25 +196,6 @@ class ExpertSettings(Settings):
     def check_experts(self) -> None:
         """Raises ValueError for losses without a factor each, a shared expert with a bias, or
         groups that do not divide the experts."""
-        self._check_losses()
-        if self.num_experts is None:
-            return
-        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
-        if groups is None or chosen is None:
-            return
-        topk, experts, best = self.moe_router_topk, self.num_experts, self.moe_router_group_best
-        judges = best or (experts if topk % chosen else topk // chosen)
-        if experts % groups or max(judges, -(-topk // chosen)) > experts // groups:
-            raise ValueError(
-                f"--moe-router-num-groups {groups} with --moe-router-group-topk {chosen}: "
-                f"--num-experts {experts} must form equal groups, and each of the chosen groups "
-                f"gives an equal part of --moe-router-topk {topk}, unless --moe-router-group-best "
-                "is given, which is at most the experts of a group: change one of them"
-            )
-        if best == topk / chosen:
-            object.__setattr__(self, "moe_router_group_best", None)
-
-    def _check_losses(self) -> None:
         names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
         for name in names:  # one value in a list is that value
             if len(value := in_tuple(getattr(self, name))) == 1:
@@ -227,6 +208,20 @@ class ExpertSettings(Settings):
                 f"{' '.join(map(str, factors))}: give each loss once, and a factor for each, and "
                 "sinkhorn alone"
             )
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        topk, experts, best = self.moe_router_topk, self.num_experts, self.moe_router_group_best
+        if not (experts and groups and chosen):
+            return
+        judges = best or (experts if topk % chosen else topk // chosen)
+        if experts % groups or max(judges, -(-topk // chosen)) > experts // groups:
+            raise ValueError(
+                f"--moe-router-num-groups {groups} with --moe-router-group-topk {chosen}: "
+                f"--num-experts {experts} must form equal groups, and each of the chosen groups "
+                f"gives an equal part of --moe-router-topk {topk}, unless --moe-router-group-best "
+                "is given, which is at most the experts of a group: change one of them"
+            )
+        if best == topk / chosen:
+            object.__setattr__(self, "moe_router_group_best", None)
 
 
 def in_tuple(value: Any) -> tuple[Any, ...]:

@@ -120,7 +120,14 @@ def from_hf(config: Any) -> KnownModel:
     vocab_size = reader.value("vocab_size", int, REQUIRED)
     if vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1 (got {vocab_size})")
-    _check_head_dim(reader, fields)
+    size = reader.value("head_dim", int, None)
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    has_no_field = {"kv_channels", "kv_lora_rank"}.isdisjoint(fields)
+    if has_no_field and size is not None and size * heads != hidden:
+        raise ValueError(
+            f"head_dim {size} has no counterpart: a head of this family has {hidden} / {heads} "
+            "channels"
+        )
     for rule in _rules(family):
         rule.read(reader, fields)
     if all(fields.get("no_rope_freq", (0,))):
@@ -134,18 +141,6 @@ def from_hf(config: Any) -> KnownModel:
     notes = [f"keys that are not read: {shown(', '.join(unread))}"] if unread else []
     inexact = tuple(reader.inexact)
     return KnownModel(fields, vocab_size, name, inexact, (*inexact, *notes), token_ids_of(config))
-
-
-def _check_head_dim(reader: Config, fields: Values) -> None:
-    """Raises ValueError for a size of the heads that has no field in this family."""
-    size = reader.value("head_dim", int, None)
-    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    has_no_field = {"kv_channels", "kv_lora_rank"}.isdisjoint(fields)
-    if has_no_field and size is not None and size * heads != hidden:
-        raise ValueError(
-            f"head_dim {size} has no counterpart: a head of this family has {hidden} / {heads} "
-            "channels"
-        )
 
 
 def _field_of(reader: Config, key: str, row: Values) -> Any:

@@ -42,7 +42,7 @@ class Rotary(NamedTuple):
         found = self._parameters(config, fields)
         fields["rotary_base"] = _whole_number(self.base, found["rope_theta"])
         share = found.get("partial_rotary_factor", self.share and config.get(self.share))
-        if self.share is not None:
+        if self.share:
             inside = Config({self.share: share})
             fields["rotary_percent"] = inside.value(self.share, float, self.default_share)
         elif share not in (1, None):
@@ -144,7 +144,7 @@ class Rotary(NamedTuple):
         scaling: Values | None = None
         if model.use_rope_scaling:
             scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
-        elif model.rotary_seq_len_interpolation_factor is not None:
+        elif model.rotary_seq_len_interpolation_factor:
             factor = float(model.rotary_seq_len_interpolation_factor)
             scaling = {"rope_type": "linear", "factor": factor}
         elif model.rope_type != "rope":
@@ -160,12 +160,12 @@ class Rotary(NamedTuple):
         found: Values = {self.base: base, "rope_scaling": scaling}
         if model.rope_type != "rope":  # Phi-3 reads it here
             found[LENGTH] = model.original_max_position_embeddings
-        if self.share is not None:
+        if self.share:
             found[self.share] = model.rotary_percent
         if self.form:
             one = {"rope_theta": base, "rope_type": "default", **(scaling or {})}
             local = one
-            if model.rotary_base_local is not None:
+            if model.rotary_base_local:
                 local = {"rope_theta": float(model.rotary_base_local), "rope_type": "default"}
                 found |= {self.local: local["rope_theta"]} if self.local else {}
             by_layer = self.form == "by layer"

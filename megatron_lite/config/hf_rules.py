@@ -234,7 +234,7 @@ class Experts(NamedTuple):
         given = {config.value(key, int, None) for key in self.keys} - {None}
         if len(given) > 1:
             raise ValueError(f"{' and '.join(sorted(self.keys))} differ: {sorted(given)}")
-        default = REQUIRED if self.default is None else self.default
+        default = self.default or REQUIRED
         size, number = config.value(self.size, int, default), fields["num_layers"]
         fields["num_experts"] = given.pop() if given else self.experts
         fields["moe_ffn_hidden_size"] = size

@@ -37,7 +37,7 @@ class LoggingConfig(Settings):
         "standard output: short lines of at most 120 columns, or Megatron's table of arguments and "
         "iteration line, which the log file always has",
         "short",
-        choices=("short", "megatron"),
+        choices="short megatron",
     )
     log_file: str | None = setting(
         "file to which the whole log is appended; derived: train.log in the folder of --save, or "
@@ -96,7 +96,7 @@ class LoggingConfig(Settings):
     timing_log_option: str = setting(
         "times of the fastest and slowest rank, of the slowest, or of all",
         "minmax",
-        choices=("max", "minmax", "all"),
+        choices="max minmax all",
     )
     log_straggler: bool = switch(
         "name the slowest ranks, where they are slower than the others of their stage"

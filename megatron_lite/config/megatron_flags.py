@@ -253,30 +253,22 @@ OTHER_WAYS = {
 }
 
 
-def translate_values(given: Values, fields: Mapping[str, Setting], *, has_file: bool) -> list[str]:
-    """Replaces Megatron's other ways to say a setting in `given`. Returns notices about them.
+def translate_values(
+    given: Values, fields: Mapping[str, Setting], *, has_file: bool
+) -> Iterator[str]:
+    """Replaces Megatron's and its forks' other ways to say a setting in `given`. Yields notices
+    about them.
 
     fields: the facts about each setting of a run.
     has_file: whether a file supplies the values of flags that are not given.
     Raises ValueError for flags that contradict each other.
     """
-    notices = list(_other_values(given, fields))
-    of_others = {"cp_comm_type", "context_parallel_size"}.union(*OTHER_WAYS.values())
-    if given.keys().isdisjoint(of_others):
-        return notices
-    # Imported late: few runs have such a setting.
-    from megatron_lite.config.other_ways import translate_others
-
-    return [*notices, *translate_others(given, has_file=has_file)]
-
-
-def _other_values(given: Values, fields: Mapping[str, Setting]) -> Iterator[str]:
-    """Replaces values of Megatron and of its forks, which write the names of norms in any case."""
     if given.get("tokenizer_type") == "TokenizerFromFileWithFIM" and given.get("fim_rate"):
         names = ("prefix", "middle", "suffix", "pad")
         tokens = {f"fim_{name}_token": f"<fim-{name}>" for name in names}
         given.update({"fim_data": True, **tokens, **given})
         yield "--tokenizer-type TokenizerFromFileWithFIM with --fim-rate is read as --fim-data"
+    # Forks write the names of norms in any case.
     norms = {known.lower(): known for known in NORM_VECTORS}
     for field, one in fields.items():
         value = str(given.get(field))
@@ -294,3 +286,9 @@ def _other_values(given: Values, fields: Mapping[str, Setting]) -> Iterator[str]
     if given.get("loss_scale") == 0:
         del given["loss_scale"]
         yield "--loss-scale 0 is read as a dynamic scale"
+    of_others = {"cp_comm_type", "context_parallel_size"}.union(*OTHER_WAYS.values())
+    if not given.keys().isdisjoint(of_others):
+        # Imported late: few runs have such a setting.
+        from megatron_lite.config.other_ways import translate_others
+
+        yield from translate_others(given, has_file=has_file)

@@ -102,7 +102,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
         "groups of --group-query-attention", 1, needs="group_query_attention"
     )
     position_embedding_type: str = setting(
-        "position embedding", "learned_absolute", choices=("learned_absolute", ROPE, "none")
+        "position embedding", "learned_absolute", choices=f"learned_absolute {ROPE} none"
     )
     rotary_base: int = count("base of the rotary frequencies", 10000)
     rotary_percent: float = setting("share of a head's channels that is rotated", 1.0)
@@ -148,7 +148,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
         "core attention: flash is FlashAttention, fused cuDNN's kernel, auto what torch takes of "
         "them; unfused builds the scores",
         "auto",
-        choices=("auto", "flash", "fused", UNFUSED),
+        choices=f"auto flash fused {UNFUSED}",
         megatron={"local": UNFUSED},
     )
     attention_softmax_in_fp32: bool = switch(
@@ -370,7 +370,7 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
 
     def layer_is_local(self, layer: int) -> bool:
         """Returns whether the layer has the rotary embedding of `--rotary-base-local`."""
-        return self.rotary_base_local is not None and self.layer_window(layer) is not None
+        return bool(self.rotary_base_local and self.layer_window(layer))
 
     @property
     def always_unfused(self) -> bool:

@@ -77,7 +77,7 @@ def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
         always["fp32_residual_connection"] = (
             "without --bf16 or --fp16: all of the run is in float32"
         )
-    if config.training.fp16 and (scale := config.loss_scaling.loss_scale) is not None:
+    if config.training.fp16 and (scale := config.loss_scaling.loss_scale):
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             always[name] = f"with --loss-scale {scale}, a constant"
     if config.data_parallel.use_torch_fsdp2:
@@ -92,7 +92,7 @@ def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
             needed = condition(one.without, values)
             reason = "" if one.needs else one.reason
             why = None if needed.holds else f"without {needed.text}{reason}"
-        if why is not None and (name in given or values[name] != one.default):
+        if why and (name in given or values[name] != one.default):
             yield f"{one.flag} has no effect {why}"
 
 
@@ -105,7 +105,7 @@ def _of_run(config: RunConfig) -> Iterator[str]:
             "GELU has its tanh form; Megatron computes the exact one if the linear layers have no "
             "bias: --no-bias-gelu-fusion"
         )
-    if model.attn_logit_softcapping is not None and model.attention_backend != "unfused":
+    if model.attn_logit_softcapping and model.attention_backend != "unfused":
         yield "--attn-logit-softcapping: attention builds its scores, as no flash kernel caps them"
     gathers = parallel.context_parallel_size > 1 and model.attention_backend == "unfused"
     if gathers and parallel.cp_comm_type == "p2p":
@@ -117,7 +117,7 @@ def _of_run(config: RunConfig) -> Iterator[str]:
             f"--loss-chunk-size {chunk} takes all {tokens} tokens of a micro-batch at once: their "
             "logits are not kept, but exist"
         )
-    if window is not None and reach(window, data.seq_length) is None:
+    if window and reach(window, data.seq_length) is None:
         yield (
             f"--window-size {spelled(window)} limits nothing: --seq-length {data.seq_length} is "
             "not longer"
@@ -159,14 +159,14 @@ def _of_recompute(config: RunConfig) -> Iterator[str]:
         yield f"--recompute-num-layers {count} is more than the {longest} layers of a stage"
     num_kept = recompute.num_microbatches_with_partial_activation_checkpoints
     # One data-parallel rank has the most micro-batches. More ranks have fewer each.
-    has_batch = config.training.global_batch_size is not None
-    most = config.training.most_microbatches(1) if has_batch else 1
-    if num_kept is not None and num_kept >= config.most_in_flight(most):
+    training = config.training
+    most = training.most_microbatches(1) if training.global_batch_size else 1
+    if num_kept and num_kept >= config.most_in_flight(most):
         yield (
             f"--num-microbatches-with-partial-activation-checkpoints {num_kept} is not below the "
             f"micro-batches of a step, {most} at most, so nothing is recomputed"
         )
-    if recompute.recompute_policy is not None and not recompute.is_to_be_chosen:
+    if recompute.recompute_policy and not recompute.is_to_be_chosen:
         yield from check_policy_reaches(recompute.policy, config.stage_lengths())
 
 
@@ -261,7 +261,7 @@ def _of_placement(
                 f"--attention-backend fused has no effect on {where}: torch's flash kernel runs "
                 "there, not cuDNN's"
             )
-        elif model.window_size is not None or config.data.reset_attention_mask:
+        elif model.window_size or config.data.reset_attention_mask:
             masked = "a window" if model.window_size else "documents"
             yield (
                 f"--attention-backend fused has no effect on layers with {masked}: cuDNN's kernel "
@@ -303,8 +303,7 @@ def _of_log(
         )
     fsdp = config.data_parallel.use_torch_fsdp2
     fsdp = fsdp and config.parallel.num_distributed_optimizer_instances == 1
-    compares = training.check_weight_hash_across_dp_replicas_interval is not None
-    if compares and (is_alone or fsdp):
+    if training.check_weight_hash_across_dp_replicas_interval and (is_alone or fsdp):
         yield (
             "--check-weight-hash-across-dp-replicas-interval compares nothing over data-parallel "
             f"ranks: {'there is one' if is_alone else '--use-torch-fsdp2 keeps one copy'}. It "

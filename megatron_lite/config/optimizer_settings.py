@@ -64,13 +64,13 @@ class OptimizerConfig(Settings):
     main_grads_dtype: str = setting(
         "in what gradients are summed over micro-batches and ranks",
         "fp32",
-        choices=("fp32", "bf16"),
+        choices="fp32 bf16",
         needs="use_precision_aware_optimizer bf16",
     )
     main_params_dtype: str = setting(
         "format of main weights; fp16 with a scale",
         "fp32",
-        choices=("fp32", "fp16"),
+        choices="fp32 fp16",
         needs="use_precision_aware_optimizer bf16|fp16",
         why="float32 weights are their own main weights",
     )
@@ -121,7 +121,7 @@ class OptimizerConfig(Settings):
         "by what the orthogonal matrix of m rows and n columns is multiplied: "
         "sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",
         "spectral",
-        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+        choices="spectral unit_rms_norm shape_scaling",
     )
     muon_extra_scale_factor: float = of_muon(
         "a further factor; with spectral, 0.2 gives updates the size of AdamW's", 1.0, above=0
@@ -129,7 +129,7 @@ class OptimizerConfig(Settings):
     muon_coefficient_type: str = of_muon(
         "polynomials of the Newton-Schulz iterations",
         "quintic",
-        choices=("simple", "quintic", "polar_express"),
+        choices="simple quintic polar_express",
     )
     muon_split_qkv: bool = of_muon(
         "orthogonalize linear_qkv as one matrix, not as three", True, name="--muon-no-split-qkv"
@@ -139,7 +139,7 @@ class OptimizerConfig(Settings):
         "each of them, or each orthogonalizes its own block",
         "duplicated",
         without="tensor_model_parallel_size>1",
-        choices=("duplicated", "blockwise"),
+        choices="duplicated blockwise",
         refused={
             "distributed": "is not built: give duplicated, which returns the same matrix on every "
             "rank, or blockwise, which sends nothing"
@@ -148,7 +148,7 @@ class OptimizerConfig(Settings):
     muon_fp32_matmul_prec: str = of_muon(
         "Newton-Schulz in bfloat16 (medium) or in float32 (high)",
         "medium",
-        choices=("medium", "high"),
+        choices="medium high",
         refused={"low": "is not built: give medium (bfloat16) or high (float32)"},
     )
 

@@ -247,8 +247,7 @@ def _megatron_fsdp(given: Values) -> Iterator[str]:
         return
     strategy = strategy or "no_shard"
     said = f"--use-megatron-fsdp with {strategy}"
-    fault = STRATEGY.fault(strategy)
-    if fault is not None:
+    if fault := STRATEGY.fault(strategy):
         raise InputError(fault)
     field = SHARDING_STRATEGIES[strategy]
     if field is None:

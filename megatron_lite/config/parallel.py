@@ -4,7 +4,6 @@ import math
 
 from megatron_lite.config.setting import Settings, count, setting, switch
 
-DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 OTHER_EXPERTS = dict(
     excludes="use_torch_fsdp2 cuda_graph_impl=full_iteration",
     why="ranks hold different experts, and exchange as many rows as their routers choose; use "
@@ -104,7 +103,7 @@ class ParallelConfig(Settings):
     moe_token_dispatcher_type: str = setting(
         "how tokens reach other experts: all go to each rank, or each row to its expert's",
         "allgather",
-        choices=("allgather", "alltoall"),
+        choices="allgather alltoall",
         megatron={"flex": "alltoall", "alltoall_seq": "alltoall"},
         without="expert_model_parallel_size>1",
     )
@@ -126,7 +125,7 @@ class ParallelConfig(Settings):
     distributed_backend: str = setting(
         "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
         "auto",
-        choices=DISTRIBUTED_BACKENDS,
+        choices="auto nccl gloo",
     )
     distributed_timeout_minutes: int = count(
         "time after which a collective gives up, and the run with it", 10

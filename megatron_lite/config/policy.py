@@ -172,7 +172,7 @@ def _rule(text: str) -> Rule:
     if len(rest) != 1:
         raise ValueError("expected LAYERS:ACTION, such as *:full or 0-3:core_attn")
     found = re.match(r"\s*stage\s*(\d{1,6})\s*/", named)
-    if found is not None:
+    if found:
         named = named[found.end() :]
     what, *stores = rest[0].split("@")
     if len(stores) > 1:
@@ -182,7 +182,7 @@ def _rule(text: str) -> Rule:
         layers=tuple(_layers(one.strip()) for one in named.split(",")),
         action=action,
         store=_store(stores[0].strip(), action) if stores else "device",
-        stage=None if found is None else int(found[1]),
+        stage=int(found[1]) if found else None,
     )
 
 
@@ -200,7 +200,7 @@ def _layers(text: str) -> Layers:
         raise ValueError(
             f"expected a layer: a number, a range such as 0-3, every-N or * (got {quoted(text)})"
         )
-    step, offset, first, last = (None if one is None else int(one) for one in found.groups())
+    step, offset, first, last = (int(one) if one else None for one in found.groups())
     if step is not None:
         if step < 1 or (offset or 0) >= step:
             raise ValueError(

@@ -70,7 +70,7 @@ class RecomputeConfig(Settings):
     )
     recompute_granularity: str | None = setting(
         "rebuild whole layers in backward, or --recompute-modules of each layer",
-        choices=("full", "selective"),
+        choices="full selective",
     )
     recompute_method: str | None = setting(
         "full: units of --recompute-num-layers layers, or the first of them in a stage",
@@ -166,7 +166,7 @@ class RecomputeConfig(Settings):
             offload_modules=tuple(dict.fromkeys(self.offload_modules)),
         )
         super().__post_init__()
-        if self.memory_budget is not None:
+        if self.memory_budget:
             parse_bytes("--memory-budget", self.memory_budget, least=1)
         fine, names = self.fine_grained_activation_offloading, self.offload_modules
         if fine and not names:
@@ -234,7 +234,7 @@ class RecomputeConfig(Settings):
     def policy(self) -> Policy:
         """The policy that the flags describe. "uniform" and "block" count the layers of a stage."""
         given = None if self.is_to_be_chosen else self.recompute_policy
-        return parse_policy(self._as_policy() if given is None else given)
+        return parse_policy(given or self._as_policy())
 
     @property
     def is_to_be_chosen(self) -> bool:

@@ -106,7 +106,7 @@ def nested(regions: Collection[str]) -> list[tuple[str, str]]:
     return [
         (name, facts.parent)
         for name, facts in REGIONS.items()
-        if name in regions and facts.parent is not None and facts.parent in regions
+        if name in regions and facts.parent and facts.parent in regions
     ]
 
 

@@ -94,11 +94,11 @@ class RunConfig:
         number of ranks that share one is left out."""
         parallel = self.parallel
         tp_size, own = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
-        if self.model.num_experts is None and own is not None:
+        if own and not self.model.num_experts:
             object.__setattr__(
                 self, "parallel", replace(parallel, expert_tensor_parallel_size=None)
             )
-        elif own is not None and tp_size % own:
+        elif own and tp_size % own:
             raise ValueError(
                 f"--expert-tensor-parallel-size {own} must divide --tensor-model-parallel-size "
                 f"{tp_size}: some of the tensor-parallel ranks, or all, share an expert"
@@ -122,7 +122,8 @@ class RunConfig:
             missing.append("the length of the run: set --train-iters or --train-samples")
         if self.lr_schedule.lr is None:
             missing.append("the learning rate: set --lr")
-        if not self.data.has_source:
+        data = self.data
+        if not (data.data_path or data.mock_data or data.data_args_path or data.is_per_split):
             missing.append("something to train on: give --data-path PREFIX or --mock-data")
         if missing:
             raise ValueError("training needs " + "; and ".join(missing))
@@ -163,7 +164,7 @@ class RunConfig:
         given, parallel = self.recompute.recompute_policy, self.parallel
         parts = parallel.context_parallel_size
         parts *= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        if given is not None and not self.recompute.is_to_be_chosen:
+        if given and not self.recompute.is_to_be_chosen:
             check_policy_reaches(self.recompute.policy, self.stage_lengths())
         for rule in self.recompute.policy.rules:
             for entry in map(parse_entry, rule.action.ops):
@@ -187,9 +188,7 @@ class RunConfig:
                 )
             if rule.store.startswith("split"):
                 self._check_split(
-                    "--distribute-saved-activations"
-                    if given is None
-                    else f"--recompute-policy '{rule}'"
+                    f"--recompute-policy '{rule}'" if given else "--distribute-saved-activations"
                 )
 
     def _check_pipeline(self) -> None:
@@ -198,13 +197,13 @@ class RunConfig:
         # 2p micro-batches reach the largest number in flight, at any number of virtual stages.
         most = self.most_in_flight(2 * size)
         name = "--num-microbatches-with-partial-activation-checkpoints"
-        if num_kept is not None and not self.recomputes:
+        if num_kept and not self.recomputes:
             raise ContradictionError(
                 f"{name} says which micro-batches keep what the others recompute, and nothing is "
                 "recomputed: give --recompute-granularity or --recompute-policy too",
                 "num_microbatches_with_partial_activation_checkpoints",
             )
-        if num_kept is not None and num_kept >= most:
+        if num_kept and num_kept >= most:
             raise ValueError(
                 f"{name} {num_kept}: at most {most} forwards are in flight at once, so nothing "
                 f"would be recomputed: give at most {most - 1}, or leave the recomputation out"
@@ -237,7 +236,7 @@ class RunConfig:
                     f"--context-parallel-size = {ranks}; p2p and allgather need no such size"
                 )
         is_split = size > 1 and exchanges != {"a2a"}
-        if is_split and hindrance is not None and not model.always_unfused:
+        if is_split and hindrance and not model.always_unfused:
             raise ValueError(
                 f"--context-parallel-size {size} has no flash attention with {hindrance}: leave it "
                 "out (--attention-dropout 0), or give --cp-comm-type a2a, or --attention-backend "
@@ -268,7 +267,7 @@ class RunConfig:
         """Raises ValueError for a policy, or experts, that a CUDA graph cannot follow."""
         model, impl = self.model, self.training.cuda_graph_impl
         factor, is_padded = model.moe_expert_capacity_factor, model.moe_pad_expert_input_to_capacity
-        if impl != "none" and factor is not None and not is_padded:
+        if impl != "none" and factor and not is_padded:
             raise ContradictionError(
                 f"--cuda-graph-impl {impl} excludes --moe-expert-capacity-factor {factor}: the "
                 "host waits for the number of rows. --moe-pad-expert-input-to-capacity fixes it",

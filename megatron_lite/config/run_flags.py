@@ -204,7 +204,7 @@ def _made(kind: Callable[..., Settings], values: Values) -> Settings:
 def flag_of(field: str) -> str:
     """Returns the flag that sets the field to another value than its default."""
     found = run_fields().get(field)
-    return flag(field) if found is None else found.flag
+    return found.flag if found else flag(field)
 
 
 def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:

@@ -26,7 +26,7 @@ class Setting(NamedTuple):
     name: its spelling, if that is not the field's name with dashes. A flag of a field that is True
         turns the field off.
     alias: a second spelling.
-    choices: the values that the field may have. Empty: any value.
+    choices: the values that the field may have. Empty: any value. A text has words for them.
     megatron: Megatron's other values, and the choice that each stands for.
     nargs: the number of values on the command line, as argparse has it.
     metavar: what stands for the value in the help. Empty: its type, or its choices.
@@ -121,8 +121,11 @@ class Setting(NamedTuple):
         return f"{flag} must be {broken} (got {value}){self.reason}"
 
 
-def setting(help: str, default: Any = None, **facts: Any) -> Any:
+def setting(
+    help: str, default: Any = None, choices: str | Collection[Any] = (), **facts: Any
+) -> Any:
     """Returns a field of a config class with the facts of `Setting`."""
+    facts["choices"] = choices.split() if isinstance(choices, str) else choices
     return dataclasses.field(default=default, metadata={"setting": Setting(help, **facts)})
 
 

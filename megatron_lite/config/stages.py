@@ -116,7 +116,7 @@ def _equal_lengths(parallel: ParallelConfig, num_layers: int) -> list[int]:
     """Returns the number of layers of each stage, which are as many in all stages of a rank."""
     per_rank = _layers_by_rank(parallel, num_layers)
     num_chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
-    if (length := parallel.num_layers_per_virtual_pipeline_stage) is not None:
+    if length := parallel.num_layers_per_virtual_pipeline_stage:
         if len(set(per_rank)) > 1:
             raise ValueError(
                 "--num-layers-per-virtual-pipeline-stage needs stages of equal length: with "

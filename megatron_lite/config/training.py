@@ -121,7 +121,7 @@ class TrainingConfig(Settings):
     exit_signal: str = setting(
         "another signal that --exit-signal-handler waits for",
         "SIGTERM",
-        choices=("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"),
+        choices="SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2",
         needs="exit_signal_handler",
         why="without it a signal ends the run at once",
     )
@@ -152,7 +152,7 @@ class TrainingConfig(Settings):
         "graph, forward, backward and update, which local and transformer_engine mean here too "
         "(docs/performance.md)",
         "none",
-        choices=("none", WHOLE_STEP),
+        choices=f"none {WHOLE_STEP}",
         megatron=dict.fromkeys(("local", "transformer_engine"), WHOLE_STEP),
         excludes="recompute_verify timing_log_level>0 log_straggler use_torch_fsdp2 "
         "overlap_param_gather optimizer=muon reset_attention_mask optimizer_cpu_offload",
@@ -179,27 +179,24 @@ class TrainingConfig(Settings):
             object.__setattr__(self, "cuda_graph_impl", WHOLE_STEP)
         super().__post_init__()
         _ = self.memory_limit_bytes
-        if self.step_batch_size_schedule is not None:
-            self._check_steps(self.step_batch_size_schedule)
+        if text := self.step_batch_size_schedule:
+            last = parse_steps(text)[-1][1]
+            resolve(self, "global_batch_size", last)
+            if self.global_batch_size != last:
+                raise ContradictionError(
+                    f"--step-batch-size-schedule {quoted(text)} ends with a batch of {last} "
+                    f"samples, and --global-batch-size is {self.global_batch_size}: leave "
+                    "--global-batch-size out",
+                    "global_batch_size step_batch_size_schedule",
+                )
         if self.rampup_batch_size:
             self._check_rampup()
-
-    def _check_steps(self, text: str) -> None:
-        steps = parse_steps(text)
-        resolve(self, "global_batch_size", steps[-1][1])
-        name = f"--step-batch-size-schedule {quoted(text)}"
-        if self.global_batch_size != steps[-1][1]:
-            raise ContradictionError(
-                f"{name} ends with a batch of {steps[-1][1]} samples, and --global-batch-size is "
-                f"{self.global_batch_size}: leave --global-batch-size out",
-                "global_batch_size step_batch_size_schedule",
-            )
 
     def _check_rampup(self) -> None:
         name = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
         if len(self.rampup_batch_size) != 3:
             raise ValueError(f"{name}: give START INCREMENT SAMPLES, three numbers")
-        assert self.global_batch_size is not None
+        assert self.global_batch_size
         start, increment, _ = self.rampup_batch_size
         missing = self.global_batch_size - start
         if missing <= 0:
@@ -225,7 +222,7 @@ class TrainingConfig(Settings):
     def memory_limit_bytes(self) -> int | None:
         """The bytes of --memory-limit."""
         limit = self.memory_limit
-        return None if limit is None else parse_bytes("--memory-limit", limit, least=1)
+        return parse_bytes("--memory-limit", limit, least=1) if limit else None
 
     def batch_size(self, data_parallel_size: int) -> int:
         """Returns the number of samples per iteration over all ranks.
@@ -284,8 +281,8 @@ class TrainingConfig(Settings):
         self.num_microbatches(data_parallel_size)
         full, step = self.batch_size(data_parallel_size), self.micro_batch_size * data_parallel_size
         steps: Steps = ((0, full),)
-        if self.step_batch_size_schedule is not None:
-            assert seq_length is not None
+        if self.step_batch_size_schedule:
+            assert seq_length
             steps = self.batch_steps(seq_length)
         elif self.rampup_batch_size:
             start, increment, samples = self.rampup_batch_size
@@ -326,7 +323,7 @@ class TrainingConfig(Settings):
         Raises ValueError if neither `--train-iters` nor `--train-samples` is given, or if the
         samples are too few for one iteration.
         """
-        if self.train_samples is not None:
+        if self.train_samples:
             if self.train_samples < batches.steps[0][1]:
                 raise ValueError(
                     f"--train-samples {self.train_samples} is less than the first batch of "

@@ -55,12 +55,12 @@ class Variants(Settings):
         "norms before attention and the MLP, after each and before the residual is added as in "
         "OLMo 2, or both as in Gemma 2",
         "before",
-        choices=("before", "after", "both"),
+        choices="before after both",
     )
     qk_layernorm_scope: str = setting(
         "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
         "head",
-        choices=("head", ALL_HEADS),
+        choices=f"head {ALL_HEADS}",
         needs="qk_layernorm normalization=RMSNorm",
         why="it norms queries and keys, and only RMSNorm sums over the ranks",
     )
@@ -176,7 +176,7 @@ class RotarySettings(Settings):
     rope_type: str | None = setting(
         "rotary frequencies as they are, or changed for longer sequences by yarn or longrope; "
         "derived: rope, or yarn with --multi-latent-attention, as in Megatron",
-        choices=("rope", "yarn", "longrope"),
+        choices="rope yarn longrope",
     )
     rotary_interleaved: bool = switch(
         "rotate pairs of neighbouring channels of a head, not one of each half",

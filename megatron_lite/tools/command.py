@@ -2,12 +2,11 @@
 it."""
 
 import atexit
-import contextlib
 import io
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_lite.config.checks import InputError, quoted
@@ -68,8 +67,13 @@ def tool(
     def main(argv: Sequence[str] | None = None, name: str = program) -> int:
         parser = Parser(prog=name, description=description, **options)
         add_flags(parser)
-        with rank_0_speaks():
-            args = parser.parse_args(argv)
+        rank = _rank()
+        with silent_unless(rank == 0):  # every rank finds the same faults
+            try:
+                args = parser.parse_args(argv)
+            except SystemExit as stop:
+                await_turn(rank, stop, seconds=RANK_0_SPEAKS_FIRST_S)
+                raise
         return exit_status(lambda: run(args), name)
 
     return main
@@ -79,21 +83,6 @@ def check_ending(flag: str, path: str, *endings: str) -> None:
     """Raises InputError if the name of a file has another ending."""
     if os.path.splitext(path)[1] not in endings:
         raise InputError(f"{flag} {quoted(path)} must end in {' or '.join(endings)}")
-
-
-@contextlib.contextmanager
-def rank_0_speaks() -> Iterator[None]:
-    """Lets rank 0 alone print inside the block; after a fault the other ranks end after rank 0.
-
-    It is for reading the command line, whose faults every rank finds.
-    """
-    rank = _rank()
-    with silent_unless(rank == 0):
-        try:
-            yield
-        except SystemExit as stop:
-            await_turn(rank, stop, seconds=RANK_0_SPEAKS_FIRST_S)
-            raise
 
 
 def _text(error: InputError | OSError) -> str:

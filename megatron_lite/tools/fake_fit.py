@@ -327,13 +327,16 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
     image_tokens = inputs.pop("image_tokens", 0)
     sound: Any = getattr(config, "audio_config", getattr(config, "encoder_config", config))
     bins = getattr(sound, "num_mel_bins", None)
+    # the width of a spectrum whose frames are --seq-length
+    width = getattr(sound, "input_feat_per_channel", bins)
+    width = getattr(sound, "feature_projection_input_dim", width)
     if bins and hasattr(sound, "max_source_positions") and "input_features" in accepted:
         frames = 2 * sound.max_source_positions  # Whisper's first convolutions halve them
         inputs["input_features"] = torch.zeros(batch, bins, frames, dtype=dtype)
         mask = torch.ones(batch, frames, dtype=torch.int64)
         inputs |= dict.fromkeys(("feature_attention_mask", "input_features_mask"), mask)
-    elif main == "input_features" and (features := _features(sound)):
-        inputs[main] = torch.zeros(batch, length, features, dtype=dtype)
+    elif main == "input_features" and width:
+        inputs[main] = torch.zeros(batch, length, width, dtype=dtype)
     elif main == "input_values":
         inputs[main] = torch.zeros(batch, length, dtype=dtype)
     elif main not in ("input_ids", *inputs):
@@ -365,12 +368,6 @@ def _inputs(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Ten
 
 def _accepted(model: Any) -> Any:
     return inspect.signature(model.forward).parameters
-
-
-def _features(sound: Any) -> int:
-    """Returns the width of a spectrum whose frames are --seq-length, or 0."""
-    names = ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins")
-    return next((getattr(sound, name) for name in names if hasattr(sound, name)), 0)
 
 
 def _images(model: Any, given: FitSettings, dtype: torch.dtype) -> dict[str, Any]:

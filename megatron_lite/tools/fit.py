@@ -31,10 +31,10 @@ class FitSettings(Settings):
     seq_length: int = setting("tokens of a text, samples of a sound, frames of a spectrum", 0)
     image_size: int = setting("side of images in pixels (default: the model's)", 0)
     micro_batch_size: int = count("samples", 1)
-    dtype: str = setting("of weights and computation", "bf16", choices=("bf16", "fp16", "fp32"))
+    dtype: str = setting("of weights and computation", "bf16", choices="bf16 fp16 fp32")
     gpus: int = count("data-parallel GPUs", 1, most=MOST_GPUS)
     fsdp: bool = switch("shard each layer over the GPUs (default: DDP)", needs="gpus>1")
-    optimizer: str = setting("whose states count", "adamw", choices=("adamw", "sgd", "none"))
+    optimizer: str = setting("whose states count", "adamw", choices="adamw sgd none")
     trainable: str = setting("all, or lora:RANK on linear layers", "all")
 
     def check_rules(self) -> None:
@@ -63,7 +63,7 @@ def _text(given: FitSettings) -> str:
     from megatron_lite.tools.fake_fit import fit_config
 
     with input_faults():
-        if given.memory_budget is not None:
+        if given.memory_budget:
             budget = parse_bytes("--memory-budget", given.memory_budget, least=1)
         fit = fit_config(config, hardware, budget, given)
     lines = "\n".join(

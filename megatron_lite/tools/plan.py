@@ -118,34 +118,19 @@ class PlanSettings(Settings):
     html: str | None = setting("write a page, FILE.html, that shows the plans and their terms")
 
     def check_rules(self) -> None:
-        if self.html is not None:
+        if self.html:
             check_ending("--html", self.html, ".html", ".htm")
         if (self.machine is None) == (self.gpu is None):
             raise ValueError(
                 f"give the machine once: --gpu NAME ({', '.join(machine_names())}) or "
                 "--machine FILE"
             )
-        if self.machine is not None:
+        if self.machine:
             check_ending("--machine", self.machine, ".json")
 
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
-    parser = _parser(program)
-    try:
-        words, started = without_launcher(sys.argv[1:] if argv is None else argv)
-    except ValueError as error:
-        parser.error(f"a whole command line in one word: {error}")
-    renamed, notes = renamed_words(words, parser._option_string_actions)
-    args = parser.parse_args(renamed)
-    if started:
-        notes.append(f"left out, but for the number of GPUs: {shown(started)}")
-        if "gpus" not in args and (number := num_processes(started)) is not None:
-            args.gpus = _counts(number)
-    return exit_status(lambda: _plan(args, notes), program)
-
-
-def _parser(program: str) -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(
         prog=program,
@@ -159,7 +144,17 @@ def _parser(program: str) -> Parser:
     add_settings(parser, PlanSettings)
     add_run_flags(parser, without=settings_of(PlanSettings), hidden=True)
     add_flags_without_effect(parser)
-    return parser
+    try:
+        words, started = without_launcher(sys.argv[1:] if argv is None else argv)
+    except ValueError as error:
+        parser.error(f"a whole command line in one word: {error}")
+    renamed, notes = renamed_words(words, parser._option_string_actions)
+    args = parser.parse_args(renamed)
+    if started:
+        notes.append(f"left out, but for the number of GPUs: {shown(started)}")
+        if "gpus" not in args and (number := num_processes(started)):
+            args.gpus = _counts(number)
+    return exit_status(lambda: _plan(args, notes), program)
 
 
 def _plan(args: Namespace, notes: list[str]) -> int:
@@ -172,17 +167,17 @@ def _plan(args: Namespace, notes: list[str]) -> int:
     flags = {name: value for name, value in vars(args).items() if name not in names}
     notes += take_ignored(flags)
     problem, budget = _problem(own, flags, notes)
-    tokens = None if own.train_tokens is None else round(own.train_tokens)
+    tokens = round(own.train_tokens) if own.train_tokens else None
     training = Training(tokens, own.price_per_gpu_hour)
     verdicts = [*_verdicts(problem, budget, own.gpus)]
     plain: Values = {
         "machine": problem.hardware.name,
         "verdicts": [plain_verdict(one, problem.hardware, training) for one in verdicts],
     }
-    if own.json is not None:
+    if own.json:
         text = json.dumps(plain, indent=2) + "\n"
         sys.stdout.write(text) if own.json == "-" else write_text(own.json, text)
-    if own.html is not None:
+    if own.html:
         stages = [plain_stages(one) for one in verdicts]
         write_text(own.html, plan_page(plain, stages, notes))
     if own.json != "-":
@@ -260,10 +255,10 @@ def _chosen(flags: Values, notes: list[str]) -> Values:
 
 def _model_values(own: PlanSettings) -> tuple[Values, list[str]]:
     """Returns the values of the model or run, and the notes about them."""
-    if own.config_json is not None:
+    if own.config_json:
         return stored_values(own.config_json), []
     for name, source in (("--model", own.model), ("--hf-config", own.hf_config)):
-        if source is not None:
+        if source:
             values, model = model_of(name, source)
             return values, [f"{source}: {note}" for note in model.notes]
     return {}, []

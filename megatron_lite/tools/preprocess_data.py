@@ -270,7 +270,7 @@ def _follow_parent() -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         parent = parent_process()
-        assert parent is not None
+        assert parent
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent.pid:  # the parent ended before this call
             os._exit(1)

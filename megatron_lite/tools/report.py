@@ -68,7 +68,7 @@ def report(
     with crafted(", ".join(paths)):
         run = read_run(paths)
         text = run_page(run)
-    if calibration is not None:
+    if calibration:
         _calibrate(run, *calibration)
     write_text(target, text)
     print(target)

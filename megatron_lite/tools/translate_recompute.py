@@ -106,7 +106,7 @@ def _system(config: Any, named: str | None) -> str:
     Raises ValueError if the keys do not decide, or if they contradict the system the user named.
     """
     found = systems_of(config)
-    if named is not None and found and named not in found:
+    if named and found and named not in found:
         raise ValueError(
             f"this is a config of {' or '.join(found)}, not of {named}: leave --from {named} out"
         )

@@ -76,7 +76,7 @@ def from_torchtune(found: Settings) -> Found:
         "enable_activation_checkpointing true and ac_mode none contradict each other: leave one of "
         "them out",
     )
-    if enabled and mode is not None:
+    if enabled and mode:
         found.note(
             f"ac_mode {mode} beside enable_activation_checkpointing true makes torchtune apply "
             "neither; here ac_mode says how"
@@ -391,6 +391,7 @@ def _marked(keys: Mapping[str, Key], *shared: str) -> str:
     return "|".join(keys.keys() - {*shared})
 
 
+ROOT = Table("", {SECTION: Key((dict,)), **SIZED})
 SYSTEMS = {
     "torchtune": System(
         from_torchtune,
@@ -424,7 +425,7 @@ SYSTEMS = {
         [
             Table(SECTION, PARTITIONING["deepspeed"], ANYWHERE),
             Table("tensor_parallel", {"autotp_size": Key((int,))}),
-            Table("", {SECTION: Key((dict,)), **SIZED}),
+            ROOT,
         ],
         "(train_batch_size|train_micro_batch_size_per_gpu|zero_optimization"
         "|zero_allow_untested_optimizer|steps_per_print|wall_clock_breakdown"
@@ -436,7 +437,7 @@ SYSTEMS = {
             Table(SECTION, PARTITIONING["oslo"], ANYWHERE),
             Table("model_parallelism", SIZED),
             Table("tensor_parallelism", {"parallel_size": SIZED["tensor_parallel_size"]}),
-            Table("", {SECTION: Key((dict,)), **SIZED}),
+            ROOT,
         ],
         "((model|data|tensor|sequence|pipeline|expert)_parallelism|kernel_fusion"
         "|lazy_initialization|tensor_parallel_size"

@@ -40,7 +40,7 @@ def test_a_hierarchical_exchange_is_read_as_the_ring():
     # A file may say how many ranks there are.
     for has_file, kind in ((False, "p2p"), (True, "a2a")):
         given = {"cp_comm_type": ["a2a"]}
-        translate_values(given, run_fields(), has_file=has_file)
+        _ = [*translate_values(given, run_fields(), has_file=has_file)]
         assert given["cp_comm_type"] == kind
 
 

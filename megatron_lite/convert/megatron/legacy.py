@@ -203,7 +203,7 @@ def _whole(
             tensor = tensor.view(*rows, *rest).transpose(*dims).reshape(tensor.shape)
         spec, of_experts, name = specs.get(parameter), EXPERTS in name, parameter + slash + key
         dim, ranks, blocks = 0, 1, 1
-        if spec is not None and spec.tp_dim is not None:
+        if spec and spec.tp_dim is not None:
             dim, ranks, blocks = spec.tp_dim, sizes[0], spec.tp_blocks
         if tp_rank >= ranks or (ep_rank and not of_experts):
             continue  # a copy
