@@ -72,20 +72,20 @@ def kind_of(config: RunConfig) -> str:
     return ZERO1 if config.data_parallel.use_distributed_optimizer else REPLICATED
 
 
-def refusal(problem: Problem, num_ranks: int) -> str:
+def refusal(problem: Problem) -> str:
     """Returns why no layout of so many ranks has the dimensions that are fixed."""
     try:
         config = with_fields(_base(problem), problem.fixed)
-        config.batch_schedule(config.parallel.data_parallel_size(num_ranks))
+        config.batch_schedule(config.parallel.data_parallel_size(problem.num_ranks))
     except ValueError as error:
         return str(error)
     return (
-        f"no layout of {num_ranks} ranks divides the heads, the layers, the sequence and "
+        f"no layout of {problem.num_ranks} ranks divides the heads, the layers, the sequence and "
         f"--global-batch-size {problem.base.training.global_batch_size}: change one of them"
     )
 
 
-def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
+def layouts(problem: Problem) -> Iterator[RunConfig]:
     """Yields the layouts of so many ranks, for each of which `variants`, `virtuals`, `recuts` and
     `savers` yield others.
 
@@ -96,20 +96,19 @@ def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
     for fields, values in DIMENSIONS:
         fixed = {name: problem.fixed[name] for name in fields if name in problem.fixed}
         rows = [
-            {**row, **more}
-            for row in rows
-            for more in ([fixed] if fixed else values(problem, num_ranks, row))
+            {**row, **more} for row in rows for more in ([fixed] if fixed else values(problem, row))
         ]
     for row in rows:
-        yield from _possible(problem, num_ranks, _base(problem), row)
+        yield from _possible(problem, _base(problem), row)
 
 
-def _possible(problem: Problem, num_ranks: int, base: RunConfig, row: Row) -> Iterator[RunConfig]:
+def _possible(problem: Problem, base: RunConfig, row: Row) -> Iterator[RunConfig]:
     """Yields the run with these values, unless training would refuse it."""
     with suppress(ValueError):
         config = with_fields(base, row)
         parallel = config.parallel
-        dp_size, pp = parallel.data_parallel_size(num_ranks), parallel.pipeline_model_parallel_size
+        pp = parallel.pipeline_model_parallel_size
+        dp_size = parallel.data_parallel_size(problem.num_ranks)
         # Every batch divides over the ranks, from the start of the run on.
         batches = config.batch_schedule(dp_size)
         is_virtual = len(stages(parallel, config.model.num_layers)) > pp
@@ -117,13 +116,12 @@ def _possible(problem: Problem, num_ranks: int, base: RunConfig, row: Row) -> It
             size % batches.samples_per_microbatch for size in batches.sizes
         ):
             return
-        if problem.states_on_host is None or (
-            problem.states_on_host >= Plan(config, problem.hardware, num_ranks).states_on_host
-        ):
+        plan = Plan(config, problem.hardware, problem.num_ranks)
+        if problem.states_on_host is None or problem.states_on_host >= plan.states_on_host:
             yield config
 
 
-def least_states(config: RunConfig, num_ranks: int) -> float:
+def least_states(problem: Problem, config: RunConfig) -> float:
     """Returns a lower bound of the bytes of states on the fullest rank, however layers are cut into
     stages: the mean of all ranks."""
     parallel, optimizer, model = config.parallel, config.optimizer, config.model
@@ -140,7 +138,7 @@ def least_states(config: RunConfig, num_ranks: int) -> float:
     elif kind == REPLICATED:
         whole, shared = whole + shared, 0
     every = parameter_count(model, config.tokenizer.true_vocab_size)
-    return own * whole / parallel.pipeline_model_parallel_size + every * shared / num_ranks
+    return own * whole / parallel.pipeline_model_parallel_size + every * shared / problem.num_ranks
 
 
 def resorts(problem: Problem) -> Iterator[list[Problem]]:
@@ -186,10 +184,10 @@ def _divisors(name: str, number: int, most: int) -> Iterator[Row]:
     return ({name: size} for size in range(1, min(number, most) + 1) if number % size == 0)
 
 
-def _contexts(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    uneven = (problem.base.training.global_batch_size or 0) % num_ranks > 0
+def _contexts(problem: Problem, row: Row) -> Iterator[Row]:
+    uneven = (problem.base.training.global_batch_size or 0) % problem.num_ranks > 0
     most = problem.base.data.seq_length // LEAST_CONTEXT[uneven]
-    return _divisors(CONTEXT, num_ranks // row[TENSOR], max(1, most))
+    return _divisors(CONTEXT, problem.num_ranks // row[TENSOR], max(1, most))
 
 
 def _ways(problem: Problem) -> tuple[str, ...]:
@@ -207,7 +205,7 @@ def most_virtual(problem: Problem, config: RunConfig) -> int:
     return parallel.num_virtual_stages_per_pipeline_rank or 1
 
 
-def virtuals(problem: Problem, num_ranks: int, config: RunConfig) -> Iterator[RunConfig]:
+def virtuals(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
     """Yields a layout of `variants` with 2, 3, ... virtual stages, as far as the user has fixed no
     stages, each with the most even cut of the layers."""
     size = config.parallel.pipeline_model_parallel_size
@@ -215,7 +213,7 @@ def virtuals(problem: Problem, num_ranks: int, config: RunConfig) -> Iterator[Ru
         for virtual in range(2, most_virtual(problem, config) + 1):
             more = {**dict.fromkeys(VIRTUAL), VIRTUAL[0]: virtual}
             for ends in _ends(problem, size, virtual)[:1]:
-                yield from _possible(problem, num_ranks, config, {**more, **ends})
+                yield from _possible(problem, config, {**more, **ends})
 
 
 def recuts(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
@@ -291,13 +289,13 @@ def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
     return found
 
 
-def _kinds(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
+def _kinds(problem: Problem, row: Row) -> Iterator[Row]:
     """Yields the kinds of data parallelism.
 
     FSDP2 gathers the weights of a stage again for each micro-batch of a pipeline. The two are
     tried together only if the user fixes the pipeline, or if nothing else fits.
     """
-    if num_ranks == row[TENSOR] * row[PIPELINE]:
+    if problem.num_ranks == row[TENSOR] * row[PIPELINE]:
         yield {}
         return
     in_pipeline = row[PIPELINE] > 1 and PIPELINE not in problem.fixed
@@ -306,16 +304,16 @@ def _kinds(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
             yield flags
 
 
-def _instances(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
+def _instances(problem: Problem, row: Row) -> Iterator[Row]:
     """Yields one instance of the states that are shared out, and then one for each node of a stage:
     gathers stay inside nodes."""
     yield {INSTANCES: 1}
-    nodes = num_ranks // (row[PIPELINE] * problem.hardware.ranks_per_node)
+    nodes = problem.num_ranks // (row[PIPELINE] * problem.hardware.ranks_per_node)
     if nodes > 1 and any(row.get(name) for name in DATA_PARALLEL):
         yield {INSTANCES: nodes}
 
 
-def _spreads(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
+def _spreads(problem: Problem, row: Row) -> Iterator[Row]:
     """Yields the ways to spread experts over ranks.
 
     Each is whole on one rank, or shared by the tensor-parallel ranks, which helps more only where
@@ -329,54 +327,53 @@ def _spreads(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
     for size in range(1, experts + 1):
         for shared in {tensor, 1} if size in (1, experts) else {1}:
             is_new = size > 1 or shared != tensor
-            rest = experts % size, num_ranks // row[PIPELINE] % (size * shared * copies)
+            rest = experts % size, problem.num_ranks // row[PIPELINE] % (size * shared * copies)
             if is_new and not any(rest):
                 kind = "allgather" if size <= model.moe_router_topk else "alltoall"
                 yield dict(zip(EXPERTS, (size, shared, kind), strict=True))
 
 
-def variants(problem: Problem, num_ranks: int, config: RunConfig) -> Iterator[RunConfig]:
+def variants(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
     """Yields a layout of `layouts` with every exchange that is not fixed."""
     is_open = config.parallel.context_parallel_size > 1 and EXCHANGE not in problem.fixed
     for kind in _ways(problem) if is_open else (config.parallel.cp_comm_type,):
-        yield from _possible(problem, num_ranks, config, {EXCHANGE: kind})
+        yield from _possible(problem, config, {EXCHANGE: kind})
 
 
-def _micro_batches(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    samples = num_ranks // (row[TENSOR] * row[CONTEXT] * row[PIPELINE]) or 1  # of one each
+def _micro_batches(problem: Problem, row: Row) -> Iterator[Row]:
+    samples = problem.num_ranks // (row[TENSOR] * row[CONTEXT] * row[PIPELINE]) or 1  # of one each
     for size in MICRO_BATCH_SIZES:
         if (problem.base.training.global_batch_size or size * samples) % (size * samples) == 0:
             yield {MICRO_BATCH: size}
 
 
 # In the order in which the rows need each other. `savers` has other values of the last of them.
-DIMENSIONS: Sequence[tuple[Sequence[str], Callable[[Problem, int, Row], Iterable[Row]]]] = (
+DIMENSIONS: Sequence[tuple[Sequence[str], Callable[[Problem, Row], Iterable[Row]]]] = (
     # No tensor-parallel group crosses the border of a node.
     (
         (TENSOR,),
-        lambda problem, ranks, _: _divisors(TENSOR, ranks, problem.hardware.ranks_per_node),
+        lambda problem, _: _divisors(TENSOR, problem.num_ranks, problem.hardware.ranks_per_node),
     ),
     ((CONTEXT,), _contexts),
     (
         (PIPELINE,),
-        lambda problem, ranks, row: _divisors(
-            PIPELINE, ranks // (row[TENSOR] * row[CONTEXT]), problem.base.model.num_layers
+        lambda problem, row: _divisors(
+            PIPELINE,
+            problem.num_ranks // (row[TENSOR] * row[CONTEXT]),
+            problem.base.model.num_layers,
         ),
     ),
     (
         (SEQUENCE,),
-        lambda problem, _, row: [
+        lambda problem, row: [
             {
                 SEQUENCE: row[TENSOR] > 1
                 and problem.base.data.seq_length % (row[TENSOR] * row[CONTEXT]) == 0
             }
         ],
     ),
-    (
-        (EXCHANGE,),
-        lambda problem, _, row: [{EXCHANGE: _ways(problem)[0]} if row[CONTEXT] > 1 else {}],
-    ),
-    (VIRTUAL, lambda problem, _, row: _ends(problem, row[PIPELINE], 1)[:1]),
+    ((EXCHANGE,), lambda problem, row: [{EXCHANGE: _ways(problem)[0]} if row[CONTEXT] > 1 else {}]),
+    (VIRTUAL, lambda problem, row: _ends(problem, row[PIPELINE], 1)[:1]),
     (DATA_PARALLEL, _kinds),
     ((INSTANCES,), _instances),
     (EXPERTS, _spreads),

@@ -46,7 +46,7 @@ Values = dict[str, Any]  # by field
 
 
 class Problem(NamedTuple):
-    """The subject of a plan: a run, a machine, and the settings that the user has fixed.
+    """The subject of a plan: a run, a machine, its ranks, and the settings that the user has fixed.
 
     base: the run with the user's settings, and with the defaults of all searched dimensions.
     fixed: the values of the dimensions that the user has fixed, by the names of their fields.
@@ -61,6 +61,7 @@ class Problem(NamedTuple):
     recompute: RecomputeConfig | None = None
     host_bytes: int = 0
     states_on_host: int | None = None
+    num_ranks: int = 1
 
 
 def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

@@ -67,23 +67,24 @@ class SearchResult(NamedTuple):
 
 
 class Search:
-    """The search for one model on so many ranks of one machine."""
+    """The search for the plans of a problem."""
 
-    def __init__(self, problem: Problem, num_ranks: int) -> None:
-        self.problem, self.num_ranks = problem, num_ranks
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         self.fixed_policy = problem.recompute is not None
 
     def plan(self, config: RunConfig) -> Plan:
         """Returns the plan of a layout, with the host memory that its states leave."""
-        plan = Plan(config, self.problem.hardware, self.num_ranks, self.problem.host_bytes)
+        problem = self.problem
+        plan = Plan(config, problem.hardware, problem.num_ranks, problem.host_bytes)
         # If host memory is limited, the states take the same.
-        if self.problem.states_on_host is None:
+        if problem.states_on_host is None:
             return plan
         return replace(plan, host_bytes=max(0, plan.host_bytes - plan.states_on_host))
 
     def time(self, config: RunConfig, **facts: Any) -> StepTime:
         """Returns the step time. facts: see `step_time`."""
-        return step_time(config, self.problem.hardware, self.num_ranks, **facts)
+        return step_time(config, self.problem.hardware, self.problem.num_ranks, **facts)
 
     def fit(self, config: RunConfig, budget_bytes: int, or_smallest: bool = True) -> Plan:
         """Returns the layout with its fastest policy that fits, or with the user's policy if it is
@@ -92,7 +93,7 @@ class Search:
         return plan if self.fixed_policy else fitted(plan, budget_bytes, or_smallest=or_smallest)
 
     def find(self, budget_bytes: int) -> SearchResult:
-        """Returns the fastest plans of so many ranks."""
+        """Returns the fastest plans."""
         plans, tried, too_large = self._ranked(budget_bytes)
         if not plans:
             return SearchResult((), len(tried), smallest=self._smallest(too_large))
@@ -110,7 +111,7 @@ class Search:
 
         Each layout that was tried has a lower bound of its time, unless its states do not fit.
         """
-        problem, ranks = self.problem, self.num_ranks
+        problem = self.problem
         tried: list[tuple[RunConfig, float]] = []
         number = itertools.count()  # decides between equal bounds
         hopeless: list[tuple[float, int, RunConfig]] = []
@@ -129,7 +130,7 @@ class Search:
         def push_new(configs: Iterable[RunConfig], station: int) -> None:
             for config in configs:
                 # A layout of an early station has the fewest states of those that it stands for.
-                if station < 2 and (states := least_states(config, ranks)) > budget_bytes:
+                if station < 2 and (states := least_states(problem, config)) > budget_bytes:
                     hopeless.append((states, next(number), config))
                     tried.append((config, math.inf))
                     continue
@@ -141,7 +142,7 @@ class Search:
                     tried.append((config, time.seconds))
                 push(seconds, station, config, time)
 
-        push_new(layouts(problem, ranks), 0)
+        push_new(layouts(problem), 0)
         plans: dict[object, Plan] = {}
         fastest = defaultdict[object, float](lambda: math.inf)  # of the plans of a shape so far
         too_large = []
@@ -158,9 +159,9 @@ class Search:
             elif number_fitted > MORE_FITTED:
                 continue
             elif station == 0:
-                push_new(variants(problem, ranks, config), 1)
+                push_new(variants(problem, config), 1)
             elif station == 1:
-                for one in (config, *virtuals(problem, ranks, config)):
+                for one in (config, *virtuals(problem, config)):
                     push(self._balanced(one, time), 2, one, time)
             elif station == 2:
                 if config.parallel.num_virtual_stages_per_pipeline_rank is None:
@@ -196,9 +197,10 @@ class Search:
         earlier than the one before.
         chunks: the most virtual stages. None: those of the layout.
         """
-        parallel, ranks = config.parallel, len(time.busy)
+        ranks = len(time.busy)
         chunks = chunks or len(config.stage_lengths()) // ranks
-        number = config.training.num_microbatches(parallel.data_parallel_size(self.num_ranks))
+        dp_size = config.parallel.data_parallel_size(self.problem.num_ranks)
+        number = config.training.num_microbatches(dp_size)
         return sum(time.busy) / ranks * (1 + max(0, ranks - 2) / (chunks * number))
 
     def _fitting(self, config: RunConfig, budget_bytes: int, time: StepTime) -> float | None:

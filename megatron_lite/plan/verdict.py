@@ -61,9 +61,10 @@ def verdict(
     may_offload: whether host memory may be used if nothing else fits.
     Raises InputError if training would refuse every layout.
     """
-    search = Search(problem, num_ranks)
-    if next(layouts(problem, num_ranks), None) is None:
-        raise InputError(f"{num_ranks} GPUs: {refusal(problem, num_ranks)}")
+    problem = problem._replace(num_ranks=num_ranks)
+    search = Search(problem)
+    if next(layouts(problem), None) is None:
+        raise InputError(f"{num_ranks} GPUs: {refusal(problem)}")
     for word, num_bytes in ((FITS, budget.plan_bytes), (TIGHT, budget.memory_bytes)):
         found = search.find(num_bytes)
         if found.plans:
@@ -81,7 +82,7 @@ def verdict(
     tried = [FitVerdict(DOES_NOT_FIT, num_ranks, budget, found)]
     for group in resorts(problem) if may_offload else ():
         for other in group:
-            if next(layouts(other, num_ranks), None) is not None:
+            if next(layouts(other), None) is not None:
                 tried.append(verdict(other, num_ranks, budget, may_offload=False))
                 # With fewer states in host memory it would not fit either.
                 if tried[-1].word == DOES_NOT_FIT and other.base.optimizer.optimizer_cpu_offload:
@@ -109,7 +110,8 @@ def fewest_ranks(problem: Problem, budget: Budget, *, above: int = 0) -> FitVerd
     while count <= MOST_RANKS and tried < MOST_TRIED:
         # No layout takes less than all states shared out over all ranks.
         states = LEAST_STATES * parameters / count
-        if states <= budget.memory_bytes and next(layouts(problem, count), None) is not None:
+        sized = problem._replace(num_ranks=count)
+        if states <= budget.memory_bytes and next(layouts(sized), None) is not None:
             tried += 1
             if (one := verdict(problem, count, budget)).found.plans:
                 return one
@@ -157,7 +159,7 @@ def _neighbour(
 
 def _changes(search: Search, base: RunConfig) -> Iterator[tuple[str, Search, Mapping[str, Any]]]:
     """Yields the words of each change, the search with its ranks, and the new values by field."""
-    ranks, problem = search.num_ranks, search.problem
+    problem, ranks = search.problem, search.problem.num_ranks
     size, chunk = base.training.micro_batch_size, base.loss_chunk_size
     yield "double the micro-batch", search, {MICRO_BATCH: 2 * size}
     if size % 2 == 0:
@@ -174,5 +176,5 @@ def _changes(search: Search, base: RunConfig) -> Iterator[tuple[str, Search, Map
     for count in (ranks + min(ranks, problem.hardware.ranks_per_node), 2 * ranks):
         with suppress(ValueError):  # the batch does not divide over so many
             base.training.num_microbatches(base.parallel.data_parallel_size(count))
-            yield f"{count} GPUs", Search(problem, count), {}
+            yield f"{count} GPUs", Search(problem._replace(num_ranks=count)), {}
             break

@@ -58,7 +58,7 @@ def test_each_machine_plans_and_says_where_its_figures_are_from(name):
     own = json.loads((MACHINES / f"{name}.json").read_text())
     figures = own.keys() | {"peak_flops"}
     assert machine.device == "cpu" or figures - NOT_OF_A_CARD <= said
-    found = Search(Problem(small_run(), machine), 2).find(machine.memory_bytes)
+    found = Search(Problem(small_run(), machine, num_ranks=2)).find(machine.memory_bytes)
     assert found.plans[0].peak.num_bytes < machine.memory_bytes
 
 

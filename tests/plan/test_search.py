@@ -51,13 +51,13 @@ SPREAD = small_run(
 def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, fixed, limit):
     """Every cut of every layout, with every loss chunk and both wrappings, is fitted in full,
     without bounds or an order."""
-    problem = Problem(run, H100, fixed)
-    search, times = Search(problem, num_ranks), []
+    problem = Problem(run, H100, fixed, num_ranks=num_ranks)
+    search, times = Search(problem), []
     stages = [
         one
-        for layout in layouts(problem, num_ranks)
-        for variant in variants(problem, num_ranks, layout)
-        for one in (variant, *virtuals(problem, num_ranks, variant))
+        for layout in layouts(problem)
+        for variant in variants(problem, layout)
+        for one in (variant, *virtuals(problem, variant))
     ]
     left = [cut for one in stages for cut in (one, *recuts(problem, one))]
     for config in left:
@@ -76,11 +76,12 @@ def test_nothing_that_is_searched_is_faster_than_the_first_plan(run, num_ranks, 
 
 def test_every_spread_of_experts_suits_the_instances_of_states():
     fixed = dict(use_distributed_optimizer=True, pipeline_model_parallel_size=1)
-    problem = Problem(SPREAD, H100, {**fixed, "num_distributed_optimizer_instances": 2})
+    fixed["num_distributed_optimizer_instances"] = 2
+    problem = Problem(SPREAD, H100, fixed, num_ranks=4)
     sizes = [
         one.parallel.expert_model_parallel_size
-        for layout in layouts(problem, 4)
-        for one in variants(problem, 4, layout)
+        for layout in layouts(problem)
+        for one in variants(problem, layout)
     ]
     assert {*sizes} == {1, 2}
 
@@ -88,11 +89,12 @@ def test_every_spread_of_experts_suits_the_instances_of_states():
 def test_states_are_shared_out_in_each_of_several_nodes_where_that_is_faster():
     fixed = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, micro_batch_size=1)
     slow = replace(H100, between=replace(H100.between, bandwidth=5e9))
-    problem = Problem(SMALL.base, slow, {**fixed, "use_torch_fsdp2": True})
+    fixed["use_torch_fsdp2"] = True
     for nodes in (1, 2, 4):
-        found = layouts(problem, 8 * nodes)
+        problem = Problem(SMALL.base, slow, fixed, num_ranks=8 * nodes)
+        found = layouts(problem)
         assert {one.parallel.num_distributed_optimizer_instances for one in found} == {1, nodes}
-        best = Search(problem, 8 * nodes).find(80 * GIB).plans[0].config
+        best = Search(problem).find(80 * GIB).plans[0].config
         assert best.parallel.num_distributed_optimizer_instances == nodes
 
 
@@ -101,7 +103,7 @@ def test_a_pipeline_may_have_any_number_of_stages(layers):
     """In 16 layers over 7 ranks the two ends have more layers than the ranks between."""
     problem = Problem(small_run(layers=layers), H100)
     for size in range(2, layers + 1):
-        cuts = list(layouts(problem._replace(fixed={PIPELINE: size}), size))
+        cuts = list(layouts(problem._replace(fixed={PIPELINE: size}, num_ranks=size)))
         assert cuts
         for config in cuts:
             held = [one.num_layers for one in stages(config.parallel, layers)]
@@ -112,31 +114,33 @@ def test_a_pipeline_may_have_any_number_of_stages(layers):
 def test_the_ends_of_a_pipeline_may_have_more_or_far_fewer_layers(layers, cut):
     fixed = {PIPELINE: 3, MICRO_BATCH: 1}
     run = small_run(layers=layers, vocab_size=50257, batch=4)
-    problem = Problem(run, H100, {**fixed, "use_torch_fsdp2": False})
-    (first, *_) = layouts(problem, 3)
+    problem = Problem(run, H100, {**fixed, "use_torch_fsdp2": False}, num_ranks=3)
+    (first, *_) = layouts(problem)
     cuts = [[one.num_layers for one in config.stages()] for config in recuts(problem, first)]
     assert cuts.count(cut) == 1
 
 
 def test_short_sequences_are_split_where_the_batch_does_not_divide():
     sizes = [
-        {one.parallel.context_parallel_size for one in layouts(Problem(run, H100), 24)}
+        {one.parallel.context_parallel_size for one in layouts(Problem(run, H100, num_ranks=24))}
         for run in (small_run(batch=40), small_run(batch=48))
     ]
     assert sizes == [{1, 2, 4}, {1}]
 
 
 def test_ranks_that_do_not_divide_the_sequence_share_heads_alone():
-    problem = Problem(small_run(seq_length=777), H100, dict(tensor_model_parallel_size=2))
-    assert {one.parallel.sequence_parallel for one in layouts(problem, 2)} == {False}
+    problem = Problem(
+        small_run(seq_length=777), H100, dict(tensor_model_parallel_size=2), num_ranks=2
+    )
+    assert {one.parallel.sequence_parallel for one in layouts(problem)} == {False}
 
 
 def test_fsdp2_is_tried_in_pipelines_where_nothing_else_fits():
     run = small_run(batch=2, num_attention_heads=1, vocab_size=63999)
     whole = dict(context_parallel_size=1)
-    problem = Problem(run, H100, whole)  # 8 ranks are a pipeline of at least 4
+    problem = Problem(run, H100, whole, num_ranks=8)  # 8 ranks are a pipeline of at least 4
     sizes = [
-        Search(problem._replace(fixed=whole | fixed), 8).find(0).smallest.peak.num_bytes
+        Search(problem._replace(fixed=whole | fixed)).find(0).smallest.peak.num_bytes
         for fixed in ({}, {PIPELINE: 4, "use_torch_fsdp2": True})
     ]
     assert sizes[0] > sizes[1]
@@ -146,14 +150,14 @@ def test_fsdp2_is_tried_in_pipelines_where_nothing_else_fits():
 
 def test_host_memory_serves_ranks_with_several_instances_of_the_states():
     fixed = {PIPELINE: 1, MICRO_BATCH: 1, INSTANCES: 2, "use_distributed_optimizer": True}
-    search = Search(Problem(small_run(), H100, fixed, host_bytes=GIB), 16)
+    search = Search(Problem(small_run(), H100, fixed, host_bytes=GIB, num_ranks=16))
     found = search.find(search.find(0).smallest.peak.num_bytes)
     assert "@host" in found.plans[0].config.recompute.recompute_policy
 
 
 def test_a_plan_that_cannot_fit_gives_the_smallest_peak():
     problem = Problem(preset_run("llama3-8b", seq_length=8192, batch=64), H100)
-    found = Search(problem, 1).find(80 * GIB)
+    found = Search(problem).find(80 * GIB)
     assert not found.plans and found.smallest is not None
     # 8 billion parameters with 16 bytes each are 120 GiB.
     assert found.smallest.peak.num_bytes > 119 * GIB
@@ -174,7 +178,7 @@ def test_the_verdict_is_tight_where_only_the_reserve_helps():
 
 def test_the_largest_micro_batch_fits_and_twice_as_much_does_not():
     problem = with_fields(SMALL, base=with_settings(SMALL.base, global_batch_size=4096))
-    search = Search(problem, 1)
+    search = Search(problem)
     limit = 12 * GIB
     best = search.find(limit).plans[0]
     largest = largest_micro_batch(search, best, limit)
@@ -227,5 +231,6 @@ def test_a_batch_that_nobody_gave_decides_no_layout(samples, micro_batch_size, n
 
 def test_a_micro_batch_may_be_any_share_of_a_batch_that_is_given():
     fixed = dict(pipeline_model_parallel_size=1)
-    best = Search(Problem(small_run(layers=2, batch=15), H100, fixed), 5).find(80 * GIB).plans[0]
+    problem = Problem(small_run(layers=2, batch=15), H100, fixed, num_ranks=5)
+    best = Search(problem).find(80 * GIB).plans[0]
     assert best.config.training.micro_batch_size == 3

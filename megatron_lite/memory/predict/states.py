@@ -49,6 +49,8 @@ from megatron_lite.description.transformer_layer import (
     describe_layers,
 )
 
+LAYERS = "decoder.layers."
+
 
 class RankStates(NamedTuple):
     """The bytes on the device of one rank, between two steps and during each of them.
@@ -83,14 +85,6 @@ class RankStates(NamedTuple):
         on_device = [size for sizes in tensors[:4] for size in sizes]
         rounding = sum(allocated(size, "cuda") - size for size in on_device)
         return cls(*map(sum, tensors))._replace(rounding=rounding)
-
-
-class _Held(NamedTuple):
-    """A parameter of a rank. is_matrix: whether it is a weight of a linear layer in a layer."""
-
-    name: str
-    parameter: Parameter
-    is_matrix: bool
 
 
 def rank_states(
@@ -133,20 +127,17 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
     unit = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel
     copies = dp_cp_size * parallel.tensor_model_parallel_size // unit
     buckets = bucket_layouts(
-        [
-            one._replace(name=name, of_experts=one.of_experts and parallel.spreads_experts)
-            for name, one, _ in held
-        ],
+        [one._replace(of_experts=one.of_experts and parallel.spreads_experts) for one in held],
         bucket_size=config.data_parallel.bucket_size(dp_cp_size) if dp_cp_size > 1 else None,
         shards=shards,
         expert_shards=parallel.shards(copies) if zero1 else 1,
     )
     # ZeRO-1's weights are views of buckets (optim/layouts.py), so their padding counts too.
     in_buckets = [bucket.num_elements for bucket in buckets]
-    weights = in_buckets if zero1 else [one.num_elements for _, one, _ in held]
+    weights = in_buckets if zero1 else [one.num_elements for one in held]
     rank = own_rank if zero1 else 0
     own_ranks = [rank * bucket.shards // shards for bucket in buckets]  # of copies of experts too
-    is_matrix = {one.name: one.is_matrix for one in held}
+    is_matrix = {one.name: _is_matrix(one) for one in held}
     pieces = [
         (is_matrix[name], part.stop - part.start)
         for bucket, own in zip(buckets, own_ranks, strict=True)
@@ -181,19 +172,19 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
     )
 
 
-def _fully_sharded(config: RunConfig, held: list[_Held], shards: int, rank: int) -> RankStates:
+def _fully_sharded(config: RunConfig, held: list[Parameter], shards: int, rank: int) -> RankStates:
     """Returns the bytes under FSDP2, which splits the rows of a parameter like torch.chunk.
 
     Every rank allocates as many rows of the weight as the first rank has.
     """
     allocates, pieces = [], []
     for one in held:
-        rows, *others = one.parameter.shape
+        rows, *others = one.shape
         per_rank = -(-rows // shards)
         mine = max(0, min(per_rank, rows - rank * per_rank)) * math.prod(others)
         allocates.append(FLOAT32 * per_rank * math.prod(others))
         if mine:
-            pieces.append((one.is_matrix, mine))
+            pieces.append((_is_matrix(one), mine))
     gradients = [FLOAT32 * mine for _, mine in pieces]
     return RankStates.of(allocates, [], gradients, _optimizer_tensors(config, pieces))
 
@@ -210,8 +201,14 @@ def _optimizer_tensors(config: RunConfig, pieces: list[tuple[bool, int]]) -> lis
     ]
 
 
-def _parameters(config: RunConfig, stage: Stage) -> Iterator[_Held]:
-    """Yields the parameters of a stage on one TP rank, in the order of the model."""
+def _is_matrix(one: Parameter) -> bool:
+    """Returns whether a parameter is a weight of a linear layer in a layer, from its whole name."""
+    return one.name.startswith(LAYERS) and len(one.shape) == 2
+
+
+def _parameters(config: RunConfig, stage: Stage) -> Iterator[Parameter]:
+    """Yields the parameters of a stage on one TP rank with their whole names, in the order of the
+    model."""
     sizes = Sizes.of(config, "cpu", stage)
     layers = describe_layers(sizes, [1] * stage.num_layers)
     first, last = (
@@ -219,13 +216,12 @@ def _parameters(config: RunConfig, stage: Stage) -> Iterator[_Held]:
         for operations in (embedding_operations(sizes), head_operations(sizes))
     )
     parts = [
-        (f"decoder.layers.{number}", [*layer.parameters()])
+        (f"{LAYERS}{number}", [*layer.parameters()])
         for number, layer in enumerate(layers, start=stage.first_layer)
     ]
     for prefix, own in (("", first), *parts, ("", last)):
         for module, one in own:
-            name = ".".join(filter(None, (prefix, module, one.name)))
-            yield _Held(name, one, bool(prefix) and len(one.shape) == 2)
+            yield one._replace(name=".".join(filter(None, (prefix, module, one.name))))
 
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:

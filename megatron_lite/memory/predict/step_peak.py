@@ -160,7 +160,14 @@ def step_peak(
 
     @cache
     def course(chunk: int, keeps_all: bool) -> StageCourse:
-        return _course(config, device, stages[chunk], keeps_all, shards, number > 1)
+        stage = stages[chunk]
+        sizes = Sizes.in_training(config, device=device, stage=stage, accumulates=number > 1)
+        weights = NOT_SHARDED
+        if shards > 1:
+            # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
+            sizes = replace(sizes, sums_gradients=False, adds_by_itself=False)
+            weights = GatheredWeights.of(config, sizes, stage, shards)
+        return stage_course(stage_plan(config, stage, keeps_all), sizes, weights)
 
     held = _fullest(config, device, schedule, course)
     each = [course(chunk, False) for chunk in range(len(stages))]
@@ -266,25 +273,3 @@ def _when(config: RunConfig, held: _Fullest, stages: tuple[Stage, ...]) -> str:
     if config.parallel.pipeline_model_parallel_size == 1:
         return where
     return f"{where} of stage {stage.number}"
-
-
-def _course(
-    config: RunConfig, device: str, stage: Stage, keeps_all: bool, shards: int, accumulates: bool
-) -> StageCourse:
-    """Returns the course of a micro-batch on a stage.
-
-    keeps_all: whether the micro-batch keeps everything, whatever the policy says.
-    shards: the ranks over which FSDP2 shards everything; 1 without it.
-    accumulates: whether a step has several micro-batches.
-    """
-    sizes = Sizes.in_training(config, device=device, stage=stage, accumulates=accumulates)
-    weights = NOT_SHARDED
-    if shards > 1:
-        # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
-        sizes = replace(sizes, sums_gradients=False, adds_by_itself=False)
-        size = config.parallel.pipeline_model_parallel_size
-        several = size > 1 and (stage.count > size or not stage.is_last)
-        weights = GatheredWeights.of(
-            config, sizes, stage.num_layers, dp_cp_size=shards, several=several
-        )
-    return stage_course(stage_plan(config, stage, keeps_all), sizes, weights)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import Stage
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import Operation, Parameter
 from megatron_lite.description.sizes import Sizes
@@ -86,10 +87,8 @@ class GatheredWeights(NamedTuple):
     staying: int = 0
 
     @classmethod
-    def of(
-        cls, config: RunConfig, sizes: Sizes, num_layers: int, *, dp_cp_size: int, several: bool
-    ) -> GatheredWeights:
-        """Returns the units of a stage of `num_layers` layers."""
+    def of(cls, config: RunConfig, sizes: Sizes, stage: Stage, shards: int) -> GatheredWeights:
+        """Returns the units of a stage. shards: the ranks over which FSDP2 shards everything."""
         model = config.model
         sent = FLOAT32 if config.training.precision == "fp32" else sizes.element_bytes
         reduced = sent if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
@@ -102,15 +101,15 @@ class GatheredWeights(NamedTuple):
             if not parameters:
                 return NOTHING
             # The rows of each are padded to a multiple of the ranks.
-            rows = ((one, -(-one.shape[0] // dp_cp_size) * dp_cp_size) for one in parameters)
+            rows = ((one, -(-one.shape[0] // shards) * shards) for one in parameters)
             padded = sum(one.num_elements // one.shape[0] * number for one, number in rows)
             return FsdpUnit(
                 padded * sent,
-                padded // dp_cp_size * sent if sent != FLOAT32 else 0,
+                padded // shards * sent if sent != FLOAT32 else 0,
                 sum(one.num_elements for one in parameters) * sent,
                 last,
                 padded * reduced,
-                padded // dp_cp_size * FLOAT32,
+                padded // shards * FLOAT32,
             )
 
         # torch's loop variable holds the last gradient. parallel/fsdp.py does not free a
@@ -129,10 +128,12 @@ class GatheredWeights(NamedTuple):
         reshards = config.data_parallel.torch_fsdp2_reshard_after_forward
         root, of_layer = unit(rest, 0 if logits else head), unit(_parameters(layer.operations))
         staying = 0
+        size = config.parallel.pipeline_model_parallel_size
+        several = size > 1 and (stage.count > size or not stage.is_last)
         if several:
             staying = root.gathered
             if not reshards:
-                staying += num_layers * of_layer.gathered
+                staying += stage.num_layers * of_layer.gathered
                 of_layer = of_layer._replace(gathered=0, cast=0)
         return cls(
             root,
