@@ -49,8 +49,8 @@ class ExpertShape(Shape):
     def __init__(self, of: Shape, layer: int) -> None:
         super().__init__(of.sizes)
         model, sizes = self.model, self.sizes
-        assert model.num_experts is not None
-        self.topk, self.num_own = model.moe_router_topk, model.num_experts // sizes.ep_size
+        self.experts = model.num_experts or 0
+        self.num_own = self.experts // sizes.ep_size
         self.tokens = sizes.tokens
         if sizes.expert_tp_size not in (0, self.tp_size):
             self.tp_size = sharing = sizes.expert_tp_size
@@ -59,7 +59,7 @@ class ExpertShape(Shape):
                 (Collective(kind, self.whole),) * (sharing > 1)
                 for kind in (ALL_GATHER, REDUCE_SCATTER)
             )
-        self.slots = self.topk * self.tokens
+        self.slots = model.moe_router_topk * self.tokens
         self.rows, self.sent = (
             model.chosen_rows(sizes.local_tokens, imbalance) * (self.tokens // sizes.local_tokens)
             for imbalance in (sizes.expert_imbalance, 1.0)
@@ -81,16 +81,15 @@ class ExpertShape(Shape):
 
 def choices(of: Shape) -> tuple[KeptTensor, ...]:
     """Returns what a replay may not choose again: every policy keeps it, on the device."""
-    model, sizes = of.model, of.sizes
+    model, sizes, experts = of.model, of.sizes, of.model.num_experts or 0
     num_bytes = sizes.local_tokens * model.moe_router_topk * INDEX_BYTES
     kept = [KeptTensor("chosen experts", num_bytes, stays=True)]
-    assert model.num_experts is not None
     for kind, _ in model.balance_losses:
         columns = sizes.micro_batch_size if kind == "seq_aux_loss" else 1
-        num_bytes = columns * model.num_experts * COUNT_BYTES
+        num_bytes = columns * experts * COUNT_BYTES
         kept.append(KeptTensor(f"tokens per expert for {kind}", num_bytes, stays=True))
     if sizes.ep_size > 1 and not (sizes.gathers_tokens or model.moe_pad_expert_input_to_capacity):
-        kept.append(KeptTensor(RECEIVED, model.num_experts * INDEX_BYTES, stays=True))
+        kept.append(KeptTensor(RECEIVED, experts * INDEX_BYTES, stays=True))
     return tuple(kept)
 
 
@@ -179,9 +178,7 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
 
 def _router(shape: ExpertShape, normed: KeptTensor) -> Operation:
     """Returns the choice of experts for each token, which every policy keeps."""
-    model, sizes = shape.model, shape.sizes
-    experts = model.num_experts
-    assert experts is not None
+    model, sizes, experts = shape.model, shape.sizes, shape.experts
     logits = KeptTensor("router logits", sizes.local_tokens * experts * shape.scores)
     noise = [KeptTensor("router noise", shape.hidden)] * (model.moe_input_jitter_eps is not None)
     bias = [Parameter("bias", (experts,), sizes.sequence_parallel)] * model.add_bias_linear
@@ -251,8 +248,6 @@ def _exchange(num_bytes: int) -> Collective:
 def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
     """Yields the MLP that reads every token, and its gate."""
     model, sizes = of.model, of.sizes
-    width = model.moe_shared_expert_intermediate_size
-    assert width is not None
     gated, regions = model.moe_shared_expert_gate, (MOE, SHARED_EXPERTS)
     if gated:
         gate = KeptTensor("gate of the shared expert", sizes.local_tokens * of.element)
@@ -272,7 +267,7 @@ def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
         normed,
         name="shared",
         module="mlp.shared_experts",
-        ffn_size=width,
+        ffn_size=model.moe_shared_expert_intermediate_size or 0,
         regions=regions,
         enters=not gated,
         activation=MOE_ACTIVATION,

@@ -3,6 +3,7 @@ operations. Standard library only."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from megatron_lite.config.regions import UP_PROJECTION
 from megatron_lite.description.linears import column_linear
@@ -79,16 +80,7 @@ def _down(
     model, sizes, linear = of.model, of.sizes, f"linear_{name}_down_proj"
     shards = of.tp_size if sizes.sequence_parallel else 1
     own = replace(sizes, tp_size=1, sequence_parallel=False, seq_length=sizes.seq_length // shards)
-    down = column_linear(
-        Shape(own),
-        linear,
-        f"self_attention.{linear}",
-        linear,
-        f"{linear} output",
-        width=channels,
-        bias=False,
-        keeps=(normed,),
-    )
+    down = _linear(Shape(own), linear, channels, normed)
     (weight,) = down.parameters
     yield down._replace(parameters=(weight._replace(partial=sizes.sequence_parallel),))
     if model.qk_layernorm:
@@ -108,17 +100,13 @@ def _down(
 
 def _up(of: Shape, keeps: KeptTensor, name: str, channels: int) -> Operation:
     """Returns an up projection. channels: those of a head."""
-    return column_linear(
-        of,
-        name,
-        f"self_attention.{name}",
-        name,
-        f"{name} output",
-        width=of.model.num_attention_heads * channels // of.tp_size,
-        bias=False,
-        keeps=(keeps,),
-        regions=(UP_PROJECTION,),
-    )
+    width = of.model.num_attention_heads * channels // of.tp_size
+    return _linear(of, name, width, keeps, regions=(UP_PROJECTION,))
+
+
+def _linear(of: Shape, name: str, width: int, keeps: KeptTensor, **others: Any) -> Operation:
+    names = name, f"self_attention.{name}", name, f"{name} output"
+    return column_linear(of, *names, width=width, bias=False, keeps=(keeps,), **others)
 
 
 def _enter(of: Shape, rotated: KeptTensor) -> Operation:

@@ -7,7 +7,6 @@ operators, FLOPs, collectives and parameter counts as sums over this tuple. Stan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
@@ -222,20 +221,15 @@ class LayerDescription(NamedTuple):
         """The layer's input, which a recomputed unit keeps."""
         return self.operations[0].keeps[0]
 
-    def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yields (module, parameter) in the order of the model's `named_parameters`.
+    def registered(self) -> list[Operation]:
+        """Returns the operations in the order of the model's `named_parameters`.
 
-        It is the order of the operations, except that attention registers its linear layers before
-        the norms of query and key.
+        Attention registers its linear layers before the norms of query and key.
         """
-        late: tuple[Operation, ...] = ()
-        for operation in self.operations:
-            if operation.name == QK_LAYERNORM:
-                late = (operation,)
-                continue
-            yield from ((operation.module, one) for one in operation.parameters)
-            if operation.name == LINEAR_PROJ:
-                yield from ((norm.module, one) for norm in late for one in norm.parameters)
+        found, names = [*self.operations], [one.name for one in self.operations]
+        if QK_LAYERNORM in names:
+            found.insert(names.index(LINEAR_PROJ), found.pop(names.index(QK_LAYERNORM)))
+        return found
 
     def tail(self, region: str | None = None) -> frozenset[tuple[str, int]]:
         """Returns the calls that a replay can leave out if its output is not read.

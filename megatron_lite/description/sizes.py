@@ -107,33 +107,34 @@ class Sizes:
 
         Raises ValueError if the size of the vocabulary is not known.
         """
-        tp_size = config.parallel.tensor_model_parallel_size
+        parallel, training, data = config.parallel, config.training, config.data
+        tp_size = parallel.tensor_model_parallel_size
         return cls(
             model=config.model,
-            micro_batch_size=config.training.micro_batch_size,
-            seq_length=config.data.seq_length,
+            micro_batch_size=training.micro_batch_size,
+            seq_length=data.seq_length,
             padded_vocab_size=config.tokenizer.rows(tp_size),
             tp_size=tp_size,
-            sequence_parallel=config.parallel.sequence_parallel,
-            cp_size=config.parallel.context_parallel_size,
-            cp_comm_type=config.parallel.cp_comm_type,
-            ep_size=config.parallel.expert_model_parallel_size,
-            expert_tp_size=config.parallel.expert_tensor_parallel,
-            expert_imbalance=config.parallel.plan_moe_imbalance,
-            gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
+            sequence_parallel=parallel.sequence_parallel,
+            cp_size=parallel.context_parallel_size,
+            cp_comm_type=parallel.cp_comm_type,
+            ep_size=parallel.expert_model_parallel_size,
+            expert_tp_size=parallel.expert_tensor_parallel,
+            expert_imbalance=parallel.plan_moe_imbalance,
+            gathers_tokens=parallel.moe_token_dispatcher_type == "allgather",
             device=device,
-            deterministic=config.training.deterministic_mode,
-            element_bytes=FORMATS[config.training.precision],
+            deterministic=training.deterministic_mode,
+            element_bytes=FORMATS[training.precision],
             loss_chunk_size=config.loss_chunk_size,
             loss_in_one_pass=config.loss_in_one_pass,
             has_embedding=stage is None or stage.is_first,
             has_head=stage is None or stage.is_last,
             first_layer=first_like_stage(config, stage) if stage else 0,
-            masks_loss=config.data.eod_mask_loss,
-            resets_positions=config.data.reset_position_ids and config.model.learns_positions,
-            resets_attention=config.data.reset_attention_mask,
+            masks_loss=data.eod_mask_loss,
+            resets_positions=data.reset_position_ids and config.model.learns_positions,
+            resets_attention=data.reset_attention_mask,
             compiled=config.uses_compiler(device),
-            is_float16=config.training.precision == "fp16",
+            is_float16=training.precision == "fp16",
         )
 
     @classmethod

@@ -15,7 +15,7 @@ from megatron_lite.config.optimizer_settings import FLOAT32
 from megatron_lite.config.optimizer_settings import FORMATS as BYTES
 from megatron_lite.config.parallel import CP_COMM_TYPES, no_flash_across_ranks
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import stages, whole_model
+from megatron_lite.config.stages import whole_model
 from megatron_lite.memory.predict.flops import forward_flops, logits_flops
 from megatron_lite.memory.predict.states import parameter_count, stage_parameters
 from megatron_lite.plan.problem import (
@@ -111,7 +111,7 @@ def _possible(problem: Problem, base: RunConfig, row: Row) -> Iterator[RunConfig
         dp_size = parallel.data_parallel_size(problem.num_ranks)
         # Every batch divides over the ranks, from the start of the run on.
         batches = config.batch_schedule(dp_size)
-        is_virtual = len(stages(parallel, config.model.num_layers)) > pp
+        is_virtual = len(config.stages()) > pp
         if (is_virtual and config.training.num_microbatches(dp_size) % pp) or any(
             size % batches.samples_per_microbatch for size in batches.sizes
         ):

@@ -17,6 +17,8 @@ only at those that cost little more than the cheapest, and at more if they do no
 each. Bytes come from memory/predict/, for a stage of one layer; seconds come from the time model.
 """
 
+from __future__ import annotations
+
 import bisect
 import itertools
 import math
@@ -27,7 +29,7 @@ from functools import lru_cache
 from operator import itemgetter, le
 from typing import Any, NamedTuple
 
-from megatron_lite.config.policy import LayerAction
+from megatron_lite.config.policy import LayerAction, Layers, Rule
 from megatron_lite.config.regions import MLP_REGION, POINTWISE, REGIONS, nested
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Shape, Sizes, layers_of
@@ -67,9 +69,34 @@ class LayerChoice(NamedTuple):
         return self.store.endswith("host")
 
 
-def layer_order(choices: Sequence[LayerChoice]) -> list[int]:
-    """Returns the positions of the choices in the order in which their layers follow each other."""
-    return sorted(range(len(choices)), key=lambda place: -choices[place].rebuilt)
+class StageMix(NamedTuple):
+    """How many layers of a stage have each choice, in the order of the layers, and the time that
+    they add."""
+
+    rows: tuple[tuple[LayerChoice, int], ...]
+    seconds: float
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[LayerChoice, int]], seconds: float) -> StageMix:
+        """Returns the mix of rows, in the best order of the layers."""
+        return cls(tuple(sorted(rows, key=lambda row: -row[0].rebuilt)), seconds)
+
+    def peak(self, in_flight: int) -> int:
+        """Returns the most bytes of activations with so many forwards in flight."""
+        kept = fullest = 0
+        for choice, count in self.rows:
+            kept += count * choice.kept
+            fullest = max(fullest, kept + choice.rebuilt)
+        return (in_flight - 1) * kept + fullest
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Returns the rules of a policy, which name the layers."""
+        rules, first = [], 0
+        for choice, count in self.rows:
+            layers = Layers(first, first + count - 1)
+            rules.append(Rule(layers=(layers,), action=choice.action, store=choice.store))
+            first += count
+        return tuple(rules)
 
 
 class _Beginning(NamedTuple):
@@ -125,8 +152,8 @@ def _cheapest(choices: Sequence[LayerChoice], price: float) -> float:
 @lru_cache(4096)
 def best_mix(
     choices: tuple[LayerChoice, ...], num_layers: int, in_flight: int, limit: int
-) -> tuple[int, ...] | None:
-    """Returns the number of layers of each choice in the fastest mix, or None if none fits."""
+) -> StageMix | None:
+    """Returns the fastest mix, or None if none fits."""
     bound = least_seconds(choices, num_layers, in_flight, limit)
     if bound is None:
         return None
@@ -136,7 +163,7 @@ def best_mix(
         # The fastest whole stage of those that cost at most `slack` more than the cheapest.
         found: list[list[_Beginning]] = [[] for _ in range(num_layers + 1)]
         found[0] = [_Beginning(0, 0, 0.0)]
-        order = layer_order(choices)
+        order = sorted(range(len(choices)), key=lambda place: -choices[place].rebuilt)
         for (step, place), done in itertools.product(enumerate(order), range(num_layers)):
             choice, more = choices[place], []  # one more layer of this choice
             # What the layers to come keep at least decides where no moment was fuller.
@@ -155,7 +182,8 @@ def best_mix(
             while places:
                 place, places = places
                 counts[place] += 1
-            return tuple(counts[place] for place in range(len(choices)))
+            rows = [(one, counts[place]) for place, one in enumerate(choices) if counts[place]]
+            return StageMix.of(rows, sum(count * one.seconds for one, count in rows))
     return None
 
 

@@ -9,21 +9,22 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Layers, Policy, Rule
+from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Policy, Rule
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, most_in_flight, stages
-from megatron_lite.description.sizes import Sizes, first_like_stage
+from megatron_lite.config.stages import Stage, most_in_flight
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.predict.pipeline_memory import alike_ranks
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.policies import (
     KEEP,
     LayerChoice,
+    StageMix,
     best_mix,
     layer_choices,
-    layer_order,
     tile_counts,
 )
 from megatron_lite.plan.stage_time import TimedRun, stage_time
@@ -95,45 +96,6 @@ class Plan:
         return max(self.states(rank).on_host for rank in ranks)
 
 
-class StageMix(NamedTuple):
-    """The choices of a stage's layers, how many layers have each, and the time that they add."""
-
-    choices: tuple[LayerChoice, ...]
-    counts: tuple[int, ...]
-    seconds: float
-
-    @classmethod
-    def of(
-        cls, choices: tuple[LayerChoice, ...], num_layers: int, in_flight: int, limit: int
-    ) -> StageMix | None:
-        """Returns the fastest mix within so many bytes, or None if none fits."""
-        counts = best_mix(choices, num_layers, in_flight, limit)
-        if counts is None:
-            return None
-        seconds = sum(number * one.seconds for number, one in zip(counts, choices, strict=True))
-        return cls(choices, counts, seconds)
-
-    def peak(self, in_flight: int) -> int:
-        """Returns the most bytes of activations with so many forwards in flight, in the best order
-        of the layers."""
-        kept = fullest = 0
-        for place in layer_order(self.choices):
-            if count := self.counts[place]:
-                kept += count * self.choices[place].kept
-                fullest = max(fullest, kept + self.choices[place].rebuilt)
-        return (in_flight - 1) * kept + fullest
-
-    def rules(self) -> tuple[Rule, ...]:
-        """Returns the rules of a policy, which name the layers in their best order."""
-        rules, first = [], 0
-        for place in layer_order(self.choices):
-            if count := self.counts[place]:
-                choice, layers = self.choices[place], Layers(first, first + count - 1)
-                rules.append(Rule(layers=(layers,), action=choice.action, store=choice.store))
-                first += count
-        return tuple(rules)
-
-
 class RankMixes:
     """The search for the mixes of all pipeline ranks of a run. All stages of a rank are alike.
 
@@ -143,18 +105,11 @@ class RankMixes:
     def __init__(self, run: Plan) -> None:
         config = run.config
         self.run, self.size = run, config.parallel.pipeline_model_parallel_size
-        self.stages = stages(config.parallel, config.model.num_layers)
+        self.stages = config.stages()
         self.clock = Clock.of(config, run.hardware)
         self.choices = layer_choices(config, self.clock, host=run.host_bytes > 0)
         self.on_device = tuple(one for one in self.choices if not one.on_host)
-        kinds = [
-            [
-                (one.is_first, one.is_last, one.num_layers, first_like_stage(config, one))
-                for one in self.stages[rank :: self.size]
-            ]
-            for rank in range(self.size)
-        ]
-        self.alike = [kinds.index(one) for one in kinds]
+        self.alike = alike_ranks(run.with_policy(None).config)
 
     def spaces(self, mixes: Sequence[StageMix], budget_bytes: int) -> dict[int, int]:
         """Returns the bytes that activations may take, by rank of `alike`.
@@ -182,7 +137,7 @@ class RankMixes:
         """Returns the mixes of the one choice with which a layer takes the fewest bytes."""
         least = min(self.on_device, key=lambda one: one.kept + one.rebuilt)
         counts = (stage.num_layers for stage in self.stages[: self.size])
-        return [StageMix((least,), (count,), 0.0) for count in counts]
+        return [StageMix(((least, count),) * (count > 0), 0.0) for count in counts]
 
     def mixes(self, spaces: Mapping[int, int]) -> list[StageMix] | None:
         """Returns the fastest mix of every rank, or None if one has none."""
@@ -196,7 +151,7 @@ class RankMixes:
 
     def _best(self, stage: Stage, in_flight: int, limit: int) -> StageMix | None:
         """Returns the fastest mix of a stage: on the device, or with one hosted choice."""
-        best = StageMix.of(self.on_device, stage.num_layers, in_flight, limit)
+        best = best_mix(self.on_device, stage.num_layers, in_flight, limit)
         for hosted in self.choices if best is None or best.seconds > 0.0 else ():
             if not hosted.on_host:
                 continue
@@ -207,16 +162,13 @@ class RankMixes:
                 count = most * step // min(most, HOST_STEPS)
                 # Hosted layers come first, so all others have their bytes on top of theirs.
                 rest = limit - in_flight * count * hosted.kept
-                others = (self.on_device, stage.num_layers - count, in_flight, rest)
                 seconds = self._wait(stage, hosted, count) + count * hosted.seconds
                 if best and seconds >= best.seconds:
                     break  # more hosted layers take longer still
-                mix = StageMix.of(*others)
+                mix = best_mix(self.on_device, stage.num_layers - count, in_flight, rest)
                 if mix is None:
                     continue
-                found = StageMix(
-                    (*mix.choices, hosted), (*mix.counts, count), mix.seconds + seconds
-                )
+                found = StageMix.of([*mix.rows, (hosted, count)], mix.seconds + seconds)
                 if found.peak(in_flight) <= limit and not (best and found.seconds >= best.seconds):
                     best = found
         return best

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS, MUON, OptimizerConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, most_in_flight
+from megatron_lite.config.stages import Stage
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -146,7 +146,8 @@ def step_time(
         **computed.terms,
         PIPELINE_WAITS: ends[last] - busy[last],
         # The norm of all gradients makes every rank wait before its update.
-        **{**slowest, REDUCTION: updates[last][REDUCTION]},
+        **slowest,
+        REDUCTION: updates[last][REDUCTION],
     }
     terms = {term: hardware.pace * seconds for term, seconds in terms.items() if seconds > 0.0}
     band = hardware.band if num_ranks == 1 else hardware.band_of_several
@@ -182,10 +183,7 @@ def _passages(
 
     passages = []
     for rank in range(p):
-        window = most_in_flight(
-            size=p, rank=rank, num_microbatches=num_microbatches, num_chunks=len(own_stages) // p
-        )
-        kept = min(1.0, num_kept / window)
+        kept = num_kept and min(1.0, num_kept / config.most_in_flight(num_microbatches, rank))
         passages.append([passage(stage, kept) for stage in own_stages[rank::p]])
     return passages
 

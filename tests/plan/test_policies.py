@@ -6,7 +6,6 @@ import random
 import pytest
 
 from megatron_lite.plan.policies import LayerChoice, best_mix, least_seconds
-from megatron_lite.plan.rank_mixes import StageMix
 from tests.support.pairs import in_one_test
 
 
@@ -30,13 +29,13 @@ def test_no_assignment_to_layers_is_faster_than_the_mix(seed):
             fullest = max(fullest, kept + choice.rebuilt)
         if (in_flight - 1) * kept + fullest <= limit:
             found.append(sum(choice.seconds for choice in assigned))
-    counts = best_mix(choices, num_layers, in_flight, limit)
+    mix = best_mix(choices, num_layers, in_flight, limit)
     bound = least_seconds(choices, num_layers, in_flight, limit)
-    if counts is None:
+    if mix is None:
         assert not found
         return
-    assert sum(counts) == num_layers and min(counts) >= 0
-    assert StageMix(choices, counts, 0.0).peak(in_flight) <= limit
-    seconds = sum(number * one.seconds for number, one in zip(counts, choices, strict=True))
-    assert seconds == pytest.approx(min(found), abs=1e-9)
-    assert bound is not None and bound.seconds <= seconds + 1e-9
+    assert sum(number for _, number in mix.rows) == num_layers
+    assert all(number > 0 for _, number in mix.rows) and mix.peak(in_flight) <= limit
+    assert mix.seconds == sum(number * one.seconds for one, number in mix.rows)
+    assert mix.seconds == pytest.approx(min(found), abs=1e-9)
+    assert bound is not None and bound.seconds <= mix.seconds + 1e-9

@@ -7,7 +7,7 @@ rank with the highest peak. They follow from the plan that training executes. St
 import glob
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import NamedTuple
@@ -18,7 +18,13 @@ from megatron_lite.config.regions import without_effect
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import size
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import KeptTensor, LayerDescription, Operation
+from megatron_lite.description.operations import (
+    ALL_GATHER,
+    Collective,
+    KeptTensor,
+    LayerDescription,
+    Operation,
+)
 from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.explain.prices import (
@@ -31,18 +37,26 @@ from megatron_lite.memory.explain.prices import (
 from megatron_lite.memory.predict.kept_tensors import (
     EMBEDDING,
     HEAD,
-    Traffic,
     activation_terms,
-    collectives,
     largest_first,
     replayed_calls,
-    segment_collectives,
 )
 from megatron_lite.memory.predict.pipeline_memory import RankMemory, rank_memory, step_microbatches
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
-NO_TRAFFIC = Traffic()
 MOST_SPANS = 4  # of layers, that a name spells out
+
+
+class Traffic(NamedTuple):
+    """The collectives of a part of the model. replay: those that backward issues while it
+    rebuilds."""
+
+    forward: tuple[Collective, ...] = ()
+    backward: tuple[Collective, ...] = ()
+    replay: tuple[Collective, ...] = ()
+
+
+NO_TRAFFIC = Traffic()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +201,7 @@ def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
     """Yields the parts of a rank. Those of all its stages with equal figures are one part."""
     alike = defaultdict[Part, dict[int, list[Sequence[int]]]](dict)  # layers by stage
     for stage, plan in rank_plans(config, rank):
-        for part, layers in _stage_parts(plan, Sizes.of(config, device, stage)):
+        for part, layers in stage_parts(plan, Sizes.of(config, device, stage)):
             alike[part].setdefault(stage.number, []).append(layers)
     in_stages = config.parallel.pipeline_model_parallel_size > 1
     for part, by_stage in alike.items():
@@ -196,7 +210,7 @@ def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
         yield replace(part, name=part.name or _name(names, in_stages), count=number)
 
 
-def _stage_parts(plan: RecomputePlan, sizes: Sizes) -> Iterator[tuple[Part, Sequence[int]]]:
+def stage_parts(plan: RecomputePlan, sizes: Sizes) -> Iterator[tuple[Part, Sequence[int]]]:
     """Yields the parts of a stage, with the numbers of their layers. Layers have no name yet."""
     terms = activation_terms(plan, sizes)
     layers = describe_layers(sizes, plan.tiles)
@@ -204,7 +218,7 @@ def _stage_parts(plan: RecomputePlan, sizes: Sizes) -> Iterator[tuple[Part, Sequ
     def end(name: str, operations: Sequence[Operation]) -> Iterator[tuple[Part, Sequence[int]]]:
         kept = largest_first(one for one in terms if one.operation == name)
         if operations:
-            yield Part(name=name, kept=kept, traffic=collectives(operations)), ()
+            yield Part(name=name, kept=kept, traffic=_traffic(operations)), ()
 
     yield from end(EMBEDDING, embedding_operations(sizes))
     for one in terms:
@@ -212,7 +226,9 @@ def _stage_parts(plan: RecomputePlan, sizes: Sizes) -> Iterator[tuple[Part, Sequ
             yield Part(name=f"{one.tensor.name}, shared by all layers", kept=(one.tensor,)), ()
     for segment in plan.segments:
         replayed = Counter[str]()
+        sent = [Collective(ALL_GATHER, Shape(sizes).whole)] * segment.split
         for _, call in replayed_calls(layers, segment, plan.skip_tail):
+            sent += call.collectives
             for matmul in call.matmuls:
                 replayed[matmul.name] += matmul.flops
         own = [one for one in terms if one.layer in segment.numbers and not one.tensor.shared]
@@ -222,10 +238,18 @@ def _stage_parts(plan: RecomputePlan, sizes: Sizes) -> Iterator[tuple[Part, Sequ
             kept=largest_first(one for one in own if not one.on_host),
             moved=largest_first(one for one in own if one.on_host),
             replayed=tuple(replayed.items()),
-            traffic=segment_collectives(Shape(sizes), segment, layers, plan.skip_tail),
+            traffic=_traffic(
+                chain(*(layers[number].operations for number in segment.numbers)), sent
+            ),
         )
         yield part, segment.numbers
     yield from end(HEAD, head_operations(sizes))
+
+
+def _traffic(operations: Iterable[Operation], replay: Sequence[Collective] = ()) -> Traffic:
+    sent = zip(*((one.forward, one.backward) for one in operations), strict=True)
+    forward, backward = (tuple(chain(*half)) for half in sent)
+    return Traffic(forward, backward, tuple(replay))
 
 
 def _treatment(segment: Segment, layers: Sequence[LayerDescription], sizes: Sizes) -> str:

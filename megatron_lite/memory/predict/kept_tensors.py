@@ -15,14 +15,12 @@ from megatron_lite.config.policy import Choice
 from megatron_lite.config.regions import REGIONS
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import (
-    ALL_GATHER,
-    Collective,
     KeptTensor,
     LayerDescription,
     Operation,
     OperatorCall,
 )
-from megatron_lite.description.sizes import Shape, Sizes
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
@@ -94,39 +92,6 @@ def calls_of_ops(
             is_asked = choice.keeps(call.operator) is kept
             if is_asked and (operation.name, position) not in tail and not call.once:
                 yield operation, call
-
-
-class Traffic(NamedTuple):
-    """The collectives of a part of the model. replay: those that backward issues while it
-    rebuilds."""
-
-    forward: tuple[Collective, ...] = ()
-    backward: tuple[Collective, ...] = ()
-    replay: tuple[Collective, ...] = ()
-
-
-def collectives(operations: Iterable[Operation]) -> Traffic:
-    """Returns the collectives of some operations without a replay."""
-    operations = tuple(operations)
-    return Traffic(
-        tuple(collective for operation in operations for collective in operation.forward),
-        tuple(collective for operation in operations for collective in operation.backward),
-    )
-
-
-def segment_collectives(
-    of: Shape, segment: Segment, layers: Sequence[LayerDescription], skip_tail: bool
-) -> Traffic:
-    """Returns the collectives of all layers of one segment. layers: those of the stage."""
-    replay = tuple(
-        collective
-        for _, call in replayed_calls(layers, segment, skip_tail)
-        for collective in call.collectives
-    )
-    if segment.split:
-        replay = (Collective(ALL_GATHER, of.whole), *replay)
-    plain = collectives(one for number in segment.numbers for one in layers[number].operations)
-    return plain._replace(replay=replay)
 
 
 EMBEDDING, HEAD, UNIT = "embedding", "head", "unit"

@@ -185,20 +185,19 @@ def spared_flops(
     return spared
 
 
-def distinct_ranks(config: RunConfig) -> Iterator[int]:
-    """Yields the pipeline ranks, without those whose stages are like those of an earlier one.
+def alike_ranks(config: RunConfig) -> list[int]:
+    """Returns for each pipeline rank the first one whose stages are like its own.
 
-    Such a rank has fewer forwards in flight, so its peak is not higher.
+    That rank has at least as many forwards in flight, so its peak is no lower.
     """
-    seen = set()
-    for rank in range(config.parallel.pipeline_model_parallel_size):
-        alike = tuple(
+    kinds = [
+        [
             (one.is_first, one.is_last, stage_plan(config, one), first_like_stage(config, one))
             for one in config.stages_of_rank(rank)
-        )
-        if alike not in seen:
-            seen.add(alike)
-            yield rank
+        ]
+        for rank in range(config.parallel.pipeline_model_parallel_size)
+    ]
+    return [*map(kinds.index, kinds)]
 
 
 def enough_microbatches(config: RunConfig, rank: int, *, most: int | None = None) -> int:

@@ -41,7 +41,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.gradient_buckets import bucket_layouts
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import Parameter
+from megatron_lite.description.operations import Operation, Parameter
 from megatron_lite.description.sizes import Sizes, allocated
 from megatron_lite.description.transformer_layer import (
     describe_kinds,
@@ -210,18 +210,17 @@ def _parameters(config: RunConfig, stage: Stage) -> Iterator[Parameter]:
     """Yields the parameters of a stage on one TP rank with their whole names, in the order of the
     model."""
     sizes = Sizes.of(config, "cpu", stage)
-    layers = describe_layers(sizes, [1] * stage.num_layers)
-    first, last = (
-        [(one.module, parameter) for one in operations for parameter in one.parameters]
-        for operations in (embedding_operations(sizes), head_operations(sizes))
-    )
-    parts = [
-        (f"{LAYERS}{number}", [*layer.parameters()])
-        for number, layer in enumerate(layers, start=stage.first_layer)
+    layers, first = describe_layers(sizes, [1] * stage.num_layers), stage.first_layer
+    parts: list[tuple[str, Sequence[Operation]]] = [
+        ("", embedding_operations(sizes)),
+        *((f"{LAYERS}{number}", layer.registered()) for number, layer in enumerate(layers, first)),
+        ("", head_operations(sizes)),
     ]
-    for prefix, own in (("", first), *parts, ("", last)):
-        for module, one in own:
-            yield one._replace(name=".".join(filter(None, (prefix, module, one.name))))
+    for prefix, operations in parts:
+        for operation in operations:
+            for one in operation.parameters:
+                names = prefix, operation.module, one.name
+                yield one._replace(name=".".join(filter(None, names)))
 
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:

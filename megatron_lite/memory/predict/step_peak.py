@@ -35,7 +35,7 @@ from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.memory.predict.pipeline_memory import (
     RankSchedule,
-    distinct_ranks,
+    alike_ranks,
     enough_microbatches,
     stage_plan,
     step_microbatches,
@@ -215,7 +215,7 @@ def fullest_step_peak(
         step_peak(
             config, rank, device=device, dp_cp_size=dp_cp_size, num_microbatches=num_microbatches
         )
-        for rank in distinct_ranks(config)
+        for rank in sorted({*alike_ranks(config)})
     )
     return max(peaks, key=lambda one: one.num_bytes)
 
