@@ -81,29 +81,6 @@ class SavedLayout(NamedTuple):
         self.spec.local_shape(tp_size)  # its ValueError is about a split that is not even
 
 
-def owned_rows(
-    tensor: Tensor, spec: ParameterSpec, *, tp_rank: int, tp_size: int, is_whole: bool
-) -> Tensor | None:
-    """Returns the part of a local tensor that this rank saves: its rows without padding.
-
-    is_whole: whether the tensor has the rows of all TP ranks.
-
-    Returns None if another rank saves the tensor. A tensor that is not split is saved by TP rank 0
-    only, and the last stage's copy of a tied embedding is not saved.
-    """
-    if spec.is_copy:
-        return None
-    if spec.tp_dim is None:
-        return tensor.detach() if tp_rank == 0 else None
-    rows = [
-        tensor.detach().narrow(
-            spec.tp_dim, span.global_start if is_whole else span.local_start, span.length
-        )
-        for span in spec.spans(tp_rank, tp_size)
-    ]
-    return torch.cat(rows, spec.tp_dim) if rows else tensor.detach().narrow(spec.tp_dim, 0, 0)
-
-
 def open_tensors(path: Path) -> Any:
     """Opens a safetensors file. Raises SafetensorError if it is none, and as `open_input` does."""
     open_input(path).close()  # its errors say more than those of the library

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_lite.checkpointing.metadata import AXES, Metadata, Progress, read_config
-from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, kind_of, owned_rows
+from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, kind_of
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
@@ -323,17 +323,24 @@ def take_snapshot(
                 key: _of_all_experts(one.detach().to(device), spec, place, joins=is_split)
                 for key, one in values.items()
             }
-        if parallel.dp_cp_rank != 0:
+        # A tensor that is not split is saved by TP rank 0 only, and the last stage's copy of a tied
+        # embedding is not saved.
+        dim = spec.tp_dim
+        if parallel.dp_cp_rank or spec.is_copy or (dim is None and parallel.tp_rank):
             continue
         for key, tensor in values.items():
-            rows = owned_rows(
-                tensor, spec, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size, is_whole=is_split
-            )
-            if rows is not None:
-                held[kind_of(key)][key] = rows.to("cpu", copy=copy)
+            own = tensor.detach()
+            if dim is not None:  # its rows without padding
+                rows = [
+                    own.narrow(dim, one.global_start if is_split else one.local_start, one.length)
+                    for one in spec.spans(parallel.tp_rank, parallel.tp_size)
+                ]
+                own = torch.cat(rows, dim) if rows else own.narrow(dim, 0, 0)
+            held[kind_of(key)][key] = own.to("cpu", copy=copy)
     if parallel.dp_cp_rank == 0:
-        for kind, own in held.items():
-            tensors[shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size)] = own
+        for kind, shards in held.items():
+            name = shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size)
+            tensors[name] = shards
         if parallel.tp_rank == 0:
             layouts = metadata.parameters_to_json(parallel.pp_rank)
             texts[parameters_file(parallel.pp_rank)] = layouts.encode()

@@ -283,51 +283,46 @@ def follow_schedule(
     schedule: that of the flags.
     ValueError: the checkpoint's schedule cannot be read, or contradicts the flags.
     """
-    step, metadata = start.step, start.metadata
+    step, metadata, settings = start.step, start.metadata, config.lr_schedule
+    notices = list[str]()
     if step is None or metadata is None or start.weights_only:
-        return config, schedule, []
+        return config, schedule, notices
+    held = metadata.schedule
     # A converted checkpoint without the optimizer's states has no schedule. As in Megatron, a
     # schedule that is not loaded begins anew, while the iterations and the data go on.
     if config.checkpoint.no_load_optim or "optimizer" in metadata.missing:
-        before = start.progress.consumed_samples
-        return config, replace(schedule, skipped_samples=before), []
-    settings, held = config.lr_schedule, metadata.schedule
-    if held is None:  # it was converted
-        if settings.use_checkpoint_opt_param_scheduler:
-            raise InputError(
-                f"--use-checkpoint-opt_param-scheduler: {step} does not hold its schedule: leave "
-                "the flag out, and give --lr and the like"
-            )
-        return config, schedule, []
-    schedule = replace(schedule, skipped_samples=held.skipped_samples)
-    if not settings.use_checkpoint_opt_param_scheduler:
+        schedule = replace(schedule, skipped_samples=start.progress.consumed_samples)
+    elif held is not None and settings.use_checkpoint_opt_param_scheduler:
+        from megatron_lite.checkpointing.metadata import read_config
+
+        ours = replace(schedule, skipped_samples=held.skipped_samples)
+        schedule = ours.taken_from(held)
+        weight_decay = parallel.together("--load", lambda: read_config(step)).optimizer.weight_decay
+        changed = schedule.changed_from(ours)
+        if weight_decay != config.optimizer.weight_decay:
+            changed.append(f"weight_decay {config.optimizer.weight_decay} -> {weight_decay}")
+            optimizer = replace(config.optimizer, weight_decay=weight_decay)
+            config = replace(config, optimizer=optimizer)
+        notices.append(
+            "--use-checkpoint-opt_param-scheduler: the learning rate and the weight decay follow "
+            "the checkpoint"
+            + (f" (flags -> checkpoint: {', '.join(changed)})" if changed else ", as the flags do")
+        )
+    elif held is not None:
+        schedule = replace(schedule, skipped_samples=held.skipped_samples)
         changed = schedule.changed_from(held)
-        if not changed or settings.override_opt_param_scheduler:
-            return config, schedule, []
-        return (
-            config,
-            schedule,
-            [
+        if changed and not settings.override_opt_param_scheduler:
+            notices.append(
                 "the learning rate follows the flags, which differ from the checkpoint (checkpoint "
                 f"-> flags, lengths in samples: {', '.join(changed)}); "
                 "--use-checkpoint-opt_param-scheduler follows the checkpoint"
-            ],
+            )
+    elif settings.use_checkpoint_opt_param_scheduler:  # it was converted
+        raise InputError(
+            f"--use-checkpoint-opt_param-scheduler: {step} does not hold its schedule: leave the "
+            "flag out, and give --lr and the like"
         )
-    from megatron_lite.checkpointing.metadata import read_config
-
-    taken = schedule.taken_from(held)
-    weight_decay = parallel.together("--load", lambda: read_config(step)).optimizer.weight_decay
-    changed = taken.changed_from(schedule)
-    if weight_decay != config.optimizer.weight_decay:
-        changed.append(f"weight_decay {config.optimizer.weight_decay} -> {weight_decay}")
-        optimizer = replace(config.optimizer, weight_decay=weight_decay)
-        config = replace(config, optimizer=optimizer)
-    notice = (
-        "--use-checkpoint-opt_param-scheduler: the learning rate and the weight decay follow the "
-        "checkpoint"
-        + (f" (flags -> checkpoint: {', '.join(changed)})" if changed else ", as the flags do")
-    )
-    return config, taken, [notice]
+    return config, schedule, notices
 
 
 def _add_what_flags_ask_for(trainer: Trainer) -> None:

@@ -264,14 +264,15 @@ class Trainer:
             "skipped": result.update.skipped,
             "loss_scale": result.loss_scale,
         }
-        if logged and logging.log_params_norm:
-            figures["params_norm"] = self.optimizer.params_norm()
-        if logged and config.data.reset_attention_mask:
-            figures["attended"] = batches.attended()
-        if logged and logging.log_num_zeros_in_grad:
-            figures["num_zeros"] = self.optimizer.num_zeros_in_grad()
-        if logged and self.config.model.num_experts is not None:
-            figures |= self.runner.router_figures(len(batches))
+        if logged:
+            if logging.log_params_norm:
+                figures["params_norm"] = self.optimizer.params_norm()
+            if config.data.reset_attention_mask:
+                figures["attended"] = batches.attended()
+            if logging.log_num_zeros_in_grad:
+                figures["num_zeros"] = self.optimizer.num_zeros_in_grad()
+            if config.model.num_experts is not None:
+                figures |= self.runner.router_figures(len(batches))
         row = dict(
             iteration=iteration,
             consumed_samples=self.progress.consumed_samples,
