@@ -177,8 +177,18 @@ class DirectoryLock:
                 # A lock on a file that is no longer lock.json is worth nothing: another process has
                 # just replaced it, and the next round tries again.
                 if not free or os.path.samestat(os.fstat(before), self._path.stat()):
-                    other = Holder.read(self._path)
-                    self._check_may_take(other, free=free)
+                    other, place = Holder.read(self._path), f"--save {self._path.parent}"
+                    if other and other.was_requeued_after(self.holder):
+                        raise InputError(
+                            f"{place}: a later start of this job (requeued {other.requeues} times, "
+                            f"this one {self.holder.requeues}) has had the directory: {other}"
+                        )
+                    if not (free or (other and self.holder.replaces(other))):
+                        raise InputError(
+                            f"{place} is in use by {other or 'another process'}: wait for its end, "
+                            "or choose another directory (if that process cannot be reached any "
+                            f"more, remove {self._path})"
+                        )
                     start = max(self.holder.start, other.start + 1 if other else 0)
                     self.holder = replace(self.holder, start=min(start, MOST_STARTS))
                     text = json.dumps(asdict(self.holder), indent=1) + "\n"
@@ -200,19 +210,6 @@ class DirectoryLock:
         for path in self._path.parent.glob(f"{LOCK}.*.tmp"):
             path.unlink(missing_ok=True)
         return own
-
-    def _check_may_take(self, other: Holder | None, *, free: bool) -> None:
-        if other and other.was_requeued_after(self.holder):
-            raise InputError(
-                f"--save {self._path.parent}: a later start of this job (requeued {other.requeues} "
-                f"times, this one {self.holder.requeues}) has had the directory: {other}"
-            )
-        if not (free or (other and self.holder.replaces(other))):
-            raise InputError(
-                f"--save {self._path.parent} is in use by {other or 'another process'}: wait for "
-                "its end, or choose another directory (if that process cannot be reached any more, "
-                f"remove {self._path})"
-            )
 
     def _try_lock(self, descriptor: int) -> bool:
         taken = try_lock(descriptor)

@@ -168,7 +168,14 @@ def candidates(root: Path) -> Candidates:
 
     Raises InputError if the checkpoint there is one of Megatron-LM.
     """
-    check_ours(root)
+    if found := megatron_format(root):
+        save = shlex.quote(f"{str(root).rstrip('/')}-converted")
+        raise InputError(
+            f"--load {root}: is a checkpoint of Megatron-LM, which needs a conversion first. Run\n"
+            f"  {shlex.join(subcommand('convert'))} --from {found} --to megatron-lite "
+            f"--load {shlex.quote(str(root))} --save {save}\n"
+            f"and then --load {save}"
+        )
     try:  # before the steps are listed, so that a step that a run saves meanwhile is among them
         newest, fault = int(pointed_step(root).stem.removeprefix("iter_")), None
     except InputError as error:
@@ -307,18 +314,6 @@ ITERATION = re.compile(r"iter_\d{7,9}|release")
 RANK_FOLDER = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
 # Of torch's distributed checkpoints.
 DIST_METADATA = ".metadata"
-
-
-def check_ours(root: Path) -> None:
-    """Raises InputError with the command that converts it if `root` is one of Megatron-LM."""
-    if found := megatron_format(root):
-        save = shlex.quote(f"{str(root).rstrip('/')}-converted")
-        raise InputError(
-            f"--load {root}: is a checkpoint of Megatron-LM, which needs a conversion first. Run\n"
-            f"  {shlex.join(subcommand('convert'))} --from {found} --to megatron-lite "
-            f"--load {shlex.quote(str(root))} --save {save}\n"
-            f"and then --load {save}"
-        )
 
 
 def megatron_format(root: Path) -> str | None:

@@ -63,30 +63,24 @@ def contents_of(
     """
     contents = {}
     for name, path in files:
-        contents[name] = read_input(path, MOST_BYTES)
+        content = contents[name] = read_input(path, MOST_BYTES)
         with input_faults(f"{path}: not a tokenizer that can be read (", ")"):
-            _check_kind(name, contents[name], vocab_size)
+            if name.endswith(".model"):
+                if not content.startswith(b"\n"):  # the pieces, field 1 of the protocol buffer
+                    raise ValueError("it does not begin with the pieces of SentencePiece")
+                continue
+            text = content.decode("utf-8-sig")
+            if "\0" in text:
+                raise ValueError("it is no text")
+            if name == "merges.txt":
+                merges_of(text)
+            if name.endswith(".json"):
+                values = parse_json(text)
+                if name == "tiktoken.json":
+                    plain.as_list(values, "the text")
+                elif plain.as_object(values, "the text") is values and name in WITH_IDS:
+                    _check_ids(values, name, vocab_size)
     return contents
-
-
-def _check_kind(name: str, content: bytes, vocab_size: int | None) -> None:
-    """Raises ValueError unless the contents are what a file of this name holds."""
-    if name.endswith(".model"):
-        if not content.startswith(b"\n"):  # the pieces, field 1 of the protocol buffer
-            raise ValueError("it does not begin with the pieces of SentencePiece")
-        return
-    text = content.decode("utf-8-sig")
-    if "\0" in text:
-        raise ValueError("it is no text")
-    if name == "merges.txt":
-        merges_of(text)
-    if not name.endswith(".json"):
-        return
-    values = parse_json(text)
-    if name == "tiktoken.json":
-        plain.as_list(values, "the text")
-    elif plain.as_object(values, "the text") is values and name in WITH_IDS:
-        _check_ids(values, name, vocab_size)
 
 
 def in_folder(folder: Path) -> tuple[Path, ...]:

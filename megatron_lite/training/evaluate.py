@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.messages import told_if_slow
 from megatron_lite.training.batches import masked_mean, sample_order
 from megatron_lite.training.iteration_line import Evaluation
 from megatron_lite.training.step import TrainingError
@@ -45,7 +46,7 @@ def log_loss(trainer: Trainer, name: str) -> str | None:
 
     work = f"evaluating the {name} loss over {training.eval_iters} global batches"
     log.detail(f"{work} (--eval-iters)")
-    with log.slow(work):
+    with told_if_slow(work, log.line):
         result = mean_loss(trainer, dataset, where=where, stops=stops)
     if isinstance(result, str):
         log.line(f"the {name} loss is left unfinished: {result}")

@@ -21,13 +21,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.units import ByteUnit
-from megatron_lite.parallel.messages import told_if_slow
 from megatron_lite.training.iteration_line import (
     Evaluation,
     Interval,
@@ -96,7 +95,9 @@ class RunLog:
         from megatron_lite.training import log_files
 
         if log is not None:
-            self._add("log", log_files.log_file, log, run)
+            flag = "--save" if run.checkpoint.save is not None else "--tensorboard-dir"
+            flag = flag if config.log_file is None else "--log-file"
+            self._add("log", log_files.AppendedFile, log, f"{flag}: the log file {log}")
         if skipped is not None and os.path.exists(skipped):
             self._add("skipped", log_files.metrics_file, skipped, start.iteration, "--save")
         if config.metrics_jsonl is not None:
@@ -171,10 +172,6 @@ class RunLog:
         """
         self._show(text if self._config.log_style == "megatron" else short)
         self.to_file(text)
-
-    def slow(self, what: str) -> AbstractContextManager[None]:
-        """Returns a context that tells of work that takes more than a few seconds."""
-        return told_if_slow(what, self.line)
 
     def iteration(self, record: IterationRecord) -> None:
         """Writes one iteration's figures to the files.

@@ -57,7 +57,7 @@ class AppendedFile:
     Raises InputError if the file cannot be opened, or if it is a checkpoint's.
     """
 
-    def __init__(self, path: str, *, name: str) -> None:
+    def __init__(self, path: str, name: str) -> None:
         self.name = name
         with _opening(Path(path), name):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -94,13 +94,6 @@ class AppendedFile:
         os.close(self._descriptor)
 
 
-def log_file(path: str, config: RunConfig) -> AppendedFile:
-    """Opens the log file."""
-    flag = "--save" if config.checkpoint.save is not None else "--tensorboard-dir"
-    flag = flag if config.logging.log_file is None else "--log-file"
-    return AppendedFile(path, name=f"{flag}: the log file {path}")
-
-
 def metrics_file(path: str, iteration: int, flag: str = "--metrics-jsonl") -> AppendedFile:
     """Opens a file with one JSON object a line.
 
@@ -124,7 +117,7 @@ def metrics_file(path: str, iteration: int, flag: str = "--metrics-jsonl") -> Ap
                 shutil.copyfile(path, temporary)
             with written_beside(path, name=temporary):
                 Path(temporary).write_text(kept)
-    return AppendedFile(path, name=name)
+    return AppendedFile(path, name)
 
 
 def _iteration_of(line: str) -> float:

@@ -21,7 +21,7 @@ from megatron_lite.data.datasets import Datasets
 from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.messages import told_by_rank_0
+from megatron_lite.parallel.messages import told_by_rank_0, told_if_slow
 from megatron_lite.parallel.state import ParallelState, set_timeout
 from megatron_lite.parallel.torch_internals import compiler_settings
 from megatron_lite.supervision.exits import Exits
@@ -174,7 +174,8 @@ class Trainer:
         while iteration < self.num_iterations:
             batch_size = self.batches.at(self.progress.consumed_samples)
             is_first = self._num_steps == 0
-            with log.slow("the first step of this start") if is_first else nullcontext():
+            told = told_if_slow("the first step of this start", log.line) if is_first else None
+            with told or nullcontext():
                 self._started.append(self._start_step())
             if is_first and (kernels := next(iter(self.model)).decoder.context.kernels) is not None:
                 log.line(
@@ -434,7 +435,7 @@ class Trainer:
         self.exits.pulse.at(f"iteration {iteration} (saving)", limited=False)
         log.line(f"saving checkpoint at iteration {iteration:7d} to {self.config.checkpoint.save}")
         began = time.perf_counter()
-        with log.slow("saving the checkpoint"):
+        with told_if_slow("saving the checkpoint", log.line):
             snapshot = take_snapshot(
                 self.config,
                 self.parallel,
