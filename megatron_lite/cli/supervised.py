@@ -31,7 +31,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, allocator_settings
 from megatron_lite.parallel.messages import print_fault
 from megatron_lite.parallel.state import ParallelState, choose_device
-from megatron_lite.supervision.exits import Exits, StoppedEarly
+from megatron_lite.supervision.exits import Exits, StoppedEarly, Verdict, stopped_by
 from megatron_lite.training.out_of_memory import memory_bytes
 from megatron_lite.training.step import TrainingError
 from megatron_lite.training.summary import arguments_table, ranks_line, short_settings
@@ -135,8 +135,6 @@ def supervised(
             except Exception as error:
                 status = _status_after(error, exits, watch, parallel.rank, program)
         except (StoppedEarly, KeyboardInterrupt) as stopped:
-            from megatron_lite.supervision.verdict import Verdict, stopped_by
-
             own = stopped_by(signal.SIGINT, parallel.rank)
             if isinstance(stopped, StoppedEarly):
                 text = f"{stopped}: nothing was trained, nothing is saved"

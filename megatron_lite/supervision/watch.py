@@ -38,8 +38,7 @@ from megatron_lite.config.plain import parse_json
 from megatron_lite.parallel.signals import die_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import default_store
-from megatron_lite.supervision.exits import START_UP, Pulse
-from megatron_lite.supervision.verdict import LEFT, Trouble, Verdict, judge
+from megatron_lite.supervision.exits import LEFT, START_UP, Pulse, Trouble, Verdict, judge
 
 BEAT_S = 0.5
 SILENT_S = 2.5  # a rank without a new beat for this long counts as gone or stopped

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from megatron_lite.supervision.verdict import LEFT, Trouble, Verdict, judge
+from megatron_lite.supervision.exits import LEFT, Trouble, Verdict, judge
 
 MOVES = {1: "5 3 iteration 2", 2: "7 4 iteration 3"}  # BEATS MOVES WHERE
 OWN = "6 4 iteration 3"
