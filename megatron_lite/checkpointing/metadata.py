@@ -19,14 +19,14 @@ A start goes on from a step of an earlier one, and leaves the later steps of tha
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_lite.checkpointing.shards import FIELDS, SavedLayout
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
     METADATA,
@@ -43,11 +43,64 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import checksum_of
 from megatron_lite.optim.loss_scale import LossScaleState, MeanLossState
 from megatron_lite.optim.lr_schedule import LrSchedule
+from megatron_lite.parallel.parameter_spec import ParameterSpec
 
 AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
 MOST_UPDATES = 10**9 - 1
 LONGEST_LINE = 400
 PARTS = ("optimizer", "rng")
+MOST_DIMS = 8
+MOST_ELEMENTS = 2**48
+MOST_BLOCKS = 64
+FIELDS = ("global_shape", "tp_dim", "tp_blocks", "padded_length")
+
+
+class SavedLayout(NamedTuple):
+    """The layout of a saved parameter over tensor-parallel (TP) ranks.
+
+    spec: of which the fields FIELDS count.
+    pp_rank: the pipeline rank whose files hold the parameter.
+    """
+
+    spec: ParameterSpec
+    pp_rank: int = 0
+
+    @classmethod
+    def from_plain(cls, values: object, name: str, *, pp_rank: int, tp_size: int) -> SavedLayout:
+        """Reads the FIELDS of the named parameter.
+
+        pp_rank: the pipeline rank whose file contains them.
+        tp_size: the number of TP ranks over which the parameter was split.
+        Raises ValueError on a split that no run has.
+        """
+        where = f"parameter {plain.quoted(name)}"
+        layout = cls(plain.from_plain(ParameterSpec, values, where), pp_rank)
+        try:
+            layout._check_split(tp_size)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        return layout
+
+    def _check_split(self, tp_size: int) -> None:
+        shape, dim, blocks = self.spec.global_shape, self.spec.tp_dim, self.spec.tp_blocks
+        padded = self.spec.padded_length
+        is_large = len(shape) > MOST_DIMS or math.prod(shape) > MOST_ELEMENTS
+        if is_large or min(shape, default=0) < 0:
+            raise ValueError(
+                f"global_shape must have at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements "
+                f"(got {plain.quoted(shape)})"
+            )
+        plain.as_whole(blocks, "tp_blocks", 1, MOST_BLOCKS)
+        if dim is None and (blocks, padded) != (1, None):
+            raise ValueError(
+                f"without a tp_dim there is one block and no padded_length (got {blocks}, {padded})"
+            )
+        if dim is not None:
+            length = shape[plain.as_whole(dim, "tp_dim", 0, len(shape) - 1)]
+            if padded is not None:
+                plain.as_whole(padded, "padded_length", length, MOST_ELEMENTS)
+                plain.as_whole(blocks, "tp_blocks with a padded_length", 1, 1)
+        self.spec.local_shape(tp_size)  # its ValueError is about a split that is not even
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,82 +3,24 @@
 A step that was saved at one TP size can be read at another.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_lite.checkpointing.metadata import Metadata, SavedLayout
 from megatron_lite.checkpointing.step_files import shard_file
-from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input, regular_path
 from megatron_lite.data.durable_files import sync
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 
-if TYPE_CHECKING:
-    from megatron_lite.checkpointing.metadata import Metadata
-
-MOST_DIMS = 8
-MOST_ELEMENTS = 2**48
-MOST_BLOCKS = 64
-FIELDS = ("global_shape", "tp_dim", "tp_blocks", "padded_length")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-class SavedLayout(NamedTuple):
-    """The layout of a saved parameter over tensor-parallel (TP) ranks.
-
-    spec: of which the fields FIELDS count.
-    pp_rank: the pipeline rank whose files hold the parameter.
-    """
-
-    spec: ParameterSpec
-    pp_rank: int = 0
-
-    @classmethod
-    def from_plain(cls, values: object, name: str, *, pp_rank: int, tp_size: int) -> SavedLayout:
-        """Reads the FIELDS of the named parameter.
-
-        pp_rank: the pipeline rank whose file contains them.
-        tp_size: the number of TP ranks over which the parameter was split.
-        Raises ValueError on a split that no run has.
-        """
-        where = f"parameter {plain.quoted(name)}"
-        layout = cls(plain.from_plain(ParameterSpec, values, where), pp_rank)
-        try:
-            layout._check_split(tp_size)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        return layout
-
-    def _check_split(self, tp_size: int) -> None:
-        shape, dim, blocks = self.spec.global_shape, self.spec.tp_dim, self.spec.tp_blocks
-        padded = self.spec.padded_length
-        is_large = len(shape) > MOST_DIMS or math.prod(shape) > MOST_ELEMENTS
-        if is_large or min(shape, default=0) < 0:
-            raise ValueError(
-                f"global_shape must have at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements "
-                f"(got {plain.quoted(shape)})"
-            )
-        plain.as_whole(blocks, "tp_blocks", 1, MOST_BLOCKS)
-        if dim is None and (blocks, padded) != (1, None):
-            raise ValueError(
-                f"without a tp_dim there is one block and no padded_length (got {blocks}, {padded})"
-            )
-        if dim is not None:
-            length = shape[plain.as_whole(dim, "tp_dim", 0, len(shape) - 1)]
-            if padded is not None:
-                plain.as_whole(padded, "padded_length", length, MOST_ELEMENTS)
-                plain.as_whole(blocks, "tp_blocks with a padded_length", 1, 1)
-        self.spec.local_shape(tp_size)  # its ValueError is about a split that is not even
 
 
 def open_tensors(path: Path) -> Any:

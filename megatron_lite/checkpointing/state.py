@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron_lite.checkpointing.metadata import AXES, Metadata, Progress, read_config
-from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, kind_of
+from megatron_lite.checkpointing.metadata import AXES, Metadata, Progress, SavedLayout, read_config
+from megatron_lite.checkpointing.shards import ShardReader, kind_of
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.checkpointing.step_files import (
     CONFIG,

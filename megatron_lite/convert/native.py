@@ -12,8 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, Metadata, read_config, row_of
-from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, kind_of, write_tensors
+from megatron_lite.checkpointing.metadata import (
+    MANIFEST,
+    Manifest,
+    Metadata,
+    SavedLayout,
+    read_config,
+    row_of,
+)
+from megatron_lite.checkpointing.shards import ShardReader, kind_of, write_tensors
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import (
     CONFIG,

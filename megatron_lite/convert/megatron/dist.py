@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 
-from megatron_lite.checkpointing.shards import MOST_DIMS, MOST_ELEMENTS
+from megatron_lite.checkpointing.metadata import MOST_DIMS, MOST_ELEMENTS
 from megatron_lite.checkpointing.start import DIST_METADATA
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted, input_size, read_input

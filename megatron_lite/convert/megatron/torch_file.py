@@ -25,7 +25,7 @@ from typing import IO, Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.shards import MOST_DIMS
+from megatron_lite.checkpointing.metadata import MOST_DIMS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted, open_input
 
