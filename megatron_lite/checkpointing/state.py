@@ -101,7 +101,26 @@ def load_checkpoint(
             f"{step} holds no random-number streams (it was converted): they start from --seed"
         )
     elif not options.no_load_rng:
-        notices += _load_rng(step, metadata, parallel)
+        then, now = (
+            (one.tp_size, one.cp_size, one.pp_size, one.dp_size) for one in (metadata, parallel)
+        )
+        if then != now:
+            before, here = ("TP {} x CP {} x PP {} x DP {}".format(*sizes) for sizes in (then, now))
+            notices.append(
+                f"the checkpoint was saved on {before}, this run has {here}: random-number streams "
+                "(dropout) start from --seed"
+            )
+            return notices
+        path = step / rng_file(parallel.rank)
+        try:
+            parallel.rng.restore(RngSnapshot(DEFAULT, load_file(regular_path(path))))
+        except OSError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"{path}: cannot be read ({error}): add --no-load-rng to start the streams from "
+                "--seed"
+            ) from error
     return notices
 
 
@@ -156,28 +175,6 @@ def _load_optimizer(
         optimizer.loss_scale.restore(metadata.loss_scale)
     if optimizer.spikes:
         optimizer.spikes.restore(metadata.mean_loss)
-
-
-def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[str]:
-    then, now = (
-        (one.tp_size, one.cp_size, one.pp_size, one.dp_size) for one in (metadata, parallel)
-    )
-    if then != now:
-        before, here = ("TP {} x CP {} x PP {} x DP {}".format(*sizes) for sizes in (then, now))
-        return [
-            f"the checkpoint was saved on {before}, this run has {here}: random-number streams "
-            "(dropout) start from --seed"
-        ]
-    path = step / rng_file(parallel.rank)
-    try:
-        parallel.rng.restore(RngSnapshot(DEFAULT, load_file(regular_path(path))))
-    except OSError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"{path}: cannot be read ({error}): add --no-load-rng to start the streams from --seed"
-        ) from error
-    return []
 
 
 def check_same_model(ours: RunConfig, saved: RunConfig, where: Path) -> None:

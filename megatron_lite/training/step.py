@@ -158,14 +158,12 @@ class MicroBatchLoss(NamedTuple):
     mask_factors: [m], for micro-batches with a loss mask: the factor on the gradients of each one's
         sum of masked losses. The sum itself has no factor. None: no factor on the gradients either.
     scale: the 0-d factor on all gradients. None leaves them as they are.
-    in_one_pass: whether forward computes the gradients of the head.
     dtype: that of the token losses.
     """
 
     factor: float
     mask_factors: Tensor | None = None
     scale: Tensor | None = None
-    in_one_pass: bool = False
     dtype: torch.dtype = torch.float32
 
     def of(self, losses: Tensor, mask: Tensor | None, number: int) -> Tensor:
@@ -311,7 +309,6 @@ class StageRunner:
             factor=loss_factor,
             mask_factors=None if mask_factors is None else mask_factors.to(dtype),
             scale=loss_scale,
-            in_one_pass=self._loss_in_one_pass,
             dtype=dtype,
         )
         whole = frozenset() if self.links is None else self._whole(count)
@@ -409,7 +406,7 @@ class StageRunner:
                 del labels, mask  # they would live on while the stage runs
                 return chunk(inputs, None, documents, plan=plan)
             gradient = None
-            if step_loss.in_one_pass:
+            if self._loss_in_one_pass and self.model.training:
                 gradient = step_loss.gradient(labels, mask, number)
             losses = chunk(inputs, labels, documents, gradient, plan)
             return step_loss.of(losses, mask, number)
