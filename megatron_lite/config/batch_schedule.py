@@ -101,11 +101,6 @@ class BatchSchedule:
         """All sizes that an iteration may have, in increasing order."""
         return tuple(sorted({size for _, size in self.steps}))
 
-    @property
-    def largest(self) -> int:
-        """The largest size that an iteration may have. Steps may end with a smaller one."""
-        return self.sizes[-1]
-
     def at(self, consumed_samples: int) -> int:
         """Returns the batch size of the iteration that starts after `consumed_samples`."""
         return self.steps[bisect.bisect_right(self.steps, (consumed_samples, ENDLESS)) - 1][1]

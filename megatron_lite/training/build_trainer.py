@@ -193,12 +193,11 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim | None) -> T
         )
         if start is not None:
             config, schedule, followed = follow_schedule(config, schedule, start, parallel)
-    most = batches.num_microbatches(batches.largest)
     if not (training.allow_predicted_out_of_memory or config.compiles_layers):
-        check_fits(config, parallel, most)
+        check_fits(config, parallel, in_step=True)
     rules = document_rules(config)
     evaluated = training.eval_iters * (training.eval_global_batch_size or batches.full)
-    with told_where_memory_runs_out(config, parallel, most, lambda: "while the run was built"):
+    with told_where_memory_runs_out(config, parallel, lambda: "while the run was built"):
         with told_by_rank_0("reading the data and building its sample index", parallel.rank):
             datasets = build_datasets(
                 config.data,
@@ -254,7 +253,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim | None) -> T
             kernels,
             accumulation,
             *attention,
-            *_predicted_peak(config, parallel, most),
+            *_predicted_peak(config, parallel),
             *notices(
                 config,
                 "log",
@@ -351,9 +350,7 @@ def _add_what_flags_ask_for(trainer: Trainer) -> None:
         trainer.slow_ranks = SlowRanks(config.logging, parallel)
 
 
-def _predicted_peak(
-    config: RunConfig, parallel: ParallelState, num_microbatches: int
-) -> tuple[str, ...]:
+def _predicted_peak(config: RunConfig, parallel: ParallelState) -> tuple[str, ...]:
     """Returns the lines about the predicted peak; none for compiled layers, whose kept bytes are
     not known."""
     if config.compiles_layers or parallel.rank:
@@ -362,7 +359,7 @@ def _predicted_peak(
         config,
         device=parallel.device.type,
         dp_cp_size=parallel.dp_cp_size,
-        num_microbatches=num_microbatches,
+        num_microbatches=config.training.most_microbatches(parallel.dp_size),
     )
     return (
         f"predicted peak of a step: {size(peak.num_bytes)} on pipeline rank {peak.rank} "

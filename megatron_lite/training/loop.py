@@ -130,7 +130,6 @@ class Trainer:
                 told = told_where_memory_runs_out(
                     self.config,
                     self.parallel,
-                    self.batches.num_microbatches(self.batches.largest),
                     lambda: f"in {exits.pulse.where} on rank {self.parallel.rank}",
                 )
                 with told, patched:
@@ -306,8 +305,7 @@ class Trainer:
         if self._num_steps == 1 or not measures_peak(config, self.parallel.device):
             yield look
             return
-        most = self.batches.num_microbatches(self.batches.largest)
-        own = own_step_peak(config, self.parallel, most)
+        own = own_step_peak(config, self.parallel)
         with peak_of_step(self.model, self.optimizer, self.parallel, own) as found:
             yield look
         (self.peak,) = found

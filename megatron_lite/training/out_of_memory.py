@@ -51,20 +51,18 @@ CGROUP_LIMITS = (
 )
 
 
-def check_fits(
-    config: RunConfig, parallel: ParallelState, num_microbatches: int | None = None
-) -> None:
+def check_fits(config: RunConfig, parallel: ParallelState, *, in_step: bool = False) -> None:
     """Raises InputError if the ranks of a host, or of a GPU, surely need more memory than it has.
 
     The other ranks raise PeerError. On a CPU this all-gathers the needs, because the ranks of a
     host share its memory. Only the certain part of a peak counts, so that a run that fits is never
     refused.
-    num_microbatches: those of a step. None: only the weights, gradients and optimizer state count,
-        which are known before anything else.
+    in_step: whether the peak of a step counts. Otherwise only the weights, gradients and optimizer
+        state do, which are known before anything else.
     """
     device = parallel.device
-    if num_microbatches is not None:
-        peak = own_step_peak(config, parallel, num_microbatches)
+    if in_step:
+        peak = own_step_peak(config, parallel)
 
         def advice(there: int) -> str:
             return (
@@ -212,19 +210,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def told_where_memory_runs_out(
-    config: RunConfig, parallel: ParallelState, num_microbatches: int, when: Callable[[], str]
+    config: RunConfig, parallel: ParallelState, when: Callable[[], str]
 ) -> Iterator[None]:
     """Turns a failed allocation into an InputError that says what the run needs and what fits.
 
-    num_microbatches: those of a step. when: returns the time, such as "in iteration 3".
+    when: returns the time, such as "in iteration 3".
     """
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        peak = own_step_peak(config, parallel, num_microbatches)
-        when_and_why = f"{when()} ({first_line(error)})"
+        peak, when_and_why = own_step_peak(config, parallel), f"{when()} ({first_line(error)})"
         raise InputError(advice(config, peak, parallel, when=when_and_why)) from error
 
 

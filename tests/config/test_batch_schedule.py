@@ -108,7 +108,6 @@ def test_a_schedule_in_steps_is_that_of_a_loop_over_samples(
     while after + size_at[after] <= samples:
         within, after = within + 1, after + size_at[after]
     assert schedule.iterations_within(samples, consumed=consumed) == within
-    assert schedule.largest == max(size for _, size in schedule.steps)
 
 
 def test_the_steps_of_nvidias_175b_example():
