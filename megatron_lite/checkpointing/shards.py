@@ -19,6 +19,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input, regular_path
 from megatron_lite.data.durable_files import sync
 from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.parallel.state import ParallelState
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -65,18 +66,11 @@ class ShardReader:
         return {key.removeprefix(start) for key in keys if key.startswith(start)}
 
     def read(
-        self,
-        key: str,
-        wanted: ParameterSpec,
-        *,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        ep_rank: int = 0,
-        ep_size: int = 1,
+        self, key: str, wanted: ParameterSpec, parallel: ParallelState | None = None
     ) -> Tensor:
         """Returns this rank's shard of the global tensor `key`, on the CPU, with zero padding.
 
-        ep_rank, ep_size: which experts it holds, for a parameter of experts.
+        parallel: None for the whole tensor.
 
         Raises InputError if a file does not hold the tensor as the metadata describes it, or if the
         metadata describes another split than this model's.
@@ -88,7 +82,11 @@ class ShardReader:
                 f"{self._step}: {key} has global shape, tp_dim and tp_blocks {theirs}, this "
                 f"model has {ours}"
             )
-        dtype = self.dtype_of(key)
+        dtype, tp_rank, tp_size, ep_rank, ep_size = self.dtype_of(key), 0, 1, 0, 1
+        if parallel is not None:
+            own_place = parallel.holding(wanted)
+            tp_rank, tp_size = own_place.tp_rank, own_place.tp_size
+            ep_rank, ep_size = own_place.ep_rank, own_place.ep_size
         dim, shape = wanted.tp_dim, wanted.local_shape(tp_size, ep_size)
         experts: tuple[slice, ...] = ()  # they are dim 0, and their channels are split
         if wanted.of_experts:

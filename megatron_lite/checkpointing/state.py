@@ -147,17 +147,11 @@ def load_weights(
         raise InputError(f"{step}: {who} parameter {name}")
     reader = ShardReader(step, metadata)
     for name, parameter in held.items():
-        spec = spec_of(parameter)
-        values = reader.read(name, spec, **_ranks(parallel, spec))
+        values = reader.read(name, spec_of(parameter), parallel)
         if optimizer is None or not isinstance(parameter, nn.Parameter):
             parameter.copy_(values)
         else:
             optimizer.set_weight(name, values)
-
-
-def _ranks(parallel: ParallelState, spec: ParameterSpec) -> dict[str, int]:
-    place = parallel.holding(spec)
-    return {name: getattr(place, name) for name in ("tp_rank", "tp_size", "ep_rank", "ep_size")}
 
 
 def _load_optimizer(
@@ -168,8 +162,7 @@ def _load_optimizer(
     for name, parameter in model.named_parameters():
         spec = spec_of(parameter)
         keys = [*optimizer.state_names(name), *({"master"} & reader.states(name))]
-        ranks = _ranks(parallel, spec)
-        states[name] = {key: reader.read(f"{name}/{key}", spec, **ranks) for key in keys}
+        states[name] = {key: reader.read(f"{name}/{key}", spec, parallel) for key in keys}
     optimizer.load(states, num_updates=metadata.num_updates)
     if optimizer.loss_scale:
         optimizer.loss_scale.restore(metadata.loss_scale)
