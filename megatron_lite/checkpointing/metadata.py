@@ -311,20 +311,6 @@ class Manifest:
                     "checkpoint is damaged"
                 )
 
-    def check_contents(self, step: Path, rank: int, size: int) -> None:
-        """Reads the files that one of `size` ranks checks; all ranks have about as many bytes.
-
-        Raises InputError if one does not hold what was written.
-        """
-        # The files, the largest first, go to the ranks in turn.
-        largest_first = sorted(self.files.items(), key=lambda one: (-one[1].bytes, one[0]))
-        for name, row in largest_first[rank::size]:
-            if row_of(step / name) != row:
-                raise InputError(
-                    f"{step / name}: its checksum is not the one in {MANIFEST}: the checkpoint "
-                    "is damaged"
-                )
-
 
 def is_complete(step: Path) -> bool:
     """Returns whether every file of the step exists and has its full size."""

@@ -22,7 +22,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, Metadata, Progress, read_config
+from megatron_lite.checkpointing.metadata import (
+    MANIFEST,
+    Manifest,
+    Metadata,
+    Progress,
+    read_config,
+    row_of,
+)
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
     LATEST,
@@ -278,7 +285,14 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
         if f"iter_{manifest.iteration:07d}" != step.stem:
             return f"{step}: the manifest is that of iteration {manifest.iteration}"
         manifest.check_sizes(step)
-        manifest.check_contents(step, rank, size)
+        # The files, the largest first, go to the ranks in turn: all read about as many bytes.
+        largest_first = sorted(manifest.files.items(), key=lambda one: (-one[1].bytes, one[0]))
+        for name, row in largest_first[rank::size]:
+            if row_of(step / name) != row:
+                return (
+                    f"{step / name}: its checksum is not the one in {MANIFEST}: the checkpoint is "
+                    "damaged"
+                )
         metadata = Metadata.read(step)
         if metadata.progress.iteration != manifest.iteration:
             return (

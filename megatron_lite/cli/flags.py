@@ -201,34 +201,20 @@ def _parsed(namespace: argparse.Namespace, notices: list[str]) -> ParsedArgument
     for name, source in sources.items():
         said = f"{flag(name)} {source}"
         stored = _values_of(flag(name), source, given, notices)
-    config = _run_of(given, stored, said, notices)
-    # A flag that turns its field off stores False. The notices ask only for fields that are set.
-    set_fields = [name for name, value in given.items() if value is not False]
-    notices += notices_of(config, "settings", given=set_fields)
-    prints = "".join(name for name in PRINTING if getattr(general, name))
-    return ParsedArguments(config, prints, dry_run, tuple(notices), general.local_rank)
-
-
-def _run_of(given: Mapping[str, Any], stored: Values, said: str, notices: list[str]) -> RunConfig:
-    """Returns the run of the given fields, and of a stored run or model for all other fields.
-
-    If a rule refuses a stored choice beside the flags, such as a stored --recompute-granularity
-    beside a given --recompute-policy, the choice is left out, with a notice.
-
-    said: the flag and the file that supply the stored values, for notices.
-    """
-    fields = run_fields()
-    values = {**stored, **given}
+    # The given fields, and those of a stored run or model for all others.
+    fields, values, config = run_fields(), {**stored, **given}, None
     missing = [flag(name) for name, one in fields.items() if one.is_required and name not in values]
     if missing:
         raise ValueError(
             f"missing {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} as "
             "flags, or a whole run with --config-json FILE"
         )
-    while True:
+    while config is None:
         try:
-            return build_run(values)
+            config = build_run(values)
         except ContradictionError as error:
+            # If a rule refuses a stored choice beside the flags, such as a stored
+            # --recompute-granularity beside a given --recompute-policy, the choice is left out.
             stored_ones = [
                 name
                 for name in error.fields
@@ -239,6 +225,11 @@ def _run_of(given: Mapping[str, Any], stored: Values, said: str, notices: list[s
                 raise
             del values[stored_ones[0]]
             notices.append(f"{said} gives {flag_of(stored_ones[0])}, which the flags replace")
+    # A flag that turns its field off stores False. The notices ask only for fields that are set.
+    set_fields = [name for name, value in given.items() if value is not False]
+    notices += notices_of(config, "settings", given=set_fields)
+    prints = "".join(name for name in PRINTING if getattr(general, name))
+    return ParsedArguments(config, prints, dry_run, tuple(notices), general.local_rank)
 
 
 def _values_of(name: str, source: str, given: Mapping[str, Any], notices: list[str]) -> Values:

@@ -15,11 +15,9 @@ from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.notices import notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, whole_model
-from megatron_lite.config.units import size
 from megatron_lite.context_parallel.attention_kernels import KERNELS
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.memory.predict.pipeline_memory import stage_plan
-from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
@@ -31,7 +29,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatches, document_rules, sample_order
 from megatron_lite.training.loop import Trainer
-from megatron_lite.training.out_of_memory import above_limit, check_fits, told_where_memory_runs_out
+from megatron_lite.training.out_of_memory import check_fits, peak_lines, told_where_memory_runs_out
 from megatron_lite.training.step import StageRunner, train_step
 from megatron_lite.training.summary import here
 
@@ -253,7 +251,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim | None) -> T
             kernels,
             accumulation,
             *attention,
-            *_predicted_peak(config, parallel),
+            *peak_lines(config, parallel),
             *notices(
                 config,
                 "log",
@@ -348,24 +346,6 @@ def _add_what_flags_ask_for(trainer: Trainer) -> None:
         from megatron_lite.supervision.slow_rank import SlowRanks
 
         trainer.slow_ranks = SlowRanks(config.logging, parallel)
-
-
-def _predicted_peak(config: RunConfig, parallel: ParallelState) -> tuple[str, ...]:
-    """Returns the lines about the predicted peak; none for compiled layers, whose kept bytes are
-    not known."""
-    if config.compiles_layers or parallel.rank:
-        return ()
-    peak = fullest_step_peak(
-        config,
-        device=parallel.device.type,
-        dp_cp_size=parallel.dp_cp_size,
-        num_microbatches=config.training.most_microbatches(parallel.dp_size),
-    )
-    return (
-        f"predicted peak of a step: {size(peak.num_bytes)} on pipeline rank {peak.rank} "
-        f"({peak.moment})",
-        *above_limit(config, peak.num_bytes, parallel.device),
-    )
 
 
 def _check_batches(

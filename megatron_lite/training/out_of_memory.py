@@ -24,7 +24,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import size
 from megatron_lite.memory.predict.states import rank_parameter_count
-from megatron_lite.memory.predict.step_peak import StepPeak
+from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak
 from megatron_lite.parallel.compiled import first_line
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.observe import own_states, own_step_peak
@@ -189,16 +189,29 @@ def memory_limited(config: RunConfig, device: torch.device) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def above_limit(config: RunConfig, peak_bytes: int, device: torch.device) -> tuple[str, ...]:
-    """Returns a line if the predicted peak of a step is above --memory-limit, else nothing."""
-    limit = config.training.memory_limit_bytes
-    if limit is None or peak_bytes <= limit:
-        return ()
-    more = f"; on a CPU it leaves {size(LIBRARIES)} on top for libraries"
-    return (
-        f"--memory-limit {config.training.memory_limit} is less than the predicted peak, so an "
-        "allocation may fail" + (more if device.type == "cpu" else ""),
+def peak_lines(config: RunConfig, parallel: ParallelState) -> list[str]:
+    """Returns the log's lines about the predicted peak of a step, and whether it is above
+    --memory-limit; none for compiled layers, whose kept bytes are not known."""
+    if config.compiles_layers or parallel.rank:
+        return []
+    device, limit = parallel.device.type, config.training.memory_limit_bytes
+    peak = fullest_step_peak(
+        config,
+        device=device,
+        dp_cp_size=parallel.dp_cp_size,
+        num_microbatches=config.training.most_microbatches(parallel.dp_size),
     )
+    lines = [
+        f"predicted peak of a step: {size(peak.num_bytes)} on pipeline rank {peak.rank} "
+        f"({peak.moment})"
+    ]
+    if limit is not None and peak.num_bytes > limit:
+        more = f"; on a CPU it leaves {size(LIBRARIES)} on top for libraries"
+        lines.append(
+            f"--memory-limit {config.training.memory_limit} is less than the predicted peak, so an "
+            f"allocation may fail{more if device == 'cpu' else ''}"
+        )
+    return lines
 
 
 def is_out_of_memory(error: BaseException) -> bool:
