@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config import plain
-from megatron_lite.config.checks import InputError, chosen, flag, input_faults
+from megatron_lite.config.checks import InputError, flag, input_faults
 from megatron_lite.config.data_settings import (
     READ_FILES,
     SENTENCEPIECE_TYPES,
@@ -80,8 +80,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
     Raises InputError if its files are missing or cannot be read, or its library is missing.
     """
-    # The config has checked that the fields which a type needs are given.
-    return chosen("--tokenizer-type", str(config.tokenizer_type), TOKENIZERS)(config)
+    # The config has checked the type, and that the fields which it needs are given.
+    return TOKENIZERS[str(config.tokenizer_type)](config)
 
 
 def resolve_vocabulary(config: TokenizerConfig) -> TokenizerConfig:
