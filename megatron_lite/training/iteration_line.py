@@ -1,13 +1,6 @@
 """The record of an iteration, the facts of the run that its figures use, and its line in the log.
 
-Megatron's line has Megatron's fields in its order, and ours after them. The short row is a row of a
-table that fits the terminal:
-
-    iteration     loss   ms/step   tokens/s      norm        lr       ETA   kept pred./measured
-       10/100   4.9146     325.4      6,295      2.79  5.78e-04   0:00:29     14.332/14.332 MiB
-
-The row also has the samples so far, and MFU if the peak is known. `tokens/s` are those of all
-ranks, and `norm` is the gradient norm before clipping. A narrow terminal gets the first columns.
+The line has Megatron's fields in its order, and ours after them.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.units import GIB, MIB, plural
+from megatron_lite.config.units import GIB, MIB
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
 from megatron_lite.recompute.schedule import plan_model
@@ -205,49 +198,6 @@ def iteration_line(interval: Interval, facts: RunFacts, *, throughput: bool) -> 
     start = f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}"
     texts = (f" | {name}: {value}" for name, value in fields.items() if value is not None)
     return f"{start}/{facts.num_iterations:8d}{''.join(texts)} |"
-
-
-def short_row(
-    interval: Interval, facts: RunFacts, memory: str, *, columns: int, heading: str, is_first: bool
-) -> str:
-    """Returns the row of these iterations, of at most `columns` columns.
-
-    A line after it counts skipped updates, if there were any.
-    memory, heading: the text of the column of memory, and its heading.
-    is_first: whether the heading of all columns comes before the row.
-    """
-    last, share = interval.last, interval.utilization.get("MFU")
-    names = row = ""
-    for name, width, value in (
-        (
-            "iteration",
-            max(9, 2 * len(str(facts.num_iterations)) + 1),
-            f"{last.iteration}/{facts.num_iterations}",
-        ),
-        ("loss", 9, f"{interval.loss:.4f}"),
-        ("ms/step", 10, f"{interval.ms:,.1f}"),
-        ("tokens/s", 11, f"{interval.tokens_per_second:,.0f}"),
-        ("MFU", 7, None if share is None else f"{share:.1f}%"),
-        ("norm", 10, f"{last.grad_norm:.3g}"),
-        ("lr", 10, f"{last.learning_rate:.2e}"),
-        ("ETA", 10, interval.eta),
-        (heading, 22, memory),
-        ("samples", 12, str(last.consumed_samples)),
-    ):
-        if value is None:
-            continue
-        width = max(width, len(value) + 2) if names else width
-        if len(names) + width > columns:
-            break
-        names, row = names + f"{name:>{width}}", row + f"{value:>{width}}"
-    if is_first:
-        row = f"{names}\n{row}"
-    if interval.skipped or interval.nan:
-        row += (
-            f"\n  {plural(interval.skipped, 'skipped update')}, "
-            f"{plural(interval.nan, 'loss', 'losses')} not finite since the last row"
-        )
-    return row
 
 
 def peak_gib(device: torch.device) -> float:

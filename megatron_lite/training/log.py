@@ -6,6 +6,14 @@
     settings         those that are not the default       the table of all arguments
     other lines      the same in both
 
+The short row is a row of a table that fits the terminal:
+
+    iteration     loss   ms/step   tokens/s      norm        lr       ETA   kept pred./measured
+       10/100   4.9146     325.4      6,295      2.79  5.78e-04   0:00:29     14.332/14.332 MiB
+
+The row also has the samples so far, and MFU if the peak is known. `tokens/s` are those of all
+ranks, and `norm` is the gradient norm before clipping. A narrow terminal gets the first columns.
+
 Under --log-style megatron the terminal gets what the log file gets. Only rank 0 writes: the log of
 any other rank has no file and no terminal, so no caller needs to check its rank. A part of the log
 that can no longer be written gives one warning in the others, and the run goes on.
@@ -26,7 +34,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.units import ByteUnit
+from megatron_lite.config.units import ByteUnit, plural
 from megatron_lite.training.iteration_line import (
     Evaluation,
     Interval,
@@ -35,7 +43,6 @@ from megatron_lite.training.iteration_line import (
     iteration_line,
     peak_rate,
     run_facts,
-    short_row,
 )
 from megatron_lite.training.observe import measures_peak
 from megatron_lite.training.summary import (
@@ -198,23 +205,51 @@ class RunLog:
             if config.log_style == "megatron" or "log" in self._parts:
                 self.detail(iteration_line(interval, facts, throughput=config.log_throughput))
             if config.log_style != "megatron":
-                kept = record.activation_bytes_predicted, record.activation_bytes_measured
-                predicted, measured, *_ = (
-                    self._trainer.peak or (None, None) if self._shows_peak else kept
-                )
-                if self._memory == "-" and predicted is not None and measured is not None:
-                    unit = ByteUnit.of(max(predicted, measured))
-                    self._memory = f"{unit.number(predicted)}/{unit.number(measured)} {unit.name}"
-                row = short_row(
-                    interval,
-                    facts,
-                    self._memory,
-                    columns=self._terminal.columns,
-                    heading=f"{'peak' if self._shows_peak else 'kept'} pred./measured",
-                    is_first=self._num_rows % HEADING_EVERY == 0,
-                )
-                self._num_rows += 1
-                self._terminal.line(row)
+                self._terminal.line(self._row(interval, self._terminal.columns))
+
+    def _row(self, interval: Interval, columns: int) -> str:
+        """Returns the row of these iterations, of at most `columns` columns.
+
+        The headings of all columns come before every 25th row. A line after the row counts skipped
+        updates, if there were any.
+        """
+        last, share = interval.last, interval.utilization.get("MFU")
+        end, what = self._facts.num_iterations, "kept"
+        both = last.activation_bytes_predicted, last.activation_bytes_measured
+        if self._shows_peak:
+            what, both = "peak", (self._trainer.peak or (None, None))[:2]
+        predicted, measured = both
+        if self._memory == "-" and predicted is not None and measured is not None:
+            unit = ByteUnit.of(max(predicted, measured))
+            self._memory = f"{unit.number(predicted)}/{unit.number(measured)} {unit.name}"
+        names = row = ""
+        for name, width, value in (
+            ("iteration", max(9, 2 * len(str(end)) + 1), f"{last.iteration}/{end}"),
+            ("loss", 9, f"{interval.loss:.4f}"),
+            ("ms/step", 10, f"{interval.ms:,.1f}"),
+            ("tokens/s", 11, f"{interval.tokens_per_second:,.0f}"),
+            ("MFU", 7, None if share is None else f"{share:.1f}%"),
+            ("norm", 10, f"{last.grad_norm:.3g}"),
+            ("lr", 10, f"{last.learning_rate:.2e}"),
+            ("ETA", 10, interval.eta),
+            (f"{what} pred./measured", 22, self._memory),
+            ("samples", 12, str(last.consumed_samples)),
+        ):
+            if value is None:
+                continue
+            width = max(width, len(value) + 2) if names else width
+            if len(names) + width > columns:
+                break
+            names, row = names + f"{name:>{width}}", row + f"{value:>{width}}"
+        if self._num_rows % HEADING_EVERY == 0:
+            row = f"{names}\n{row}"
+        self._num_rows += 1
+        if interval.skipped or interval.nan:
+            row += (
+                f"\n  {plural(interval.skipped, 'skipped update')}, "
+                f"{plural(interval.nan, 'loss', 'losses')} not finite since the last row"
+            )
+        return row
 
     def summary(self, *, finished: bool) -> None:
         """Prints the lines at the end of the run. Writes the predictions beside the metrics.
