@@ -208,25 +208,13 @@ def steps_to_delete(
     ]
 
 
-class Claim(NamedTuple):
-    """This run's hold on the directory of --save.
-
-    token: identifies this start in the names of its temporary files; the same on every rank.
-    directory: None on ranks other than 0.
-    """
-
-    token: str
-    directory: SaveDirectory | None
-
-    def release(self) -> None:
-        """Releases the lock, so that another run can take the directory."""
-        if self.directory:
-            self.directory.lock.release()
-
-
-def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim:
+def claim_directory(
+    options: CheckpointConfig, parallel: ParallelState
+) -> tuple[str, SaveDirectory | None]:
     """Takes the lock on the directory of --save. Every rank must call this.
 
+    Returns the token of this start, which its temporary files have in their names on every rank,
+    and the directory; None on ranks other than 0.
     Call it before any other work and before a step in the directory is chosen. Raises InputError if
     the directory cannot be written, if another run uses it, or if it holds checkpoints of another
     run. In the last case the checkpoints of both runs would mix.
@@ -256,7 +244,7 @@ def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim
         return directory
 
     directory = parallel.together(f"--save {root} cannot be written", take)
-    return Claim(from_rank_0(lambda: directory and directory.lock.token, parallel), directory)
+    return from_rank_0(lambda: directory and directory.lock.token, parallel), directory
 
 
 def check_no_checkpoint(path: Path, what: str) -> None:

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from megatron_lite.checkpointing.directory import Claim
+from megatron_lite.checkpointing.directory import SaveDirectory
 from megatron_lite.checkpointing.metadata import MANIFEST, FileRow, Manifest, row_of
 from megatron_lite.checkpointing.shards import write_tensors
 from megatron_lite.checkpointing.state import Snapshot
@@ -59,17 +59,22 @@ class SaveFailed(InputError):
 class Saver:
     """Saves the steps of one run, which went on from iteration `started_at`.
 
+    token, directory: of `claim_directory`.
     say: logs a line.
     Use it as a context manager. At the end of the block it waits for a save under way and releases
     the directory.
     """
 
     def __init__(
-        self, options: CheckpointConfig, parallel: ParallelState, claim: Claim, *, started_at: int
+        self,
+        options: CheckpointConfig,
+        parallel: ParallelState,
+        token: str,
+        directory: SaveDirectory | None,
     ) -> None:
-        self._options, self._parallel, self._claim = options, parallel, claim
-        self._directory, self._root = claim.directory, Path(options.save or "")
-        self._started_at, self._own = started_at, set[int]()
+        self._options, self._parallel, self._token = options, parallel, token
+        self._directory, self._root = directory, Path(options.save or "")
+        self.started_at, self._own = 0, set[int]()
         self._threads = (
             ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
         )
@@ -149,7 +154,12 @@ class Saver:
         finally:
             if self._threads:
                 self._threads.shutdown()
-            self._claim.release()
+            self.release()
+
+    def release(self) -> None:
+        """Releases the directory, so that another run can take it."""
+        if self._directory:
+            self._directory.lock.release()
 
     def _finish(self, iteration: int, written: Callable[[], list[str]]) -> None:
         """Logs a save once it is durable or has failed."""
@@ -183,7 +193,7 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> list[str]:
         iteration, directory = snapshot.iteration, self._directory
-        temporary = self._root / f"iter_{iteration:07d}.tmp-{self._claim.token}"
+        temporary = self._root / f"iter_{iteration:07d}.tmp-{self._token}"
         rows: dict[str, FileRow] = {}
 
         def make_folder() -> None:
@@ -200,14 +210,14 @@ class Saver:
             """
             if not directory:
                 return []
-            manifest = Manifest(iteration, rows, directory.lock.holder.start, self._started_at)
+            manifest = Manifest(iteration, rows, directory.lock.holder.start, self.started_at)
             write_synced(temporary / MANIFEST, manifest.to_json().encode())
             # The names of all files must be on the disk before the step gets its own name.
             sync(temporary)
             notices = directory.publish(
                 temporary,
                 iteration,
-                leads_here=lambda step: step <= self._started_at or step in self._own,
+                leads_here=lambda step: step <= self.started_at or step in self._own,
             )
             self._own.add(iteration)
             try:

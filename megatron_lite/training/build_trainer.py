@@ -34,7 +34,7 @@ from megatron_lite.training.step import StageRunner, train_step
 from megatron_lite.training.summary import here
 
 if TYPE_CHECKING:
-    from megatron_lite.checkpointing.directory import Claim
+    from megatron_lite.checkpointing.saver import Saver
     from megatron_lite.checkpointing.start import Start
 
 PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -150,22 +150,23 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
     divide, and faults in the data files, the checkpoint or the directories.
     """
     check_fits(config, parallel)
-    claim = None
+    saver = None
     if config.checkpoint.save is not None:
         from megatron_lite.checkpointing.directory import claim_directory
+        from megatron_lite.checkpointing.saver import Saver
 
-        claim = claim_directory(config.checkpoint, parallel)
+        saver = Saver(config.checkpoint, parallel, *claim_directory(config.checkpoint, parallel))
     try:
-        return _build(config, parallel, claim)
+        return _build(config, parallel, saver)
     except BaseException:
-        if claim is not None:
-            claim.release()
+        if saver is not None:
+            saver.release()
         raise
 
 
-def _build(config: RunConfig, parallel: ParallelState, claim: Claim | None) -> Trainer:
+def _build(config: RunConfig, parallel: ParallelState, saver: Saver | None) -> Trainer:
     training, start, done = config.training, None, Progress()
-    saver, tokenizer, attention, followed = None, dict[str, bytes](), list[str](), list[str]()
+    tokenizer, attention, followed = dict[str, bytes](), list[str](), list[str]()
     if training.deterministic_mode:
         from megatron_lite.training.deterministic import use_deterministic_algorithms
 
@@ -219,10 +220,8 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim | None) -> T
                 attention = deterministic.use_asked_attention_(model, config, parallel)
             if training.deterministic_mode:
                 attention += deterministic.cost_of_determinism(model, config, parallel)
-    if claim is not None:
-        from megatron_lite.checkpointing.saver import Saver
-
-        saver = Saver(config.checkpoint, parallel, claim, started_at=done.iteration)
+    if saver is not None:
+        saver.started_at = done.iteration
         if parallel.rank == 0:
             from megatron_lite.data.tokenizer_files import contents_of, files_of
 

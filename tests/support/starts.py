@@ -6,7 +6,7 @@ Each start has one rank, in the test's own process.
 import json
 from contextlib import contextmanager
 
-from megatron_lite.checkpointing.directory import Claim, SaveDirectory
+from megatron_lite.checkpointing.directory import SaveDirectory
 from megatron_lite.checkpointing.lock import DirectoryLock, Holder
 from megatron_lite.checkpointing.metadata import Manifest
 from megatron_lite.checkpointing.saver import Saver
@@ -52,11 +52,9 @@ class Saved:
             step = newest_good_step(root, there, step_fault, fallback=True).step
             began = Manifest.read(step).iteration
         writer = Saver(
-            CheckpointConfig(save=str(root), **options),
-            self._parallel,
-            Claim(holder.token, directory),
-            started_at=began,
+            CheckpointConfig(save=str(root), **options), self._parallel, holder.token, directory
         )
+        writer.started_at = began
         for iteration in iterations:
             writer.write(self.at(iteration))
         directory.lock.release()
