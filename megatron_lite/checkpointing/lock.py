@@ -127,7 +127,6 @@ class DirectoryLock:
         starts = (Manifest.read_or_empty(path).start for path in root.glob("iter_*"))
         self.holder = replace(holder, start=max(starts, default=0) + 1)
         self._path = root / LOCK
-        self.is_kept_by_system = True  # False: this file system knows no locks
         self._file = self._take()
 
     @property
@@ -172,8 +171,9 @@ class DirectoryLock:
         while True:
             own, before = (os.open(path, FLAGS, 0o666) for path in (temporary, self._path))
             try:
-                self._try_lock(own)
-                free = self._try_lock(before)
+                taken = [try_lock(one) for one in (own, before)]
+                self.is_kept_by_system = None not in taken  # else this file system knows no locks
+                free = taken[1] is not False
                 # A lock on a file that is no longer lock.json is worth nothing: another process has
                 # just replaced it, and the next round tries again.
                 if not free or os.path.samestat(os.fstat(before), self._path.stat()):
@@ -210,11 +210,6 @@ class DirectoryLock:
         for path in self._path.parent.glob(f"{LOCK}.*.tmp"):
             path.unlink(missing_ok=True)
         return own
-
-    def _try_lock(self, descriptor: int) -> bool:
-        taken = try_lock(descriptor)
-        self.is_kept_by_system &= taken is not None
-        return taken is not False
 
 
 def try_lock(descriptor: int) -> bool | None:

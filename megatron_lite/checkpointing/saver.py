@@ -78,7 +78,7 @@ class Saver:
         self._threads = (
             ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
         )
-        self._under_way: tuple[int, Future[list[str]]] | None = None
+        self._under_way: Future[list[str]] | None = None
         self.failure: SaveFailed | None = None  # of the last save; None if it is durable
         self.say = lambda line: None
 
@@ -106,9 +106,9 @@ class Saver:
         self.wait()
         write = partial(self.write, snapshot)
         if self._threads:
-            self._under_way = snapshot.iteration, self._threads.submit(write)
+            self._under_way = self._threads.submit(write)
         else:
-            self._finish(snapshot.iteration, write)
+            self._finish(write)
 
     def poll(self) -> None:
         """Logs the save under way if every rank is done or any has failed.
@@ -116,10 +116,10 @@ class Saver:
         Every rank must call this after every iteration. It issues one all-reduce of one number
         between CPUs while a save is under way, and no collective otherwise.
         """
-        if not self._under_way:
+        write = self._under_way
+        if not write:
             return
         # The minimum over ranks is -1 if any has failed, else 0 if any still writes.
-        write = self._under_way[1]
         state = torch.tensor(float(write.done() and (-1 if write.exception() else 1)))
         if all_reduce_(state, self._parallel.world_group, dist.ReduceOp.MIN).item():
             self.wait()
@@ -128,8 +128,8 @@ class Saver:
         """Returns once no save is under way. Raises InputError on every rank if the lock was
         lost."""
         if self._under_way:
-            (iteration, future), self._under_way = self._under_way, None
-            self._finish(iteration, future.result)
+            write, self._under_way = self._under_way, None
+            self._finish(write.result)
 
     def check(self) -> None:
         """Raises InputError on every rank if the last save has failed."""
@@ -161,23 +161,18 @@ class Saver:
         if self._directory:
             self._directory.lock.release()
 
-    def _finish(self, iteration: int, written: Callable[[], list[str]]) -> None:
+    def _finish(self, written: Callable[[], list[str]]) -> None:
         """Logs a save once it is durable or has failed."""
         try:
-            notices = written()
+            lines, self.failure = written(), None
         except SaveFailed as failure:
             self.failure = failure
-            self.say(f"warning: {failure}. The run goes on, and its next save is tried as usual")
-            return
-        self.failure = None
-        self.say(
-            f"  successfully saved checkpoint from iteration {iteration:7d} to {self._options.save}"
-        )
-        for notice in notices:
-            self.say(notice)
+            lines = [f"warning: {failure}. The run goes on, and its next save is tried as usual"]
+        for line in lines:
+            self.say(line)
 
     def write(self, snapshot: Snapshot) -> list[str]:
-        """Returns notices for the log, once the step is durable and the pointer names it.
+        """Returns lines for the log, once the step is durable and the pointer names it.
 
         Every rank must call this. If any rank could not write, all ranks try again, and in the end
         raise SaveFailed. If the lock was lost, every rank raises InputError. The earlier steps stay
@@ -233,7 +228,9 @@ class Saver:
             self._everywhere(snapshot, make_folder)
             for own in self._everywhere(snapshot, lambda: _write_files(temporary, snapshot)):
                 rows |= {name: FileRow(**row) for name, row in own.items()}
-            return self._everywhere(snapshot, publish)[0]
+            notices, *_ = self._everywhere(snapshot, publish)
+            done = f"  successfully saved checkpoint from iteration {iteration:7d} to"
+            return [f"{done} {self._options.save}", *notices]
         except BaseException:
             if directory:
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -39,7 +39,7 @@ class Profiler:
         on_cuda, mine = parallel.device.type == "cuda", own.of_rank(parallel.rank)
         self._is_due = own.profile and mine and (own.use_pytorch_profiler or on_cuda)
         self._keeps_history = own.record_memory_history and mine and on_cuda
-        self._recording: ExitStack | None = None
+        self._recording = ExitStack()
         self._mark: Callable[[str], AbstractContextManager[object]] = not_timed
         if self._keeps_history:
             record_memory_history(max_entries=MOST_ALLOCATIONS)
@@ -49,7 +49,7 @@ class Profiler:
         """Records the block if this iteration, counted from 1, is one to profile."""
         config = self._config.profiling
         if self._is_due and config.profile_step_start < iteration <= config.profile_step_end:
-            self._is_due, self._recording = False, ExitStack()
+            self._is_due = False
             if config.use_pytorch_profiler:
                 recorded = torch.profiler.profile(
                     on_trace_ready=self._write,
@@ -82,9 +82,7 @@ class Profiler:
     def close(self) -> None:
         """Ends a recording that still runs, and writes it."""
         self._mark = not_timed
-        if self._recording is not None:
-            self._recording.close()
-            self._recording = None
+        self._recording.close()
 
     def _write(self, recorded: torch.profiler.profile) -> None:
         folder = self._config.logging.tensorboard_dir or self._config.checkpoint.save or "."
