@@ -5,6 +5,7 @@ A step that was saved at one TP size can be read at another.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 
 
 def open_tensors(path: Path) -> Any:
-    """Opens a safetensors file. Raises SafetensorError if it is none, and as `open_input` does."""
+    """Opens a safetensors file. Raises InputError if it is none, and as `open_input` does."""
     open_input(path).close()  # its errors say more than those of the library
-    return safe_open(regular_path(path), framework="pt")
+    with naming(path):
+        return safe_open(regular_path(path), framework="pt")
 
 
 def write_tensors(
@@ -57,7 +59,7 @@ class ShardReader:
     def __init__(self, step: Path, metadata: Metadata) -> None:
         self._step, self._parameters = step, metadata.parameters
         self._saved_tp_size = metadata.tp_size
-        self._files: dict[Path, Any] = {}
+        self._file = cache(open_tensors)
 
     def states(self, name: str) -> set[str]:
         """Returns STATE for each key NAME/STATE of a parameter in the file of TP rank 0."""
@@ -153,12 +155,6 @@ class ShardReader:
         with naming(path, key):
             file = self._file(path)
             return file.get_slice(key)[index] if index else file.get_tensor(key)
-
-    def _file(self, path: Path) -> Any:
-        if path not in self._files:
-            with naming(path):
-                self._files[path] = open_tensors(path)
-        return self._files[path]
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -74,6 +75,12 @@ def microbatch_indices(
 SampleOrder = Callable[[int, int, int, int, int], Sequence[int]]
 
 
+def permuted(epoch: int, length: int) -> np.ndarray:
+    """Returns the order of the samples in an epoch, of 32 bits each where these suffice."""
+    permutation = torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).numpy()
+    return permutation.astype(np.int32) if length <= np.iinfo(np.int32).max else permutation
+
+
 class CyclicOrder:
     """The cyclic order of `num_samples` samples.
 
@@ -84,8 +91,7 @@ class CyclicOrder:
 
     def __init__(self, num_samples: int, *, sharded: bool) -> None:
         self._num_samples, self._sharded = num_samples, sharded
-        self._key: tuple[int, int] | None = None
-        self._permutation = np.empty(0, np.int32)
+        self._permuted = lru_cache(maxsize=1)(permuted)
 
     def __call__(
         self,
@@ -123,16 +129,6 @@ class CyclicOrder:
         # Megatron permutes all whole micro-batches here, although an epoch reads whole steps.
         permuted = self._permuted(epoch, self._num_samples // micro_batch_size * micro_batch_size)
         return permuted[place + dp_rank : place + step : dp_size].tolist()
-
-    def _permuted(self, epoch: int, length: int) -> np.ndarray:
-        if self._key != (epoch, length):
-            generator = torch.Generator()
-            generator.manual_seed(epoch)
-            permutation = torch.randperm(length, generator=generator).numpy()
-            narrow = length <= np.iinfo(np.int32).max
-            self._permutation = permutation.astype(np.int32) if narrow else permutation
-            self._key = (epoch, length)
-        return self._permutation
 
 
 def sample_order(data: DataConfig, num_samples: int) -> SampleOrder:
