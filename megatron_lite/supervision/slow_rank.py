@@ -170,12 +170,30 @@ def replica_fault(model: nn.Module, optimizer: Optimizer, parallel: ParallelStat
     Waits for the device.
     """
     optimizer.finish()
-    held = _held(model, optimizer, parallel)
-    hashes = [quick_hash(tensor).to(parallel.device) for _, tensor, *_ in held]
+    # All ranks compare in the order of the keys, whatever tensors they hold.
+    compared: dict[tuple[int, ...], tuple[ProcessGroup, list[str], list[Tensor]]] = {}
+    for name, tensor, spec, is_share in _held(model, optimizer, parallel):
+        # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those that
+        # are not split, and the first and the last stage of a tied weight.
+        of_data = parallel.holding(spec)
+        is_whole = spec.tp_dim is None and not spec.of_experts
+        groups = {
+            (0, is_share, of_data is not parallel): (
+                of_data.replica_group if is_share else of_data.dp_cp_group
+            ),
+            (1,): parallel.tp_group if is_whole else None,
+            (2,): parallel.embedding_group if spec.tied else None,
+        }
+        own_hash = quick_hash(tensor).to(parallel.device)
+        for key, group in groups.items():
+            if group is not None:
+                _, names, hashes = compared.setdefault(key, (group, [], []))
+                names.append(name)
+                hashes.append(own_hash)
     odd = {
-        held[numbers[place]][0]: None
-        for numbers, group in _groups(held, parallel)
-        for place in odd_ones_out(torch.stack([hashes[one] for one in numbers]), group)
+        names[place]: None
+        for _, (group, names, hashes) in sorted(compared.items())
+        for place in odd_ones_out(torch.stack(hashes), group)
     }
     text = "".join([*odd][:1])
     if len(odd) > 1:
@@ -198,27 +216,3 @@ def _held(model: nn.Module, optimizer: Optimizer, parallel: ParallelState) -> li
             for key, value in states.items()
         ]
     return held
-
-
-def _groups(
-    held: Sequence[_HeldTensor], parallel: ParallelState
-) -> list[tuple[list[int], ProcessGroup]]:
-    """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
-    found: dict[tuple[int, ...], tuple[ProcessGroup, list[int]]] = {}
-    for number, (_, _, spec, is_share) in enumerate(held):
-        # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those that
-        # are not split, and the first and the last stage of a tied weight.
-        of_data = parallel.holding(spec)
-        is_whole = spec.tp_dim is None and not spec.of_experts
-        # All ranks compare in the order of the keys, whatever tensors they hold.
-        groups = {
-            (0, is_share, of_data is not parallel): (
-                of_data.replica_group if is_share else of_data.dp_cp_group
-            ),
-            (1,): parallel.tp_group if is_whole else None,
-            (2,): parallel.embedding_group if spec.tied else None,
-        }
-        for key, group in groups.items():
-            if group is not None:
-                found.setdefault(key, (group, []))[1].append(number)
-    return [(numbers, group) for _, (group, numbers) in sorted(found.items())]
