@@ -226,7 +226,7 @@ def check_relations(configs: Sequence[Any]) -> None:
     is left to the caller with all of them."""
     values = {name: value for config in configs for name, value in vars(config).items()}
     for config in configs:
-        for one in _related(config.__class__):
+        for one in settings_of(config.__class__).values():
             name, default, value = one.field, one.default, values[one.field]
             for other in (one.upto, *one.multiple_of.split()):
                 number = values.get(other)
@@ -250,13 +250,3 @@ def check_relations(configs: Sequence[Any]) -> None:
                     raise ContradictionError(
                         f"{said}. Leave one of them out", f"{name} {alternative}"
                     )
-
-
-@cache
-def _related(config_class: Any) -> list[Setting]:
-    """Returns the facts about the fields with a rule about other fields."""
-    return [
-        one
-        for one in settings_of(config_class).values()
-        if one.upto or one.multiple_of or one.needs or one.excludes
-    ]

@@ -97,7 +97,14 @@ def hf_source(path: Path) -> WeightSource:
     family = mapped.family
     with input_faults(f"{path / CONFIG}: "):
         model = ModelConfig(**mapped.exact_fields(path / CONFIG))
-    held = _tensors_in(path, family)
+    found: dict[str, TensorInFile] = {}
+    for file in _weight_files(path):
+        with naming(file):
+            opened = open_tensors(file)
+            for name in opened.keys():  # noqa: SIM118, no mapping
+                found[name] = TensorInFile(file, opened.get_slice(name))
+    has_base = any(name.startswith(f"{FAMILIES[family]['base']}.") for name in found)
+    held = {known_name(family, name, has_base=has_base): one for name, one in found.items()}
     check_layers(model.num_layers, len(held), path / CONFIG)
     specs = parameter_specs(model, mapped.vocab_size)
     rows = {name: row_of(family, name, model) for name in specs}
@@ -131,18 +138,6 @@ def hf_source(path: Path) -> WeightSource:
         token_ids=mapped.token_ids,
         notes=mapped.notes,
     )
-
-
-def _tensors_in(folder: Path, family: str) -> dict[str, TensorInFile]:
-    """Returns the tensors of all files, by the names under which they are known here."""
-    found: dict[str, TensorInFile] = {}
-    for file in _weight_files(folder):
-        with naming(file):
-            opened = open_tensors(file)
-            for name in opened.keys():  # noqa: SIM118, no mapping
-                found[name] = TensorInFile(file, opened.get_slice(name))
-    has_base = any(name.startswith(f"{FAMILIES[family]['base']}.") for name in found)
-    return {known_name(family, name, has_base=has_base): one for name, one in found.items()}
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -98,7 +98,21 @@ def write_native(
     progress = source.progress
     step_name = step_directory(path, progress.iteration).name
     with input_faults("--to megatron-lite: "):
-        config = _config(source, path.absolute() / step_name, tp_size, pp_size)
+        config = RunConfig(  # of a run that could have saved the weights
+            model=source.model,
+            training=TrainingConfig(
+                micro_batch_size=1,
+                bf16=source.dtype == torch.bfloat16,
+                fp16=source.dtype == torch.float16,
+            ),
+            data=DataConfig(seq_length=source.model.max_position_embeddings),
+            tokenizer=config_of(
+                source.tokenizer, path.absolute() / step_name, source.true_vocab_size
+            ),
+            parallel=ParallelConfig(
+                tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
+            ),
+        )
     shards = shards_of(source)
     kinds = ("model", *["optimizer"] * bool(source.state_keys))
     metadata = Metadata(
@@ -135,20 +149,3 @@ def write_native(
         manifest = Manifest(progress.iteration, {one.name: row_of(one) for one in step.iterdir()})
         (step / MANIFEST).write_text(manifest.to_json())
         (folder / LATEST).write_text(str(progress.iteration))
-
-
-def _config(source: WeightSource, step: Path, tp_size: int, pp_size: int) -> RunConfig:
-    """Returns the configuration of a run that could have saved the weights in `step`."""
-    return RunConfig(
-        model=source.model,
-        training=TrainingConfig(
-            micro_batch_size=1,
-            bf16=source.dtype == torch.bfloat16,
-            fp16=source.dtype == torch.float16,
-        ),
-        data=DataConfig(seq_length=source.model.max_position_embeddings),
-        tokenizer=config_of(source.tokenizer, step, source.true_vocab_size),
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
-        ),
-    )

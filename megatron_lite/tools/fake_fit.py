@@ -218,7 +218,15 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
         except InputError:
             raise
         except Exception as error:  # what a model needs beyond a batch of its usual kind
-            raise _unable(model, given.seq_length, error) from error
+            length = given.seq_length
+            most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            why = ", because its forward decides by values" * isinstance(error, NeedsValues)
+            if length > (most or length):
+                why = f", perhaps because it has {most} positions and --seq-length is {length}"
+            raise InputError(
+                f"{type(model).__name__} cannot run on fake tensors{why} ({_reason(error)}): "
+                f"{INSTEAD}"
+            ) from error
         made = [f"{name} {tuple(one.shape)}" for name, one in batch.items()]
         measured.notes.append(f"batch: {', '.join(made)}")
         if values.assumes:
@@ -242,17 +250,6 @@ def _tried(
         model.config.get_text_config().use_cache = model.config.use_cache = False
         step.run(gauge(lambda: 0))
     return step.sharing
-
-
-def _unable(model: Any, length: int, error: Exception) -> InputError:
-    """Returns the error of a model that does not run."""
-    why = ", because its forward decides by values" * isinstance(error, NeedsValues)
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", length) or length
-    if length > most:
-        why = f", perhaps because it has {most} positions and --seq-length is {length}"
-    return InputError(
-        f"{type(model).__name__} cannot run on fake tensors{why} ({_reason(error)}): {INSTEAD}"
-    )
 
 
 def _reason(error: Exception) -> str:

@@ -11,7 +11,7 @@ output. The exit status is 0 if a plan fits, and 1 if one fits only in a part of
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -131,7 +131,6 @@ class PlanSettings(Settings):
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
-    """Returns the parser of the command line."""
     parser = Parser(
         prog=program,
         description=(
@@ -169,7 +168,15 @@ def _plan(args: Namespace, notes: list[str]) -> int:
     problem, budget = _problem(own, flags, notes)
     tokens = round(own.train_tokens) if own.train_tokens else None
     training = Training(tokens, own.price_per_gpu_hour)
-    verdicts = [*_verdicts(problem, budget, own.gpus)]
+    verdicts: list[FitVerdict] = []
+    if not own.gpus:
+        with told_on_terminal("searching the fewest GPUs that are enough, of 1, 2, 4, ..."):
+            verdicts.append(smallest_machine(problem, budget))
+    for place, count in enumerate(own.gpus, start=1):
+        with told_on_terminal(
+            f"searching the plans for {count} GPUs (number {place} of {len(own.gpus)})"
+        ):
+            verdicts.append(verdict(problem, count, budget))
     plain: Values = {
         "machine": problem.hardware.name,
         "verdicts": [plain_verdict(one, problem.hardware, training) for one in verdicts],
@@ -191,32 +198,29 @@ def _plan(args: Namespace, notes: list[str]) -> int:
                 f"searching the fewest GPUs that are enough, of more than {tried}"
             ):
                 found = fewest_ranks(problem, budget, above=tried)
-            count = found and found.num_ranks
-            more = f"It fits on {count} GPUs, the fewest of 2, 4, 8, ...: give --gpus {count}"
+            enough = found and found.num_ranks
+            more = f"It fits on {enough} GPUs, the fewest of 2, 4, 8, ...: give --gpus {enough}"
             print("", paragraph(more if found else MORE_DO_NOT_HELP), sep="\n")
     return min(EXIT_STATUS[one.word] for one in verdicts)
-
-
-def _verdicts(problem: Problem, budget: Budget, counts: Sequence[int]) -> Iterator[FitVerdict]:
-    if not counts:
-        with told_on_terminal("searching the fewest GPUs that are enough, of 1, 2, 4, ..."):
-            yield smallest_machine(problem, budget)
-        return
-    for place, count in enumerate(counts, start=1):
-        with told_on_terminal(
-            f"searching the plans for {count} GPUs (number {place} of {len(counts)})"
-        ):
-            yield verdict(problem, count, budget)
 
 
 def _problem(own: PlanSettings, flags: Values, notes: list[str]) -> tuple[Problem, Budget]:
     """Returns what to plan, and the memory of a rank. Adds the assumptions to the notes."""
     hardware = load_hardware(own.machine or own.gpu or "")
     memory = hardware.memory_bytes if own.memory_budget is None else own.memory_budget
-    values, found = _model_values(own)
-    notes += found
-    chosen = _chosen(flags, notes)
-    limit = chosen.get("memory_limit") or values.get("memory_limit")
+    values = stored_values(own.config_json) if own.config_json else {}
+    for name, source in (("--model", own.model), ("--hf-config", own.hf_config)):
+        if source:
+            values, model = model_of(name, source)
+            notes += [f"{source}: {note}" for note in model.notes]
+    notes += translate_values(flags, run_fields(), has_file=True)
+    for name in SEARCHED & flags.keys():
+        least = 0 if name == LOSS_CHUNK else 1  # 0: no chunks
+        if type(flags[name]) is int and flags[name] < least:
+            raise InputError(f"{flag_of(name)} must be at least {least} (got {flags[name]})")
+    if flags.get("recompute_policy") == AUTO:  # which is what the tool searches
+        del flags["recompute_policy"]
+    limit = flags.get("memory_limit") or values.get("memory_limit")
     reserve = default_reserve(memory)
     if limit is not None and own.memory_budget is None:
         with input_faults():
@@ -231,37 +235,9 @@ def _problem(own: PlanSettings, flags: Values, notes: list[str]) -> tuple[Proble
             "more --memory-budget or less --reserve, with a unit such as 40GiB"
         )
     problem = problem_of(
-        values, chosen, hardware, host_bytes=own.host_memory, notes=notes, num_ranks=own.gpus
+        values, flags, hardware, host_bytes=own.host_memory, notes=notes, num_ranks=own.gpus
     )
     return problem, Budget(memory, reserve)
-
-
-def _chosen(flags: Values, notes: list[str]) -> Values:
-    """Returns the settings of the flags by field.
-
-    Other values of Megatron are translated, with notes. The policy `auto` is what the tool
-    searches, so it fixes nothing.
-    """
-    chosen = dict(flags)
-    notes += translate_values(chosen, run_fields(), has_file=True)
-    for name in SEARCHED & chosen.keys():
-        least = 0 if name == LOSS_CHUNK else 1  # 0: no chunks
-        if type(chosen[name]) is int and chosen[name] < least:
-            raise InputError(f"{flag_of(name)} must be at least {least} (got {chosen[name]})")
-    if chosen.get("recompute_policy") == AUTO:
-        del chosen["recompute_policy"]
-    return chosen
-
-
-def _model_values(own: PlanSettings) -> tuple[Values, list[str]]:
-    """Returns the values of the model or run, and the notes about them."""
-    if own.config_json:
-        return stored_values(own.config_json), []
-    for name, source in (("--model", own.model), ("--hf-config", own.hf_config)):
-        if source:
-            values, model = model_of(name, source)
-            return values, [f"{source}: {note}" for note in model.notes]
-    return {}, []
 
 
 Stages = Sequence[Values]  # by pipeline rank: {"rank", "terms"}
