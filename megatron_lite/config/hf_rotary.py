@@ -52,7 +52,19 @@ class Rotary(NamedTuple):
             factor = _whole_number("factor", found.get("factor", 1))
             fields["rotary_seq_len_interpolation_factor"] = factor
         elif kind == "llama3":
-            self._read_llama3(found, config, fields)
+            there = {**found, LENGTH: _original_length(found, config)}
+            other = [
+                f"{key} {quoted(there.get(key))}" for key in LLAMA3 if there.get(key) != LLAMA3[key]
+            ]
+            if not other:
+                fields["use_rope_scaling"] = True
+                fields["rope_scaling_factor"] = Config(found).value("factor", float, 8.0)
+                return
+            rule = ", ".join(f"{key} {value:g}" for key, value in LLAMA3.items())
+            config.inexact.append(
+                f"rope_scaling 'llama3' with {', '.join(other)} is left out: --use-rope-scaling "
+                f"has the constants of Llama 3.1, {rule}"
+            )
         elif kind in ("yarn", "longrope"):
             self._read_stretched(Config(found), config, fields)
         elif kind not in RULES:
@@ -108,21 +120,6 @@ class Rotary(NamedTuple):
                 raise ValueError("layers with a window have a rotary embedding without a scaling")
             fields["rotary_base_local"] = _whole_number("rope_theta", local["rope_theta"])
         return found
-
-    def _read_llama3(self, found: Values, config: Config, fields: Values) -> None:
-        there = {**found, LENGTH: _original_length(found, config)}
-        other = [
-            f"{key} {quoted(there.get(key))}" for key in LLAMA3 if there.get(key) != LLAMA3[key]
-        ]
-        if other:
-            rule = ", ".join(f"{key} {value:g}" for key, value in LLAMA3.items())
-            config.inexact.append(
-                f"rope_scaling 'llama3' with {', '.join(other)} is left out: --use-rope-scaling "
-                f"has the constants of Llama 3.1, {rule}"
-            )
-            return
-        fields["use_rope_scaling"] = True
-        fields["rope_scaling_factor"] = Config(found).value("factor", float, 8.0)
 
     def _read_stretched(self, found: Config, config: Config, fields: Values) -> None:
         kind, length = found.get("rope_type"), _original_length(found.values, config)

@@ -54,12 +54,12 @@ def translate_others(given: Values, *, has_file: bool) -> Iterator[str]:
     """
     if given.pop("no_bf16", False) and given.setdefault("bf16", False):
         raise InputError("--no-bf16 contradicts --bf16: leave one out")
-    for step in (_tokens, _deepspeed, _dense_layers, _scales, _layer_list):
+    for step in (_tokens, _deepspeed, _mindspeed):
         yield from step(given)
-    yield from _cp_comm_type(given, has_file=has_file)
+    yield from _cp_comm_type(given, has_file)
     yield from _position_embedding(given)
     yield from _megatron_fsdp(given)
-    yield from _accounted_layers(given, has_file=has_file)
+    yield from _accounted_layers(given, has_file)
     if not has_file:
         yield from _context_parallel_attention(given)
 
@@ -134,28 +134,27 @@ def _tokens(given: Values) -> Iterator[str]:
         yield f"{flag(name)} {tokens} is read as {flag(field)} {given[field]}"
 
 
-def _dense_layers(given: Values) -> Iterator[str]:
-    """Replaces MindSpeed's number of dense first layers by the list of --moe-layer-freq."""
-    dense = given.pop("first_k_dense_replace", None)
-    layers, every = given.get("num_layers"), given.get("moe_layer_freq", 1)
-    if dense is None:
-        return
-    if layers is None:
-        raise InputError(
-            f"--first-k-dense-replace {dense} needs --num-layers: give it, or --moe-layer-freq "
-            f"[0]*{dense}+[1]*N"
-        )
-    if not isinstance(every, int):
-        raise InputError(f"--first-k-dense-replace {dense} excludes a list of --moe-layer-freq")
-    given["moe_layer_freq"] = tuple(
-        int(number >= dense and number % (every or 1) == 0) for number in range(layers)
-    )
-    yield f"--first-k-dense-replace {dense}: the first {dense} of {layers} layers have no experts"
-
-
-def _scales(given: Values) -> Iterator[str]:
-    """Replaces numbers of MindSpeed's models by the multipliers that they stand for."""
+def _mindspeed(given: Values) -> Iterator[str]:
+    """Replaces MindSpeed's number of dense first layers by the list of --moe-layer-freq, numbers of
+    its models by the multipliers that they stand for, and its list of the stages' layers by the
+    layout."""
+    dense, text = given.pop("first_k_dense_replace", None), given.pop("num_layer_list", None)
     hidden, layers = given.get("hidden_size", 0), given.get("num_layers", 0)
+    if dense is not None:
+        every = given.get("moe_layer_freq", 1)
+        if not layers:
+            raise InputError(
+                f"--first-k-dense-replace {dense} needs --num-layers: give it, or --moe-layer-freq "
+                f"[0]*{dense}+[1]*N"
+            )
+        if not isinstance(every, int):
+            raise InputError(f"--first-k-dense-replace {dense} excludes a list of --moe-layer-freq")
+        given["moe_layer_freq"] = tuple(
+            int(number >= dense and number % (every or 1) == 0) for number in range(layers)
+        )
+        yield (
+            f"--first-k-dense-replace {dense}: the first {dense} of {layers} layers have no experts"
+        )
     for name, field, size, scale in (
         ("input_embeds_norm", "embedding_multiplier", hidden, lambda _: math.sqrt(hidden)),
         ("query_pre_attn_scalar", "softmax_scale", 1, lambda number: 1 / math.sqrt(number)),
@@ -171,24 +170,19 @@ def _scales(given: Values) -> Iterator[str]:
             raise InputError(f"{flag(name)} needs --hidden-size and --num-layers: give them")
         given[field] = scale(value)
         yield f"{flag(name)} is read as {flag(field)} {given[field]}"
-
-
-def _layer_list(given: Values) -> Iterator[str]:
-    """Replaces MindSpeed's list of the stages' layers by the layout."""
-    if (text := given.pop("num_layer_list", None)) is None:
-        return
-    said = f"--num-layer-list {shown(text)}"
-    stages, layers = given.get("pipeline_model_parallel_size", 1), given.get("num_layers")
-    numbers = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
-    if len(numbers) != stages or sum(numbers) != layers or not all(numbers):
-        raise InputError(
-            f"{said} must have --pipeline-model-parallel-size {stages} numbers of at least 1 with "
-            f"the sum --num-layers {layers}"
-        )
-    if len({*numbers}) == 1:
-        yield f"{said}: all stages have as many layers, as they have anyway"
-    else:
-        yield _with_layout(given, said, numbers)
+    if text is not None:
+        said = f"--num-layer-list {shown(text)}"
+        stages = given.get("pipeline_model_parallel_size", 1)
+        numbers = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
+        if len(numbers) != stages or sum(numbers) != layers or not all(numbers):
+            raise InputError(
+                f"{said} must have --pipeline-model-parallel-size {stages} numbers of at least 1 "
+                f"with the sum --num-layers {given.get('num_layers')}"
+            )
+        if len({*numbers}) == 1:
+            yield f"{said}: all stages have as many layers, as they have anyway"
+        else:
+            yield _with_layout(given, said, numbers)
 
 
 def _with_layout(given: Values, said: str, numbers: Sequence[int]) -> str:
@@ -197,7 +191,7 @@ def _with_layout(given: Values, said: str, numbers: Sequence[int]) -> str:
     return f"{said}: --pipeline-model-parallel-layout '{given['pipeline_model_parallel_layout']}'"
 
 
-def _cp_comm_type(given: Values, *, has_file: bool) -> Iterator[str]:
+def _cp_comm_type(given: Values, has_file: bool) -> Iterator[str]:
     kinds = given.pop("cp_comm_type", [])
     others = settings_of(ParallelConfig)["cp_comm_type"].megatron
     alone = given.get("context_parallel_size", 1 + has_file) == 1  # no ranks exchange anything
@@ -260,7 +254,7 @@ def _megatron_fsdp(given: Values) -> Iterator[str]:
     yield f"{said} is read as {flag(field)}, which gives the same results"
 
 
-def _accounted_layers(given: Values, *, has_file: bool) -> Iterator[str]:
+def _accounted_layers(given: Values, has_file: bool) -> Iterator[str]:
     """Replaces the switches that count the embedding or the loss as a layer of the pipeline.
 
     The first, or the last, pipeline rank then has one layer less than the others. The command line
@@ -296,21 +290,20 @@ def _accounted_layers(given: Values, *, has_file: bool) -> Iterator[str]:
     yield _with_layout(given, said, numbers)
 
 
-def _context_parallel_attention(given: Values) -> list[str]:
+def _context_parallel_attention(given: Values) -> Iterator[str]:
     """Chooses unfused attention where context parallelism has no other for the run."""
     reason = no_flash_across_ranks(
         given.get("attention_dropout", ModelConfig.attention_dropout),
         bool(given.get("reset_attention_mask")),
     )
     is_free = given.get("attention_backend", "auto") == "auto"
-    size, is_a2a = given.get("context_parallel_size", 1), given.get("cp_comm_type") == "a2a"
-    if size == 1 or is_a2a or not is_free or reason is None:
-        return []
-    given["attention_backend"] = "unfused"
-    return [
-        f"--attention-backend auto is unfused: context-parallel ranks have no flash attention with "
-        f"{reason}, and unfused attention builds the scores"
-    ]
+    exchanges = given.get("context_parallel_size", 1) > 1 and given.get("cp_comm_type") != "a2a"
+    if reason and is_free and exchanges:
+        given["attention_backend"] = "unfused"
+        yield (
+            "--attention-backend auto is unfused: context-parallel ranks have no flash attention "
+            f"with {reason}, and unfused attention builds the scores"
+        )
 
 
 def without_launcher(words: Sequence[str]) -> tuple[list[str], str]:

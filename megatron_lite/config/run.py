@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import typing
 from dataclasses import dataclass, field, replace
 
 from megatron_lite.config.batch_schedule import BatchSchedule
@@ -73,10 +72,10 @@ class RunConfig:
         if seq_length % parallel.sequence_parts:
             # A context-parallel rank holds two spans of the sequence, one from each end: a causal
             # mask then gives all ranks equal work (parallel/sequence_spans.py).
-            sizes = f"2 x --context-parallel-size {parallel.context_parallel_size}"
+            cp_size = parallel.context_parallel_size
+            parts = [f"2 x --context-parallel-size {cp_size}"] * (cp_size > 1)
             shards = f"--tensor-model-parallel-size {tp_size} (--sequence-parallel)"
-            parts = [sizes] if parallel.context_parallel_size > 1 else []
-            parts += [shards] if parallel.sequence_parallel else []
+            parts += [shards] * parallel.sequence_parallel
             raise ValueError(
                 f"--seq-length {seq_length} is not divisible by {' x '.join(parts)} = "
                 f"{parallel.sequence_parts}: each rank holds an equal part of the sequence"
@@ -388,4 +387,4 @@ class RunConfig:
         """
         if len(text) > LARGEST_TEXT:
             raise ValueError(f"longer than {LARGEST_TEXT} characters, which no run is")
-        return typing.cast(RunConfig, from_plain(cls, parse_json(text), "run", RETIRED_FIELDS))
+        return from_plain(cls, parse_json(text), "run", RETIRED_FIELDS)

@@ -71,8 +71,7 @@ class WeightSource:
 
     def __post_init__(self) -> None:
         if not self.state_keys:
-            object.__setattr__(self, "progress", Progress())
-            object.__setattr__(self, "num_updates", 0)
+            vars(self).update(progress=Progress(), num_updates=0)
         for name, dtype in self.dtypes.items():
             if dtype not in FLOATS.values():
                 raise InputError(

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +16,31 @@ from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import Values, from_plain, parse_json
+from megatron_lite.config.setting import settings_of
 from megatron_lite.config.variants import LATENT, LatentSettings, RotarySettings, Variants
 from megatron_lite.convert.megatron.torch_file import Inert
 from megatron_lite.convert.target import complete_folder
 from megatron_lite.convert.weights import OUTPUT, WORDS, WeightSource
 
 SCALARS = (bool, int, float, str, type(None))
-MODEL_FIELDS = tuple(field.name for field in fields(ModelConfig))
-EXPERT_FIELDS = tuple(field.name for field in fields(ExpertSettings))
+MODEL_FIELDS = tuple(settings_of(ModelConfig))
+EXPERT_FIELDS = tuple(settings_of(ExpertSettings))
 # It changes how a layer is computed, not what: the converted model has this project's default.
 NOT_TAKEN = {"attention_backend"}
 # Fields that Megatron-LM has no argument for, or that are not converted, with the only value of
 # models that are.
 ONLY_HERE = {
     **{
-        field.name: field.default
+        name: one.default
         for kind in (LatentSettings, RotarySettings, Variants)
-        for field in fields(kind)
-        if field.name != "rotary_interleaved"
+        for name, one in settings_of(kind).items()
+        if name != "rotary_interleaved"
     },
     "rope_type": "rope",
     "moe_router_group_best": None,
 }
 # Of these Megatron-LM has arguments that count with multi-latent attention alone.
-OF_LATENTS = {
-    field.name for kind in (LatentSettings, RotarySettings) for field in fields(kind)
-} & ONLY_HERE.keys() - {
+OF_LATENTS = {*settings_of(LatentSettings), *settings_of(RotarySettings)} & ONLY_HERE.keys() - {
     *("latent_norm_epsilon", "rotary_base_local", "rope_attention_factor"),
     *("short_factor", "long_factor"),
 }
