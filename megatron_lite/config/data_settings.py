@@ -32,7 +32,6 @@ OF_ONE_FILE = "/".join(kind for kind, files in READ_FILES.items() if "tokenizer_
 # The tokens that every vocabulary of tiktoken has, in this order unless
 # --tokenizer-special-tokens names them.
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-ONE_SPLIT = "the same as --data-path for the {} split alone, without --split"
 OF_BPE, OF_TIKTOKEN = "tokenizer_type=GPT2BPETokenizer", "tokenizer_type=TikTokenizer"
 
 ONE_BY_ONE = "the splits are given one by one"
@@ -88,13 +87,25 @@ class DataConfig(Settings):
         why=ONE_SOURCE,
     )
     train_data_path: tuple[str, ...] = setting(
-        ONE_SPLIT.format("train"), (), nargs="*", excludes=OF_ALL_SPLITS, why=ONE_SOURCE
+        "the same as --data-path for the train split alone, without --split",
+        (),
+        nargs="*",
+        excludes=OF_ALL_SPLITS,
+        why=ONE_SOURCE,
     )
     valid_data_path: tuple[str, ...] = setting(
-        ONE_SPLIT.format("valid"), (), nargs="*", needs="train_data_path", why=ONE_BY_ONE
+        "the same as --data-path for the valid split alone, without --split",
+        (),
+        nargs="*",
+        needs="train_data_path",
+        why=ONE_BY_ONE,
     )
     test_data_path: tuple[str, ...] = setting(
-        ONE_SPLIT.format("test"), (), nargs="*", needs="train_data_path", why=ONE_BY_ONE
+        "the same as --data-path for the test split alone, without --split",
+        (),
+        nargs="*",
+        needs="train_data_path",
+        why=ONE_BY_ONE,
     )
     per_split_data_args_path: str | None = setting(
         'JSON file {"train": [..], "valid": [..], "test": [..]} with the words of these three',

@@ -49,11 +49,10 @@ class DryRunConfig(Settings):
 
     def check_rules(self) -> None:
         if len({*self.dry_run_ranks}) < len(self.dry_run_ranks):
-            raise ValueError(f"{self._named}: a rank is there more than once, leave one out")
-
-    @property
-    def _named(self) -> str:
-        return f"--dry-run-ranks {','.join(map(str, self.dry_run_ranks))}"
+            raise ValueError(
+                f"--dry-run-ranks {','.join(map(str, self.dry_run_ranks))}: a rank is there more "
+                "than once, leave one out"
+            )
 
     def world_size(self, parallel: ParallelConfig, *, launched: int) -> int:
         """Returns the number of ranks of the simulated run.
@@ -81,8 +80,9 @@ class DryRunConfig(Settings):
         """
         if any(not 0 <= rank < world_size for rank in self.dry_run_ranks):
             raise ValueError(
-                f"{self._named}: a world of {world_size} ranks has the ranks 0 to "
-                f"{world_size - 1}: give some of them, or a larger --dry-run-world-size"
+                f"--dry-run-ranks {','.join(map(str, self.dry_run_ranks))}: a world of {world_size}"
+                f" ranks has the ranks 0 to {world_size - 1}: give some of them, or a larger "
+                "--dry-run-world-size"
             )
         if self.dry_run_ranks:
             return list(self.dry_run_ranks)

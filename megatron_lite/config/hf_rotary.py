@@ -60,10 +60,10 @@ class Rotary(NamedTuple):
                 fields["use_rope_scaling"] = True
                 fields["rope_scaling_factor"] = Config(found).value("factor", float, 8.0)
                 return
-            rule = ", ".join(f"{key} {value:g}" for key, value in LLAMA3.items())
             config.inexact.append(
                 f"rope_scaling 'llama3' with {', '.join(other)} is left out: --use-rope-scaling "
-                f"has the constants of Llama 3.1, {rule}"
+                "has the constants of Llama 3.1, "
+                f"{', '.join(f'{key} {value:g}' for key, value in LLAMA3.items())}"
             )
         elif kind in ("yarn", "longrope"):
             self._read_stretched(Config(found), config, fields)

@@ -68,8 +68,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 def install_advice(extra: str) -> str:
     """Returns the command that installs an extra, such as "plot"."""
     if (CHECKOUT / "setup.py").is_file():
-        at = "" if Path.cwd() == CHECKOUT else f" (in {CHECKOUT})"
-        return f"pip install -e '.[{extra}]'{at}"
+        return f"pip install -e '.[{extra}]'{'' if Path.cwd() == CHECKOUT else f' (in {CHECKOUT})'}"
     return f"pip install './FILE.whl[{extra}]', with the wheel that was installed for FILE.whl"
 
 
@@ -86,8 +85,7 @@ def module_of_extra(module: str, extra: str, *, needed_by: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        package = module.partition(".")[0]
         raise MissingPackage(
-            f"{needed_by} needs the package {package}, which is not installed: "
+            f"{needed_by} needs the package {module.partition('.')[0]}, which is not installed: "
             f"{install_advice(extra)}"
         ) from None

@@ -154,8 +154,10 @@ def unread_faults(
         else:
             faults.append(f"unknown flag {name}: {advice(name, supported, others)}")
     for (owner, reason), flags in refused.items():
-        are = "is" if len(flags) == 1 else "are"
-        faults.append(f"{owner}'s {', '.join(flags)} {are} not supported here: {reason}")
+        faults.append(
+            f"{owner}'s {', '.join(flags)} {'is' if len(flags) == 1 else 'are'} not supported "
+            f"here: {reason}"
+        )
     if unread and not names:
         faults = [f"{unread[0]!r} follows no flag that takes it"]
     return faults

@@ -90,8 +90,7 @@ def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
         why = always.get(name)
         if why is None and one.without:
             needed = condition(one.without, values)
-            reason = "" if one.needs else one.reason
-            why = None if needed.holds else f"without {needed.text}{reason}"
+            why = f"without {needed.text}{'' if one.needs else one.reason}" * (not needed.holds)
         if why and (name in given or values[name] != one.default):
             yield f"{one.flag} has no effect {why}"
 
@@ -256,16 +255,16 @@ def _of_placement(
         is_a2a = config.parallel.exchanges == {"a2a"}
         cp_size = 1 if is_a2a else config.parallel.context_parallel_size
         if device != "cuda" or cp_size > 1:
-            where = f"--context-parallel-size {cp_size}" if cp_size > 1 else device
             yield (
-                f"--attention-backend fused has no effect on {where}: torch's flash kernel runs "
-                "there, not cuDNN's"
+                "--attention-backend fused has no effect on "
+                f"{f'--context-parallel-size {cp_size}' if cp_size > 1 else device}: torch's flash "
+                "kernel runs there, not cuDNN's"
             )
         elif model.window_size or config.data.reset_attention_mask:
-            masked = "a window" if model.window_size else "documents"
             yield (
-                f"--attention-backend fused has no effect on layers with {masked}: cuDNN's kernel "
-                "takes no such mask here"
+                "--attention-backend fused has no effect on layers with "
+                f"{'a window' if model.window_size else 'documents'}: cuDNN's kernel takes no such "
+                "mask here"
             )
     for name in (
         *("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16"),

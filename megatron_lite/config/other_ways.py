@@ -21,21 +21,19 @@ from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
 from megatron_lite.config.plain import Values, as_object, shown
 from megatron_lite.config.setting import settings_of
 
-# What a configuration of DeepSpeed says, by section, as fields here, and the type of each.
+# What a configuration of DeepSpeed says as fields here, and the type of each.
 DEEPSPEED = {
-    ("train_batch_size",): ("global_batch_size", int),
-    ("train_micro_batch_size_per_gpu",): ("micro_batch_size", int),
-    ("gradient_clipping",): ("clip_grad", float),
-    ("bf16", "enabled"): ("bf16", bool),
-    ("fp16", "enabled"): ("fp16", bool),
-    ("fp16", "loss_scale"): ("loss_scale", float),
-    ("fp16", "loss_scale_window"): ("loss_scale_window", int),
-    ("fp16", "hysteresis"): ("hysteresis", int),
-    ("fp16", "min_loss_scale"): ("min_loss_scale", float),
+    "train_batch_size": ("global_batch_size", int),
+    "train_micro_batch_size_per_gpu": ("micro_batch_size", int),
+    "gradient_clipping": ("clip_grad", float),
+    "bf16.enabled": ("bf16", bool),
+    "fp16.enabled": ("fp16", bool),
+    "fp16.loss_scale": ("loss_scale", float),
+    "fp16.loss_scale_window": ("loss_scale_window", int),
+    "fp16.hysteresis": ("hysteresis", int),
+    "fp16.min_loss_scale": ("min_loss_scale", float),
 }
-STAGE = ("zero_optimization", "stage")
 STAGES = {1: "use_distributed_optimizer", 2: "use_distributed_optimizer", 3: "use_torch_fsdp2"}
-AUTO = "auto"
 # A flag, and its value if that is plain.
 FLAGS = re.compile(r"(?<![\w$-])(--[a-zA-Z][\w-]*)(?:[= ]+([^\s\\\"'$()-][^\s\\\"'$()]*))?")
 # What a launcher starts, and how a command begins, as words with \0 between them.
@@ -77,34 +75,34 @@ def _deepspeed(given: Values) -> Iterator[str]:
             found = as_object(read_json(path), "the file")
         except OSError as error:
             raise ValueError(f"cannot be read ({error.strerror})") from error
-        stage = _taken(found, STAGE, int)
+        stage = _taken(found, "zero_optimization.stage", int)
         if stage not in (None, 0, *STAGES):
             raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3 (got {stage})")
         if stage in STAGES:
             given[STAGES[stage]] = True
-        for keys, (field, kind) in DEEPSPEED.items():
-            value = _taken(found, keys, kind)
+        for name, (field, kind) in DEEPSPEED.items():
+            value = _taken(found, name, kind)
             if value is None or value is False or (field == "loss_scale" and value == 0):
                 continue  # a scale of 0 is dynamic
             if given.get(field, value) != value:
                 raise ValueError(
-                    f"{'.'.join(keys)} {value} contradicts {flag(field)} {given[field]}: make "
-                    "them equal"
+                    f"{name} {value} contradicts {flag(field)} {given[field]}: make them equal"
                 )
             given[field] = value
     if unread := [name for name, value in found.items() if value not in ({}, None)]:
         yield f"{said}: not read: {', '.join(map(shown, unread))}"
 
 
-def _taken(found: Values, keys: tuple[str, ...], kind: type) -> Any:
+def _taken(found: Values, name: str, kind: type) -> Any:
     """Removes a value of nested objects, and returns it; None if it is not there, or "auto".
 
     Raises ValueError if it is of another type.
     """
-    for key in keys[:-1]:
-        found = as_object(found.get(key, {}), key)
-    value, name = found.pop(keys[-1], None), ".".join(keys)
-    return None if value == AUTO else Config({name: value}).value(name, kind, None)
+    *sections, key = name.split(".")
+    for section in sections:
+        found = as_object(found.get(section, {}), section)
+    value = found.pop(key, None)
+    return None if value == "auto" else Config({name: value}).value(name, kind, None)
 
 
 def _tokens(given: Values) -> Iterator[str]:

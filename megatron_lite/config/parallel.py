@@ -203,10 +203,10 @@ class ParallelConfig(Settings):
         ranks = math.prod(axes.values())
         if world_size % ranks:
             named = [f"{name} {size}" for name, size in axes.items() if size > 1]
-            product = " x ".join(named) + (f" = {ranks}" if len(named) > 1 else "")
             raise ValueError(
-                f"world size {world_size} is not a multiple of {product}: start a multiple of "
-                f"{ranks} processes (torchrun --nproc_per_node, srun --ntasks)"
+                f"world size {world_size} is not a multiple of {' x '.join(named)}"
+                f"{f' = {ranks}' if len(named) > 1 else ''}: start a multiple of {ranks} processes "
+                "(torchrun --nproc_per_node, srun --ntasks)"
             )
         stage = world_size // self.pipeline_model_parallel_size
         unit = self.expert_model_parallel_size * self.expert_tensor_parallel

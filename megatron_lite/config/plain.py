@@ -176,5 +176,7 @@ def _value(hint: Any, value: Any, where: str, ignored: Collection[str]) -> Any:
             return value
         if kind is float and type(value) is int:  # may be written without a decimal point
             return float(value)
-    said = str(hint) if typing.get_args(hint) else hint.__name__
-    raise ValueError(f"{where}: expected {said}, got {quoted(value)}")
+    raise ValueError(
+        f"{where}: expected {str(hint) if typing.get_args(hint) else hint.__name__}, got "
+        f"{quoted(value)}"
+    )

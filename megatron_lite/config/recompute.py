@@ -8,16 +8,17 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from megatron_lite.config.checks import ContradictionError, flag
+from megatron_lite.config.checks import ContradictionError
 from megatron_lite.config.policy import Policy, parse_policy
 from megatron_lite.config.regions import (
     ALIAS,
     CORE_ATTENTION,
     MEGATRON_PARTS,
     MODULES,
+    POINTWISE,
+    REGIONS,
     SAVED_WITH,
     expanded,
-    regions_help,
     store_of,
 )
 from megatron_lite.config.setting import Settings, count, setting, switch
@@ -88,7 +89,9 @@ class RecomputeConfig(Settings):
         why="only the input of a whole layer is split",
     )
     recompute_modules: tuple[str, ...] = setting(
-        f"regions of selective ({CORE_ATTENTION} if omitted): {regions_help()}",
+        f"regions of selective ({CORE_ATTENTION} if omitted): "
+        f"{', '.join(f'{name} ({facts.help})' for name, facts in REGIONS.items())}; {ALIAS} is "
+        f"{', '.join(POINTWISE)}",
         (),
         nargs="+",
         choices=(*MODULES, ALIAS),
@@ -207,11 +210,10 @@ class RecomputeConfig(Settings):
         granularity = "selective" if self.recompute_activations else self.recompute_granularity
         method, count = self.recompute_method, self.recompute_num_layers
         if granularity == "selective" and (method or count):
-            names = ("recompute_method", "recompute_num_layers")
-            given = [f"{flag(name)} {value}" for name in names if (value := getattr(self, name))]
+            given = f"--recompute-method {method}" if method else f"--recompute-num-layers {count}"
             raise ContradictionError(
-                f"{given[0]} belongs to --recompute-granularity full (got selective)",
-                " ".join(names),
+                f"{given} belongs to --recompute-granularity full (got selective)",
+                "recompute_method recompute_num_layers",
             )
         if granularity == "full" and method is None:
             raise ValueError(

@@ -49,32 +49,27 @@ class RegionFacts(NamedTuple):
 
 REGIONS = {
     CORE_ATTENTION: RegionFacts(
-        method="replay",
-        help="scores, softmax and their product with the values",
+        "replay",
+        "scores, softmax and their product with the values",
         skips_tail=True,
         needs="scores",
     ),
-    LAYERNORM: RegionFacts(method="discard", help="the two norms of a layer", needs="norms_before"),
-    MLP_REGION: RegionFacts(method="replay", help="the whole MLP", skips_tail=True),
-    ACTIVATION: RegionFacts(method="discard", help="the activation of the MLP", parent=MLP_REGION),
+    LAYERNORM: RegionFacts("discard", "the two norms of a layer", needs="norms_before"),
+    MLP_REGION: RegionFacts("replay", "the whole MLP", skips_tail=True),
+    ACTIVATION: RegionFacts("discard", "the activation of the MLP", parent=MLP_REGION),
     DROPOUT: RegionFacts(
-        method="redraw", help="the dropout masks of the residual stream", needs="hidden_dropout"
+        "redraw", "the dropout masks of the residual stream", needs="hidden_dropout"
     ),
     MOE: RegionFacts(
-        method="replay",
-        help="router and experts, with the forward's choice",
-        skips_tail=True,
-        needs="experts",
+        "replay", "router and experts, with the forward's choice", skips_tail=True, needs="experts"
     ),
-    SHARED_EXPERTS: RegionFacts(
-        method="replay", help="the shared expert", parent=MOE, needs="experts"
-    ),
+    SHARED_EXPERTS: RegionFacts("replay", "the shared expert", parent=MOE, needs="experts"),
     MOE_ACTIVATION: RegionFacts(
-        method="discard", help="the activation of the experts", parent=MOE, needs="experts"
+        "discard", "the activation of the experts", parent=MOE, needs="experts"
     ),
     UP_PROJECTION: RegionFacts(
-        method="discard",
-        help="query, key and value from their latents, under --multi-latent-attention",
+        "discard",
+        "query, key and value from their latents, under --multi-latent-attention",
         needs="latents",
     ),
 }
@@ -83,12 +78,6 @@ MODULES = tuple(REGIONS)
 POINTWISE = tuple(
     name for name, facts in REGIONS.items() if facts.method != "replay" and facts.needs != "latents"
 )
-
-
-def regions_help() -> str:
-    """Returns every region with what it holds, for --help."""
-    each = [f"{name} ({facts.help})" for name, facts in REGIONS.items()]
-    return f"{', '.join(each)}; {ALIAS} is {', '.join(POINTWISE)}"
 
 
 def expanded(names: Iterable[str]) -> tuple[str, ...]:

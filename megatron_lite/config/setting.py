@@ -117,8 +117,10 @@ class Setting(NamedTuple):
             rules["finite"] = False
         if all(rules.values()):
             return None
-        broken = " and ".join(rule for rule in rules if "None" not in rule)
-        return f"{flag} must be {broken} (got {value}){self.reason}"
+        return (
+            f"{flag} must be {' and '.join(rule for rule in rules if 'None' not in rule)} "
+            f"(got {value}){self.reason}"
+        )
 
 
 def setting(
@@ -234,19 +236,22 @@ def check_relations(configs: Sequence[Any]) -> None:
                     continue
                 if value > number if other == one.upto else value % number:
                     rule = "is above" if other == one.upto else "is not divisible by"
-                    said = one.with_value(value)
-                    raise ValueError(f"{said} {rule} {flag(other)} {number}{one.reason}")
+                    raise ValueError(
+                        f"{one.with_value(value)} {rule} {flag(other)} {number}{one.reason}"
+                    )
             is_given = value != default and (value, default) != (False, None)  # off needs nothing
             needs = one.needs.split()
             for text in (*needs, *one.excludes.split()) if is_given else ():
                 found = condition(text, values)
                 if text in needs and found.holds is False:
-                    reason = "" if one.excludes else one.reason
-                    said = f"{one.with_value(value)} needs {found.text}{reason}"
-                    raise ContradictionError(said, name)
-                if text not in needs and found.holds:
-                    said = f"{one.with_value(value)} excludes {found.text}{one.reason}"
-                    alternative = "" if ">" in text else found.field  # a size is none
                     raise ContradictionError(
-                        f"{said}. Leave one of them out", f"{name} {alternative}"
+                        f"{one.with_value(value)} needs {found.text}"
+                        f"{'' if one.excludes else one.reason}",
+                        name,
+                    )
+                if text not in needs and found.holds:
+                    raise ContradictionError(
+                        f"{one.with_value(value)} excludes {found.text}{one.reason}. Leave one of "
+                        "them out",
+                        f"{name} {'' if '>' in text else found.field}",  # a size is no alternative
                     )

@@ -213,8 +213,10 @@ def check_held(where: object, held: Values, needed: Mapping[str, Shape], config:
     both = held.keys(), needed.keys()
     for verb, names in (("lacks", both[1] - both[0]), ("holds", both[0] - both[1])):
         if names:
-            first = shown(", ".join(sorted(names)[:MOST_NAMED]))
-            raise InputError(f"{where}: {verb} {first} ({len(names)} in all), unlike its {config}")
+            raise InputError(
+                f"{where}: {verb} {shown(', '.join(sorted(names)[:MOST_NAMED]))} ({len(names)} in "
+                f"all), unlike its {config}"
+            )
     for name, shape in needed.items():
         if tuple(held[name].shape) != shape:
             raise InputError(

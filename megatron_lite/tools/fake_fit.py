@@ -224,11 +224,12 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
             if length > (most or length):
                 why = f", perhaps because it has {most} positions and --seq-length is {length}"
             raise InputError(
-                f"{type(model).__name__} cannot run on fake tensors{why} ({_reason(error)}): "
-                f"{INSTEAD}"
+                f"{type(model).__name__} cannot run on fake tensors{why} ({type(error).__name__}: "
+                f"{shown(' '.join(str(error).split()))}): {INSTEAD}"
             ) from error
-        made = [f"{name} {tuple(one.shape)}" for name, one in batch.items()]
-        measured.notes.append(f"batch: {', '.join(made)}")
+        measured.notes.append(
+            f"batch: {', '.join(f'{name} {tuple(one.shape)}' for name, one in batch.items())}"
+        )
         if values.assumes:
             measured.notes.append(
                 "note: the step decides by values, which fake tensors have not. A mask is taken to "
@@ -250,10 +251,6 @@ def _tried(
         model.config.get_text_config().use_cache = model.config.use_cache = False
         step.run(gauge(lambda: 0))
     return step.sharing
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
 
 
 def shard_(model: nn.Module, lists: list[LayerList], mesh: DeviceMesh) -> None:
@@ -309,7 +306,10 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
             model.tie_weights()  # a part of the initialization
             return model.train()
     except Exception as error:  # the library checks few values before it computes with them
-        raise InputError(f"transformers cannot build this model: {_reason(error)}") from error
+        raise InputError(
+            f"transformers cannot build this model: {type(error).__name__}: "
+            f"{shown(' '.join(str(error).split()))}"
+        ) from error
     raise InputError(f"architectures: {shown(repr(name))} is no model of transformers: name one")
 
 

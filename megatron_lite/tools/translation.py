@@ -172,7 +172,11 @@ class Settings:
         """
         found = list(_relevant(self.config, "", self.read))
         for place, value in found[:MAX_NOTES_ELSEWHERE]:
-            self.note(f"{named(place)} {shown(value)} is not translated")
+            # A place is whole, so that it can be copied, unless it is long or not printable.
+            self.note(
+                f"{place if place.isprintable() and len(place) <= LONGEST_PLACE else shown(place)} "
+                f"{shown(value)} is not translated"
+            )
         if len(found) > MAX_NOTES_ELSEWHERE:
             self.note(f"and {len(found) - MAX_NOTES_ELSEWHERE} more keys are not translated")
         policy = ("--recompute-policy", "; ".join(rules)) if rules else ()
@@ -218,12 +222,6 @@ def _is_quiet(value: Any, quiet: Collection[str]) -> bool:
                 return _is_quiet(value[switch], OFF)
         return all(_is_quiet(below, quiet) for below in value.values())
     return str(value).lower() in quiet
-
-
-def named(place: str) -> str:
-    """Returns a place of a file for a message: whole, so that it can be copied, unless it is long
-    or not printable."""
-    return place if place.isprintable() and len(place) <= LONGEST_PLACE else shown(place)
 
 
 shown = reprlib.repr  # a value as short text on one line, however large it is

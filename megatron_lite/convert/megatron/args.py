@@ -94,10 +94,9 @@ def model_of(args: Values, where: str) -> ModelConfig:
     for name, neutral in TABLES["variants"].items():
         value = args.get(name)
         if name not in names and value not in (None, False, *neutral):
-            reason = REFUSED.get(flag(name), "this project has no such layer")
             raise InputError(
                 f"{where}: was trained with {name} = {quoted(value)}, which cannot be converted: "
-                f"{reason.partition(';')[0]}"
+                f"{REFUSED.get(flag(name), 'this project has no such layer').partition(';')[0]}"
             )
     # Spellings and forms of older releases count where the newer ones are missing.
     values = {name: args.get(older) for name, older in TABLES["older"].items()}

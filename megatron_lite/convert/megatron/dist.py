@@ -267,5 +267,7 @@ def _extra_states(name: str, model: ModelConfig) -> Iterator[str]:
     for expert in range(count):
         of_expert = [(expert, count)] if EXPERTS in name else []
         numbers, sizes = zip(*([*of_layer, *of_expert] or [(0, 1)]), strict=True)
-        place = "_".join(".".join(map(str, one)) for one in (numbers, sizes))
-        yield f"{dist_name(name, model).removesuffix('weight')}_extra_state/shard_{place}"
+        yield (
+            f"{dist_name(name, model).removesuffix('weight')}_extra_state/shard_"
+            f"{'_'.join('.'.join(map(str, one)) for one in (numbers, sizes))}"
+        )

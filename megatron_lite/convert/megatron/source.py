@@ -110,8 +110,10 @@ def opened(path: Path, name: str, read: Callable[[Path], WeightSource]) -> Weigh
     folder = pointed_step(path, "release") if has_pointer else path
     found = megatron_format(folder)
     if found != name:
-        hint = f": it is one of --from {found}" if found else ""
-        raise InputError(f"{folder}: holds no checkpoint of the format {name}{hint}")
+        raise InputError(
+            f"{folder}: holds no checkpoint of the format {name}"
+            f"{f': it is one of --from {found}' if found else ''}"
+        )
     inside = [one.name for one in path.iterdir() if ITERATION.fullmatch(one.name)]
     if inside and not has_pointer:
         raise InputError(
