@@ -10,8 +10,6 @@ it changes at given numbers of tokens (--step-batch-size-schedule). The arithmet
           0           SAMPLES    consumed so far
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import re

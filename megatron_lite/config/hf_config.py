@@ -96,12 +96,11 @@ def from_hf(config: Any) -> KnownModel:
         raise ValueError("a config.json is an object")
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        reason = f" ({REASONS[name]})" if isinstance(name, str) and name in REASONS else ""
+        reason = REASONS.get(str(name))
         near = get_close_matches(str(name), FAMILIES, 1) if not reason else ()
-        nearest = f"; the nearest is {near[0]}" if near else ""
         raise ValueError(
-            f"model_type {quoted(name)} has no counterpart here{reason}, only "
-            f"{', '.join(FAMILIES)}{nearest}"
+            f"model_type {quoted(name)} has no counterpart here{f' ({reason})' if reason else ''}, "
+            f"only {', '.join(FAMILIES)}{f'; the nearest is {near[0]}' if near else ''}"
         )
     family, reader = FAMILIES[name], Config(config)
     fields, keys = dict(family["fields"]), dict[str, str]()

@@ -19,7 +19,6 @@ from megatron_lite.config.checks import InputError
 
 SCRIPT = "pretrain_gpt.py"
 COMMAND = "megatron-lite"
-MODULE = ("-m", "megatron_lite")
 
 
 def started() -> str:
@@ -29,7 +28,7 @@ def started() -> str:
 
 def subcommand(name: str) -> list[str]:
     """Returns the words that start a subcommand of `megatron-lite`."""
-    return [COMMAND, name] if started() == COMMAND else ["python", *MODULE, name]
+    return [COMMAND, name] if started() == COMMAND else ["python", "-m", "megatron_lite", name]
 
 
 def training_command() -> list[str]:

@@ -129,7 +129,8 @@ def _of_run(config: RunConfig) -> Iterator[str]:
 
 
 def _of_recompute(config: RunConfig) -> Iterator[str]:
-    model, recompute, rules = config.model, config.recompute, config.recompute.policy.rules
+    model, recompute, parallel = config.model, config.recompute, config.parallel
+    rules = recompute.policy.rules
     actions = [rule.action for rule in rules]
     modules = sorted({region for action in actions for region in action.regions})
     yield from _of_regions(config, actions, modules)
@@ -140,7 +141,24 @@ def _of_recompute(config: RunConfig) -> Iterator[str]:
                     f"{part} in host memory has no effect under --norm-position after: no norm "
                     "reads the input of attention or of the MLP"
                 )
-    yield from _of_operators(config, {entry for action in actions for entry in action.ops})
+    keep_nothing = {"max": "no layer of this model computes one"}
+    if model.always_unfused:
+        keep_nothing["attention"] = "attention is unfused and builds its scores"
+    elif model.attention_dropout > 0.0:
+        keep_nothing["attention"] = (
+            "--attention-dropout draws random numbers, so that attention has to run again"
+        )
+    is_sent = model.always_unfused or "a2a" in parallel.exchanges
+    if parallel.tensor_model_parallel_size == 1 and not (
+        parallel.context_parallel_size > 1 and is_sent
+    ):
+        keep_nothing["collective"] = (
+            "--tensor-model-parallel-size is 1, and what context-parallel ranks exchange is "
+            "part of their attention"
+        )
+    operators = {parse_entry(text).name for action in actions for text in action.ops}
+    for name in sorted(operators & keep_nothing.keys()):
+        yield f"--recompute-policy ops({name}) keeps nothing: {keep_nothing[name]}"
     has_tail = any(action.unit or action.ops for action in actions) or any(
         REGIONS[region].skips_tail for region in modules
     )
@@ -200,28 +218,6 @@ def _of_regions(config: RunConfig, actions: list[LayerAction], modules: list[str
             )
     for region, parent in dict.fromkeys(pair for one in actions for pair in nested(one.regions)):
         yield f"--recompute-modules {region} adds nothing to {parent}, which it is a part of"
-
-
-def _of_operators(config: RunConfig, entries: Collection[str]) -> Iterator[str]:
-    """Yields the groups of operators of `ops(...)` that keep nothing."""
-    model, parallel = config.model, config.parallel
-    reasons = {"max": "no layer of this model computes one"}
-    if model.always_unfused:
-        reasons["attention"] = "attention is unfused and builds its scores"
-    elif model.attention_dropout > 0.0:
-        reasons["attention"] = (
-            "--attention-dropout draws random numbers, so that attention has to run again"
-        )
-    is_a2a = "a2a" in parallel.exchanges
-    sends_attention = parallel.context_parallel_size > 1 and (model.always_unfused or is_a2a)
-    if parallel.tensor_model_parallel_size == 1 and not sends_attention:
-        reasons["collective"] = (
-            "--tensor-model-parallel-size is 1, and what context-parallel ranks exchange is "
-            "part of their attention"
-        )
-    names = {parse_entry(text).name for text in entries}
-    for name in sorted(names & reasons.keys()):
-        yield f"--recompute-policy ops({name}) keeps nothing: {reasons[name]}"
 
 
 def _of_placement(

@@ -43,7 +43,7 @@ NAME/N keeps the first result of each layer and every N-th after it, in the orde
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from megatron_lite.config.checks import quoted
 from megatron_lite.config.regions import ALIAS, MLP_REGION, MODULES, PARTS, expanded, store_of
@@ -292,23 +292,26 @@ def check_policy_reaches(
     undecided = {(stage, layer) for stage, count in enumerate(num_layers) for layer in range(count)}
     warnings = []
     for rule in policy.rules:
-
-        def never(reason: str, rule: Rule = rule) -> NoReturn:
-            raise ValueError(f"{setting}: the rule {rule} never applies: {reason}")
-
+        never = f"{setting}: the rule {rule} never applies: "
         if rule.stage is not None and rule.stage >= len(num_layers):
-            never(f"stage {rule.stage} does not exist, only 0 to {len(num_layers) - 1}")
+            raise ValueError(
+                f"{never}stage {rule.stage} does not exist, only 0 to {len(num_layers) - 1}"
+            )
         last = (max(num_layers) if rule.stage is None else num_layers[rule.stage]) - 1
         for layers in rule.layers:
             if layers.first > last:
-                never(f"layer {layers} does not exist, only 0 to {last}")
+                raise ValueError(f"{never}layer {layers} does not exist, only 0 to {last}")
         decided = {(stage, layer) for stage, layer in undecided if rule.names(layer, stage)}
         if not decided:
-            never("the rules before it decide all of its layers; move it to the front")
+            raise ValueError(
+                f"{never}the rules before it decide all of its layers; move it to the front"
+            )
         undecided -= decided
         unit, longest = rule.action.unit, _longest_run(decided)
         if unit > longest == 1 and any(num_layers[stage] > 1 for stage, _ in decided):
-            never(f"it names no neighbouring layers, so a unit cannot have {unit}: give full")
+            raise ValueError(
+                f"{never}it names no neighbouring layers, so a unit cannot have {unit}: give full"
+            )
         if unit > longest:
             warnings.append(f"{setting} '{rule}': no unit has more than {longest} layers here")
         for layers in rule.layers:

@@ -248,14 +248,10 @@ class RecomputeConfig(Settings):
             return f"0-{self.cpu_offloading_num_layers - 1}:none@host; *:none"
         if self.fine_grained_activation_offloading:
             return f"*:none@{store_of(self.offload_modules)}"
-        if self.recompute_granularity is None:
-            return "*:none"
+        if self.recompute_granularity == "selective":
+            return f"*:{'+'.join(self.recompute_modules)}"
         store = "@split" if self.distribute_saved_activations else ""
-        count = self.recompute_num_layers
-        policies = {
-            "selective": "*:" + "+".join(self.recompute_modules),
-            "uniform": f"*:full/{count}{store}",
-            "block": f"0-{count - 1}:full{store}; *:none" if count else "*:none",
-        }
-        way = "selective" if self.recompute_granularity == "selective" else self.recompute_method
-        return policies[str(way)]
+        count = self.recompute_num_layers  # None without a granularity
+        if self.recompute_method == "uniform":
+            return f"*:full/{count}{store}"
+        return f"0-{count - 1}:full{store}; *:none" if count else "*:none"

@@ -190,26 +190,23 @@ class TrainingConfig(Settings):
                     "global_batch_size step_batch_size_schedule",
                 )
         if self.rampup_batch_size:
-            self._check_rampup()
-
-    def _check_rampup(self) -> None:
-        name = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
-        if len(self.rampup_batch_size) != 3:
-            raise ValueError(f"{name}: give START INCREMENT SAMPLES, three numbers")
-        assert self.global_batch_size
-        start, increment, _ = self.rampup_batch_size
-        missing = self.global_batch_size - start
-        if missing <= 0:
-            raise ValueError(
-                f"{name}: the start must be below --global-batch-size {self.global_batch_size}"
-            )
-        if missing % increment:
-            raise ValueError(
-                f"{name}: --global-batch-size {self.global_batch_size} - {start} = {missing} is "
-                f"not a multiple of the increment {increment}"
-            )
-        if missing // increment > MOST_STEPS:
-            raise ValueError(f"{name}: more than {MOST_STEPS} steps; give a larger increment")
+            name = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
+            if len(self.rampup_batch_size) != 3:
+                raise ValueError(f"{name}: give START INCREMENT SAMPLES, three numbers")
+            assert self.global_batch_size
+            start, increment, _ = self.rampup_batch_size
+            missing = self.global_batch_size - start
+            if missing <= 0:
+                raise ValueError(
+                    f"{name}: the start must be below --global-batch-size {self.global_batch_size}"
+                )
+            if missing % increment:
+                raise ValueError(
+                    f"{name}: --global-batch-size {self.global_batch_size} - {start} = {missing} "
+                    f"is not a multiple of the increment {increment}"
+                )
+            if missing // increment > MOST_STEPS:
+                raise ValueError(f"{name}: more than {MOST_STEPS} steps; give a larger increment")
 
     @property
     def precision(self) -> str:

@@ -8,7 +8,7 @@ the weights that are gathered at the peak.
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,7 +27,6 @@ from megatron_lite.fit.gauges import Reading
 from megatron_lite.fit.layers import LayerList, kind_of, layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import Fit, fitted
-from megatron_lite.fit.sharing import Sharing
 from megatron_lite.fit.step import Step
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.step_meter import SimulatedTensors, StepMeter
@@ -193,7 +192,15 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
 
         try:
             batch = _inputs(model, given, dtype)
-            notes = _tried(model, layers, lambda: _loss(model(**batch)), gauge)
+            forward = Step(model, layers, lambda: _loss(model(**batch)))
+            try:
+                forward.run(gauge(lambda: 0))
+            except NeedsValues:
+                raise
+            except Exception:  # perhaps of a cache of keys
+                model.config.get_text_config().use_cache = model.config.use_cache = False
+                forward.run(gauge(lambda: 0))
+            notes = forward.sharing
             keys = [
                 (kind_of(one), *[form for _, form in notes.saved.get(n, ())], notes.forms.get(n))
                 for n, one in enumerate(layers)
@@ -236,21 +243,6 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
                 "select all, and a question to be answered by no, so a real step may differ"
             )
         return fitted(model, measured, budget)
-
-
-def _tried(
-    model: Any, layers: Sequence[nn.Module], run: Callable[[], Any], gauge: Callable[..., FakeGauge]
-) -> Sharing:
-    """Runs a forward, without a cache of keys if the model has one that fails. Returns notes."""
-    step = Step(model, layers, run)
-    try:
-        step.run(gauge(lambda: 0))
-    except Exception as error:
-        if isinstance(error, NeedsValues):
-            raise
-        model.config.get_text_config().use_cache = model.config.use_cache = False
-        step.run(gauge(lambda: 0))
-    return step.sharing
 
 
 def shard_(model: nn.Module, lists: list[LayerList], mesh: DeviceMesh) -> None:

@@ -295,8 +295,9 @@ def figure(one: Values, stages: Stages) -> Any:
         (one["memory_bytes"], "-"),
         (one["memory_bytes"] - one["reserve_bytes"], ":"),
     ):
-        plans.axhline(bound / GIB, color="black", linewidth=1, linestyle=style)
-        bars.axvline(bound / GIB, color="black", linewidth=1, linestyle=style)
+        line = dict(color="black", linewidth=1, linestyle=style)
+        plans.axhline(bound / GIB, **line)
+        bars.axvline(bound / GIB, **line)
     return whole
 
 
