@@ -8,7 +8,6 @@ only.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from megatron_lite.config.optimizer_settings import FLOAT32
@@ -18,6 +17,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import whole_model
 from megatron_lite.memory.predict.flops import forward_flops, logits_flops
 from megatron_lite.memory.predict.states import parameter_count, stage_parameters
+from megatron_lite.plan.auto_policy import Plan
 from megatron_lite.plan.problem import (
     AWARE,
     CONTEXT,
@@ -37,7 +37,6 @@ from megatron_lite.plan.problem import (
     Problem,
     with_fields,
 )
-from megatron_lite.plan.rank_mixes import Plan
 
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 # Tokens of a sequence on one rank: the search splits none into shorter parts, if the batch divides
@@ -75,7 +74,7 @@ def kind_of(config: RunConfig) -> str:
 def refusal(problem: Problem) -> str:
     """Returns why no layout of so many ranks has the dimensions that are fixed."""
     try:
-        config = with_fields(_base(problem), problem.fixed)
+        config = with_fields(problem.base, {**problem.fixed, **(problem.policy or {})})
         config.batch_schedule(config.parallel.data_parallel_size(problem.num_ranks))
     except ValueError as error:
         return str(error)
@@ -92,14 +91,14 @@ def layouts(problem: Problem) -> Iterator[RunConfig]:
     No layout has a recompute policy of its own. Of all variants the one that is yielded here
     computes for the shortest time.
     """
-    rows: list[Row] = [{}]
+    rows: list[Row] = [problem.policy or {}]
     for fields, values in DIMENSIONS:
         fixed = {name: problem.fixed[name] for name in fields if name in problem.fixed}
         rows = [
             {**row, **more} for row in rows for more in ([fixed] if fixed else values(problem, row))
         ]
     for row in rows:
-        yield from _possible(problem, _base(problem), row)
+        yield from _possible(problem, problem.base, row)
 
 
 def _possible(problem: Problem, base: RunConfig, row: Row) -> Iterator[RunConfig]:
@@ -169,14 +168,10 @@ def _with_host_memory(problem: Problem) -> Iterator[list[Problem]]:
         }
         with suppress(ValueError):  # training would refuse it
             hosted.append(problem._replace(base=with_fields(problem.base, fields)))
-    keeping = problem.states_on_host is None and problem.recompute is None
+    keeping = problem.states_on_host is None and problem.policy is None
     rich = [one._replace(host_bytes=USUAL_HOST_BYTES) for one in (problem, *hosted[:1]) if keeping]
     yield [*rich[:1], *hosted]
     yield rich[1:]
-
-
-def _base(problem: Problem) -> RunConfig:
-    return replace(problem.base, recompute=problem.recompute or problem.base.recompute)
 
 
 def _divisors(name: str, number: int, most: int) -> Iterator[Row]:

@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
     base: the run with the user's settings, and with the defaults of all searched dimensions.
     fixed: the values of the dimensions that the user has fixed, by the names of their fields.
-    recompute: the recompute settings, if they are fixed too.
+    policy: the recompute settings by field, if they are fixed too.
     host_bytes: the host memory of a rank in which a policy may keep tensors. 0: none.
     states_on_host: the most bytes of optimizer states there. None: any.
     """
@@ -58,7 +58,7 @@ class Problem(NamedTuple):
     base: RunConfig
     hardware: Hardware
     fixed: Mapping[str, Any] = {}
-    recompute: RecomputeConfig | None = None
+    policy: Mapping[str, Any] | None = None
     host_bytes: int = 0
     states_on_host: int | None = None
     num_ranks: int = 1
@@ -106,13 +106,14 @@ def problem_of(
             "number of ids"
         )
     policy = {name: value for name, value in chosen.items() if name in of_policy}
-    recompute = None
-    if policy or base.compiles_layers:
-        with input_faults():
-            recompute = base.recompute.instead(**policy)
+    with input_faults():
+        base.recompute.instead(**policy)
     dimensions = SEARCHED.union(DATA_PARALLEL, [WRAPPING, OFFLOAD, *FORMATS])
     fixed = {name: value for name, value in chosen.items() if name in dimensions}
-    return Problem(base, hardware, fixed, recompute, host_bytes or 0, host_bytes)
+    fixes_policy = bool(policy) or base.compiles_layers
+    return Problem(
+        base, hardware, fixed, policy if fixes_policy else None, host_bytes or 0, host_bytes
+    )
 
 
 def _complete(

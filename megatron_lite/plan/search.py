@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.plan.auto_policy import fitted, least_replays
+from megatron_lite.plan.auto_policy import Plan, fitted, least_replays
 from megatron_lite.plan.layouts import (
     kind_of,
     layouts,
@@ -39,7 +39,6 @@ from megatron_lite.plan.layouts import (
     virtuals,
 )
 from megatron_lite.plan.problem import Problem
-from megatron_lite.plan.rank_mixes import Plan
 from megatron_lite.plan.step_time import StepTime, step_time
 
 SMALLEST_TRIED = 4
@@ -71,7 +70,7 @@ class Search:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.fixed_policy = problem.recompute is not None
+        self.fixed_policy = problem.policy is not None
 
     def plan(self, config: RunConfig) -> Plan:
         """Returns the plan of a layout, with the host memory that its states leave."""

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.states import parameter_count
-from megatron_lite.plan.auto_policy import Budget
+from megatron_lite.plan.auto_policy import Budget, Plan
 from megatron_lite.plan.layouts import KINDS, LOSS_CHUNKS, kind_of, layouts, refusal, resorts
 from megatron_lite.plan.problem import LOSS_CHUNK, MICRO_BATCH, Problem, with_fields
-from megatron_lite.plan.rank_mixes import Plan
 from megatron_lite.plan.search import Search, SearchResult
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"

@@ -14,9 +14,9 @@ from megatron_lite.config.run_flags import flags_of
 from megatron_lite.config.units import GIB
 from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.memory.predict.step_peak import PeakTerm, step_peak
+from megatron_lite.plan.auto_policy import Plan
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.layouts import kind_of
-from megatron_lite.plan.rank_mixes import Plan
 from megatron_lite.plan.step_time import HOST_UPDATE
 from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, FitVerdict
 

@@ -9,9 +9,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.plan.auto_policy import choose_policy, fitted, with_chosen_policy
+from megatron_lite.plan.auto_policy import Plan, choose_policy, fitted, with_chosen_policy
 from megatron_lite.plan.hardware import load_hardware, machine_for_policy, machine_of_gpu
-from megatron_lite.plan.rank_mixes import Plan
 from megatron_lite.plan.step_time import step_time
 from tests.plan.runs import H100, preset_run, small_run
 from tests.support.changes import with_settings
