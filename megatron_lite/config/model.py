@@ -175,9 +175,18 @@ class ModelConfig(ExpertSettings, LatentSettings, RotarySettings, Variants):
 
     def check_rules(self) -> None:
         if self.multi_latent_attention:
-            self.check_latent_heads()
-            whole, usual = self.qk_head_dim + self.qk_pos_emb_head_dim, self.hidden_size
-            usual //= self.num_attention_heads
+            rotated, usual = self.qk_pos_emb_head_dim, self.hidden_size // self.num_attention_heads
+            whole = self.qk_head_dim + rotated
+            if rotated % 2:
+                raise ValueError(
+                    f"--qk-pos-emb-head-dim {rotated} is odd: channels are rotated in pairs"
+                )
+            if self.v_head_dim > whole:
+                raise ValueError(
+                    f"--v-head-dim {self.v_head_dim} is above --qk-head-dim {self.qk_head_dim} "
+                    f"plus --qk-pos-emb-head-dim {rotated}: attention pads values to the size of "
+                    "keys"
+                )
             if self.kv_channels not in (None, whole, usual, self.v_head_dim):
                 raise ValueError(
                     f"--kv-channels {self.kv_channels} has no effect under "

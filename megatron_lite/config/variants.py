@@ -138,19 +138,6 @@ class LatentSettings(Settings):
         "of latents (default: --norm-epsilon)", least=0.0
     )
 
-    def check_latent_heads(self) -> None:
-        """Raises ValueError for sizes of heads that attention cannot have."""
-        rotated, whole = self.qk_pos_emb_head_dim, self.qk_head_dim + self.qk_pos_emb_head_dim
-        if rotated % 2:
-            raise ValueError(
-                f"--qk-pos-emb-head-dim {rotated} is odd: channels are rotated in pairs"
-            )
-        if self.v_head_dim > whole:
-            raise ValueError(
-                f"--v-head-dim {self.v_head_dim} is above --qk-head-dim {self.qk_head_dim} plus "
-                f"--qk-pos-emb-head-dim {rotated}: attention pads values to the size of keys"
-            )
-
 
 # The constants of Llama 3.1, which Megatron has as well. A frequency whose wave is longer than the
 # original length is slow. One whose wave is shorter than a quarter of it is fast.

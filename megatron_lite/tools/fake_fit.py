@@ -231,8 +231,8 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
             if length > (most or length):
                 why = f", perhaps because it has {most} positions and --seq-length is {length}"
             raise InputError(
-                f"{type(model).__name__} cannot run on fake tensors{why} ({type(error).__name__}: "
-                f"{shown(' '.join(str(error).split()))}): {INSTEAD}"
+                f"{type(model).__name__} cannot run on fake tensors{why} ({_reason(error)}): "
+                f"{INSTEAD}"
             ) from error
         measured.notes.append(
             f"batch: {', '.join(f'{name} {tuple(one.shape)}' for name, one in batch.items())}"
@@ -243,6 +243,10 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
                 "select all, and a question to be answered by no, so a real step may differ"
             )
         return fitted(model, measured, budget)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
 
 
 def shard_(model: nn.Module, lists: list[LayerList], mesh: DeviceMesh) -> None:
@@ -298,10 +302,7 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
             model.tie_weights()  # a part of the initialization
             return model.train()
     except Exception as error:  # the library checks few values before it computes with them
-        raise InputError(
-            f"transformers cannot build this model: {type(error).__name__}: "
-            f"{shown(' '.join(str(error).split()))}"
-        ) from error
+        raise InputError(f"transformers cannot build this model: {_reason(error)}") from error
     raise InputError(f"architectures: {shown(repr(name))} is no model of transformers: name one")
 
 
