@@ -176,8 +176,9 @@ def read():
 
 @in_one_test("topic, field", FIELDS)
 def test_the_field_is_read(topic, field, read):
-    # Activations and a tokenizer's files are read through tables of their names; the others are
-    # second ways to say a granularity and a kind of graph, or allow other settings.
+    # Activations, a tokenizer's files and the tokens of --fim-data are read by their names; the
+    # others are second ways to say a granularity and a kind of graph, or allow other settings.
     others = ("recompute_activations", "cuda_graph_modules", "use_precision_aware_optimizer")
     others += ("tokenizer_model", "vocab_file", "merge_file")
-    assert field in read or field in (*SWITCHED_ACTIVATIONS, *others)
+    is_token = field.startswith("fim_") and field.endswith("_token")
+    assert field in read or is_token or field in (*SWITCHED_ACTIVATIONS, *others)
