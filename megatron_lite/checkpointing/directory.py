@@ -76,12 +76,11 @@ class SaveDirectory(NamedTuple):
             self._take_away(final, replaced)
         self._rename(temporary, final)
         sync(root)
-        others = [step for step in saved_steps(root) if step != iteration]
-        notices = []
-        for step in (
-            *([replaced] if replaced.exists() else []),
-            *(step_directory(root, step) for step in others if not leads_here(step)),
-        ):
+        left, notices = [replaced] if replaced.exists() else [], []
+        for number in saved_steps(root):
+            if number != iteration and not leads_here(number):
+                left.append(step_directory(root, number))
+        for step in left:
             try:
                 name = self._supersede(step)
                 notices.append(f"{root}: a step that does not lead to this run's is now {name}")
@@ -136,7 +135,7 @@ class SaveDirectory(NamedTuple):
                 elif REPLACED.fullmatch(path.name):
                     step = path.with_suffix("")
                     gone = path.with_suffix(f".deleted-{self.lock.token}")
-                    if step.exists() and is_complete(step):
+                    if is_complete(step):
                         os.rename(path, gone)
                     else:
                         if step.exists():

@@ -257,7 +257,7 @@ class RunLog:
         The file is written only if something was both predicted and measured.
         finished: whether the run has reached its end.
         """
-        trainer, progress, details = self._trainer, self._trainer.progress, list[tuple[str, str]]()
+        trainer, progress = self._trainer, self._trainer.progress
         summary = summary_of(trainer)
         step_time = step_time_text(summary)
         self.line(
@@ -265,11 +265,8 @@ class RunLog:
             f"{trainer.num_iterations} after {clock(time.monotonic() - self._began)}, with "
             "evaluations and saves"
         )
-        if self._last:
-            details += training_lines(
-                trainer, self._facts, self._start, self._last, self._best, step_time
-            )
-        for label, text in (*details, *file_lines(self._run, progress)):
+        lines = training_lines(trainer, self._facts, self._start, self._last, self._best, step_time)
+        for label, text in (*lines, *file_lines(self._run, progress)):
             self.line(f"  {label:13}{text}")
         compares = trainer.peak is not None or step_time
         if self._parts.get("metrics") is not None and compares:

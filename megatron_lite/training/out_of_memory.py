@@ -63,15 +63,8 @@ def check_fits(config: RunConfig, parallel: ParallelState, *, in_step: bool = Fa
     device = parallel.device
     if in_step:
         peak = own_step_peak(config, parallel)
-
-        def advice(there: int) -> str:
-            return (
-                f"{_cheapest(config, there, parallel)}. --allow-predicted-out-of-memory starts the "
-                "run all the same"
-            )
-
         need = f"the run does not fit. {_need(peak)}. {size(peak.certain_bytes)} of it are certain"
-        _check(peak.certain_bytes, device, parallel, need, advice)
+        _check(config, peak.certain_bytes, device, parallel, need)
         return
     if config.optimizer.optimizer_cpu_offload:
         on_host = own_states(config, parallel).on_host
@@ -83,7 +76,7 @@ def check_fits(config: RunConfig, parallel: ParallelState, *, in_step: bool = Fa
             "give a smaller --optimizer-offload-fraction "
             f"(got {config.optimizer.optimizer_offload_fraction}), or more hosts"
         )
-        _check(on_host, torch.device("cpu"), parallel, need, lambda _: fix)
+        _check(config, on_host, torch.device("cpu"), parallel, need, fix)
     held = least_bytes(config, parallel)
     need = (
         "the model does not fit: weights, gradients and optimizer state of one rank take "
@@ -93,16 +86,21 @@ def check_fits(config: RunConfig, parallel: ParallelState, *, in_step: bool = Fa
         "give more ranks (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
         "--use-distributed-optimizer, --use-torch-fsdp2), or smaller sizes"
     )
-    _check(held, device, parallel, need, lambda _: fix)
+    _check(config, held, device, parallel, need, fix)
 
 
 def _check(
-    own: int, device: torch.device, parallel: ParallelState, need: str, advice: Callable[[int], str]
+    config: RunConfig,
+    own: int,
+    device: torch.device,
+    parallel: ParallelState,
+    need: str,
+    fix: str = "",
 ) -> None:
     """Raises InputError if a device has not the bytes that this rank needs. The ranks of a host
     share the memory of a CPU. Every rank must call this.
 
-    need, advice: the parts of the message; the advice gets the bytes that there are for one rank.
+    need, fix: the parts of the message. Without a fix it names a policy that fits.
     """
     here, place = [own], str(device)
     if device.type == "cpu":
@@ -114,7 +112,10 @@ def _check(
         there = memory_bytes(device)
         if there is not None and sum(here) > there:
             of_all = f" ({size(sum(here))} for the {len(here)} ranks there)" if here[1:] else ""
-            end = advice(there // len(here))
+            end = fix or (
+                f"{_cheapest(config, there // len(here), parallel)}. "
+                "--allow-predicted-out-of-memory starts the run all the same"
+            )
             raise InputError(f"{need}{of_all}, and {place} has {size(there)}: {end}")
 
     parallel.together("the memory of the machine", check)

@@ -179,9 +179,11 @@ def training_lines(
 ) -> Iterator[tuple[str, str]]:
     """Yields the names and the texts of the totals of a run that has trained since `start`.
 
-    last: its last iterations. best: the best validation loss, and its iteration. step_time: its
-    text.
+    last: its last iterations; without any, there are no totals. best: the best validation loss, and
+    its iteration. step_time: its text.
     """
+    if not last:
+        return
     config, progress, seconds = trainer.config, trainer.progress, sum(trainer.seconds)
     samples = progress.consumed_samples - start.consumed_samples
     skipped = progress.skipped_iterations - start.skipped_iterations
