@@ -261,7 +261,7 @@ class MicroBatches:
 
     def __getitem__(self, number: int) -> MicroBatch:
         parallel = self.parallel
-        read, bounds = np.stack(self._read(number)), None
+        read, bounds = self._read(number), None
         if self.rules is not None:
             bounds = bounds_of(read, self.rules.eod)
         samples = torch.from_numpy(read)
@@ -285,7 +285,7 @@ class MicroBatches:
             return []
         eod = self.rules.eod
         return [
-            sum(int(np.count_nonzero(sample[:-1] != eod)) for sample in self._read(number))
+            int(np.count_nonzero(self._read(number)[:, :-1] != eod))
             for number in range(self.num_microbatches)
         ]
 
@@ -297,21 +297,24 @@ class MicroBatches:
         assert self.rules is not None
         pairs = squares = 0
         for number in range(self.num_microbatches):
-            read = np.stack(self._read(number))
+            read = self._read(number)
             bounds = bounds_of(read, self.rules.eod)
             pairs += sum((stop - start) ** 2 for start, stop in pairwise(bounds))
             squares += bounds[-1] * (read.shape[1] - 1)
         share = torch.tensor(pairs / squares, dtype=torch.float64).to(self.parallel.device)
         return all_reduce_(share, self.parallel.dp_group) / self.parallel.dp_size
 
-    def _read(self, number: int) -> list[np.ndarray]:
-        """Returns the samples of a micro-batch. An InputError says where they were to be read."""
+    def _read(self, number: int) -> np.ndarray:
+        """Returns the samples of a micro-batch, [b, s + 1].
+
+        An InputError says where they were to be read.
+        """
         parallel = self.parallel
         indices: Sequence[int] = ()
         ranks = parallel.dp_rank, parallel.dp_size
         try:
             indices = self.order(self.consumed_samples, self.micro_batch_size, *ranks, number)
-            return list(map(self.dataset.__getitem__, indices))
+            return np.stack([self.dataset[index] for index in indices])
         except InputError as error:
             kind = PeerError if parallel.tp_rank or parallel.cp_rank else InputError
             place = self.where
