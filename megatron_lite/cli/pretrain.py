@@ -7,13 +7,10 @@ Continue in `megatron_lite/training/loop.py`. supervised.py decides how errors a
 whose ranks have joined the process groups; this module has those before and after.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.checks import InputError
@@ -22,9 +19,6 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, read_launch, use_expandable_segments
 from megatron_lite.parallel.messages import await_turn, print_fault, silent_unless
 from megatron_lite.parallel.signals import die_of, dies_without_reader
-
-if TYPE_CHECKING:
-    from megatron_lite.supervision.exits import Exits
 
 SPEAKS_BEFORE_S = 2.0  # that each other rank waits before it reports a fault
 
@@ -82,18 +76,10 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: st
     if config.training.cuda_graph_impl == "none":  # a graph's memory stays in one piece by itself
         use_expandable_segments()
     # Imported late: these modules import torch, which takes seconds.
-    from megatron_lite.cli.supervised import print_start, ready_to_train, supervised
+    from megatron_lite.cli.supervised import ready_to_train, supervised
     from megatron_lite.parallel.state import parallel_state
-    from megatron_lite.training.build_trainer import build_trainer
-    from megatron_lite.training.out_of_memory import memory_limited
 
     config, notices = ready_to_train(config, notices, launch)
     seed = config.training.seed
     with parallel_state(config.parallel, seed=seed, launch=launch, run=config) as parallel:
-
-        def body(exits: Exits) -> None:
-            with memory_limited(config, parallel.device):
-                printed = print_start(config, parallel, notices)
-                build_trainer(config, parallel).run(exits, printed)
-
-        return supervised(config, parallel, launch, program, body)
+        return supervised(config, parallel, launch, program, notices)

@@ -3,7 +3,7 @@ an exit status.
 
 The supervision lasts from when the ranks have joined the process groups until they leave them.
 
-    error of the body            reported by                          exit status
+    error of the run             reported by                          exit status
     none                                                              0
     TrainingError                rank 0                               1
     RecomputeMismatch            each rank that finds one             1
@@ -18,7 +18,7 @@ orderly way.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -32,7 +32,8 @@ from megatron_lite.parallel.launch import Launch, allocator_settings
 from megatron_lite.parallel.messages import print_fault
 from megatron_lite.parallel.state import ParallelState, choose_device
 from megatron_lite.supervision.exits import Exits, StoppedEarly, Verdict, stopped_by
-from megatron_lite.training.out_of_memory import memory_bytes
+from megatron_lite.training.build_trainer import build_trainer
+from megatron_lite.training.out_of_memory import memory_bytes, memory_limited
 from megatron_lite.training.step import TrainingError
 from megatron_lite.training.summary import arguments_table, ranks_line, short_settings
 from megatron_lite.training.terminal import print_lines
@@ -99,17 +100,13 @@ def print_start(
 
 
 def supervised(
-    config: RunConfig,
-    parallel: ParallelState,
-    launch: Launch,
-    program: str,
-    body: Callable[[Exits], object],
+    config: RunConfig, parallel: ParallelState, launch: Launch, program: str, notices: Sequence[str]
 ) -> int:
-    """Calls `body`, watches over the ranks meanwhile, and returns the exit status.
+    """Trains, watches over the ranks meanwhile, and returns the exit status.
 
-    program: the name with which each message begins.
+    program: the name with which each message begins. notices: those of the command line.
 
-    An error that ends the body becomes an exit status, by the table of this module.
+    An error that ends the run becomes an exit status, by the table of this module.
     """
     exits, status = Exits(config.training, parallel), 0
 
@@ -131,7 +128,9 @@ def supervised(
         try:
             try:
                 exits.listen()  # not before: a signal would raise outside of every handler
-                body(exits)
+                with memory_limited(config, parallel.device):
+                    printed = print_start(config, parallel, notices)
+                    build_trainer(config, parallel).run(exits, printed)
             except Exception as error:
                 status = _status_after(error, exits, watch, parallel.rank, program)
         except (StoppedEarly, KeyboardInterrupt) as stopped:
