@@ -87,9 +87,9 @@ class Holder:
     def read(cls, path: Path) -> Holder | None:
         """Returns the holder that a file names; None if the file is missing or incomplete."""
         try:
-            values = {"start": 0, **plain.parse_object(read_input(path, 2**16))}
-            known = {one.name: plain.field(values, one.name) for one in fields(cls)}
-            holder = plain.from_plain(cls, known, LOCK)
+            values = plain.parse_object(read_input(path, 2**16))
+            others = values.keys() - {one.name for one in fields(cls)}
+            holder = plain.from_plain(cls, values, LOCK, others)
             plain.as_whole(holder.start, "start", 0, MOST_STARTS)
         except ValueError:
             return None

@@ -102,12 +102,12 @@ def load_checkpoint(
         )
     elif not options.no_load_rng:
         then, now = (
-            (one.tp_size, one.cp_size, one.pp_size, one.dp_size) for one in (metadata, parallel)
+            f"TP {one.tp_size} x CP {one.cp_size} x PP {one.pp_size} x DP {one.dp_size}"
+            for one in (metadata, parallel)
         )
         if then != now:
-            before, here = ("TP {} x CP {} x PP {} x DP {}".format(*sizes) for sizes in (then, now))
             notices.append(
-                f"the checkpoint was saved on {before}, this run has {here}: random-number streams "
+                f"the checkpoint was saved on {then}, this run has {now}: random-number streams "
                 "(dropout) start from --seed"
             )
             return notices

@@ -100,7 +100,7 @@ def print_fates(parser: Parser, argv: Sequence[str]) -> None:
         known = name if name in parsed else name.replace("_", "-")
         fate = fate_of(known, value)
         if fate is None and known in parsed:
-            fault = _value_fault(known, parsed[known].dest, value)
+            fault = _value_fault(parsed[known].dest, value)
             fate = fault and f"{name} {value} is refused: {fault}"
             if fate is None:
                 taken.append(name)
@@ -116,7 +116,7 @@ def print_fates(parser: Parser, argv: Sequence[str]) -> None:
     sys.exit(bool(faults))
 
 
-def _value_fault(name: str, field: str, value: str) -> str | None:
+def _value_fault(field: str, value: str) -> str | None:
     """Returns why a field of the run may not have this value, if it has a list of values."""
     if not value or field not in (fields := run_fields()):
         return None
