@@ -225,19 +225,18 @@ def judge(
             signal.getsignal(signal.SIGINT) is signal.default_int_handler
         )
         return None if graceful and not interrupts else stopped_by(trouble.number, rank)
+    ended = _of(gone, "has", "have") + " ended"
     if trouble.what == "late":
+        who = ended if gone else _slowest({rank: own_beat, **beats})
         if silent:
             who = _of(silent, "gives", "give") + " no sign of life"
-        elif gone:
-            who = _of(gone, "has", "have") + " ended"
-        else:
-            who = _slowest({rank: own_beat, **beats})
         return Verdict(rank, 1, f"no progress for more than {timeout:g} s: {who}", with_stacks=True)
-    if silent:
-        return Verdict(rank, 1, _of(silent, "is", "are") + " gone")
+    text = "a connection to another rank broke, though all are alive"
     if gone:
-        return Verdict(rank, 1, _of(gone, "has", "have") + " ended, with a message")
-    return Verdict(rank, 1, "a connection to another rank broke, though all are alive")
+        text = f"{ended}, with a message"
+    if silent:
+        text = _of(silent, "is", "are") + " gone"
+    return Verdict(rank, 1, text)
 
 
 def stopped_by(number: int, rank: int) -> Verdict:
