@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.data.blend import BlendedDataset, kept_blend_index
 from megatron_lite.data.data_paths import (
@@ -199,19 +199,19 @@ class FimDataset:
         self.dataset, self.data, self.backend, self.seed = dataset, data, backend, seed
         self.documents = dataset.documents
         self.untouched = () if data.fim_no_prefix is None else (data.fim_no_prefix,)
-        self.prefix, self.middle, self.suffix, self.pad, self.eod = (
-            self._id(f"fim_{one}_token") for one in ("prefix", "middle", "suffix", "pad", "eod")
-        )
-        self.split: Any = None
-        if data.fim_split_sample is not None:
-            self.split = self._id("fim_split_sample")
-
-    def _id(self, field: str) -> Any:
-        """Returns the id of the token that a setting names."""
-        name = getattr(self.data, field)
-        if (found := self.backend.token_to_id(name)) is None:
-            raise InputError(f"{flag(field)} {name} is no token of the tokenizer: name one")
-        return found
+        ids: list[Any] = []
+        for flag, name in {
+            "--fim-prefix-token": data.fim_prefix_token,
+            "--fim-middle-token": data.fim_middle_token,
+            "--fim-suffix-token": data.fim_suffix_token,
+            "--fim-pad-token": data.fim_pad_token,
+            "--fim-eod-token": data.fim_eod_token,
+            "--fim-split-sample": data.fim_split_sample,
+        }.items():
+            ids.append(None if name is None else backend.token_to_id(name))
+            if name is not None and ids[-1] is None:
+                raise InputError(f"{flag} {name} is no token of the tokenizer: name one")
+        self.prefix, self.middle, self.suffix, self.pad, self.eod, self.split = ids
 
     def __len__(self) -> int:
         return len(self.dataset)
