@@ -123,8 +123,7 @@ class GatheredWeights(NamedTuple):
         tied = wraps and not untied and sizes.has_embedding and sizes.has_head
         words = _largest(first) if tied or (wraps and untied) else []
         logits = _largest(last_ones) if wraps and untied else []
-        apart = [id(one) for one in (*words, *logits)]
-        rest = [one for one in (*first, *last_ones) if id(one) not in apart]
+        rest = [one for one in (*first, *last_ones) if one not in (*words, *logits)]
         reshards = config.data_parallel.torch_fsdp2_reshard_after_forward
         root, of_layer = unit(rest, 0 if logits else head), unit(_parameters(layer.operations))
         staying = 0
