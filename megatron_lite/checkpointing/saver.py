@@ -75,6 +75,8 @@ class Saver:
         self._options, self._parallel, self._token = options, parallel, token
         self._directory, self._root = directory, Path(options.save or "")
         self.started_at, self._own = 0, set[int]()
+        # Whichever rank failed, only rank 0 prints the reason, so that the log has it once.
+        self._error = InputError if parallel.rank == 0 else PeerError
         self._threads = (
             ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
         )
@@ -134,8 +136,7 @@ class Saver:
     def check(self) -> None:
         """Raises InputError on every rank if the last save has failed."""
         if self.failure:
-            kind = InputError if self._parallel.rank == 0 else PeerError
-            raise kind(str(self.failure)) from self.failure
+            raise self._error(str(self.failure)) from self.failure
 
     def __enter__(self) -> Saver:
         return self
@@ -278,8 +279,7 @@ class Saver:
             ) from failure
         if failure and not isinstance(failure, (InputError, *PASSING)):
             raise failure
-        # Whichever rank failed, only rank 0 prints the reason, so that the log has it once.
-        raise (InputError if self._parallel.rank == 0 else PeerError)(found) from failure
+        raise self._error(found) from failure
 
 
 def _write_files(temporary: Path, snapshot: Snapshot) -> dict[str, Any]:

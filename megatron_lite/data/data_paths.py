@@ -88,7 +88,7 @@ def parse_data_path(words: Sequence[str], source: str = "--data-path") -> DataPa
     return DataPath(tuple(words[1::2]), shares)
 
 
-def parse_split(split: str) -> tuple[float, float, float]:
+def parse_split(split: str) -> tuple[float, ...]:
     """Returns the three shares of `--split '969, 30, 1'`, which add up to 1.
 
     A share that is left out is 0. Raises InputError unless the text is 1 to 3 numbers >= 0, not all
@@ -101,8 +101,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
             f"--split {split!r} must be 1 to 3 numbers >= 0, not all 0, of a finite sum, with "
             "commas between them: train, validation, test, such as '969, 30, 1'"
         )
-    train, valid, test = (*normalized(found), 0.0, 0.0)[:3]
-    return train, valid, test
+    return (*normalized(found), 0.0, 0.0)[:3]
 
 
 def split_documents(split: str, num_documents: int) -> list[tuple[int, int]]:

@@ -76,11 +76,6 @@ class DryRank(NamedTuple):
     predicted: StepPeak
     seconds: float
 
-    @property
-    def held_bytes(self) -> int:
-        """The measured bytes of the four kinds of states that `states` has."""
-        return sum(self.measured.held[kind] for kind in STATES)
-
 
 def dry_run(
     config: RunConfig,
@@ -295,9 +290,10 @@ def _column(rank: DryRank, unit: ByteUnit) -> Iterator[tuple[str, str]]:
     yield "held between steps", ""
     for kind in HELD:
         yield f"  {LABELS.get(kind, kind)}", unit.number(measured.held[kind])
-    yield "  without other, bytes", f"{rank.held_bytes:,}"
+    held_bytes = sum(measured.held[kind] for kind in STATES)  # the four kinds that `states` has
+    yield "  without other, bytes", f"{held_bytes:,}"
     yield "  closed form, bytes", f"{states:,}"
-    yield "  difference", f"{rank.held_bytes - states:+,}"
+    yield "  difference", f"{held_bytes - states:+,}"
     yield "alive at the peak", ""
     for kind in (*HELD, *PHASES, HOST):
         yield f"  {LABELS.get(kind, kind)}", unit.number(peak.by_category.get(kind, 0))

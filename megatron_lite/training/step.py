@@ -365,10 +365,10 @@ class StageRunner:
         self.model.eval()
         forward = partial(self._stage, batches, MicroBatchLoss(factor=1.0), (), not_timed, None)
         count, size = len(batches), self.parallel.pp_size
+        actions = forwards_only(size=size, num_microbatches=count, num_chunks=len(self._chunks))
         if self.links is None:
-            losses = [forward(Action("forward", number), None) for number in range(count)]
+            losses = [forward(action, None) for action in actions]
         else:
-            actions = forwards_only(size=size, num_microbatches=count, num_chunks=len(self._chunks))
             losses = self._run(actions, forward)
         self.model.train()
         return sum(losses, start=torch.zeros((), dtype=torch.float64, device=self.parallel.device))
