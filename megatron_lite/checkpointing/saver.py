@@ -33,7 +33,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from megatron_lite.checkpointing.directory import SaveDirectory
-from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, row_of
+from megatron_lite.checkpointing.metadata import MANIFEST, FileRow, Manifest, row_of
 from megatron_lite.checkpointing.shards import write_tensors
 from megatron_lite.checkpointing.state import Snapshot
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
@@ -190,7 +190,7 @@ class Saver:
     def _write(self, snapshot: Snapshot) -> list[str]:
         iteration, directory = snapshot.iteration, self._directory
         temporary = self._root / f"iter_{iteration:07d}.tmp-{self._token}"
-        rows: dict[str, Any] = {}
+        rows: dict[str, FileRow] = {}
 
         def make_folder() -> None:
             if directory:
@@ -228,7 +228,7 @@ class Saver:
         try:
             self._everywhere(snapshot, make_folder)
             for own in self._everywhere(snapshot, lambda: _write_files(temporary, snapshot)):
-                rows |= own
+                rows |= {name: FileRow(**row) for name, row in own.items()}
             notices, *_ = self._everywhere(snapshot, publish)
             done = f"  successfully saved checkpoint from iteration {iteration:7d} to"
             return [f"{done} {self._options.save}", *notices]
