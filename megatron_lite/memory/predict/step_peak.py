@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.config.run import RunConfig
@@ -207,16 +207,12 @@ def step_peak(
     return StepPeak(pp_rank, where, tuple(PeakTerm(*row) for row in rows if row[1]), on_host)
 
 
-def fullest_step_peak(
-    config: RunConfig, *, device: str, dp_cp_size: int, num_microbatches: int | None = None
-) -> StepPeak:
-    """Returns the highest peak of all pipeline ranks; of several equal ones the first."""
-    peaks = (
-        step_peak(
-            config, rank, device=device, dp_cp_size=dp_cp_size, num_microbatches=num_microbatches
-        )
-        for rank in sorted({*alike_ranks(config)})
-    )
+def fullest_step_peak(config: RunConfig, **facts: Any) -> StepPeak:
+    """Returns the highest peak of all pipeline ranks; of several equal ones the first.
+
+    facts: see `step_peak`.
+    """
+    peaks = (step_peak(config, rank, **facts) for rank in sorted({*alike_ranks(config)}))
     return max(peaks, key=lambda one: one.num_bytes)
 
 
