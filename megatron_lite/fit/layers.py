@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from megatron_lite.recompute.apply import LISTS, layers_of
+from megatron_lite.recompute.apply import layers_of, lists_in
 
 
 class LayerList(NamedTuple):
@@ -30,27 +30,30 @@ def layer_lists(model: nn.Module, layers_fqn: str | Sequence[str] | None) -> lis
     """
     names = [layers_fqn] if isinstance(layers_fqn, str) else layers_fqn
     if names is None:
-        lists = {
-            name: [layer for layer in module._modules.values() if layer is not None]
-            for name, module in model.named_modules()
-            if isinstance(module, LISTS)
-        }
-        most = {name: _most_alike(layers) for name, layers in lists.items()}
+        # In another stage of the model no two layers of such a list may be alike. A list in a list
+        # may have one layer of each kind.
+        stages: dict[str, list[nn.Module]] = {}
+        for name, layers in (lists := lists_in(model)).items():
+            stages.setdefault(stage_of(name), []).extend(layers)
+        most = {stage: _most_alike(layers) for stage, layers in stages.items()}
+        # If no list has two, the model may call one layer again and again.
         if (least := min(2, max(most.values(), default=0))) < 1:
             raise ValueError(
                 f"{type(model).__name__} has no list in which a layer is repeated, so no policy "
                 "can save memory: name the list of its layers with layers_fqn"
             )
-        # If no list has two, the model may call one layer again and again. In another stage of the
-        # model no two layers of such a list may be alike.
-        alike = {re.sub(r"\d+", "", name) for name in lists if most[name] >= least}
         found: dict[int, str] = {}
         for name, layers in lists.items():
             is_inside = any(name.startswith(f"{other}.") for other in found.values())
-            if not is_inside and most[name] and re.sub(r"\d+", "", name) in alike:
+            if not is_inside and _most_alike(layers) and most[stage_of(name)] >= least:
                 found[id(layers[0])] = name
         names = [*found.values()]
     return [LayerList(name, layers_of(model, name)) for name in names]
+
+
+def stage_of(name: str) -> str:
+    """Returns what the names of lists in different stages of a model have in common."""
+    return re.sub(r"\d+", "", name)
 
 
 def kind_of(layer: nn.Module) -> Hashable:

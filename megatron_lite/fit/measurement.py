@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from megatron_lite.fit.gauges import Clock, CpuGauge, Gauge
-from megatron_lite.fit.layers import LayerList, kind_of
+from megatron_lite.fit.layers import LayerList, kind_of, stage_of
 from megatron_lite.fit.plans import (
     AFTER,
     BACKWARD,
@@ -180,11 +180,11 @@ class Measurement:
     def _problem(self, spans: list[Span], candidates: list[str]) -> Problem:
         kinds: dict[Any, list[int]] = {}
         self._used = {span.layer for span in spans if span.name == BACKWARD}
-        lists = {layer: place for place, one in enumerate(self._lists) for layer in one.layers}
+        stages = {layer: stage_of(one.name) for one in self._lists for layer in one.layers}
         for number in self._order:
             # Without a backward, what is kept is soon freed.
             layer = self._layers[number]
-            others = self._notes.forms[number], lists[layer], number in self._used
+            others = self._notes.forms[number], stages[layer], number in self._used
             kinds.setdefault((kind_of(layer), *others), []).append(number)
         told = self._ranks.told((list(kinds.values()), self._notes.shared(self._order)))
         self._shared = _of_all_ranks(*zip(*told, strict=True))

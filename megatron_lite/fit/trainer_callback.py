@@ -4,15 +4,22 @@ trainer.add_callback(MemoryBudgetCallback("70GiB"))
 """
 
 import inspect
+from copy import copy
 from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from megatron_lite.fit.memory_fit import Fit, fit_memory_
 from megatron_lite.recompute.contents import Contents, tensors_of
-from megatron_lite.recompute.randomness import drawn_again, global_states
+from megatron_lite.recompute.randomness import (
+    GeneratorState,
+    drawn_again,
+    global_states,
+    is_generator,
+)
 
 LOOKED_AT = 8  # batches, of which the largest is measured
 
@@ -36,21 +43,25 @@ class MemoryBudgetCallback(TrainerCallback):
         """Fits the model."""
         trainer, model, loader = _trainer(), kwargs["model"], kwargs["train_dataloader"]
         # An iterator draws random numbers, and that of accelerate counts as the one of training.
-        with torch.random.fork_rng([]), drawn_again(global_states()):
-            first = islice(getattr(loader, "base_dataloader", loader), LOOKED_AT)
+        loader = getattr(loader, "base_dataloader", loader)
+        with torch.random.fork_rng([]), drawn_again([*global_states(), *_generators(loader)]):
+            first = islice(loader, LOOKED_AT)
             batch = max(first, key=lambda each: sum(one.numel() for one in tensors_of(each)))
-        told = ""
+        data, told = loader.dataset, ""
+        if isinstance(data, IterableDataset) and iter(data) is iter(data):
+            told = f"the data can be read only once, so its first {LOOKED_AT} batches are lost\n"
         if getattr(model, "is_gradient_checkpointing", False):  # TRL turns it on by default
             model.gradient_checkpointing_disable()
-            told = "gradient_checkpointing is off in this training: the policy takes its place\n"
+            told += "gradient_checkpointing is off in this training: the policy takes its place\n"
         held = Contents(objects=False)  # the Trainer's own numbers and lists
         held.add("", trainer)
 
         def step() -> None:
             for _ in range(min(2, args.gradient_accumulation_steps)):
-                trainer.training_step(trainer.model_wrapped, dict(batch))
+                # It may take entries out. A trainer that generates gets a list of samples.
+                trainer.training_step(trainer.model_wrapped, copy(batch), None)
 
-        with held.restored():
+        with drawn_again(state for _, state in held.generators), held.restored():
             trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
             self.fit = fit_memory_(
                 model,
@@ -66,6 +77,15 @@ class MemoryBudgetCallback(TrainerCallback):
         """Takes the policy off."""
         if self.fit:
             self.fit.remove()
+
+
+def _generators(loader: Any) -> list[GeneratorState]:
+    """Returns the generators of a loader of samples, of its samplers and of its dataset."""
+    found = [vars(loader)]
+    for held in found:
+        inside = map(held.get, ("sampler", "batch_sampler", "dataset"))
+        found += [vars(one) for one in inside if hasattr(one, "__dict__")]
+    return [GeneratorState.of(one) for held in found for one in held.values() if is_generator(one)]
 
 
 def _trainer() -> Any:

@@ -375,13 +375,36 @@ def layers_of(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
     """
     found: Any = dict(model.named_modules(remove_duplicate=False)).get(layers_fqn)
     is_list = isinstance(found, LISTS)
-    if not is_list or len(found) == 0:
-        kind = "empty" if is_list else f"a {type(found).__name__}"
+    if not is_list or not _callable(found):
+        kind = f"a {type(found).__name__}" + " without a module that can be called" * is_list
+        outermost: list[str] = []  # and those inside a root that is one
+        for name in lists_in(model):
+            if not any(name.startswith(f"{one}.") for one in outermost):
+                outermost.append(name or "'' (the model itself)")
         raise ValueError(
             f"layers_fqn {layers_fqn!r} is {'no module of the model' if found is None else kind}: "
-            f"a policy needs a ModuleList, a ModuleDict or a Sequential of layers; {_lists(model)}"
+            "a policy needs a ModuleList, a ModuleDict or a Sequential of layers; its lists of "
+            f"modules are {', '.join(outermost) or 'none'}"
         )
     return [*map(_unwrapped, found.values() if isinstance(found, nn.ModuleDict) else found)]
+
+
+def lists_in(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """Returns the modules that can be called of each list in a model, by the name of the list.
+
+    A list of lists has none, and is left out.
+    """
+    lists = ((name, each) for name, each in model.named_modules() if isinstance(each, LISTS))
+    return {name: found for name, each in lists if (found := _callable(each))}
+
+
+def _callable(modules: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a list that have a forward."""
+    return [
+        one
+        for one in modules._modules.values()
+        if one is not None and getattr(one.forward, "__func__", None) is not nn.Module.forward
+    ]
 
 
 def _unwrapped(layer: nn.Module) -> nn.Module:
@@ -397,18 +420,6 @@ def _unwrapped(layer: nn.Module) -> nn.Module:
             "cannot call: wrap whole layers, or use fully_shard (FSDP2)"
         )
     return inside
-
-
-def _lists(model: nn.Module) -> str:
-    """Returns the names of the outermost lists of modules, and of those inside a root that is one,
-    as part of a message."""
-    lists: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{one}.") for one in lists)
-        if isinstance(module, LISTS) and not inside:
-            lists.append(name)
-    names = (name or "'' (the model itself)" for name in lists)
-    return f"its lists of modules are {', '.join(names) or 'none'}"
 
 
 def _check(segment: Segment, layer: nn.Module, setting: str) -> None:

@@ -77,6 +77,7 @@ class Witness:
         self._is_sharded = sharded(layer)
         self._doubtful: dict[int, Tensor] = {}
         self._chosen: dict[int, Tensor] = {}
+        self._given = set[int]()  # parameters that an argument of the forward is a part of
 
     @property
     def is_done(self) -> bool:
@@ -94,6 +95,7 @@ class Witness:
         with unobserved():
             for place, value in given.items():
                 run.see(place, value)
+                self._given.add(id(parameter_of(value)))
             run.see_streams("the start", self._rng)
 
     def save(self, tensor: Tensor) -> None:
@@ -105,6 +107,7 @@ class Witness:
                 hashed = quick_hash(tensor)
         else:
             weight = parameter_of(tensor)
+            weight = None if id(weight) in self._given else weight
         self._saved.append((tensor.detach(), version_of(tensor), hashed, weight))
         self._producers.append(_operator(tensor.grad_fn))
 

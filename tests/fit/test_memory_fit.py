@@ -66,7 +66,8 @@ class Model(nn.Module):
         hidden = self.embedding(ids)
         for number in range(self.num_lists):
             for block in getattr(self, f"part{number}"):
-                hidden = block(hidden)
+                for one in block if isinstance(block, nn.ModuleList) else [block]:
+                    hidden = one(hidden)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
 
 
@@ -187,6 +188,12 @@ def check(model, step, shares):
             lambda: with_layers(Model([]), *[Block(32, 64), Block(32, 64)] * 2), id="standing twice"
         ),
         pytest.param(lambda: with_layers(Model([]), Looped(32, 64)), id="one layer"),
+        pytest.param(
+            lambda: with_layers(
+                Model([]), *(nn.ModuleList([Block(32, 64), Block(32, 96)]) for _ in range(3))
+            ),
+            id="lists in a list",
+        ),
     ],
 )
 def test_the_peak_is_within_the_budget_and_gradients_are_the_same(model):
@@ -298,16 +305,12 @@ def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan():
     class High(Measurement):
         """Its predictions are 10 % too high."""
 
-        @property
-        def problem(self):
-            return self._problem_found
-
-        @problem.setter
-        def problem(self, one):
+        def _problem(self, *given):
+            one = super()._problem(*given)
             moments = [
                 [m._replace(peak=m.peak + plain.measured // 10) for m in n] for n in one.moments
             ]
-            self._problem_found = replace(one, moments=moments)
+            return replace(one, moments=moments)
 
     budget = plain.measured + 1000
     found = fitted(model, measurement(model, step, High), budget)

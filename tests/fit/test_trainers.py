@@ -67,13 +67,26 @@ def trained(trainer, budget):
     return weights(trainer.model), callback and callback.fit
 
 
+class Drawing(torch.utils.data.SequentialSampler):
+    """It has a generator of its own."""
+
+    def __iter__(self):
+        torch.rand(1, generator=self.generator)
+        return super().__iter__()
+
+
 class Summed:
-    """A trainer's loss of its own, as trainers of preferences have, and a log that it keeps
-    itself."""
+    """A trainer's loss of its own, as trainers of preferences have, and a log that it keeps itself.
+    It gets samples one by one, as trainers that generate do."""
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
         self.losses, self.measured = {"train": []}, SimpleNamespace(calls=[])
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        batch = torch.utils.data.default_collate(inputs)
+        inputs.clear()
+        return super().training_step(model, batch, num_items_in_batch)
 
     def compute_loss(self, model, inputs, *_, **__):
         assert model.training
@@ -94,15 +107,17 @@ def test_the_trainer_of_transformers_is_measured_by_its_own_step(tmp_path, capsy
             disable_tqdm=True, gradient_checkpointing=budget is not None,
         )  # fmt: skip
         kind = type("SummedTrainer", (Summed, transformers.Trainer), {})  # a late import too
-        trainer = kind(language_model(), settings, train_dataset=rows())
+        trainer = kind(language_model(), settings, list, train_dataset=rows())
+        sampler = Drawing(rows())
+        sampler.generator = torch.Generator()
         # As the samples stand, so the largest batch is the second one.
-        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows())
-        found = trained(trainer, budget)
+        trainer._get_train_sampler = lambda *_: sampler
+        found, fit = trained(trainer, budget)
         assert trainer.losses == {"train": [20, 35, 20, 35]}
         measured = {(35, False), (35, True)} if budget else set()
         assert set(trainer.measured.calls[:-4]) == measured
         assert not any("forward" in vars(each) for each in trainer.model.modules())
-        return found
+        return [*found, torch.rand(1, generator=sampler.generator)], fit
 
     check(train)
     assert "gradient_checkpointing is off" in capsys.readouterr().out

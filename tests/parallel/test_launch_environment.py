@@ -14,57 +14,31 @@ def launch_of(environ, **options):
         return read_launch(**options)
 
 
-TORCHRUN = dict(
-    RANK="3",
-    WORLD_SIZE="4",
-    LOCAL_RANK="1",
-    LOCAL_WORLD_SIZE="2",
-    MASTER_ADDR="host0",
-    MASTER_PORT="29501",
-    TORCHELASTIC_RESTART_COUNT="1",
-    TORCHELASTIC_USE_AGENT_STORE="True",
-)
+def environment(text):
+    """Returns variables as a shell prints them."""
+    return dict(one.split("=") for one in text.split())
+
+
+TORCHRUN = environment("""
+    RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=host0 MASTER_PORT=29501
+    TORCHELASTIC_RESTART_COUNT=1 TORCHELASTIC_USE_AGENT_STORE=True
+""")
 
 # A job of 2 nodes x 2 tasks, seen from its batch script and from the last task of `srun --ntasks=3`
 # in it.
-SLURM_BATCH = dict(
-    SLURM_JOB_ID="1",
-    SLURM_JOB_NODELIST="node[1-2]",
-    SLURM_LOCALID="0",
-    SLURM_NODELIST="node[1-2]",
-    SLURM_NPROCS="4",
-    SLURM_NTASKS="4",
-    SLURM_NTASKS_PER_NODE="2",
-    SLURM_PROCID="0",
-    SLURM_TASKS_PER_NODE="2(x2)",
-)
-SRUN = {
-    **SLURM_BATCH,
-    **dict(
-        SLURM_NPROCS="3",
-        SLURM_NTASKS="3",
-        SLURM_PROCID="2",
-        SLURM_NODEID="1",
-        SLURM_STEPID="0",
-        SLURM_STEP_ID="0",
-        SLURM_STEP_NODELIST="node[1-2]",
-        SLURM_STEP_NUM_NODES="2",
-        SLURM_STEP_NUM_TASKS="3",
-        SLURM_STEP_TASKS_PER_NODE="2,1",
-        SLURM_TASKS_PER_NODE="2,1",
-    ),
-}
-SALLOC_SHELL = {
-    **SLURM_BATCH,
-    **dict(
-        SLURM_NTASKS="1",
-        SLURM_STEP_ID="4294967290",
-        SLURM_STEPID="4294967290",
-        SLURM_STEP_NODELIST="node1",
-        SLURM_STEP_NUM_TASKS="1",
-        SLURM_STEP_TASKS_PER_NODE="1",
-    ),
-}
+SLURM_BATCH = environment("""
+    SLURM_JOB_ID=1 SLURM_JOB_NODELIST=node[1-2] SLURM_LOCALID=0 SLURM_NODELIST=node[1-2]
+    SLURM_NPROCS=4 SLURM_NTASKS=4 SLURM_NTASKS_PER_NODE=2 SLURM_PROCID=0 SLURM_TASKS_PER_NODE=2(x2)
+""")
+SRUN = SLURM_BATCH | environment("""
+    SLURM_NPROCS=3 SLURM_NTASKS=3 SLURM_PROCID=2 SLURM_NODEID=1 SLURM_STEPID=0 SLURM_STEP_ID=0
+    SLURM_STEP_NODELIST=node[1-2] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=3
+    SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_TASKS_PER_NODE=2,1
+""")
+SALLOC_SHELL = SLURM_BATCH | environment("""
+    SLURM_NTASKS=1 SLURM_STEP_ID=4294967290 SLURM_STEPID=4294967290 SLURM_STEP_NODELIST=node1
+    SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1
+""")
 
 
 TORCHRUNS = Launch(

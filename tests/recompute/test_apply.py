@@ -57,6 +57,7 @@ GPT2 = "transformer.h"
         ),
         ("transformer.h.0", "*:full", "is a GPT2Block: a policy needs a ModuleList, a ModuleDict"),
         ("transformer", "*:full", "a Sequential of layers; its lists of modules are transformer.h"),
+        ("outer", "*:full", "is a ModuleList without a module that can be called"),
         (GPT2, "*:mlp", "mlp names regions, and this model's layers have none"),
         (GPT2, "*:full/2", "one by one"),
         (GPT2, "*:full@split", "as DTensors"),
@@ -71,6 +72,7 @@ GPT2 = "transformer.h"
 )
 def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(fqn, text, message):
     model = FAMILIES["GPT-2"].build()
+    model.outer = nn.ModuleList([nn.ModuleList(model.transformer.h)])
     with pytest.raises(ValueError) as raised:
         apply_policy_(model, layers_fqn=fqn, policy=text)
     assert message in str(raised.value) and "--recompute-policy" not in str(raised.value)

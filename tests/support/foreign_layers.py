@@ -379,6 +379,9 @@ LAYERS = {
     "its argument and a parameter": chain(
         Unchanged, lambda chain, layer, x: layer(x)[0] * layer(x)[1]
     ),
+    "a part of a parameter as the argument": chain(
+        Block, lambda chain, layer, x: x + layer(chain.side.weight[: len(x)])
+    ),
     "two views of one tensor": chain(Halves, lambda chain, layer, x: torch.cat(layer(x)[::-1], -1)),
     "BatchNorm": chain(Norms),
     "spectral norm": chain(Spectral),
