@@ -33,7 +33,7 @@ class UnreachableError(ValueError):
     """No policy fits the budget."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Fit:
     """A policy that is on a model, and the peak of a step with it. `print(fit)` describes it.
 
@@ -195,18 +195,8 @@ def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:
         raise _unreachable(measured, budget or 0, plan, peak)
     if plan is not best:
         policies, peak = _confirmed(model, measured, best)
-    faster, smaller = neighbours(problem, best)
-    return Fit(
-        model=model,
-        policies=policies,
-        budget=budget,
-        measured=peak,
-        plan=best,
-        plain=plain,
-        faster=faster,
-        smaller=smaller,
-        notes=measured.notes,
-    )
+    around = neighbours(problem, best)
+    return Fit(model, policies, budget, peak, best, plain, *around, measured.notes)
 
 
 def _unreachable(measured: Measurement, budget: int, plan: Plan, peak: int) -> UnreachableError:

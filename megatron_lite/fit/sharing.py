@@ -45,8 +45,8 @@ class Sharing:
         with ExitStack() as stack:
             for number, layer in enumerate(layers):
                 begin, end = partial(self._begin, number, stack), partial(self._end, number)
-                stack.callback(layer.register_forward_pre_hook(begin, with_kwargs=True).remove)
-                stack.callback(layer.register_forward_hook(end).remove)
+                stack.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
+                stack.enter_context(layer.register_forward_hook(end))
             yield
 
     def shared(self, order: Sequence[int]) -> dict[int, Shared]:

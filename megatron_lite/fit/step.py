@@ -99,7 +99,7 @@ class Step:
         with repeatable(self._model), warnings.catch_warnings(), ExitStack() as stack:
             warnings.filterwarnings("ignore", message="Layers under a recompute policy keep no k")
             see = partial(self._see_inputs, is_read=gauge is not None)
-            stack.callback(self._model.register_forward_pre_hook(see, with_kwargs=True).remove)
+            stack.enter_context(self._model.register_forward_pre_hook(see, with_kwargs=True))
             if takes_notes:
                 self.sharing = Sharing()
                 stack.enter_context(self.sharing.noting(self._layers))
@@ -108,9 +108,9 @@ class Step:
                 return []
             self._events = []
             for handle in self._mark_layers(gauge):
-                stack.callback(handle.remove)
+                stack.enter_context(handle)
             end = partial(self._mark, gauge, Event(MODEL_END))
-            stack.callback(self._model.register_forward_hook(end).remove)
+            stack.enter_context(self._model.register_forward_hook(end))
             with gauge:
                 self._mark(gauge, Event())
                 self._step()
@@ -254,12 +254,14 @@ def repeatable(model: nn.Module) -> Iterator[None]:
     parameters = [*model.parameters()]
     gradients = [None if each.grad is None else _kept(each.grad) for each in parameters]
     devices = {each.device for each in parameters if each.device.type == "cuda"}
-    hook = register_optimizer_step_pre_hook(_refuse_update)
-    with torch.random.fork_rng(devices), drawn_again(global_states()):
+    with (
+        torch.random.fork_rng(devices),
+        drawn_again(global_states()),
+        register_optimizer_step_pre_hook(_refuse_update),
+    ):
         try:
             yield
         finally:
-            hook.remove()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient and gradient()
 

@@ -16,7 +16,7 @@ save_for_backward, so saved-tensor hooks that count or move saved tensors also s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def checkpoint(
     # autograd leaves out a Function if none of its inputs requires grad. The parameters that the
     # function captures would get no gradient. This empty input keeps the node in the graph.
     anchor = torch.empty(0, requires_grad=True)
-    call = _RegionCall(function, replay or function, rng, split_group, previous)
+    call = function, replay or function, rng, split_group, previous
     return _Checkpoint.apply(call, anchor, *args)
 
 
@@ -82,38 +82,29 @@ def rebuilt_outputs(node: Any) -> Any:
     return node.replayed[0]
 
 
-class _RegionCall(NamedTuple):
-    """The functions and settings of one call of `checkpoint`."""
-
-    function: Callable[..., Any]
-    replay: Callable[..., Any]
-    rng: Generators | None
-    split_group: ProcessGroup | None
-    previous: Any
-
-
 class _Checkpoint(torch.autograd.Function):
-    """The node of one checkpoint in the forward's graph.
+    """The node of one checkpoint in the forward's graph. Its settings: see `checkpoint`.
 
     ctx.replayed: the replay, if `rebuilt_outputs` ran it before this node's backward.
     ctx.gather: the all-gather of the split input, if the backward of another unit started it.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _RegionCall, anchor: Tensor, *values: Any) -> Any:
-        ctx.call, ctx.replayed, ctx.gather = call, None, None
+    def forward(ctx: Any, call: tuple[Any, ...], anchor: Tensor, *values: Any) -> Any:
+        function, ctx.replay, rng, ctx.split_group, ctx.previous = call
+        ctx.replayed = ctx.gather = None
         tensors = {place: value for place, value in enumerate(values) if isinstance(value, Tensor)}
         ctx.places = tuple(tensors)
         ctx.others = [None if isinstance(value, Tensor) else value for value in values]
         ctx.needing = [place for place, tensor in tensors.items() if tensor.requires_grad]
         # The conditions must be read before the run, which draws. The first input is split after
         # the run, which needs it whole.
-        ctx.conditions = Conditions(call.rng, {each.device.type for each in tensors.values()})
+        ctx.conditions = Conditions(rng, {each.device.type for each in tensors.values()})
         with casts_not_cached():
-            outputs = call.function(*values)
-        if call.split_group:
+            outputs = function(*values)
+        if ctx.split_group:
             ctx.shape = values[0].shape
-            tensors[0] = split_for_rank(values[0], call.split_group)
+            tensors[0] = split_for_rank(values[0], ctx.split_group)
         ctx.save_for_backward(*tensors.values(), *ctx.conditions.take_states())
         # If the function returns a parameter unchanged, autograd would make this node the history
         # of the parameter itself, and backward would never end. A view of the parameter avoids
@@ -167,12 +158,12 @@ def _replay(ctx: Any) -> tuple[Any, dict[int, Tensor]]:
     # requires_grad_ must not change the caller's tensors.
     for place, tensor in zip(ctx.places, saved[:count], strict=True):
         values[place] = tensor.detach()
-    if ctx.call.split_group:
+    if ctx.split_group:
         values[0] = _whole_input(ctx, values[0])
     with ctx.conditions.repeated(saved[count:]):
         inputs, received = replay_inputs({place: values[place] for place in ctx.needing})
         values |= inputs
-        return ctx.call.replay(*values.values()), received
+        return ctx.replay(*values.values()), received
 
 
 def _whole_input(ctx: Any, shard: Tensor) -> Tensor:
@@ -180,13 +171,12 @@ def _whole_input(ctx: Any, shard: Tensor) -> Tensor:
 
     It also starts the all-gather for the split unit before, which backward reaches next.
     """
-    started = ctx.gather or start_all_gather_first_dim(shard, ctx.call.split_group)
+    started = ctx.gather or start_all_gather_first_dim(shard, ctx.split_group)
     ctx.gather = None  # its result is used up: a second backward (retain_graph) needs a new one
-    previous = ctx.call.previous
-    if previous:
+    if previous := ctx.previous:
         # Inputs are saved first, so saved_tensors[0] is this rank's part of the split input.
         previous.gather = start_all_gather_first_dim(
-            previous.saved_tensors[0], previous.call.split_group
+            previous.saved_tensors[0], previous.split_group
         )
     return started.wait().view(ctx.shape)
 

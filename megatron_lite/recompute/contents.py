@@ -92,7 +92,7 @@ class Value:
 
 
 class Part(NamedTuple):
-    """A tensor or an array.
+    """A tensor or an array, or a container with its items at one moment, as `_items` gives them.
 
     name: its name within the layer or argument.
     owner: the name of the object of Python that holds it; "" if a module does.
@@ -101,15 +101,7 @@ class Part(NamedTuple):
     name: str
     owner: str
     value: Any
-
-
-class _Container(NamedTuple):
-    """A container with its items at one moment, as `_items` gives them. name, owner: as in Part."""
-
-    name: str
-    owner: str
-    value: Any
-    items: list[Any]
+    items: Any = ()
 
 
 class Contents:
@@ -127,14 +119,14 @@ class Contents:
     layer: nn.Module
     modes: tuple[Any, ...] = ()
     _held: list[Any]
-    _others: list[_Container]
+    _others: list[Part]
 
     def __init__(self, objects: bool = True, constant: tuple[type, ...] = ()) -> None:
         self._objects, self._known, self._room = objects, set[int](), MAX_PARTS
         self._constant = CONSTANT + constant
         self._modules = set[nn.Module]()
         self._is_odd = self.has_graphs = False
-        self.containers: list[_Container] = []
+        self.containers: list[Part] = []
         self._empty: list[tuple[str, Any]] = []  # most dictionaries of modules
         self.parts: dict[str, Part] = {}
         self.generators: list[tuple[str, GeneratorState]] = []  # each with its owner
@@ -174,7 +166,7 @@ class Contents:
         is_so = (
             self.layer is layer
             and self.is_as_found()
-            and all(getattr(each, "is_leaf", False) for _, _, each in self.parts.values())
+            and all(getattr(each.value, "is_leaf", False) for each in self.parts.values())
         )
         return copy(self) if is_so else None
 
@@ -223,7 +215,7 @@ class Contents:
     def note(self, name: str, value: Any, owner: str = "") -> list[Any]:
         """Adds a container, without what its items hold. Returns its items."""
         self._known.add(id(value))
-        self.containers.append(_Container(name, owner, value, _items(value)))
+        self.containers.append(Part(name, owner, value, _items(value)))
         return self.containers[-1].items
 
     def add(self, name: str, value: Any, owner: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,11 +63,10 @@ def run_layers(
                 hidden_states = _run(
                     plan,
                     segment,
-                    part,
+                    partial(_chain, plan, segment, part, rng, choices),
                     hidden_states,
                     *extras,
                     rng=rng,
-                    choices=choices,
                     previous=split_before,
                     split_group=tp_group if segment.split else None,
                 )
@@ -78,16 +78,18 @@ def run_layers(
 def _run(
     plan: RecomputePlan,
     segment: Segment,
-    layers: Sequence[Layer],
+    chain: Callable[..., Layer],
     *args: Any,
     rng: RngStreams,
-    choices: Choices,
     split_group: ProcessGroup | None,
     previous: Any,
 ) -> Tensor:
-    """Runs one segment and returns its output. previous: the grad_fn of the last split unit."""
+    """Runs one segment and returns its output.
+
+    chain: returns a function that runs its layers. previous: the grad_fn of the last split unit.
+    """
     if not segment.unit and not segment.ops:
-        return _chain(plan, segment, layers, rng, choices)(*args)
+        return chain()(*args)
     # What few policies need is imported late.
     record, results = None, None
     if plan.verify:
@@ -101,13 +103,9 @@ def _run(
         results = KeptResults(segment.ops, skip_tail=plan.skip_tail)
     # A verified replay must be the forward itself, with nothing left out. A plan with `verify` has
     # no `skip_tail`, so `replay` is None below and the engine runs `forward` again.
-    forward = _chain(plan, segment, layers, rng, choices, record=record, results=results)
+    forward = chain(record=record, results=results)
     forward = record.recorded(forward) if record else forward
-    replay = (
-        _chain(plan, segment, layers, rng, choices, skip_layer_tail=True, results=results)
-        if plan.skip_tail
-        else None
-    )
+    replay = chain(skip_layer_tail=True, results=results) if plan.skip_tail else None
     if not results:
         from megatron_lite.recompute.checkpoint import checkpoint
 

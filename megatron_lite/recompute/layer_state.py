@@ -187,7 +187,7 @@ class LayerState:
             yield
 
     def _check_unwritten(self) -> None:
-        for name, _, value in self.contents.written({}) if self._is_settled else ():
+        for name, _, value, _ in self.contents.written({}) if self._is_settled else ():
             if isinstance(value, nn.Parameter) or name not in self.copies:
                 raise RuntimeError(
                     f"{self._name}: its {self._told(name)} was written to after the forward and "

@@ -18,6 +18,7 @@ Two kinds of operators are refused, because their kept results would give wrong 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -220,36 +221,28 @@ def find_operators(ops: Sequence[str], *, setting: str = "--recompute-policy") -
     found = {}
     for entry in map(parse_entry, ops):
         for name in entry.operators:
-            operator = _operator(name)
-            if operator:
-                _check(operator, name, setting)
-                found[operator] = name
-            elif entry.name not in GROUPS:
+            try:
+                operator = attrgetter(name)(torch.ops)
+            except AttributeError:
+                if entry.name in GROUPS:
+                    continue
                 raise InputError(
                     f"{setting} ops({entry.name}): torch {torch.__version__} has no operator {name}"
+                ) from None
+            if schema_of(operator).is_mutable:
+                raise InputError(
+                    f"{setting} ops({name}): it writes into its argument, and what it returns "
+                    "cannot be kept"
                 )
+            # Attention kernels carry this tag too, although they draw only with dropout. They are
+            # in a group, and `keeps` decides on them call by call.
+            if torch.Tag.nondeterministic_seeded in operator.tags and name not in IN_GROUPS:
+                raise InputError(
+                    f"{setting} ops({name}): it draws random numbers. In a replay without it all "
+                    "later draws would be others, and the gradients wrong"
+                )
+            found[operator] = name
     return found
-
-
-def _operator(name: str) -> Any:
-    namespace, operator, overload = name.split(".")
-    packet = getattr(getattr(torch.ops, namespace), operator, None)
-    return getattr(packet, overload, None)
-
-
-def _check(operator: Any, name: str, setting: str) -> None:
-    if schema_of(operator).is_mutable:
-        raise InputError(
-            f"{setting} ops({name}): it writes into its argument, and what it returns cannot "
-            "be kept"
-        )
-    # Attention kernels carry this tag too, although they draw only with dropout. They are in a
-    # group, and `keeps` decides on them call by call.
-    if torch.Tag.nondeterministic_seeded in operator.tags and name not in IN_GROUPS:
-        raise InputError(
-            f"{setting} ops({name}): it draws random numbers. In a replay without it all later "
-            "draws would be others, and the gradients wrong"
-        )
 
 
 def _named(operator: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:

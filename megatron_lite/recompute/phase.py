@@ -14,7 +14,7 @@ from torch import nn
 
 
 class _Phase(threading.local):
-    depth = 0  # of replays inside of each other
+    is_replay = False
     on_host = False
 
 
@@ -23,17 +23,7 @@ _phase = _Phase()
 
 def is_recomputing() -> bool:
     """True inside a replay, at any depth of nesting."""
-    return _phase.depth > 0
-
-
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """Marks the block as a replay. Blocks may nest, and an exception ends the mark too."""
-    _phase.depth += 1
-    try:
-        yield
-    finally:
-        _phase.depth -= 1
+    return _phase.is_replay
 
 
 def is_allocating_on_host() -> bool:
@@ -42,13 +32,18 @@ def is_allocating_on_host() -> bool:
 
 
 @contextmanager
-def allocating_on_host() -> Iterator[None]:
-    """Marks the memory that the block allocates as host memory. Blocks do not nest."""
-    _phase.on_host = True
+def _marked(mark: str) -> Iterator[None]:
+    """Sets a mark inside the block. Blocks may nest, and an exception ends the mark too."""
+    before = getattr(_phase, mark)
+    setattr(_phase, mark, True)
     try:
         yield
     finally:
-        _phase.on_host = False
+        setattr(_phase, mark, before)
+
+
+recomputing = partial(_marked, "is_replay")  # around a replay
+allocating_on_host = partial(_marked, "on_host")  # what the block allocates is host memory
 
 
 @contextmanager
@@ -67,6 +62,6 @@ def running_modules(model: nn.Module | None) -> Iterator[list[str]]:
 
     with ExitStack() as stack:
         for name, module in [] if model is None else model.named_modules():
-            stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            stack.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+            stack.enter_context(module.register_forward_hook(leave, always_call=True))
         yield running

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import string_at
 from functools import lru_cache
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron_lite.parallel.generators import Generators, RngSnapshot
 
@@ -31,30 +30,26 @@ class Randomness(NamedTuple):
     generator: the named streams.
     current: the name of the current stream.
     states: one state for each named stream, and that of the CPU generator, unless the streams
-        already are on the CPU.
+        already are on the CPU. None in place of a state that another keeps.
     """
 
     generator: Generators
     current: str
-    states: dict[str, Tensor]
+    states: dict[str, Any]
 
     @classmethod
     def of(cls, streams: Generators) -> Randomness:
         """Returns the present states."""
-        snapshot = streams.snapshot()
+        current, states = streams.snapshot()
         # On the CPU the current stream uses the CPU generator, so the snapshot has its state
         # already.
-        cpu = {} if streams.device.type == "cpu" else {CPU: torch.get_rng_state()}
-        return cls(streams, snapshot.current, snapshot.states | cpu)
-
-    def with_states(self, states: Iterable[Any]) -> Randomness:
-        """Returns this object with other states, in the same order."""
-        return self._replace(states=dict(zip(self.states, states, strict=True)))
+        cpu = {} if streams.device.type == CPU else {CPU: torch.get_rng_state()}
+        return cls(streams, current, states | cpu)
 
     def restore(self) -> None:
         """Puts the generators into the states."""
         states = dict(self.states)
-        if self.generator.device.type != "cpu":
+        if self.generator.device.type != CPU:
             torch.set_rng_state(states.pop(CPU))
         self.generator.restore(RngSnapshot(self.current, states))
 
@@ -62,7 +57,7 @@ class Randomness(NamedTuple):
 class DefaultGenerators:
     """torch's default generators of the CPU and of these devices, as one stream."""
 
-    device = torch.device("cpu")  # the snapshots have the state of the CPU generator
+    device = torch.device(CPU)  # the snapshots have the state of the CPU generator
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._all = {CPU: torch.default_generator} | {
@@ -83,7 +78,7 @@ class DefaultGenerators:
 
 ARRAYS = bytearray, array, np.ndarray
 # kind: (reads the state, sets it)
-_ACCESS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+_ACCESS: dict[type, tuple[Any, Any]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.Generator: (
@@ -148,7 +143,7 @@ class GeneratorState(NamedTuple):
         _access(self.generator)[1](self.generator, self.state)
 
 
-def _access(generator: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+def _access(generator: Any) -> tuple[Any, Any]:
     return next(access for kind, access in _ACCESS.items() if isinstance(generator, kind))
 
 

@@ -43,12 +43,6 @@ class Segment:
     tiles: int = 1
     store: Store = "device"
 
-    def __post_init__(self) -> None:
-        assert self.num_layers >= 1 and self.unit + bool(self.regions) + bool(self.ops) <= 1, self
-        assert not self.split or self.unit, self
-        assert not self.ops or self.num_layers == 1, self
-        assert not self.host_modules or not (self.unit or self.regions or self.ops), self
-
     @property
     def numbers(self) -> range:
         """The numbers of the layers within the stage."""

@@ -10,7 +10,7 @@ checkpoint.py through the graph of the replay, hooked.py through that of the for
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Conditions:
         if not self._randomness:
             return []
         states = self._randomness.states
-        self._randomness = self._randomness.with_states(None for _ in states)
+        self._randomness = self._randomness._replace(states=dict.fromkeys(states))
         # Snapshots share the tensors of streams that did not draw in between. With copies, each
         # call keeps as many bytes as the memory model predicts for it.
         return [state.clone() for state in states.values()]
@@ -54,8 +54,10 @@ class Conditions:
         The block is only the run. Its gradient runs under the settings that backward was called
         with, as it would without recomputation.
         """
-        random = self._randomness and drawn_again([self._randomness.with_states(states)])
-        with random or nullcontext(), torch.enable_grad(), recomputing(), ExitStack() as around:
+        random = []
+        if found := self._randomness:
+            random = [found._replace(states=dict(zip(found.states, states, strict=True)))]
+        with drawn_again(random), torch.enable_grad(), recomputing(), ExitStack() as around:
             for state in self.autocast:
                 # A disabled autocast must be entered only if backward runs under an enabled one.
                 if state["enabled"] or torch.is_autocast_enabled(state["device_type"]):

@@ -12,8 +12,8 @@ A call inside a compiled function is not seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,8 +34,7 @@ class KeptChoices:
         self._kept: list[Tensor] = []
         self._saved: list[Handle] = []
 
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def keeping(self) -> AbstractContextManager[Any]:
         """Keeps copies of the indices inside the block."""
 
         def keep(operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,8 +42,7 @@ class KeptChoices:
             self._kept.append(indices.clone())
             return values, indices
 
-        with _Calls(keep):
-            yield
+        return _Calls(keep)
 
     def save(self) -> bool:
         """Passes the indices to the saved-tensor hooks in force. Call it after the forward.
@@ -54,8 +52,7 @@ class KeptChoices:
         self._saved, self._kept = [*map(saved_value, self._kept)], []
         return bool(self._saved)
 
-    @contextmanager
-    def reusing(self) -> Iterator[None]:
+    def reusing(self) -> AbstractContextManager[Any]:
         """Makes the calls of a replay inside the block choose as those of the forward."""
         kept = iter([*(each() for each in self._saved), *self._kept])
 
@@ -66,8 +63,7 @@ class KeptChoices:
             with disable_current_modes():  # a mode that numbers operators must not see the gather
                 return scores.gather(dim, indices), indices.clone()
 
-        with _Calls(reuse):
-            yield
+        return _Calls(reuse)
 
 
 class _Mode:

@@ -117,10 +117,7 @@ def moving(
         for later saves.
     """
     fixed = {address_of(each.untyped_storage()) for each in stay if each.layout == torch.strided}
-    moved: dict[
-        tuple[int, int, tuple[int, ...]],
-        tuple[weakref.ref[torch.UntypedStorage], MovedStorage | None],
-    ] = {}
+    moved: dict[Any, tuple[weakref.ref[torch.UntypedStorage], MovedStorage | None]] = {}
 
     def exchange(tensor: Tensor) -> Handle | None:
         storage = tensor.untyped_storage() if _can_move(tensor, kind) else None
