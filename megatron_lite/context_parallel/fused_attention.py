@@ -22,7 +22,7 @@ from megatron_lite.context_parallel.attention_kernels import (
     heads_first,
     heads_last,
 )
-from megatron_lite.parallel.compiled import Pair, applied
+from megatron_lite.parallel.compiled import Pair, Tensors, applied
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 
@@ -80,16 +80,14 @@ def attend(
     """
     reach, documents = readable
     mask = _window_mask(query, reach)
+    key, value = _for_each_head(query, key, value)
     if query.device.type == "cpu":
-        if not cpu_attention_takes_groups():
-            key, value = _for_each_head(query, key, value)
         return Attended(
             *aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, causal, attn_mask=mask, scale=scale
             )
         )
     if not takes_window(query):  # the memory-efficient kernel
-        key, value = _for_each_head(query, key, value)
         bias, causal = _bias(query, mask), causal and mask is None
         output, lse, *_ = aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, 0.0, causal, scale=scale
@@ -122,7 +120,7 @@ def attend_backward(
     causal: bool,
     scale: float,
     readable: Readable = PLAIN,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensors:
     """Returns these keys' part of the query's gradient, and the gradients of key and value.
 
     output, lse: the result of these queries with all of their keys, not only with these keys.
@@ -131,10 +129,9 @@ def attend_backward(
     b, groups, m, d = key.shape
     reach, documents = readable
     mask = _window_mask(query, reach)
+    key, value = _for_each_head(query, key, value)
     # The kernels for CUDA take the seed of a dropout. Dropout is 0 here, so any seed will do.
     if query.device.type == "cpu":
-        if not cpu_attention_takes_groups():
-            key, value = _for_each_head(query, key, value)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_output, query, key, value, output, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
@@ -146,7 +143,8 @@ def attend_backward(
         *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad_output,
             query,
-            *_for_each_head(query, key, value),
+            key,
+            value,
             _bias(query, mask),
             output,
             lse,
@@ -217,10 +215,11 @@ def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
     return torch.nn.functional.pad(mask, (0, -m % 16))[..., :m].expand(*query.shape[:2], n, m)
 
 
-def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns key and value repeated for every head, for a kernel without query groups."""
+def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
+    """Returns key and value, repeated for every head if the kernel has no query groups."""
     repeats = query.shape[1] // key.shape[1]
-    if repeats == 1:
+    on_cpu = query.device.type == "cpu"
+    if repeats == 1 or (cpu_attention_takes_groups() if on_cpu else takes_window(query)):
         return key, value
     return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
 
@@ -250,22 +249,21 @@ def attention(
     gradients of the inputs, from the gradient, query, key, value, output and lse.
     """
 
-    def cut_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def cut_forward(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
         output, lse = forward(query, key, padded(value, query))
         output = cut(output, value)
         return output, output, lse
 
     def cut_backward(
         grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         others = (padded(one, query) for one in (value, output))
         grads = backward(padded(grad.contiguous(), query), query, key, *others, lse)
         grad_query, grad_key, grad_value = grads
         return grad_query, grad_key, grad_value[..., : value.shape[-1]]
 
     pair = Pair(cut_forward, once_differentiable(cut_backward), slice(3))
-    attended: Tensor = applied(pair, None, query, key, value)
-    return attended
+    return applied(pair, None, query, key, value)
 
 
 def masked_attention(
@@ -294,7 +292,7 @@ def masked_attention(
         run_all = partial(function, **shared)
         return run_all(*tensors) if documents is None else documents.one_by_one(run_all, *tensors)
 
-    def forward(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(*tensors: Tensor) -> Tensors:
         # Calls of torch's kernel alone: an ops(attention) policy can keep their results.
         output, lse = run(attend, *map(heads_first, tensors))
         return heads_last(output), lse

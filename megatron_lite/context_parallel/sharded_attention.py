@@ -30,7 +30,6 @@ A part is the keys and values of one rank, [2, n, b, g, d] with n = s/c.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -51,6 +50,7 @@ from megatron_lite.parallel.collectives import (
     start_all_gather_first_dim,
     start_shift,
 )
+from megatron_lite.parallel.compiled import Tensors
 from megatron_lite.parallel.torch_internals import group_of_name
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 
@@ -72,48 +72,34 @@ def context_parallel_attention(
         if results_may_be_kept():
             # As one operator: the mode keeps the result of all parts, and the replay sends nothing.
             operator = torch.ops.megatron_lite.context_parallel_attention
-            kept: Iterable[Tensor] = operator(query, key, value, group.group_name, comm_type, scale)
-            return kept
+            return operator(query, key, value, group.group_name, comm_type, scale)
         return _attend(query, key, value, group, comm_type, scale)
 
-    backward = partial(_attend_backward, group=group, exchange=EXCHANGES[comm_type], scale=scale)
+    def backward(
+        grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor
+    ) -> Tensors:
+        own, exchange = torch.stack((key, value)), EXCHANGES[comm_type]
+        grad_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+
+        def gradients() -> Iterator[PartGradient]:
+            # The parts arrive again, as in forward. Each kernel gets the output and lse of all
+            # keys, so the sum of the parts' gradients is the whole gradient.
+            for source, keys_values in exchange.parts(own, group):
+                queries, keys, causal = _reading(group.rank(), source, query.shape[0])
+                grad, own_query, attended, part_key, part_value = map(
+                    heads_first,
+                    (grad_output[queries], query[queries], output[queries], *keys_values[:, keys]),
+                )
+                operands = grad, own_query, part_key, part_value, attended, lse[:, :, queries]
+                grads = attend_backward(*operands, causal=causal, scale=scale)
+                of_query, of_key, of_value = map(heads_last, grads)
+                grad_query[queries] += of_query
+                yield source, keys, of_key, of_value
+
+        grad_keys_values = exchange.sum(own, group, gradients())
+        return grad_query.to(query.dtype), *grad_keys_values.unbind()
+
     return attention(query, key, value, forward, backward)
-
-
-def _attend_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    *,
-    group: ProcessGroup,
-    exchange: Exchange,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    own = torch.stack((key, value))
-    grad_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
-
-    def gradients() -> Iterator[PartGradient]:
-        # The parts arrive again, as in forward. Each kernel gets the output and lse of all keys, so
-        # the sum of the parts' gradients is the whole gradient.
-        for source, keys_values in exchange.parts(own, group):
-            queries, keys, causal = _reading(group.rank(), source, query.shape[0])
-            grad, own_query, attended, part_key, part_value = map(
-                heads_first,
-                (grad_output[queries], query[queries], output[queries], *keys_values[:, keys]),
-            )
-            own_lse = lse[:, :, queries]
-            grads = attend_backward(
-                grad, own_query, part_key, part_value, attended, own_lse, causal=causal, scale=scale
-            )
-            of_query, of_key, of_value = map(heads_last, grads)
-            grad_query[queries] += of_query
-            yield source, keys, of_key, of_value
-
-    grad_keys_values = exchange.sum(own, group, gradients())
-    return grad_query.to(query.dtype), *grad_keys_values.unbind()
 
 
 def _reading(rank: int, source: int, num_tokens: int) -> tuple[slice, slice, bool]:
@@ -129,7 +115,7 @@ def _reading(rank: int, source: int, num_tokens: int) -> tuple[slice, slice, boo
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, comm_type: str, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> Tensors:
     """Returns the output [s/c, b, a, d] and the log-sum-exp of each row, [b, a, s/c]."""
     total = None
     for source, keys_values in EXCHANGES[comm_type].parts(torch.stack((key, value)), group):

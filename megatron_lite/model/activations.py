@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, Tensors, applied
 
 aten = torch.ops.aten
 INPUT = slice(0, 1)
@@ -114,9 +114,7 @@ def with_bias(pair: Pair) -> Pair:
     def biased(intermediate: Tensor, bias: Tensor) -> Any:
         return pair.forward(intermediate + bias)
 
-    def biased_backward(
-        grad_output: Tensor, intermediate: Tensor, bias: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def biased_backward(grad_output: Tensor, intermediate: Tensor, bias: Tensor) -> Tensors:
         grad = backward(grad_output, intermediate + bias)
         return grad, grad.flatten(0, -2).sum(0)
 

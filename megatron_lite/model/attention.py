@@ -43,7 +43,7 @@ from megatron_lite.context_parallel.attention_kernels import (
 )
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, Tensors, applied
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -51,10 +51,22 @@ from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
-def branch_skips_bias(config: ModelConfig, context: RankContext) -> bool:
-    """Returns whether the kernel that adds a branch to the residual adds the bias of its last
-    linear layer. A norm or a factor in between needs the sum."""
-    return context.kernels is not None and not config.changes_branches
+def branch_end(
+    size: int, config: ModelConfig, context: RankContext, *, bias: bool
+) -> RowParallelLinear:
+    """Returns the last linear layer of a branch, [.., size / t] -> [.., h].
+
+    With compiled kernels the kernel that adds a branch to the residual adds this layer's bias,
+    unless there is a norm or a factor in between, which needs the sum.
+    """
+    return RowParallelLinear(
+        size,
+        config.hidden_size,
+        bias=bias,
+        init_std=config.output_init_std,
+        context=context,
+        skip_bias_add=context.kernels is not None and not config.changes_branches,
+    )
 
 
 class SelfAttention(nn.Module):
@@ -81,13 +93,8 @@ class SelfAttention(nn.Module):
             context=context,
             matrices=(self.queries_per_group * config.head_dim, config.head_dim, config.head_dim),
         )
-        self.linear_proj = RowParallelLinear(
-            config.num_attention_heads * config.head_dim,
-            config.hidden_size,
-            bias=config.has_proj_bias,
-            init_std=config.output_init_std,
-            context=context,
-            skip_bias_add=branch_skips_bias(config, context),
+        self.linear_proj = branch_end(
+            config.num_attention_heads * config.head_dim, config, context, bias=config.has_proj_bias
         )
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
@@ -114,15 +121,15 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        rotary: tuple[Tensor, ...] | None,
+        rotary: Tensors | None,
         regions: Regions,
         documents: CuSeqlens | None = None,
     ) -> Tensor:
         if rotary is not None:
-            from megatron_lite.model.rotary import apply_rotary, rotated_heads
+            from megatron_lite.model.rotary import ROTATION, rotated_heads
 
             rotary = rotary[2:] if self.is_local else rotary[:2]
-        qkv, rotates, tables = self.linear_qkv(hidden_states), self.rotates, tuple[Tensor, ...]()
+        qkv, rotates, tables = self.linear_qkv(hidden_states), self.rotates, Tensors()
         if self.kernels is not None and rotates and self.q_layernorm is None:
             assert rotary is not None
             pair = rotated_heads(self.queries_per_group, self.head_dim)
@@ -136,13 +143,13 @@ class SelfAttention(nn.Module):
             query, key = self.q_layernorm(query, *tables), self.k_layernorm(key, *tables)
         if rotates:
             assert rotary is not None
-            query, key = (apply_rotary(heads, rotary, self.kernels) for heads in (query, key))
+            query, key = (applied(ROTATION, self.kernels, one, *rotary) for one in (query, key))
         query = query.flatten(2, -2)
         return self.linear_proj(
             regions.run(CORE_ATTENTION, self.core_attention, query, key, value, documents)
         )
 
-    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_heads(self, qkv: Tensor) -> Tensors:
         """Returns the query [s, b, a/t, d], and the key and the value [s, b, g/t, d] each.
 
         If attention saves all three as they are, they are views of qkv, which costs one storage.
@@ -167,7 +174,7 @@ class SelfAttention(nn.Module):
         return query, key, value.contiguous() if copied else value
 
 
-def split_heads(qkv: Tensor, *, queries: int, d: int, is_view: bool) -> tuple[Tensor, ...]:
+def split_heads(qkv: Tensor, *, queries: int, d: int, is_view: bool) -> Tensors:
     """Returns query [s, b, g/t q, d], key and value [s, b, g/t, d] of qkv [s, b, g/t (q + 2) d].
 
     The results are views, except for a query that has to be regrouped. If something else regroups
@@ -250,14 +257,12 @@ class CoreAttention(nn.Module):
         kernels: CompiledKernels | None = None,
     ) -> None:
         super().__init__()
-        self.window = config.layer_window(layer)
+        self.config, self.window = config, config.layer_window(layer)
         # the context in which torch's causal attention without a mask picks its kernel
         self.kernel = kernel_context(config.attention_backend, rng.device)
         self.is_flash = config.attention_backend == "flash" and self.kernel is not nullcontext
         self.always_unfused = config.always_unfused
         self.builds_scores = config.builds_scores(rng.device.type)
-        self.dropout = config.attention_dropout
-        self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.scale = config.attention_scale
         self.cap = config.attn_logit_softcapping
         self.rng = rng
@@ -290,7 +295,7 @@ class CoreAttention(nn.Module):
         skip_tail: the output's values are never read. Unfused attention then skips its last matmul.
             Flash attention, one kernel, skips nothing.
         """
-        dropout_p = self.dropout if self.training else 0.0
+        dropout_p = self.config.attention_dropout if self.training else 0.0
         length = query.shape[0] * self.cp_size
         window = None if self.window is None else reach(self.window, length)
         readable = Readable(window, documents)
@@ -359,7 +364,7 @@ class CoreAttention(nn.Module):
             scores = torch.baddbmm(mask, query, key, beta=0, alpha=self.scale / self.cap)
             scores = torch.add(mask, scores.tanh(), alpha=self.cap)
         dtype = scores.dtype
-        if self.softmax_in_fp32:
+        if self.config.attention_softmax_in_fp32:
             dtype = torch.promote_types(dtype, torch.float32)
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
         weights = dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels)
@@ -377,7 +382,7 @@ def weighted_sum(weights: Tensor, value: Tensor, *, skip_tail: bool) -> Tensor:
     return torch.bmm(weights, value)
 
 
-def weighted_sum_backward(grad: Tensor, weights: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_sum_backward(grad: Tensor, weights: Tensor, value: Tensor) -> Tensors:
     """Returns the gradients of both factors."""
     return torch.bmm(grad, value.transpose(1, 2)), torch.bmm(weights.transpose(1, 2), grad)
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.dropout import dropout
-from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.sequence_spans import part_of
 from megatron_lite.tensor_parallel.layers import VocabParallelEmbedding, new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -32,12 +31,13 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, context: RankContext) -> None:
         super().__init__()
-        spec = ParameterSpec(
-            global_shape=(config.max_position_embeddings, config.hidden_size),
+        self.weight = new_parameter(
+            context,
+            config.max_position_embeddings,
+            config.hidden_size,
             init_std=config.init_method_std,
             sum_grad_over_tp=context.sequence_parallel,
         )
-        self.weight = new_parameter(spec, context)
 
     def forward(self, start: int, length: int, position_ids: Tensor | None = None) -> Tensor:
         if position_ids is not None:
@@ -66,8 +66,8 @@ class LanguageModelEmbedding(nn.Module):
         has_positions: bool,
     ) -> None:
         super().__init__()
-        self.context, self.residual_stream = context, context.residual_stream
-        self.hidden_dropout = config.hidden_dropout
+        self.config, self.context = config, context
+        self.residual_stream = context.residual_stream
         self.residual_dtype = residual_dtype(config, context)
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
@@ -101,10 +101,9 @@ class LanguageModelEmbedding(nn.Module):
                 ]
                 positions = stretches[0] if len(stretches) == 1 else torch.cat(stretches)
             hidden_states = hidden_states + positions
-        hidden_states = hidden_states.to(self.residual_dtype)
         return dropout(
-            hidden_states,
-            self.hidden_dropout if self.training else 0.0,
+            hidden_states.to(self.residual_dtype),
+            self.config.hidden_dropout if self.training else 0.0,
             self.context.rng,
             self.residual_stream,
             self.context.kernels,

@@ -23,15 +23,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import MOE_ACTIVATION, SHARED_EXPERTS
 from megatron_lite.model.activations import activation_pair
 from megatron_lite.model.layer import MLP
 from megatron_lite.model.router import Router, Routing
-from megatron_lite.parallel.compiled import Pair, applied
-from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.parallel.compiled import Pair, Tensors, applied
 from megatron_lite.parallel.torch_internals import is_fake
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.grouped_linear import GroupedLinear
@@ -46,8 +44,6 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 
 if TYPE_CHECKING:
     from megatron_lite.model.dispatch import Dispatcher, Journey
-
-Mapping = Callable[[Tensor, ProcessGroup | None], Tensor]
 
 
 class MixtureOfExperts(nn.Module):
@@ -94,7 +90,7 @@ class MixtureOfExperts(nn.Module):
         group, dispatcher = self._tp_group, self._dispatcher
         is_split = self.context.sequence_parallel
         # tokens and weights: each rank's gradients of them are partial
-        enter: Mapping = copy_to_tensor_parallel_region
+        enter: Callable[..., Tensor] = copy_to_tensor_parallel_region
         leave: Callable[..., Tensor] = reduce_from_tensor_parallel_region
         if is_split:
             enter = gather_from_sequence_parallel_region
@@ -142,12 +138,13 @@ class SharedExperts(MLP):
         )
         self.gate_weight: nn.Parameter | None = None
         if config.moe_shared_expert_gate:
-            spec = ParameterSpec(
-                global_shape=(1, config.hidden_size),
+            self.gate_weight = new_parameter(
+                context,
+                1,
+                config.hidden_size,
                 sum_grad_over_tp=context.sequence_parallel,
                 init_std=config.init_method_std,
             )
-            self.gate_weight = new_parameter(spec, context)
 
     def forward(self, hidden_states: Tensor, regions: Regions, skip_tail: bool = False) -> Tensor:
         """Runs the whole MLP. skip_tail: makes no difference, since operations follow."""
@@ -184,7 +181,7 @@ class Experts(nn.Module):
         self, tokens: Tensor, weights: Tensor, order: RowOrder, regions: Regions, skip_tail: bool
     ) -> Tensor:
         """Returns the sum of the k rows of each token. weights: [T, k]."""
-        rows, row_weights = _sent(tokens, weights, order.order, order.is_padded)
+        rows, row_weights = order.sent(tokens, weights)
         num_sent = rows.shape[0]
         if order.journey is not None:
             rows, row_weights = map(order.journey.moved, (rows, row_weights))
@@ -197,7 +194,7 @@ class Experts(nn.Module):
         output = self.linear_fc2(activated, order.ends, skip_tail, row_weights)
         if order.journey is not None:
             output = order.journey.moved(output, is_back=True, skip_tail=skip_tail)
-        return _summed(output, order.order, weights.shape, order.is_padded, skip_tail)
+        return order.summed(output, weights.shape, skip_tail)
 
 
 class RowOrder(NamedTuple):
@@ -237,6 +234,40 @@ class RowOrder(NamedTuple):
         found = order[places.clamp(max=len(order) - 1)].masked_fill(places >= ends[:, None], -1)
         return cls(found.flatten(), (bounds * each).int(), True)
 
+    def sent(self, tokens: Tensor, weights: Tensor) -> Tensors:
+        """tokens [T, h], weights [T, k] -> rows [n, h], row weights [n]. Keeps the order."""
+        shape, is_padded = weights.shape, self.is_padded
+
+        def forward(tokens: Tensor, weights: Tensor, order: Tensor) -> Tensors:
+            row_weights = weights.flatten()[order]
+            if is_padded:
+                row_weights.masked_fill_(order < 0, 0.0)
+            return tokens[order // shape[1]], row_weights
+
+        def backward(grad_rows: Tensor, grad_weights: Tensor, order: Tensor) -> Tensors:
+            grad_tokens, grad_weights = (
+                placed(grad, order, shape.numel(), is_padded) for grad in (grad_rows, grad_weights)
+            )
+            return grad_tokens.unflatten(0, shape).sum(1), grad_weights.view(shape)
+
+        pair = Pair(forward, backward, slice(2, 3), outputs=2)
+        return applied(pair, None, tokens, weights, self.order)
+
+    def summed(self, rows: Tensor, shape: torch.Size, skip_tail: bool) -> Tensor:
+        """rows [n, h] -> [T, h], the sum of the rows of each token. shape: [T, k]. Keeps the order.
+
+        skip_tail: builds only the graph, for a replay whose output is never read.
+        """
+        is_padded = self.is_padded
+
+        def forward(rows: Tensor, order: Tensor) -> Tensor:
+            if skip_tail:
+                return rows.new_empty(()).expand(shape[0], rows.shape[1])
+            return placed(rows, order, shape.numel(), is_padded).unflatten(0, shape).sum(1)
+
+        pair = Pair(forward, lambda grad, order: grad[order // shape[1]], slice(1, 2))
+        return applied(pair, None, rows, self.order)
+
 
 def numbers(of: Tensor, balanced: list[int]) -> list[int]:
     """Returns numbers of rows, for which the host waits. Fake ones are those of a balance."""
@@ -252,47 +283,13 @@ def placed(rows: Tensor, order: Tensor, num_places: int, is_padded: bool = False
     return make((num_places, *rows.shape[1:])).index_copy_(0, order, rows)
 
 
-def _sent(tokens: Tensor, weights: Tensor, order: Tensor, is_padded: bool) -> tuple[Tensor, Tensor]:
-    """tokens [T, h], weights [T, k] -> rows [n, h], row weights [n]. Keeps the order."""
-    shape = weights.shape
-
-    def forward(tokens: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        row_weights = weights.flatten()[order]
-        if is_padded:
-            row_weights.masked_fill_(order < 0, 0.0)
-        return tokens[order // shape[1]], row_weights
-
-    def backward(grad_rows: Tensor, grad_weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        grad_tokens, grad_weights = (
-            placed(grad, order, shape.numel(), is_padded) for grad in (grad_rows, grad_weights)
-        )
-        return grad_tokens.unflatten(0, shape).sum(1), grad_weights.view(shape)
-
-    pair = Pair(forward, backward, slice(2, 3), outputs=2)
-    return applied(pair, None, tokens, weights, order)
-
-
-def _summed(
-    rows: Tensor, order: Tensor, shape: torch.Size, is_padded: bool, skip_tail: bool
-) -> Tensor:
-    """rows [n, h] -> [T, h], the sum of the rows of each token. shape: [T, k]. Keeps the order."""
-
-    def forward(rows: Tensor, order: Tensor) -> Tensor:
-        if skip_tail:
-            return rows.new_empty(()).expand(shape[0], rows.shape[1])
-        return placed(rows, order, shape.numel(), is_padded).unflatten(0, shape).sum(1)
-
-    pair = Pair(forward, lambda grad, order: grad[order // shape[1]], slice(1, 2))
-    return applied(pair, None, rows, order)
-
-
 def _weighted(pair: Pair) -> Pair:
     """x [n, blocks f], w [n] -> activation(x) w [n, f]. Keeps x and w."""
 
     def forward(intermediate: Tensor, weights: Tensor) -> Tensor:
         return (pair.forward(intermediate) * weights.unsqueeze(-1)).to(intermediate.dtype)
 
-    def backward(grad: Tensor, intermediate: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(grad: Tensor, intermediate: Tensor, weights: Tensor) -> Tensors:
         grad_weights = (grad * pair.forward(intermediate)).sum(-1, dtype=weights.dtype)
         grad_activated = (grad * weights.unsqueeze(-1)).to(intermediate.dtype)
         return pair.backward(grad_activated, intermediate), grad_weights

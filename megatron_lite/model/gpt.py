@@ -15,6 +15,7 @@ from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model.embedding import LanguageModelEmbedding
 from megatron_lite.model.layer import TransformerBlock
+from megatron_lite.parallel.compiled import Tensors
 from megatron_lite.parallel.parameter_spec import mark, spec_of
 from megatron_lite.parallel.sequence_spans import select
 from megatron_lite.parallel.state import ParallelState
@@ -122,7 +123,7 @@ class GPTModel(nn.Module):
         )
         layers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         self._rotates = any(map(config.layer_rotates, layers))
-        self._rotary: tuple[Tensor, ...] | None = None
+        self._rotary: Tensors | None = None
 
     def forward(
         self,
@@ -190,7 +191,7 @@ class GPTModel(nn.Module):
         logits = gather_from_tensor_parallel_region(own, self.context.tp_group)
         return logits[..., : self.vocab_size].transpose(0, 1)
 
-    def constants(self) -> tuple[Tensor, ...]:
+    def constants(self) -> Tensors:
         """Returns the tensors besides the parameters that outlive a step: the rotary tables."""
         return self._rotary or ()
 
@@ -224,7 +225,7 @@ class GPTModel(nn.Module):
         assert self.embedding is not None, self.stage
         return function(hidden_states, weight_of(self.embedding.word_embeddings))
 
-    def rotary_tables(self, seq_length: int) -> tuple[Tensor, ...]:
+    def rotary_tables(self, seq_length: int) -> Tensors:
         """Returns the rotary tables of this rank's `seq_length` tokens, and after them those of
         layers with a window if they have their own.
 
@@ -241,7 +242,7 @@ class GPTModel(nn.Module):
                 device=context.device,
                 dtype=context.params_dtype,
             )
-            whole: tuple[Tensor, ...] = tables()
+            whole: Tensors = tables()
             if config.rotary_base_local is not None:
                 whole += tables(local_base=config.rotary_base_local)
             self._rotary = tuple(select(table, context.spans(seq_length), 0) for table in whole)
@@ -269,7 +270,7 @@ class ModelStages(nn.Module):
         for chunk in self.chunks:
             yield from chunk.named_buffers(*args, **options)
 
-    def constants(self) -> tuple[Tensor, ...]:
+    def constants(self) -> Tensors:
         """Returns the tensors besides the parameters that outlive a step."""
         return tuple(tensor for chunk in self for tensor in chunk.constants())
 

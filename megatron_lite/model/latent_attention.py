@@ -10,6 +10,7 @@ up projections are split by heads. Without q_lora_rank queries come from the hid
 Megatron and in DeepSeek's own: they are put in halves before they are rotated.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -19,16 +20,12 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION, UP_PROJECTION
 from megatron_lite.context_parallel.attention_kernels import CuSeqlens
-from megatron_lite.model.attention import branch_skips_bias, core_attention
+from megatron_lite.model.attention import branch_end, core_attention
 from megatron_lite.model.norm import Norm
-from megatron_lite.model.rotary import RotaryTables, rotate, rotate_back, turning
-from megatron_lite.parallel.compiled import Pair, applied
+from megatron_lite.model.rotary import rotate, rotate_back, turning
+from megatron_lite.parallel.compiled import Pair, Tensors, applied
 from megatron_lite.recompute.region_runner import Regions
-from megatron_lite.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-)
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear
 from megatron_lite.tensor_parallel.mappings import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
@@ -53,36 +50,31 @@ class LatentAttention(nn.Module):
         of_latents = config
         if config.latent_norm_epsilon is not None:
             of_latents = replace(config, norm_epsilon=config.latent_norm_epsilon)
-        norm = partial(
-            Norm, config=of_latents, context=context, partial_grad=context.sequence_parallel
-        )
-        self.q_layernorm: Norm | None = None
-        self.kv_layernorm: Norm | None = None
+        norm: Callable[[int], nn.Module] = nn.Identity
+        if config.qk_layernorm:
+            norm = partial(
+                Norm, config=of_latents, context=context, partial_grad=context.sequence_parallel
+            )
         if rank is None:
             self.linear_q_proj = up(hidden, heads * config.head_dim)
         else:
             self.linear_q_down_proj = down(hidden, rank)
-            self.q_layernorm = norm(rank) if config.qk_layernorm else None
+            self.q_layernorm = norm(rank)
             self.linear_q_up_proj = up(rank, heads * config.head_dim)
         self.linear_kv_down_proj = down(hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim)
-        self.kv_layernorm = norm(config.kv_lora_rank) if config.qk_layernorm else None
+        self.kv_layernorm = norm(config.kv_lora_rank)
         self.linear_kv_up_proj = up(
             config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim)
         )
         self.core_attention = core_attention(config, context, layer)
-        self.linear_proj = RowParallelLinear(
-            heads * config.v_head_dim,
-            hidden,
-            bias=config.has_proj_bias,
-            init_std=config.output_init_std,
-            context=context,
-            skip_bias_add=branch_skips_bias(config, context),
+        self.linear_proj = branch_end(
+            heads * config.v_head_dim, config, context, bias=config.has_proj_bias
         )
 
     def forward(
         self,
         hidden_states: Tensor,
-        rotary: RotaryTables | None,
+        rotary: Tensors | None,
         regions: Regions,
         documents: CuSeqlens | None = None,
     ) -> Tensor:
@@ -90,11 +82,11 @@ class LatentAttention(nn.Module):
         assert rotary is not None
         of_query = hidden_states
         if config.q_lora_rank is not None:
-            of_query = _normed(self.q_layernorm, self.linear_q_down_proj(hidden_states))
+            of_query = self.q_layernorm(self.linear_q_down_proj(hidden_states))
         latent, rotated = self.linear_kv_down_proj(hidden_states).split(
             [config.kv_lora_rank, config.qk_pos_emb_head_dim], -1
         )
-        latent = _normed(self.kv_layernorm, latent)
+        latent = self.kv_layernorm(latent)
         # Each rank's gradient covers its own heads.
         enter = (
             gather_from_sequence_parallel_region
@@ -106,27 +98,18 @@ class LatentAttention(nn.Module):
         )
         return self.linear_proj(regions.run(CORE_ATTENTION, self.core_attention, *heads, documents))
 
-    def _heads(
-        self, of_query: Tensor, latent: Tensor, rotated: Tensor, rotary: RotaryTables
-    ) -> tuple[Tensor, ...]:
+    def _heads(self, of_query: Tensor, latent: Tensor, rotated: Tensor, rotary: Tensors) -> Tensors:
         """Returns query and key, [s, b, a/t, d] each, and value, [s, b, a/t, v_head_dim]."""
         of_rank = self.config.q_lora_rank is not None
         query = (self.linear_q_up_proj if of_rank else self.linear_q_proj)(of_query)
         key_value = self.linear_kv_up_proj(latent)
         pair = latent_heads(self.config.qk_head_dim)
-        heads: tuple[Tensor, ...] = applied(
-            pair, self.context.kernels, query, key_value, rotated, *rotary
-        )
-        return heads
-
-
-def _normed(norm: Norm | None, latent: Tensor) -> Tensor:
-    return latent if norm is None else norm(latent)
+        return applied(pair, self.context.kernels, query, key_value, rotated, *rotary)
 
 
 def joined_heads(
     query: Tensor, key_value: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor, *, fixed: int
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     """Returns query and key, [s, b, a/t, d] each, and value, all contiguous.
 
     query: [s, b, a/t d]. key_value: [s, b, a/t (fixed + v)]. rotated: [s, b, r], the rotated part
@@ -151,7 +134,7 @@ def split_back(
     sin: Tensor,
     *,
     fixed: int,
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     """Returns the gradients of the first three arguments of `joined_heads`."""
     of_query = _pairs(rotate_back(grad_query[..., fixed:], cos, sin))
     of_key = _pairs(rotate_back(grad_key[..., fixed:].sum(2, keepdim=True), cos, sin))

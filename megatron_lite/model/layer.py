@@ -22,13 +22,14 @@ from megatron_lite.config.regions import ACTIVATION, LAYERNORM, MLP_REGION, MOE
 from megatron_lite.config.stages import Stage
 from megatron_lite.context_parallel.attention_kernels import CuSeqlens
 from megatron_lite.model.activations import activation_function, adds_bias
-from megatron_lite.model.attention import SelfAttention, branch_skips_bias
+from megatron_lite.model.attention import SelfAttention, branch_end
 from megatron_lite.model.dropout import add_dropped_out
 from megatron_lite.model.norm import PASSING_ON, Norm
+from megatron_lite.parallel.compiled import Tensors
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.region_runner import Regions
-from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 if TYPE_CHECKING:
@@ -72,14 +73,7 @@ class MLP(nn.Module):
             tp_blocks=blocks,
             skip_bias_add=adds_bias(config, context.kernels),
         )
-        self.linear_fc2 = RowParallelLinear(
-            ffn_size,
-            config.hidden_size,
-            bias=config.add_bias_linear,
-            init_std=config.output_init_std,
-            context=context,
-            skip_bias_add=branch_skips_bias(config, context),
-        )
+        self.linear_fc2 = branch_end(ffn_size, config, context, bias=config.add_bias_linear)
 
     def forward(self, hidden_states: Tensor, regions: Regions, skip_tail: bool = False) -> Tensor:
         """Runs the MLP. skip_tail: the output's values are never read; linear_fc2 is skipped."""
@@ -103,10 +97,8 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, context: RankContext, number: int) -> None:
         super().__init__()
-        self.context, self.residual_stream = context, context.residual_stream
-        self.hidden_dropout = config.hidden_dropout
-        self.parallel_residual = config.parallel_residual
-        self.residual_multiplier = config.residual_multiplier
+        self.config, self.context = config, context
+        self.residual_stream = context.residual_stream
 
         def norm(*, after: bool) -> Norm | None:
             if not (config.norms_after if after else config.norms_before):
@@ -145,7 +137,7 @@ class TransformerLayer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        rotary: tuple[Tensor, ...] | None,
+        rotary: Tensors | None,
         documents: CuSeqlens | None,
         regions: Regions,
     ) -> Tensor:
@@ -156,7 +148,7 @@ class TransformerLayer(nn.Module):
         bias = self.self_attention.linear_proj.skipped_bias
         attended = self._add(hidden_states, branch, bias, regions)
         del branch  # which would live on while the MLP runs
-        if not self.parallel_residual:
+        if not self.config.parallel_residual:
             normed, attended = _normed(self.pre_mlp_layernorm, attended, regions)
         elif self.pre_mlp_layernorm is not None:
             normed, _ = _normed(self.pre_mlp_layernorm, hidden_states, regions)
@@ -190,12 +182,12 @@ class TransformerLayer(nn.Module):
         *,
         skip_tail: bool = False,
     ) -> Tensor:
-        if self.residual_multiplier != 1.0:
-            branch = branch * self.residual_multiplier
+        if self.config.residual_multiplier != 1.0:
+            branch = branch * self.config.residual_multiplier
         return add_dropped_out(
             residual,
             branch,
-            self.hidden_dropout if self.training else 0.0,
+            self.config.hidden_dropout if self.training else 0.0,
             regions,
             self.residual_stream,
             bias=bias,
@@ -204,7 +196,7 @@ class TransformerLayer(nn.Module):
         )
 
 
-def _normed(norm: Norm | None, tensor: Tensor, regions: Regions) -> tuple[Tensor, Tensor]:
+def _normed(norm: Norm | None, tensor: Tensor, regions: Regions) -> Tensors:
     """Returns the norm of a tensor, and the tensor for what else reads it."""
     if norm is None:
         return tensor, tensor
@@ -256,7 +248,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        rotary: tuple[Tensor, ...] | None,
+        rotary: Tensors | None,
         plan: RecomputePlan | None = None,
         documents: CuSeqlens | None = None,
     ) -> Tensor:

@@ -1,20 +1,17 @@
 """LayerNorm and RMSNorm over the last dim."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.parallel.collectives import all_reduce
-from megatron_lite.parallel.compiled import Pair, applied, passing_on
-from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.parallel.collectives import Group, all_reduce
+from megatron_lite.parallel.compiled import Pair, Tensors, applied, passing_on
 from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
@@ -53,28 +50,33 @@ class Norm(nn.Module):
         all_heads: bool = False,
     ) -> None:
         super().__init__()
-        if all_heads:
-            group = context.tp_group
-            pair = Pair(
-                partial(rms_norm, group=group),
-                partial(rms_norm_backward, group=group),
-                INPUT_AND_WEIGHT,
-            )
-            self.normalize: Normalize = partial(applied, pair, None, epsilon=config.norm_epsilon)
-        else:
-            self.normalize = torch_norm(config, context)
         self.shifts = config.apply_layernorm_1p
         self.widens = reads_residual and config.fp32_residual_connection
         self.does_more = False
-        if also is not None and context.kernels is not None and not self.widens:
+        kernels, epsilon = None if all_heads else context.kernels, config.norm_epsilon
+        pair = chosen("--normalization", config.normalization, NORMS)
+        if all_heads:
+            forward, backward = (
+                partial(function, group=context.tp_group)
+                for function in (rms_norm, rms_norm_backward)
+            )
+            pair = Pair(forward, backward, INPUT_AND_WEIGHT)
+        elif also is not None and kernels is not None and not self.widens:
             self.does_more, pair = True, also(config.normalization)
-            self.normalize = partial(applied, pair, context.kernels, epsilon=config.norm_epsilon)
-        spec = ParameterSpec(
-            global_shape=(size,), tp_dim=0 if all_heads else None, sum_grad_over_tp=partial_grad
+        self.normalize: Callable[..., Tensor] = partial(applied, pair, kernels, epsilon=epsilon)
+        if pair is NORMS["RMSNorm"] and kernels is None and context.device.type == "cuda":
+            # torch has a fused kernel for CUDA. On a CPU it composes the norm from operations that
+            # keep four tensors.
+            self.normalize = lambda x, weight: F.rms_norm(x, weight.shape, weight, epsilon)
+        vector = partial(
+            new_parameter,
+            context,
+            size,
+            tp_dim=0 if all_heads else None,
+            sum_grad_over_tp=partial_grad,
         )
-        self.weight = new_parameter(replace(spec, init_value=float(not self.shifts)), context)
-        has_bias = config.norm_vectors == 2 and not all_heads
-        self.bias = new_parameter(spec, context) if has_bias else None
+        self.weight = vector(init_value=float(not self.shifts))
+        self.bias = vector() if config.norm_vectors == 2 and not all_heads else None
 
     def forward(self, hidden_states: Tensor, *tables: Tensor) -> Any:
         vectors: list[Tensor] = [self.weight] if self.bias is None else [self.weight, self.bias]
@@ -86,16 +88,14 @@ class Norm(nn.Module):
         return output.to(self.weight.dtype) if self.widens else output
 
 
-def layer_norm(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm(hidden_states: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float) -> Tensors:
     """Returns LayerNorm over the last dim, and for each row the mean and 1 / deviation, [.., 1]."""
     return aten.native_layer_norm(hidden_states, weight.shape, weight, bias, epsilon)
 
 
 def layer_norm_backward(
     grad_output: Tensor, hidden_states: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensors:
     """Returns the gradients of the input [.., n], the weight [n] and the bias [n]."""
     # The operator reads of the bias only that there is one.
     return aten.native_layer_norm_backward(
@@ -105,7 +105,7 @@ def layer_norm_backward(
 
 def fused_layer_norm_backward(
     grad_output: Tensor, hidden_states: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensors:
     # With n the normed row and g = dy w: dx = scale (g - mean(g) - n mean(g n)).
     normed, grad_normed = (hidden_states - mean) * scale, grad_output * weight
     grad_input = scale * (
@@ -118,8 +118,8 @@ def fused_layer_norm_backward(
 
 
 def rms_norm(
-    hidden_states: Tensor, weight: Tensor, *, epsilon: float, group: ProcessGroup | None = None
-) -> tuple[Tensor, Tensor]:
+    hidden_states: Tensor, weight: Tensor, *, epsilon: float, group: Group = None
+) -> Tensors:
     """Returns x / rms(x) * weight over rows of n channels (arXiv 1910.07467), and 1 / rms of each.
 
     The arithmetic is in float32. hidden_states: x, whose last dims have n elements together.
@@ -137,8 +137,8 @@ def rms_norm_backward(
     weight: Tensor,
     scale: Tensor,
     *,
-    group: ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
+    group: Group = None,
+) -> Tensors:
     """Returns the gradients of the input and of the weight."""
     rows, grad_rows = (x.reshape(-1, weight.numel()) for x in (hidden_states, grad_output))
     # With n = x * scale and g = dy * weight: dx = scale (g - n mean(g n)), dweight = sum(dy n).
@@ -150,15 +150,13 @@ def rms_norm_backward(
     return grad_input.view(hidden_states.shape), grad_weight.to(weight.dtype)
 
 
-def _mean(rows: Tensor, group: ProcessGroup | None) -> Tensor:
+def _mean(rows: Tensor, group: Group) -> Tensor:
     """Returns the mean of each row, [.., 1]; a group's ranks hold equal parts of it."""
     mean = rows.mean(-1, keepdim=True)
     # Out of place: a policy may keep the result of the all-reduce.
     return mean if group is None else all_reduce(mean, group) / group.size()
 
 
-# of the input, the weight and, if the norm has one, the bias
-Normalize = Callable[..., Tensor]
 INPUT_AND_WEIGHT = slice(0, 2)
 NORMS = {
     "LayerNorm": Pair(layer_norm, layer_norm_backward, INPUT_AND_WEIGHT, fused_layer_norm_backward),
@@ -173,14 +171,3 @@ NORMS = {
 
 
 PASSING_ON = {name: passing_on(pair) for name, pair in NORMS.items()}.__getitem__
-
-
-def torch_norm(config: ModelConfig, context: RankContext) -> Normalize:
-    """Returns the norm by torch's kernels, or by compiled ones."""
-    pair = chosen("--normalization", config.normalization, NORMS)
-    epsilon, kernels = config.norm_epsilon, context.kernels
-    if config.normalization == "RMSNorm" and kernels is None and context.device.type == "cuda":
-        # torch has a fused kernel for CUDA. On a CPU it composes the norm from operations that keep
-        # four tensors.
-        return lambda x, weight: F.rms_norm(x, weight.shape, weight, epsilon)
-    return partial(applied, pair, kernels, epsilon=epsilon)

@@ -4,7 +4,7 @@ with pairs of neighbours (--rotary-interleaved). A model without it does not loa
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,7 @@ from megatron_lite.config.model import NORM_VECTORS, ModelConfig
 from megatron_lite.config.variants import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS
 from megatron_lite.model.attention import join_heads, split_heads
 from megatron_lite.model.norm import NORMS
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
-
-
-class RotaryTables(NamedTuple):
-    """Cosines and sines of every position, each [s, 1, 1, rotary_dim], or [s, 1, 1, rotary_dim / 2,
-    2] where neighbouring channels form a pair: the shape tells `rotate` which channels do."""
-
-    cos: Tensor
-    sin: Tensor
+from megatron_lite.parallel.compiled import Pair, Tensors
 
 
 def rotary_tables(
@@ -31,8 +23,11 @@ def rotary_tables(
     device: torch.device,
     dtype: torch.dtype,
     local_base: int | None = None,
-) -> RotaryTables:
+) -> Tensors:
     """Returns the tables of positions 0 .. s-1: angle = position / base^(2i/rotary_dim).
+
+    They are cosines and sines, each [s, 1, 1, rotary_dim], or [s, 1, 1, rotary_dim / 2, 2] where
+    neighbouring channels form a pair: the shape tells `rotate` which channels do.
 
     The angles are computed in float32. Settings change frequencies, positions and the magnitude,
     but not in layers with a window and a base of their own, which is `local_base`.
@@ -49,8 +44,7 @@ def rotary_tables(
     # Channels i and i + rotary_dim/2 form a pair (half-split layout), so they share an angle.
     pairs = torch.stack((angles, angles), dim=-1 if interleaved else 1)[:, None, None]
     angles = pairs if interleaved else pairs.flatten(3)
-    cos, sin = ((table * magnitude).to(dtype) for table in (angles.cos(), angles.sin()))
-    return RotaryTables(cos, sin)
+    return tuple((table * magnitude).to(dtype) for table in (angles.cos(), angles.sin()))
 
 
 def _frequencies(waves: Tensor, seq_length: int, config: ModelConfig) -> Tensor:
@@ -86,18 +80,11 @@ def _scaled(frequencies: Tensor, factor: float) -> Tensor:
     return (1 - unchanged) * frequencies / factor + unchanged * frequencies
 
 
-def apply_rotary(
-    heads: Tensor, tables: tuple[Tensor, ...], kernels: CompiledKernels | None
-) -> Tensor:
-    """Rotates the first rotary_dim channels of each head by its position, and leaves the others.
-
-    heads: [s, b, a/t or g/t, d]. Keeps the two tables. kernels: compiles the rotation.
-    """
-    return applied(ROTATION, kernels, heads, *tables)
-
-
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x cos + (-x2, x1) sin over the first channels of each head: [s, b, .., d]."""
+    """Returns x cos + (-x2, x1) sin over the first channels of each head: [s, b, .., d].
+
+    The other channels stay. The pair with `rotate_back` keeps the two tables.
+    """
     neighbours, cos, sin, rotated, passed = _parts(heads, cos, sin)
     first, second = _pairs(rotated, neighbours)
     return _joined(rotated * cos + _paired(-second, first, neighbours) * sin, passed)
@@ -111,7 +98,7 @@ def rotate_back(grad_output: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _joined(grad * cos + _paired(second, -first, neighbours), passed)
 
 
-def _pairs(channels: Tensor, neighbours: bool) -> tuple[Tensor, ...]:
+def _pairs(channels: Tensor, neighbours: bool) -> Tensors:
     return channels.unflatten(-1, (-1, 2)).unbind(-1) if neighbours else channels.chunk(2, dim=-1)
 
 
@@ -135,9 +122,7 @@ def _joined(rotated: Tensor, passed: Tensor) -> Tensor:
 ROTATION = Pair(rotate, rotate_back, slice(1, 3))
 
 
-def split_rotated(
-    qkv: Tensor, cos: Tensor, sin: Tensor, *, queries: int, d: int
-) -> tuple[Tensor, ...]:
+def split_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, *, queries: int, d: int) -> Tensors:
     """Returns query and key, rotated, and value of qkv [s, b, g/t (q + 2) d]."""
     query, key, value = split_heads(qkv, queries=queries, d=d, is_view=True)
     return rotate(query, cos, sin).flatten(2, 3), rotate(key, cos, sin), value
@@ -172,7 +157,7 @@ def rotating(normalization: str) -> Pair:
     pair, num_vectors = NORMS[normalization], NORM_VECTORS[normalization]
     of_pair = pair.fused or pair.backward
 
-    def forward(heads: Tensor, *others: Tensor, epsilon: float) -> tuple[Tensor, ...]:
+    def forward(heads: Tensor, *others: Tensor, epsilon: float) -> Tensors:
         results = pair.forward(heads, *others[:-2], epsilon=epsilon)
         normed, *statistics = (results,) if isinstance(results, Tensor) else results
         return rotate(normed, *others[-2:]), *statistics

@@ -20,19 +20,17 @@ the logits, the choice, and counts, and no other tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.parallel.compiled import Pair, applied
+from megatron_lite.parallel.collectives import Group, all_reduce_
+from megatron_lite.parallel.compiled import Pair, Tensors, applied
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
-from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.region_runner import Regions
@@ -88,16 +86,15 @@ class Router(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         self.config, self.context = config, context
-        spec = ParameterSpec(
-            global_shape=(config.num_experts, config.hidden_size),
+        of_experts = partial(
+            new_parameter,
+            context,
+            config.num_experts,
             sum_grad_over_tp=context.sequence_parallel,
             init_std=config.init_method_std,
         )
-        self.weight = new_parameter(spec, context)
-        self.bias: nn.Parameter | None = None
-        if config.add_bias_linear:
-            one_each = replace(spec, global_shape=(config.num_experts,))
-            self.bias = new_parameter(one_each, context)
+        self.weight = of_experts(config.hidden_size)
+        self.bias = of_experts() if config.add_bias_linear else None
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=context.device)
@@ -123,8 +120,11 @@ class Router(nn.Module):
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         dtype = DTYPES.get(config.moe_router_dtype or "", dtype)
-        noise = self._noise(hidden_states.flatten(0, 1), regions.rng)
-        logits = _logits(hidden_states.flatten(0, 1), self.weight, self.bias, noise, dtype)
+        tokens, noise, width = hidden_states.flatten(0, 1), None, config.moe_input_jitter_eps
+        if width is not None and self.training:
+            with regions.rng.fork(self.context.residual_stream):
+                noise = torch.empty_like(tokens).uniform_(1.0 - width, 1.0 + width)
+        logits = _logits(tokens, self.weight, self.bias, noise, dtype)
         columns = hidden_states.shape[1]
         experts, *counts = regions.choose(lambda: self._choice(logits.detach(), columns))
         received = None if self.exchange is None else counts.pop()
@@ -133,7 +133,12 @@ class Router(nn.Module):
         losses = partial(_losses, config, num_ranks) if self.training else None
         weights = _chosen_weights(logits, experts, config, losses, self.gradient_scale, *counts)
         if losses is not None and not is_recomputing():
-            self._count(logits.detach(), experts, losses(counts))
+            with torch.no_grad():
+                num_experts = logits.shape[1]
+                chosen = _counts(experts, 1, 2 * num_experts)
+                self.tokens_per_expert.add_(chosen[0, :num_experts])
+                for one in losses(counts):
+                    self.loss_sums[one.place].add_(one.of(logits) * one.share)
         return Routing(experts, weights, received)
 
     def start_step(self, gradient_scale: Tensor | float) -> None:
@@ -143,7 +148,7 @@ class Router(nn.Module):
             tensor.zero_()
 
     @torch.no_grad()
-    def update_bias(self, dp_cp_group: ProcessGroup | None) -> None:
+    def update_bias(self, dp_cp_group: Group) -> None:
         """Moves each expert's bias by one step towards balance, after a step (2408.15664, alg. 1).
 
         Issues an all-reduce of the counts over `dp_cp_group`, and under sequence parallelism over
@@ -157,16 +162,7 @@ class Router(nn.Module):
         self.expert_bias.add_(error.sign(), alpha=self.config.moe_router_bias_update_rate)
 
     @torch.no_grad()
-    def _noise(self, tokens: Tensor, rng: RngStreams) -> Tensor | None:
-        """Returns the factor on each element of the router's input in training, if any."""
-        width = self.config.moe_input_jitter_eps
-        if width is None or not self.training:
-            return None
-        with rng.fork(self.context.residual_stream):
-            return torch.empty_like(tokens).uniform_(1.0 - width, 1.0 + width)
-
-    @torch.no_grad()
-    def _choice(self, logits: Tensor, columns: int) -> tuple[Tensor, ...]:
+    def _choice(self, logits: Tensor, columns: int) -> Tensors:
         """Returns what a replay may not choose again: the experts [T, k], the counts that each
         load-balancing loss needs, and what `exchange` returns.
 
@@ -192,22 +188,14 @@ class Router(nn.Module):
             counts = _counts(judged, columns if kind == OF_SEQUENCES else 1, logits.shape[1])
             for group in (self.tokens_group, self.context.cp_group):
                 counts = all_reduce_(counts, group)
-            found.append(self._mean_so_far(counts) if kind == OF_STEP else counts)
+            if kind == OF_STEP:  # the mean of the step's micro-batches so far, over all ranks
+                counts = all_reduce_(counts, self.context.dp_group)
+                mean = self.global_tokens.add_(counts[0]) / self.num_calls.add_(1.0)
+                counts = mean.unsqueeze(0)
+            found.append(counts)
         if self.exchange is not None:
             found.append(self.exchange(found[0]))
         return tuple(found)
-
-    def _mean_so_far(self, counts: Tensor) -> Tensor:
-        """Returns the mean of the counts of the step's micro-batches so far, over all ranks."""
-        counts = all_reduce_(counts, self.context.dp_group)
-        return (self.global_tokens.add_(counts[0]) / self.num_calls.add_(1.0)).unsqueeze(0)
-
-    @torch.no_grad()
-    def _count(self, logits: Tensor, experts: Tensor, losses: Sequence[_Term]) -> None:
-        num_experts = logits.shape[1]
-        self.tokens_per_expert.add_(_counts(experts, 1, 2 * num_experts)[0, :num_experts])
-        for one in losses:
-            self.loss_sums[one.place].add_(one.of(logits) * one.share)
 
 
 class _Term(NamedTuple):

@@ -7,7 +7,7 @@ does not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim.layouts import Piece
-from megatron_lite.parallel.rng import RngStreams, derive_seed
+from megatron_lite.optim.layouts import Piece, Replicated
+from megatron_lite.parallel.rng import derive_seed
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import fused_adamw_
 
 if TYPE_CHECKING:
@@ -65,8 +66,12 @@ class AdamW:
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     kernels: CompiledKernels | None = None
 
-    def __init__(self, pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams) -> None:
-        pieces, self.config = list(pieces), config
+    def __init__(
+        self, layout: Replicated, config: OptimizerConfig, parallel: ParallelState
+    ) -> None:
+        self.config, rng = config, parallel.rng
+        # a subclass has rules of its own for pieces with other states
+        pieces = [one for one in layout.pieces if self.state_names(one.name) is self.names]
         self.keys = {
             one.name: derive_seed(
                 "rounding", rng.seed, one.name, rng.tp_rank * (one.spec.tp_dim is not None)
@@ -174,9 +179,11 @@ class Sgd(AdamW):
     """SGD by torch's fused kernel, as Megatron has it: the momentum buffer sums up gradients, to
     which the weight decay is added. Without momentum it has no state."""
 
-    def __init__(self, pieces: Iterable[Piece], config: OptimizerConfig, rng: RngStreams) -> None:
+    def __init__(
+        self, layout: Replicated, config: OptimizerConfig, parallel: ParallelState
+    ) -> None:
         self.names = ("momentum_buffer",) if config.sgd_momentum else ()
-        super().__init__(pieces, config, rng)
+        super().__init__(layout, config, parallel)
 
     def update(self, *tensors: Any, **settings: Any) -> None:
         """Implements AdamW.update."""

@@ -194,7 +194,7 @@ class GradBuffer:
         if self._measures_own_norm:
             self._own_norms += [bucket.flat.norm() for bucket in remaining]
         if self._sums_over_model and not self._overlaps:
-            self._sum_over_model(slice(None))
+            self._sum_over_model()
         if self._reduces:
             for bucket in remaining:
                 self._start(bucket)
@@ -202,7 +202,7 @@ class GradBuffer:
             for bucket in self.buckets:
                 bucket.started, bucket.awaited = None, set(bucket.places)
         if self._sums_over_model and self._overlaps:
-            self._sum_over_model(None)
+            self._sum_over_model()
         if self.host is not None:
             for name in self.grads.keys() - self._given:
                 self.host.take(name)
@@ -217,14 +217,15 @@ class GradBuffer:
         is_added = name in self._added_by_hooks
         return self._vectors_wait and self.grads[name].dim() == 1 and not is_added
 
-    def _sum_over_model(self, part: slice | None) -> None:
+    def _sum_over_model(self) -> None:
         """Sums over the TP ranks, and a tied weight's gradient over the first and last stage.
 
-        Issues one all-reduce for each bucket with such gradients.
-        part: which elements of each bucket; None: those of which this rank holds the sum.
+        Issues one all-reduce for each bucket with such gradients. With overlap it sums the
+        elements of which this rank holds the sum over data-parallel ranks, else all.
         """
         for bucket in self.buckets:
-            first, last, _ = (bucket.own if part is None else part).indices(bucket.flat.numel())
+            part = bucket.own if self._overlaps else slice(None)
+            first, last, _ = part.indices(bucket.flat.numel())
             # The gradients that TP ranks must add come first in a bucket.
             if first < bucket.layout.num_partial:
                 all_reduce_(

@@ -30,18 +30,17 @@ The forward of each module first waits for the buckets that hold its own paramet
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import Bucket, GradBuffer
 from megatron_lite.parallel.collectives import (
+    Group,
     Started,
     all_gather_first_dim,
     all_reduce_,
@@ -60,8 +59,7 @@ SUMS_ACROSS = "set_requires_all_reduce"  # a method of FSDP2's units
 ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements [start, stop) of a flattened parameter; at least one.
 
     weight: the elements with which the model computes.
@@ -118,15 +116,6 @@ class Piece:
         write_whole_(target, whole.reshape(-1)[self.start : self.stop])
 
 
-class _View(NamedTuple):
-    """What a rank updates of a parameter: its elements from `start` on, and their gradient."""
-
-    name: str
-    weight: Tensor
-    grad: Tensor
-    start: int = 0
-
-
 class Replicated:
     """The layout in which each data-parallel rank holds all weights, gradients and states.
 
@@ -178,18 +167,18 @@ class Replicated:
             self._parameters, self._parallel, self._config, config.main_grads_dtype
         )
         views = list(self._views())
-        hosted = config.on_host(
-            [(bool(self.specs[one.name].matrices), one.weight.numel()) for one in views]
-        )
-        return [self._piece(*one, on_host) for one, on_host in zip(views, hosted, strict=True)]
+        hosted = config.on_host([(bool(one.spec.matrices), one.weight.numel()) for one in views])
+        return list(map(self._with_master, views, hosted))
 
-    def _views(self) -> Iterator[_View]:
-        """Yields what this rank updates of each parameter."""
+    def _views(self) -> Iterator[Piece]:
+        """Yields what this rank updates of each parameter, with the weight as the master."""
         for name, parameter in self._parameters.items():
-            yield _View(name, parameter, self.gradients.grads[name])
+            gradient = self.gradients.grads[name]
+            yield Piece(name, self.specs[name], 0, parameter, parameter, gradient)
 
-    def _piece(self, name: str, weight: Tensor, grad: Tensor, start: int, on_host: bool) -> Piece:
-        config, rounded = self._optimizer, is_rounded(weight.dtype)
+    def _with_master(self, piece: Piece, on_host: bool) -> Piece:
+        config, weight = self._optimizer, piece.weight
+        rounded = is_rounded(weight.dtype)
         apart = on_host or config.is_rounded
         master = weight
         if on_host or (rounded and config.main_params_dtype != "fp32"):
@@ -201,17 +190,8 @@ class Replicated:
         elif rounded:
             master = weight.detach().float()
         if not apart:
-            master.grad = grad
-        return Piece(
-            name=name,
-            spec=self.specs[name],
-            start=start,
-            weight=weight,
-            master=master,
-            gradient=grad,
-            apart=apart,
-            on_host=on_host,
-        )
+            master.grad = piece.gradient
+        return piece._replace(master=master, apart=apart, on_host=on_host)
 
     def _wait_before_use(self, model: nn.Module) -> None:
         """Makes every module that owns parameters wait until they have arrived.
@@ -233,7 +213,7 @@ class Replicated:
                 module.register_forward_pre_hook(finish_)
                 module.__dict__[READER] = partial(read, module)
 
-    def _shares(self, name: str) -> tuple[ProcessGroup | None, list[int]]:
+    def _shares(self, name: str) -> tuple[Group, list[int]]:
         """Returns the ranks that hold different pieces of a parameter, and how many elements each
         has; None if every rank holds the whole parameter."""
         return None, []
@@ -314,7 +294,7 @@ class Zero1(Replicated):
 
     shares_out = True
 
-    def _views(self) -> Iterator[_View]:
+    def _views(self) -> Iterator[Piece]:
         self._weights = {one: _Weights(one, self._parameters) for one in self.gradients.buckets}
         for name in self._parameters:
             bucket = self.gradients.bucket_of[name]
@@ -324,10 +304,12 @@ class Zero1(Replicated):
                 first = bucket.places[name].start
                 place = slice(first + part.start, first + part.stop)
                 own = slice(place.start - bucket.own.start, place.stop - bucket.own.start)
+                weight = self._weights[bucket].own[own]
                 # The gradient is a view, which holds the sum once the bucket is reduced.
-                yield _View(name, self._weights[bucket].own[own], bucket.flat[place], part.start)
+                gradient = bucket.flat[place]
+                yield Piece(name, self.specs[name], part.start, weight, weight, gradient)
 
-    def _shares(self, name: str) -> tuple[ProcessGroup | None, list[int]]:
+    def _shares(self, name: str) -> tuple[Group, list[int]]:
         bucket = self.gradients.bucket_of[name]
         parts = [bucket.layout.own_part(name, rank) for rank in range(bucket.layout.shards)]
         return bucket.shard_group, [max(part.stop - part.start, 0) for part in parts]
@@ -390,11 +372,10 @@ class FullySharded(Replicated):
             start = sum(self._shares(name)[1][: self._parallel.shard_rank])
             if rows.numel():
                 own = rows.detach()
-                spec = self.specs[name]
-                pieces.append(Piece(name=name, spec=spec, start=start, weight=own, master=own))
+                pieces.append(Piece(name, self.specs[name], start, own, own))
         return pieces
 
-    def _shares(self, name: str) -> tuple[ProcessGroup | None, list[int]]:
+    def _shares(self, name: str) -> tuple[Group, list[int]]:
         # FSDP2 splits the rows like torch.chunk.
         shape, size = self._parameters[name].shape, self._parallel.shard_size
         rows = -(-shape[0] // size)

@@ -110,15 +110,14 @@ class Muon(AdamW):
         self, layout: Replicated, config: OptimizerConfig, parallel: ParallelState
     ) -> None:
         self._layout = layout
+        self._matrices = {name: spec for name, spec in layout.specs.items() if spec.matrices}
+        super().__init__(layout, config, parallel)
         self._tp_group = parallel.tp_group if config.muon_tp_mode == "duplicated" else None
         self._scale = chosen("--muon-scale-mode", config.muon_scale_mode, SCALES)
         self._steps = chosen("--muon-coefficient-type", config.muon_coefficient_type, STEPS)(
             config.muon_num_ns_steps
         )
-        self._matrices = {name: spec for name, spec in layout.specs.items() if spec.matrices}
         self._pieces = {one.name: one for one in layout.pieces if one.name in self._matrices}
-        others = [one for one in layout.pieces if one.name not in self._matrices]
-        super().__init__(others, config, parallel.rng)
         for name, one in self._pieces.items():
             self.states[name] = {MOMENTUM: torch.zeros_like(one.master)}
 

@@ -41,11 +41,7 @@ def _muon(*arguments: Any) -> Any:
 
 # By the name of --optimizer, a function of (layout, config, parallel). The result has the methods
 # of AdamW.
-RULES = {
-    ADAM: lambda layout, config, parallel: AdamW(layout.pieces, config, parallel.rng),
-    SGD: lambda layout, config, parallel: Sgd(layout.pieces, config, parallel.rng),
-    MUON: _muon,
-}
+RULES = {ADAM: AdamW, SGD: Sgd, MUON: _muon}
 
 
 class OptimizerStep(NamedTuple):

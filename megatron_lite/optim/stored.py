@@ -232,11 +232,8 @@ def _update_parts(
 ) -> list[Tensor]:
     """Updates the states of parts, where they are. Returns their main weights before they are
     stored."""
-    named = [
-        [part.piece.master, *(rule.states[part.piece.name][key] for key in rule.names)]
-        for part in parts
-    ]
-    kinds = [list(states) for states in zip(*named, strict=True)]
+    masters = [part.piece.master for part in parts]
+    kinds = [masters, *([rule.states[one.piece.name][key] for one in parts] for key in rule.names)]
     places = [part.place for part in parts]
     values = [_read_all(states, places) for states in kinds]
     count = rule.count_on_host + 1.0 if parts[0].piece.on_host else rule.count
@@ -255,7 +252,7 @@ def _update_parts(
             foreach_copy_(_places(states, places), found)
             continue
         (part,), chances = parts, None
-        if states is kinds[0] and part.piece.name in rule.keys:
+        if states is masters and part.piece.name in rule.keys:
             first = part.piece.start + part.place.start
             chances = noise(rule.keys[part.piece.name], count - 1.0, first, found[0])
         write_(states[0], part.place, found[0], chances)

@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ from megatron_lite.parallel.torch_internals import (
 # outside `timed_waiting` times nothing and reads no clock. `--log-straggler` reads the times
 # (supervision/slow_rank.py), and the measurement of a peak waits for gloo.
 
+
+Group = ProcessGroup | None  # None: a group of one rank
 
 GLOO_THREAD, THREADS = "pt_gloo_runloop", Path("/proc/self/task")
 LOOK_AGAIN_S = 0.0002
@@ -81,28 +84,22 @@ WAITING = _Waiting()
 
 
 @contextmanager
-def timed_waiting() -> Iterator[None]:
-    """Times this thread's waits inside the block: they are added to `WAITING.seconds`."""
-    WAITING.is_timed = True
+def _waiting(name: str) -> Iterator[None]:
+    setattr(WAITING, name, True)
     try:
         yield
     finally:
-        WAITING.is_timed = False
+        setattr(WAITING, name, False)
 
 
-@contextmanager
-def gloo_has_freed() -> Iterator[None]:
-    """Makes this thread wait after each collective until gloo's threads let go of its tensors.
-
-    A thread of gloo holds them until a little after the result is there, and on a busy machine for
-    longer than the next operators take. Once it has let go of them, it sleeps. Without the wait
-    such a thread may free a tensor, which torch's profiler does not see.
-    """
-    WAITING.frees = True
-    try:
-        yield
-    finally:
-        WAITING.frees = False
+# Times this thread's waits inside the block: they are added to `WAITING.seconds`.
+timed_waiting = partial(_waiting, "is_timed")
+# Makes this thread wait after each collective until gloo's threads let go of its tensors.
+#
+# A thread of gloo holds them until a little after the result is there, and on a busy machine for
+# longer than the next operators take. Once it has let go of them, it sleeps. Without the wait such
+# a thread may free a tensor, which torch's profiler does not see.
+gloo_has_freed = partial(_waiting, "frees")
 
 
 def _gloo_runs() -> bool:
@@ -136,7 +133,7 @@ def results_may_be_kept() -> bool:
 
 
 def all_reduce_(
-    tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    tensor: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """Reduces contiguous `tensor` over the group in place and returns it.
 
@@ -151,7 +148,7 @@ def all_reduce_(
 
 
 def all_reduce(
-    tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    tensor: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """Returns the reduction of `tensor` over the group as a new tensor.
 
@@ -160,9 +157,7 @@ def all_reduce(
     if group is None:
         return tensor
     if results_may_be_kept():
-        return _waited(
-            _functional.all_reduce(tensor.contiguous(), op.name.lower(), group.group_name)
-        )
+        return _kept(_functional.all_reduce, tensor, group, op.name.lower())
     return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group, op)
 
 
@@ -183,7 +178,7 @@ class Started(NamedTuple):
 
 
 def start_all_reduce_(
-    tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    tensor: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Started:
     """Begins `all_reduce_`."""
     if group is None:
@@ -208,7 +203,7 @@ def start_reduce_scatter_into_(own: Tensor, tensor: Tensor, group: ProcessGroup)
     return Started(own, (_reduce_scatter(own, tensor, group=group, async_op=True),), tensor)
 
 
-def start_all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Started:
+def start_all_gather_first_dim(tensor: Tensor, group: Group) -> Started:
     """Begins `all_gather_first_dim`."""
     if group is None:
         return Started(tensor)
@@ -216,7 +211,7 @@ def start_all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> St
     return start_all_gather_into_(gathered, tensor.contiguous(), group)
 
 
-def start_reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Started:
+def start_reduce_scatter_first_dim(tensor: Tensor, group: Group) -> Started:
     """Begins `reduce_scatter_first_dim`."""
     if group is None:
         return Started(tensor)
@@ -242,30 +237,24 @@ def start_shift(tensor: Tensor, group: ProcessGroup) -> Started:
     return Started(received, tuple(works), tensor)
 
 
-def all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+def all_gather_first_dim(tensor: Tensor, group: Group) -> Tensor:
     """Gathers [n, ...] of each rank into [n * size, ...], in rank order.
 
     Each rank receives (size - 1) shards.
     """
     if group is not None and results_may_be_kept():
-        return _waited(
-            _functional.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
-        )
+        return _kept(_functional.all_gather_into_tensor, tensor, group, group.size())
     return start_all_gather_first_dim(tensor, group).wait()
 
 
-def reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+def reduce_scatter_first_dim(tensor: Tensor, group: Group) -> Tensor:
     """Sums [n * size, ...] over the ranks and returns this rank's [n, ...] slice of the sum.
 
     Raises ValueError if dim 0 is not divisible by the group's size.
     """
     if group is not None and results_may_be_kept():
         _rows_of_each(tensor, group)
-        return _waited(
-            _functional.reduce_scatter_tensor(
-                tensor.contiguous(), "sum", group.size(), group.group_name
-            )
-        )
+        return _kept(_functional.reduce_scatter_tensor, tensor, group, "sum", group.size())
     return start_reduce_scatter_first_dim(tensor, group).wait()
 
 
@@ -274,15 +263,15 @@ def all_to_all(tensor: Tensor, received: list[int], sent: list[int], group: Proc
 
     The rows lie in the order of the ranks, before and after.
     """
-    tensor = tensor.contiguous()
     if results_may_be_kept():
-        return _waited(_functional.all_to_all_single(tensor, received, sent, group.group_name))
+        return _kept(_functional.all_to_all_single, tensor, group, received, sent)
+    tensor = tensor.contiguous()
     result = tensor.new_empty((sum(received), *tensor.shape[1:]))
     work = dist.all_to_all_single(result, tensor, received, sent, group=group, async_op=True)
     return Started(result, (work,), tensor).wait()
 
 
-def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
+def all_gather_bytes(data: bytes, group: Group) -> list[bytes]:
     """Returns the data of every rank, in rank order.
 
     The group must have a CPU backend (gloo). Issues two all-gathers: one of the lengths, and one of
@@ -297,7 +286,7 @@ def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def broadcast_(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+def broadcast_(tensor: Tensor, group: Group) -> Tensor:
     """Overwrites `tensor` on every rank with the tensor of the group's first rank."""
     if group is not None:
         source = dist.get_global_rank(group, 0)
@@ -315,13 +304,13 @@ def _rows_of_each(tensor: Tensor, group: ProcessGroup) -> int:
     return int(tensor.shape[0] // group.size())
 
 
-def _waited(result: Tensor) -> Tensor:
+def _kept(operator: Any, tensor: Tensor, group: ProcessGroup, *settings: object) -> Tensor:
     """Returns the result of a functional collective; this device's next kernels may read it."""
     with WAITING:
-        return _functional.wait_tensor(result)
+        return _functional.wait_tensor(operator(tensor.contiguous(), *settings, group.group_name))
 
 
-def odd_ones_out(hashes: Tensor, group: ProcessGroup | None) -> list[int]:
+def odd_ones_out(hashes: Tensor, group: Group) -> list[int]:
     """Returns the indices of this rank's hashes that at most half of the group holds.
 
     Issues one all-gather, and waits for the device. Returns [] for a group of one rank.

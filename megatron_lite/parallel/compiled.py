@@ -46,6 +46,7 @@ from megatron_lite.parallel.torch_internals import (
 # a pure function of tensors and numbers that draws no random numbers; or one that writes to its
 # first argument and returns None
 Function = Callable[..., Any]
+Tensors = tuple[Tensor, ...]
 MOST_SHAPES = 16
 # Inductor's, whatever the environment says. Ranks must sum rows in the same order, and so must a
 # run that is resumed. So no measurement on a GPU, and no count of its free registers, may choose
@@ -107,7 +108,7 @@ class CompiledKernels:
         return tree_map(copied, results)
 
     def _made(
-        self, graph: Callable[..., Any], function: Function, tensors: tuple[Tensor, ...]
+        self, graph: Callable[..., Any], function: Function, tensors: Tensors
     ) -> Callable[..., Any]:
         began = time.perf_counter()
         try:
@@ -172,7 +173,7 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
-def _compiled(function: Function, tensors: tuple[Tensor, ...]) -> Callable[..., Any]:
+def _compiled(function: Function, tensors: Tensors) -> Callable[..., Any]:
     from torch.fx.experimental.proxy_tensor import make_fx  # here: the import takes seconds
 
     compile_graph, settings = inductor_compile(), inductor_settings()
@@ -191,8 +192,7 @@ def _compiled(function: Function, tensors: tuple[Tensor, ...]) -> Callable[..., 
         # A trace would also convert a parameter's gradient, which may have another dtype.
         operands = [tensor.detach() for tensor in tensors]
         graph = make_fx(pure, tracing_mode="fake")(*operands)
-        compiled: Callable[..., Any] = compile_graph(graph, operands)
-    return compiled
+        return compile_graph(graph, operands)
 
 
 class Pair(NamedTuple):
@@ -221,7 +221,7 @@ def passing_on(pair: Pair) -> Pair:
     """Returns the pair that passes on its first input, as compiled kernels compute it."""
     of_pair = pair.fused or pair.backward
 
-    def backward(grad_output: Tensor, grad_passed: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
+    def backward(grad_output: Tensor, grad_passed: Tensor, *kept: Tensor) -> Tensors:
         grad, *others = of_pair(grad_output, *kept)
         return grad + grad_passed, *others
 

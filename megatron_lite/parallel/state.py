@@ -33,7 +33,7 @@ from megatron_lite.config.checks import InputError, PeerError, input_faults
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
+from megatron_lite.parallel.collectives import Group, all_gather_bytes, all_reduce_
 from megatron_lite.parallel.launch import Launch, read_launch
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.rng import RngStreams
@@ -74,20 +74,20 @@ class ParallelState:
 
     device: torch.device
     rng: RngStreams
-    world_group: ProcessGroup | None = None
+    world_group: Group = None
     shard_mesh: DeviceMesh | None = None
-    tp_group: ProcessGroup | None = None
-    cp_group: ProcessGroup | None = None
-    dp_group: ProcessGroup | None = None
-    dp_cp_group: ProcessGroup | None = None
-    shard_group: ProcessGroup | None = None
-    replica_group: ProcessGroup | None = None
-    pp_group: ProcessGroup | None = None
+    tp_group: Group = None
+    cp_group: Group = None
+    dp_group: Group = None
+    dp_cp_group: Group = None
+    shard_group: Group = None
+    replica_group: Group = None
+    pp_group: Group = None
     pp_direction_groups: tuple[ProcessGroup, ...] = ()
-    embedding_group: ProcessGroup | None = None
-    ep_group: ProcessGroup | None = None
+    embedding_group: Group = None
+    ep_group: Group = None
     experts: ParallelState | None = None
-    saver_group: ProcessGroup | None = None
+    saver_group: Group = None
     tp_rank: int = 0
     tp_size: int = 1
     cp_rank: int = 0
@@ -342,14 +342,14 @@ def _build(
     return with_experts(parallel, config)
 
 
-def subgroups(ranks: Tensor, dim: int) -> ProcessGroup | None:
+def subgroups(ranks: Tensor, dim: int) -> Group:
     """Returns the group of this rank along a dim of ranks' numbers; None for one rank, and for a
     rank that is not among them. Every rank must call it."""
     lists = ranks.movedim(dim, -1).flatten(0, -2).tolist()
     return dist.new_subgroups_by_enumeration(lists)[0] if len(lists[0]) > 1 else None
 
 
-def _embedding_group(ranks: Tensor, pp_group: ProcessGroup | None) -> ProcessGroup | None:
+def _embedding_group(ranks: Tensor, pp_group: Group) -> Group:
     if pp_group is None or pp_group.size() == 2:  # two stages are the first and the last one
         return pp_group
     return subgroups(ranks[[0, -1]], 0)

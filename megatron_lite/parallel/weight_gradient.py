@@ -154,11 +154,10 @@ def add_weight_product_(total: Tensor, rows: Tensor, grad_rows: Tensor, *, first
     some rows at a time, so that no tensor of a very large weight's size exists.
     """
     beta = 0 if first else 1  # with beta 0 the matmul does not read the total
-    if rows.dtype == total.dtype:
-        torch.addmm(total, grad_rows.t(), rows, beta=beta, out=total)
-        return
-    if adds_unrounded(rows.device, rows.dtype):
-        torch.addmm(total, grad_rows.t(), rows, out_dtype=total.dtype, beta=beta, out=total)
+    is_same = rows.dtype == total.dtype
+    if is_same or adds_unrounded(rows.device, rows.dtype):
+        wide: dict[str, Any] = {} if is_same else dict(out_dtype=total.dtype)
+        torch.addmm(total, grad_rows.t(), rows, beta=beta, out=total, **wide)
         return
     count = product_rows(total.shape[1])
     for start in range(0, total.shape[0], count):

@@ -208,7 +208,8 @@ class _StepState:
             # Autograd runs a Function's backward only if an input requires gradients. The empty
             # anchor does; `received` does not, so no gradient accumulates on it.
             anchor = torch.empty(0, requires_grad=True)
-            received = applied(Pair(_arrived, self._send_back, slice(0)), None, anchor, received)
+            arrival = Pair(lambda _, one: one.view_as(one), self._send_back, slice(0))
+            received = applied(arrival, None, anchor, received)
         output = forward(action, received)
         del received
         if not stage.is_last:
@@ -216,9 +217,14 @@ class _StepState:
         if torch.is_grad_enabled():
             end = output
             if not stage.is_last:
-                # The gradient is received later; the lambda fetches it once backward runs.
+                # An empty tensor [0] stands for the output in backward. The gradient is received
+                # later; the second lambda fetches it once backward runs.
                 needed = action._replace(kind="backward")
-                fetch = Pair(_nothing, lambda _: self._arriving.pop(needed).wait(), slice(0))
+                fetch = Pair(
+                    lambda output: output.new_empty(0),
+                    lambda _: self._arriving.pop(needed).wait(),
+                    slice(0),
+                )
                 end = applied(fetch, None, output)
             self._ends[action.microbatch, action.chunk] = end
         return output.detach() if stage.is_last else None
@@ -231,12 +237,3 @@ class _StepState:
     def _send_back(self, grad: Tensor) -> tuple[None]:
         self._links.send(grad, "backward")
         return (None,)
-
-
-def _arrived(_: Tensor, received: Tensor) -> Tensor:
-    return received.view_as(received)
-
-
-def _nothing(output: Tensor) -> Tensor:
-    """Returns an empty tensor [0] that stands for a stage's output in backward."""
-    return output.new_empty(0)

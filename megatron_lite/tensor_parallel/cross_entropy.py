@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_lite.config.row_blocks import rows_at_a_time
-from megatron_lite.parallel.collectives import all_reduce, all_reduce_
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
+from megatron_lite.parallel.collectives import Group, all_reduce, all_reduce_
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, Tensors, applied
 from megatron_lite.parallel.torch_internals import backward_keeps_graph
 
 
@@ -43,7 +42,7 @@ class Columns(NamedTuple):
     cap: c of the logits c tanh(x / c) that have the loss. None: the logits are x itself.
     """
 
-    tp_group: ProcessGroup | None
+    tp_group: Group
     first_id: int
     num_ids: int
     kernels: CompiledKernels | None = None
@@ -75,7 +74,7 @@ def vocab_parallel_cross_entropy(
     rank's share of the softmax, or with compiled graphs the log of the sum of exponentials.
     """
 
-    def forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    def forward(logits: Tensor, labels: Tensor) -> Tensors:
         local = local_labels(labels, columns)
         if columns.cap is not None:
             logits = columns.capped_(logits if overwrite_logits else logits.clone())
@@ -96,8 +95,7 @@ def vocab_parallel_cross_entropy(
         write_gradient_(grad.flatten(0, 1), grad_output.flatten(), share, own, columns)
         return grad
 
-    losses: Tensor = applied(Pair(forward, backward, slice(0)), None, logits, labels)
-    return losses
+    return applied(Pair(forward, backward, slice(0)), None, logits, labels)
 
 
 class LocalLabels(NamedTuple):
@@ -134,7 +132,7 @@ def local_labels(labels: Tensor, columns: Columns) -> LocalLabels:
     return LocalLabels(*_run(columns, places_of, labels, **settings))
 
 
-def places_of(labels: Tensor, *, first_id: int, num_ids: int) -> tuple[Tensor, Tensor]:
+def places_of(labels: Tensor, *, first_id: int, num_ids: int) -> Tensors:
     """Returns the fields of LocalLabels."""
     local = labels.flatten() - first_id
     return local.clamp(0, max(num_ids - 1, 0)), (local >= 0) & (local < num_ids)
@@ -161,9 +159,7 @@ def row_statistics(logits: Tensor, labels: LocalLabels, columns: Columns) -> Row
     return RowStatistics(maximum, total, at_label)
 
 
-def combined(
-    statistics: RowStatistics, labels: LocalLabels, columns: Columns
-) -> tuple[Tensor, Tensor]:
+def combined(statistics: RowStatistics, labels: LocalLabels, columns: Columns) -> Tensors:
     """Returns the losses [n], and what `write_gradient_` needs of all ranks, [n].
 
     That is the share of the softmax that is in this rank's columns, or with compiled graphs the log
@@ -179,7 +175,7 @@ def combined(
 
 def summands_of(
     own_maximum: Tensor, total: Tensor, at_label: Tensor, maximum: Tensor, here: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> Tensors:
     """Returns this rank's parts of two sums over ranks, [2, n]: of the label's logit and of the
     exponentials, both relative to the maximum of all ranks; and the latter part alone."""
     # Each rank took its exponentials relative to its own maximum. A rank with padding alone has
@@ -188,7 +184,7 @@ def summands_of(
     return torch.stack((torch.where(here, at_label - maximum, 0.0), share)), share
 
 
-def losses_of(sums: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
+def losses_of(sums: Tensor, maximum: Tensor) -> Tensors:
     """Returns log(sum of exp(x - maximum)) - (x_label - maximum) and log(sum of exp(x))."""
     log_sum = sums[1].log()
     return log_sum - sums[0], log_sum + maximum
@@ -237,9 +233,7 @@ def _run(columns: Columns, function: Callable[..., Any], *tensors: Tensor, **set
     return columns.kernels(function, *tensors, **settings)
 
 
-def statistics_of_rows(
-    logits: Tensor, column: Tensor, *, num_ids: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def statistics_of_rows(logits: Tensor, column: Tensor, *, num_ids: int) -> Tensors:
     """Returns the fields of RowStatistics, by operators that inductor fuses into one pass."""
     wide = _true_columns(logits, num_ids, torch.promote_types(torch.float32, logits.dtype))
     maximum = wide.amax(-1, keepdim=True)

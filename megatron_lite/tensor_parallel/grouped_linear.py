@@ -7,15 +7,13 @@ multiples of 16 bytes, and not every torch has it for every device. Otherwise on
 expert does the same, and the host waits for the number of rows of each.
 """
 
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.compiled import Pair, applied
-from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.torch_internals import disable_current_modes, grouped_product, is_fake
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 from megatron_lite.tensor_parallel.layers import new_parameter
@@ -47,25 +45,13 @@ class GroupedLinear(nn.Module):
         tp_blocks: int = 1,
     ) -> None:
         super().__init__()
-        spec = ParameterSpec(
-            global_shape=(num_experts, output_size, input_size),
-            tp_dim=tp_dim,
-            of_experts=True,
-            tp_blocks=tp_blocks,
-            init_std=init_std,
+        new = partial(
+            new_parameter, context, num_experts, output_size, of_experts=True, tp_blocks=tp_blocks
         )
-        self.weight = new_parameter(spec, context)
-        self.bias: nn.Parameter | None = None
+        self.weight = new(input_size, tp_dim=tp_dim, init_std=init_std)
+        self.bias = new(tp_dim=1 if tp_dim == 1 else None) if bias else None
         tp_rank = context.tp_rank if context.experts is None else context.experts.tp_rank
         self._adds_bias = tp_dim == 1 or tp_rank == 0
-        if bias:
-            of_bias = replace(
-                spec,
-                global_shape=(num_experts, output_size),
-                tp_dim=1 if tp_dim == 1 else None,
-                init_std=None,
-            )
-            self.bias = new_parameter(of_bias, context)
 
     def forward(
         self, rows: Tensor, ends: Tensor, skip_tail: bool = False, factors: Tensor | None = None
@@ -99,8 +85,7 @@ class GroupedLinear(nn.Module):
             return *grads, None, *of_bias_grads
 
         inputs = rows, weight, ends, *(() if self.bias is None else (self.bias, factors))
-        output: Tensor = applied(Pair(forward, backward, slice(None)), None, *inputs)
-        return output
+        return applied(Pair(forward, backward, slice(None)), None, *inputs)
 
 
 def _bias_gradients(

@@ -46,10 +46,10 @@ def initial_values(spec: ParameterSpec, place: ParallelState, *, seed: int, name
     if spec.init_std is None:
         return local
     draw = partial(_normal_rows, spec, seed=seed, name=name)
+    first = place.ep_rank * shape[0]  # 0 for other parameters than those of experts
     if spec.tp_dim is None:
-        return draw(0, place.ep_rank * shape[0] if spec.of_experts else 0, shape[0])
-    experts = draw(0, place.ep_rank * shape[0], shape[0]) if spec.of_experts else None
-    rows = draw if experts is None else experts.narrow
+        return draw(0, first, shape[0])
+    rows = draw(0, first, shape[0]).narrow if spec.of_experts else draw
     local.zero_()
     for span in spec.spans(place.tp_rank, place.tp_size):
         local.narrow(spec.tp_dim, span.local_start, span.length).copy_(

@@ -29,6 +29,7 @@ The gathered input is not stored (2205.05198 sec. 4.2.2). A group of None issues
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.collectives import (
+    Group,
     all_gather_first_dim,
     all_reduce,
     all_reduce_,
@@ -68,7 +70,7 @@ def parallel_linear(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    tp_group: ProcessGroup | None,
+    tp_group: Group,
     sequence_parallel: bool,
     is_row: bool = False,
     skip_tail: bool = False,
@@ -99,7 +101,7 @@ class _ParallelMatmul(torch.autograd.Function):
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        tp_group: ProcessGroup | None,
+        tp_group: Group,
         sequence_parallel: bool,
         add: OwnSum | None,
         is_row: bool,
@@ -114,8 +116,8 @@ class _ParallelMatmul(torch.autograd.Function):
             rows = s // tp_group.size() if sequence_parallel and tp_group is not None else s
             return hidden_states.new_empty(()).expand(rows, *others, weight.shape[0])
         if is_row and tp_group is not None:
-            partial = F.linear(hidden_states, weight)
-            return _summed(partial, bias, tp_group, sequence_parallel=sequence_parallel)
+            product = F.linear(hidden_states, weight)
+            return _summed(product, bias, tp_group, sequence_parallel=sequence_parallel)
         if sequence_parallel:
             hidden_states = all_gather_first_dim(hidden_states, tp_group)
         return F.linear(hidden_states, weight, bias)
@@ -153,23 +155,27 @@ class _ParallelMatmul(torch.autograd.Function):
 
 
 def _summed(
-    partial: Tensor, bias: Tensor | None, tp_group: ProcessGroup, *, sequence_parallel: bool
+    product: Tensor, bias: Tensor | None, tp_group: ProcessGroup, *, sequence_parallel: bool
 ) -> Tensor:
     """Returns the sum of the ranks' products, [s/t or s, b, m], plus the bias."""
     if sequence_parallel:
-        output = reduce_scatter_first_dim(partial, tp_group)
+        output = reduce_scatter_first_dim(product, tp_group)
     elif results_may_be_kept():
-        output = all_reduce(partial, tp_group)
+        output = all_reduce(product, tp_group)
     else:
-        output = all_reduce_(partial, tp_group)
+        output = all_reduce_(product, tp_group)
     if bias is None:
         return output
     # A result that a policy keeps must not be overwritten.
     return output + bias if results_may_be_kept() else output.add_(bias)
 
 
-def new_parameter(spec: ParameterSpec, context: RankContext) -> nn.Parameter:
-    """Returns an uninitialised parameter that holds this rank's shard and carries `spec`."""
+def new_parameter(context: RankContext, *global_shape: int, **fields: Any) -> nn.Parameter:
+    """Returns an uninitialised parameter that holds this rank's shard and carries its spec.
+
+    fields: those of ParameterSpec.
+    """
+    spec = ParameterSpec(global_shape=global_shape, **fields)
     shape = spec.local_shape(context.tp_size)
     if spec.of_experts and context.experts is not None:
         shape = spec.local_shape(context.experts.tp_size, context.experts.ep_size)
@@ -204,25 +210,18 @@ class _ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.context, self.skip_bias_add = context, skip_bias_add
-        spec = ParameterSpec(
-            global_shape=(output_size, input_size),
+        new = partial(new_parameter, context, output_size, tp_blocks=tp_blocks)
+        self.weight = new(
+            input_size,
             tp_dim=self.tp_dim,
-            tp_blocks=tp_blocks,
             padded_length=padded_output_size,
             matrices=matrices,
             init_std=init_std,
             sum_grad_over_tp=context.sequence_parallel and self.tp_dim is None,
         )
-        self.weight = new_parameter(spec, context)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            of_bias = ParameterSpec(
-                global_shape=(output_size,),
-                tp_dim=0 if self.tp_dim == 0 else None,
-                tp_blocks=tp_blocks,
-                sum_grad_over_tp=context.sequence_parallel and self.tp_dim != 0,
-            )
-            self.bias = new_parameter(of_bias, context)
+        sums = context.sequence_parallel and self.tp_dim != 0
+        of_bias = dict(tp_dim=None if self.tp_dim else self.tp_dim, sum_grad_over_tp=sums)
+        self.bias = new(**of_bias) if bias else None
 
     @property
     def skipped_bias(self) -> nn.Parameter | None:
@@ -319,13 +318,12 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.context = context
         self.weight = new_parameter(
-            ParameterSpec(
-                global_shape=(vocab_size, hidden_size),
-                tp_dim=0,
-                padded_length=padded_vocab_size,
-                init_std=init_std,
-            ),
             context,
+            vocab_size,
+            hidden_size,
+            tp_dim=0,
+            padded_length=padded_vocab_size,
+            init_std=init_std,
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -337,12 +335,12 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= rows)
         # The lookup refuses an id without a row, so row 0 stands in for it. The second fill makes
         # its output 0, and in backward the gradient of row 0 too.
-        partial = token_rows(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
+        found = token_rows(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
             elsewhere.unsqueeze(-1), 0.0
         )
         if self.context.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(partial, self.context.tp_group)
-        return reduce_from_tensor_parallel_region(partial, self.context.tp_group)
+            return reduce_scatter_to_sequence_parallel_region(found, self.context.tp_group)
+        return reduce_from_tensor_parallel_region(found, self.context.tp_group)
 
 
 def token_rows(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ tokens, so one pass needs the incoming gradient of each token's loss in forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
+from megatron_lite.parallel.compiled import Pair, Tensors, applied
 from megatron_lite.parallel.weight_gradient import (
     OwnSum,
     add_weight_product_,
@@ -90,42 +92,66 @@ def vocab_parallel_linear_cross_entropy(
     within 2^-9. A test compares them with float64 on a grid.
     """
     hidden_states, weight = in_autocast_dtype(hidden_states, weight)
-    head = _Head(columns, loss_chunk_size, sequence_parallel, own_sum(weight))
-    if head.add is None or not torch.is_grad_enabled():  # without a backward nothing may be added
-        grad_losses = None
-    return _LinearCrossEntropy.apply(hidden_states, weight, labels, head, grad_losses)
+    needed = hidden_states.requires_grad, weight.requires_grad
+    head = _Head(columns, loss_chunk_size, sequence_parallel, own_sum(weight), needed)
+    pair = Pair(head.two_passes, head.backward, slice(2))
+    # Without a backward nothing may be added. The weight is an argument also of one pass, although
+    # its gradient is None: autograd runs the hooks of the weight in backward, once the other parts
+    # of its gradient have arrived too. Those hooks send the sum to other ranks.
+    if grad_losses is not None and head.add is not None and torch.is_grad_enabled():
+        pair = Pair(partial(head.one_pass, grad_losses), lambda _, grad: grad, slice(0))
+    return applied(pair, None, hidden_states, weight, labels)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss of the output projection: [s/t or s, b, h] -> [s, b].
+class _Head(NamedTuple):
+    """The output projection in chunks of loss_chunk_size tokens.
 
-    One pass over the chunks if grad_losses is given. It then keeps dx alone. The weight is an
-    argument also then, although its gradient is None: autograd runs the hooks of the weight in
-    backward, once the other parts of its gradient have arrived too. Those hooks send the sum to
-    other ranks.
+    add: the weight's own sum of gradients, if it has one.
+    needed: whether the hidden states and the weight need a gradient.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
+    columns: Columns
+    loss_chunk_size: int
+    sequence_parallel: bool
+    add: OwnSum | None
+    needed: tuple[bool, bool]
+
+    def two_passes(self, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensors:
+        """Returns the losses [s, b], and what `backward` needs besides the operands."""
+        local, parts = local_labels(labels, self.columns), []
+        for tokens, logits in self.logits(self.whole(hidden_states), weight):
+            parts.append(row_statistics(logits, local.of(tokens), self.columns))
+            del logits  # which would hold the buffer after the loop
+        statistics = RowStatistics(*map(torch.cat, zip(*parts, strict=True)))
+        losses, share = combined(statistics, local, self.columns)
+        return losses.view(labels.shape), *local, share
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        hidden_states: Tensor,
+        weight: Tensor,
+        column: Tensor,
+        here: Tensor,
+        share: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of `two_passes`."""
+        grad, local = grad_output.flatten(), LocalLabels(column, here)
+
+        def write_(tokens: slice, logits: Tensor) -> None:
+            write_gradient_(logits, grad[tokens], share[tokens], local.of(tokens), self.columns)
+
+        return self.gradients(hidden_states, weight, write_, *self.needed)
+
+    def one_pass(
+        self,
+        grad_losses: Callable[[], Tensor],
         hidden_states: Tensor,
         weight: Tensor,
         labels: Tensor,
-        head: _Head,
-        grad_losses: Callable[[], Tensor] | None,
-    ) -> Tensor:
-        ctx.head, ctx.in_one_pass = head, grad_losses is not None
-        columns, local = head.columns, local_labels(labels, head.columns)
-        whole = head.whole(hidden_states)
-        if grad_losses is None:
-            parts = []
-            for tokens, logits in head.logits(whole, weight):
-                parts.append(row_statistics(logits, local.of(tokens), columns))
-                del logits  # which would hold the buffer after the loop
-            statistics = RowStatistics(*map(torch.cat, zip(*parts, strict=True)))
-            losses, share = combined(statistics, local, columns)
-            ctx.save_for_backward(hidden_states, weight, *local, share)
-            return losses.view(labels.shape)
+    ) -> tuple[Tensor | None, ...]:
+        """Returns the losses [s, b], and the gradient of the hidden states."""
+        columns, local = self.columns, local_labels(labels, self.columns)
         grad = grad_losses().flatten()
         losses = torch.empty_like(grad)
 
@@ -135,35 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses[tokens], share = combined(row_statistics(logits, own, columns), own, columns)
             write_gradient_(logits, grad[tokens], share, own, columns)
 
-        ctx.save_for_backward(head.gradients(whole, weight, write_)[0])
-        return losses.view(labels.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.in_one_pass:
-            return *ctx.saved_tensors, None, None, None, None
-        head = ctx.head
-        hidden_states, weight, column, here, share = ctx.saved_tensors
-        grad, local = grad_output.flatten(), LocalLabels(column, here)
-
-        def write_(tokens: slice, logits: Tensor) -> None:
-            write_gradient_(logits, grad[tokens], share[tokens], local.of(tokens), head.columns)
-
-        needed = ctx.needs_input_grad[:2]
-        gradients = head.gradients(head.whole(hidden_states), weight, write_, *needed)
-        return *gradients, None, None, None
-
-
-class _Head(NamedTuple):
-    """The output projection in chunks of loss_chunk_size tokens.
-
-    add: the weight's own sum of gradients, if it has one.
-    """
-
-    columns: Columns
-    loss_chunk_size: int
-    sequence_parallel: bool
-    add: OwnSum | None
+        return losses.view(labels.shape), self.gradients(hidden_states, weight, write_)[0]
 
     def whole(self, hidden_states: Tensor) -> Tensor:
         """Returns the hidden states of all tokens, [s, b, h]."""
@@ -183,7 +181,7 @@ class _Head(NamedTuple):
 
     def gradients(
         self,
-        whole: Tensor,
+        hidden_states: Tensor,
         weight: Tensor,
         write_: Callable[[slice, Tensor], None],
         needs_input: bool = True,
@@ -194,6 +192,7 @@ class _Head(NamedTuple):
         The weight's is None if it is added to the weight's own sum.
         write_: overwrites the logits of some tokens with their gradient.
         """
+        whole = self.whole(hidden_states)
         rows = whole.flatten(0, 1)
         grad_rows = torch.empty_like(rows) if needs_input else None
         grad_weight, reduction = None, None

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.collectives import (
+    Group,
     all_gather_first_dim,
     all_reduce,
     reduce_scatter_first_dim,
@@ -35,7 +36,7 @@ Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
 
 def reduce_from_tensor_parallel_region(
-    partial: Tensor, tp_group: ProcessGroup | None, skip_tail: bool = False
+    partial: Tensor, tp_group: Group, skip_tail: bool = False
 ) -> Tensor:
     """Returns the sum of the ranks' partial tensors, the same on every rank (g of 1909.08053).
 
@@ -45,14 +46,12 @@ def reduce_from_tensor_parallel_region(
     return mapped(partial, tp_group, _unread if skip_tail else all_reduce, lambda grad, _: grad)
 
 
-def copy_to_tensor_parallel_region(whole: Tensor, tp_group: ProcessGroup | None) -> Tensor:
+def copy_to_tensor_parallel_region(whole: Tensor, tp_group: Group) -> Tensor:
     """Returns the tensor. Each rank's gradient of it is partial, so backward sums them."""
     return mapped(whole, tp_group, lambda tensor, _: tensor.view_as(tensor), all_reduce)
 
 
-def gather_from_sequence_parallel_region(
-    hidden_states: Tensor, tp_group: ProcessGroup | None
-) -> Tensor:
+def gather_from_sequence_parallel_region(hidden_states: Tensor, tp_group: Group) -> Tensor:
     """Gathers [s/t, ...] of each rank into [s, ...], for the input of a column-parallel layer.
 
     Each rank's gradient of that input is partial, so backward sums them (reduce-scatter).
@@ -61,7 +60,7 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    partial: Tensor, tp_group: ProcessGroup | None, skip_tail: bool = False
+    partial: Tensor, tp_group: Group, skip_tail: bool = False
 ) -> Tensor:
     """Sums [s, ...] partial tensors over the ranks and returns this rank's [s/t, ...] of the sum.
 
@@ -71,7 +70,7 @@ def reduce_scatter_to_sequence_parallel_region(
     return mapped(partial, tp_group, forward, all_gather_first_dim)
 
 
-def gather_from_tensor_parallel_region(sharded: Tensor, tp_group: ProcessGroup | None) -> Tensor:
+def gather_from_tensor_parallel_region(sharded: Tensor, tp_group: Group) -> Tensor:
     """Gathers [..., n/t] of each rank into [..., n], with all columns on every rank.
 
     Every rank must compute the same from the result. Each rank's gradient is then complete, so
@@ -97,9 +96,7 @@ def _own_columns(whole: Tensor, tp_group: ProcessGroup) -> Tensor:
     return whole.chunk(tp_group.size(), -1)[tp_group.rank()].contiguous()
 
 
-def mapped(
-    tensor: Tensor, group: ProcessGroup | None, forward: Collective, backward: Collective
-) -> Tensor:
+def mapped(tensor: Tensor, group: Group, forward: Collective, backward: Collective) -> Tensor:
     """Returns `forward` of the tensor. Its gradient is `backward` of the result's."""
     if group is None:
         return tensor

@@ -18,8 +18,8 @@ SCALINGS = [{}, {FACTOR: 8.0}, {FACTOR: 32.0}, {DIVISOR: 3}, {FACTOR: 2.5, DIVIS
 
 
 def cosines(model, length=LENGTH):
-    tables = rotary_tables(model, length, device=torch.device("cpu"), dtype=torch.float32)
-    return tables.cos[:, 0, 0, : CHANNELS // 2]
+    cos, _ = rotary_tables(model, length, device=torch.device("cpu"), dtype=torch.float32)
+    return cos[:, 0, 0, : CHANNELS // 2]
 
 
 LONGROPE = dict(

@@ -4,6 +4,7 @@ Skipped steps of every update rule."""
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,11 +217,10 @@ def test_small_updates_add_up_if_rounding_is_random():
     )
     master = new_state(weight, "fp16", weight.device)
     write_whole_(master, weight)
-    piece = Piece(
-        name="w", spec=ParameterSpec(global_shape=(1,)), start=0, weight=weight, master=master,
-        gradient=torch.ones(4096), apart=True,
-    )  # fmt: skip
-    rule = adam_update.AdamW([piece], config, RngStreams(weight.device, seed=3))
+    spec = ParameterSpec(global_shape=(1,))
+    piece = Piece("w", spec, 0, weight, master, torch.ones(4096), apart=True)
+    both = SimpleNamespace(pieces=[piece], rng=RngStreams(weight.device, seed=3))
+    rule = adam_update.AdamW(both, config, both)
     for _ in range(64):
         rule.step(rate, rate, torch.tensor(0.0))
     moved = (0.75 - whole(master)).double()
