@@ -192,27 +192,22 @@ def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:
         limit = plan.peak - (peak - (budget or limit))
     if not best:
         remove_policy_(model)
-        raise _unreachable(measured, budget or 0, plan, peak)
+        _, where, place = max(problem.peaks(plan.choice))
+        if where.endswith(("of", "after")):
+            where += f" {measured.name_of(place)}"
+        rest = max(0, peak - sum(measured.terms.values()))
+        terms = {**measured.terms, "activations and temporaries": rest}
+        most = max(terms, key=lambda name: terms[name])
+        raise UnreachableError(
+            f"budget {size(budget or 0)}: no policy fits. The smallest reachable peak is "
+            f"{size(peak)}, which a step confirmed, in {where}, of which {size(terms[most])} are "
+            f"{most}: give a larger budget, or a step of fewer samples or tokens"
+            + "".join(f"; {x}" for x in measured.notes)
+        )
     if plan is not best:
         policies, peak = _confirmed(model, measured, best)
     around = neighbours(problem, best)
     return Fit(model, policies, budget, peak, best, plain, *around, measured.notes)
-
-
-def _unreachable(measured: Measurement, budget: int, plan: Plan, peak: int) -> UnreachableError:
-    """Returns the error of a budget that not even the smallest plan fits."""
-    _, where, place = max(measured.problem.peaks(plan.choice))
-    if where.endswith(("of", "after")):
-        where += f" {measured.name_of(place)}"
-    rest = max(0, peak - sum(measured.terms.values()))
-    terms = {**measured.terms, "activations and temporaries": rest}
-    most = max(terms, key=lambda name: terms[name])
-    return UnreachableError(
-        f"budget {size(budget)}: no policy fits. The smallest reachable peak is "
-        f"{size(peak)}, which a step confirmed, in {where}, of which {size(terms[most])} are "
-        f"{most}: give a larger budget, or a step of fewer samples or tokens"
-        + "".join(f"; {x}" for x in measured.notes)
-    )
 
 
 def _confirmed(model: nn.Module, measured: Measurement, plan: Plan) -> tuple[dict[str, str], int]:

@@ -28,7 +28,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ from megatron_lite.recompute.call_arguments import Arguments
 from megatron_lite.recompute.contents import CONSTANT, hash_last
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.layer_state import LayerState, Written
+from megatron_lite.recompute.ops import KeptResults
 from megatron_lite.recompute.randomness import drawn_again
 from megatron_lite.recompute.replay import Conditions, RecomputeMismatch
 from megatron_lite.recompute.router import KeptChoices
@@ -63,10 +64,7 @@ from megatron_lite.recompute.saved import (
     version_of,
 )
 from megatron_lite.recompute.surroundings import Surroundings
-
-if TYPE_CHECKING:
-    from megatron_lite.recompute.ops import KeptResults
-    from megatron_lite.recompute.witness import Witness
+from megatron_lite.recompute.witness import Witness
 
 PATIENCE_S = 120.0  # of a thread that waits for another one
 NO_TASK = -1  # torch's number for "not inside a backward"
@@ -186,8 +184,6 @@ class _LayerCall:
                 settings = *self._surroundings.kinds(), str(self._conditions.autocast), *kwargs
                 signature = Signature.of(self._state.contents, self._arguments.given, settings)
             if how.guard.wants(signature):
-                from megatron_lite.recompute.witness import Witness
-
                 self._witness = Witness(how.name, how.rng, how.layer, how.guard, signature)
             if how.guard.has_router is not False or self._witness:
                 self._choices = KeptChoices()

@@ -54,16 +54,6 @@ class Written:
         """Leaves out what belongs to the modules: a copy of the model has others."""
         return Written, (self.names,)
 
-    def contents(self, layer: nn.Module | None, others: dict[str, Any]) -> Contents:
-        """Returns what the layer and others hold."""
-        if not others and self.known and (same := self.known.again(layer)):
-            return same
-        contents = Contents() if layer is None else Contents.of_layer(layer)
-        for place, holder in others.items():
-            contents.found = None
-            contents.add(place, holder)
-        return contents
-
 
 class LayerState:
     """The state of `layer` before a forward, and what the forward may write to besides.
@@ -80,7 +70,12 @@ class LayerState:
         self, name: str, layer: nn.Module | None, written: Written, arguments: Arguments
     ) -> None:
         self._name, self._layer, self._written = name, layer, written
-        self.contents = written.contents(layer, arguments.holders)
+        others = arguments.holders
+        same = None if others or not written.known else written.known.again(layer)
+        self.contents = same or (Contents() if layer is None else Contents.of_layer(layer))
+        for place, holder in others.items():
+            self.contents.found = None
+            self.contents.add(place, holder)
         found = written.names.get(self.contents.modes)
         self.is_first = layer is not None and found is None
         # A tensor with a graph is a result of an earlier forward.
@@ -157,7 +152,13 @@ class LayerState:
         RuntimeError: a parameter was written to since the forward, or a tensor of the layer was
         that the forward did not change.
         """
-        self._check_unwritten()
+        for name, _, value, _ in self.contents.written({}) if self._is_settled else ():
+            if isinstance(value, nn.Parameter) or name not in self.copies:
+                raise RuntimeError(
+                    f"{self._name}: its {self._told(name)} was written to after the forward and "
+                    "before backward, so that a replay would compute something else. Run backward "
+                    "before you write to it, as an optimizer's step does"
+                )
         again = {
             id(self._parts[name].value): _again(self._parts[name].value, before)
             for name, before in self.copies.items()
@@ -185,15 +186,6 @@ class LayerState:
                             around.callback(setattr, module, name, buffer)
                             setattr(module, name, again[id(buffer)])
             yield
-
-    def _check_unwritten(self) -> None:
-        for name, _, value, _ in self.contents.written({}) if self._is_settled else ():
-            if isinstance(value, nn.Parameter) or name not in self.copies:
-                raise RuntimeError(
-                    f"{self._name}: its {self._told(name)} was written to after the forward and "
-                    "before backward, so that a replay would compute something else. Run backward "
-                    "before you write to it, as an optimizer's step does"
-                )
 
     def _told(self, name: str) -> str:
         if name in self._arguments:

@@ -11,23 +11,22 @@ that live briefly, so the allocator's memory does not break into pieces.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
+from megatron_lite.recompute.offload import CopyStreams, Offload
 from megatron_lite.recompute.phase import allocating_on_host, running_modules
 from megatron_lite.recompute.pool import Memory, Pool, Slot
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.saved import MovedStorage, bytes_of, moving
-
-if TYPE_CHECKING:
-    from megatron_lite.recompute.offload import CopyStreams, Offload
 
 ALIGNMENT = 512  # bytes, as in torch's allocator of device memory
 FLAG = "--contiguous-saved-activations"
@@ -44,15 +43,10 @@ class Arena(Memory):
 
     Slots on the device are used in the order of the current stream, so a slot may be used again
     without waiting.
-
-    micro_batches: the number of micro-batches that the arena has slots for.
     """
 
-    def __init__(
-        self, sizes: Iterable[int], device: torch.device, *, pinned: bool, micro_batches: int
-    ) -> None:
+    def __init__(self, sizes: Iterable[int], device: torch.device, *, pinned: bool) -> None:
         super().__init__()
-        self.micro_batches = micro_batches
         steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         whole = torch.empty(sum(steps), dtype=torch.uint8, device=device, pin_memory=pinned)
         for memory in whole.split(steps):
@@ -96,7 +90,9 @@ class Stores:
     def __init__(self, device: torch.device, *, micro_batches: int = 1) -> None:
         self.device, self.micro_batches = device, micro_batches
         self.pool = Pool(pinned=device.type == "cuda")
-        self._arenas: dict[bool, Arena] = {}  # by whether it is on the host
+        # By whether it is on the host; and for how many micro-batches it has slots.
+        self._arenas = {on_host: Memory() for on_host in (False, True)}
+        self._room = Counter[bool]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stores:
         return Stores(self.device, micro_batches=self.micro_batches)
@@ -118,8 +114,6 @@ class Stores:
         `shared` lists objects whose tensors are not moved: the segment's layers with their
         parameters, and the further arguments of the layers.
         """
-        from megatron_lite.recompute.offload import Offload
-
         offload = Offload(self.copy_streams, kind=self.device.type)
 
         def opened(segment: Segment, shared: Iterable[Any]) -> AbstractContextManager[None]:
@@ -142,14 +136,12 @@ class Stores:
     @property
     def device_bytes(self) -> int:
         """The bytes of all tensors that are in slots of the arena on the device now."""
-        return sum(arena.bytes_in_use for on_host, arena in self._arenas.items() if not on_host)
+        return self._arenas[False].bytes_in_use
 
     @property
     def host_bytes(self) -> int:
         """The bytes of all tensors that are in host memory now."""
-        return self.pool.bytes_in_use + sum(
-            arena.bytes_in_use for on_host, arena in self._arenas.items() if on_host
-        )
+        return self.pool.bytes_in_use + self._arenas[True].bytes_in_use
 
     @property
     def allocated_bytes(self) -> int:
@@ -169,17 +161,15 @@ class Stores:
 
     def _arena(
         self, plan: RecomputePlan, hidden_states: Tensor, tp_size: int, on_host: bool
-    ) -> Arena:
+    ) -> Memory:
         """Returns the arena for units that keep their input on the host, or for the other units.
 
         The input of the first forward gives the sizes of the slots: [s/t or s, b, h] for a whole
         input, 1/t of it for a split input.
         """
-        arena = self._arenas.get(on_host)
-        if not arena or (arena.micro_batches < self.micro_batches and not arena.bytes_in_use):
+        if self._room[on_host] < self.micro_batches and not self._arenas[on_host].bytes_in_use:
             # frees the memory of the smaller arena before the larger one is allocated
-            self._arenas.pop(on_host, None)
-            del arena
+            self._arenas[on_host], self._room[on_host] = Memory(), self.micro_batches
             whole = hidden_states.untyped_storage().nbytes()
             sizes = [
                 whole // tp_size if segment.split else whole
@@ -192,7 +182,6 @@ class Stores:
                     sizes * self.micro_batches,
                     device,
                     pinned=on_host and self.device.type == "cuda",
-                    micro_batches=self.micro_batches,
                 )
         return self._arenas[on_host]
 

@@ -25,7 +25,7 @@ from megatron_lite.recompute.replay import Conditions
 def run_in_tiles(
     functions: Sequence[Callable[..., Tensor]],
     replay: Callable[..., Tensor] | None,
-    modules: Sequence[nn.Module | None],
+    modules: Any,
     rng: Generators,
     hidden_states: Tensor,
     *others: Any,
@@ -35,17 +35,11 @@ def run_in_tiles(
 
     functions: f for each tile. The tiles are equal; if their number does not divide s, the last is
         shorter, or there are fewer. replay: f in backward; None: the same, as for a comparison.
-    modules: those whose parameters f reads.
+    modules: those whose parameters f reads, or None in place of one.
     rng: the streams, whose states are kept. f must not draw from them.
     skips: the values of the result are never read, so that forward runs nothing.
     """
-    parameters = [
-        parameter
-        for module in modules
-        if module is not None
-        for parameter in module.parameters()
-        if parameter.requires_grad
-    ]
+    parameters = [each for each in nn.ModuleList(modules).parameters() if each.requires_grad]
     replays = functions if replay is None else [replay] * len(functions)
     skips = skips and replay is not None
     return _Tiles.apply(functions, replays, rng, skips, others, hidden_states, *parameters)

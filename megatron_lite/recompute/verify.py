@@ -129,9 +129,7 @@ class Execution:
 
     def see_streams(self, when: str, rng: Generators | None) -> None:
         """Hashes the states of the random-number generators."""
-        if rng is None:
-            return
-        for name, state in Randomness.of(rng).states.items():
+        for name, state in Randomness.of(rng).states.items() if rng else ():
             self.places.append(f"{STREAM} {name} at {when}")
             self.hashes.append(quick_hash(state))
 
