@@ -230,12 +230,6 @@ def padded(tensor: Tensor, query: Tensor) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
-def cut(output: Tensor, value: Tensor) -> Tensor:
-    """Returns the output without the channels that `padded` has put behind the value's."""
-    channels = value.shape[-1]
-    return output[..., :channels].contiguous() if output.shape[-1] > channels else output
-
-
 def attention(
     query: Tensor,
     key: Tensor,
@@ -251,7 +245,8 @@ def attention(
 
     def cut_forward(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
         output, lse = forward(query, key, padded(value, query))
-        output = cut(output, value)
+        if output.shape[-1] > value.shape[-1]:  # without the channels of the padding
+            output = output[..., : value.shape[-1]].contiguous()
         return output, output, lse
 
     def cut_backward(
@@ -263,7 +258,7 @@ def attention(
         return grad_query, grad_key, grad_value[..., : value.shape[-1]]
 
     pair = Pair(cut_forward, once_differentiable(cut_backward), slice(3))
-    return applied(pair, None, query, key, value)
+    return applied(pair, query, key, value)
 
 
 def masked_attention(

@@ -29,8 +29,7 @@ A part is the keys and values of one rank, [2, n, b, g, d] with n = s/c.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -78,13 +77,13 @@ def context_parallel_attention(
     def backward(
         grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor
     ) -> Tensors:
-        own, exchange = torch.stack((key, value)), EXCHANGES[comm_type]
+        own, (parts, total) = torch.stack((key, value)), EXCHANGES[comm_type]
         grad_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
 
         def gradients() -> Iterator[PartGradient]:
             # The parts arrive again, as in forward. Each kernel gets the output and lse of all
             # keys, so the sum of the parts' gradients is the whole gradient.
-            for source, keys_values in exchange.parts(own, group):
+            for source, keys_values in parts(own, group):
                 queries, keys, causal = _reading(group.rank(), source, query.shape[0])
                 grad, own_query, attended, part_key, part_value = map(
                     heads_first,
@@ -96,7 +95,7 @@ def context_parallel_attention(
                 grad_query[queries] += of_query
                 yield source, keys, of_key, of_value
 
-        grad_keys_values = exchange.sum(own, group, gradients())
+        grad_keys_values = total(own, group, gradients())
         return grad_query.to(query.dtype), *grad_keys_values.unbind()
 
     return attention(query, key, value, forward, backward)
@@ -118,7 +117,8 @@ def _attend(
 ) -> Tensors:
     """Returns the output [s/c, b, a, d] and the log-sum-exp of each row, [b, a, s/c]."""
     total = None
-    for source, keys_values in EXCHANGES[comm_type].parts(torch.stack((key, value)), group):
+    parts, _ = EXCHANGES[comm_type]
+    for source, keys_values in parts(torch.stack((key, value)), group):
         queries, keys, causal = _reading(group.rank(), source, query.shape[0])
         own_query, part_key, part_value = map(heads_first, (query[queries], *keys_values[:, keys]))
         part = attend(own_query, part_key, part_value, causal=causal, scale=scale)
@@ -127,36 +127,17 @@ def _attend(
         if total is None:
             total = Attended(part.output.to(part.lse.dtype), part.lse)
         else:
-            merge_(Attended(total.output[:, :, queries], total.lse[:, :, queries]), part)
+            output, lse = total.output[:, :, queries], total.lse[:, :, queries]
+            # The outputs come first: their weights need the lse before it is overwritten.
+            output.lerp_(part.output.to(output.dtype), (part.lse - lse).sigmoid().unsqueeze(-1))
+            torch.logaddexp(lse, part.lse, out=lse)
     assert total is not None
     return heads_last(total.output.to(query.dtype)), total.lse.contiguous()
-
-
-def merge_(total: Attended, part: Attended) -> None:
-    """Merges into `total` the attention of the same queries to other keys, `part`, in place."""
-    # The outputs come first: their weights need the lse of `total` before it is overwritten.
-    total.output.lerp_(
-        part.output.to(total.output.dtype), torch.sigmoid(part.lse - total.lse).unsqueeze(-1)
-    )
-    torch.logaddexp(total.lse, part.lse, out=total.lse)
 
 
 # The rank of a part, the tokens that queries of this rank read, and the gradients of their keys and
 # of their values, [m, b, g, d] each.
 PartGradient = tuple[int, slice, Tensor, Tensor]
-
-
-class Exchange(NamedTuple):
-    """The two functions of one way to exchange parts.
-
-    parts: yields all parts, each with its rank: this rank's own first, and then those of the
-        ranks before it.
-    sum: returns the sum of the gradients of this rank's part over all ranks, from this rank's
-        gradients of all parts. They come in the order of the parts, once each.
-    """
-
-    parts: Callable[[Tensor, ProcessGroup], Iterator[tuple[int, Tensor]]]
-    sum: Callable[[Tensor, ProcessGroup, Iterable[PartGradient]], Tensor]
 
 
 def around_the_ring(own: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
@@ -210,10 +191,11 @@ def scattered_sum(own: Tensor, group: ProcessGroup, gradients: Iterable[PartGrad
     return reduce_scatter_first_dim(whole.flatten(0, 1), group)
 
 
-EXCHANGES = {
-    "p2p": Exchange(around_the_ring, ring_sum),
-    "allgather": Exchange(gathered, scattered_sum),
-}
+# The two functions of each way to exchange parts. The first one yields all parts, each with its
+# rank: this rank's own first, and then those of the ranks before it. The second one returns the sum
+# of the gradients of this rank's part over all ranks, from this rank's gradients of all parts. They
+# come in the order of the parts, once each.
+EXCHANGES = {"p2p": (around_the_ring, ring_sum), "allgather": (gathered, scattered_sum)}
 
 
 # As one operator, a selective checkpoint can keep the result like that of a kernel. The replay then

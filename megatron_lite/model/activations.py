@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, Tensors, applied
+from megatron_lite.parallel.compiled import Kernels, Pair, Tensors, applied
 
 aten = torch.ops.aten
 INPUT = slice(0, 1)
@@ -125,9 +125,7 @@ def with_bias(pair: Pair) -> Pair:
 BIASED = {id(pair): with_bias(pair) for pair in (*PAIRS.values(), TANH_GELU)}
 
 
-def activation_function(
-    config: ModelConfig, kernels: CompiledKernels | None
-) -> Callable[..., Tensor]:
+def activation_function(config: ModelConfig, kernels: Kernels) -> Callable[..., Tensor]:
     """Returns the activation of the MLP: [.., fc1_blocks * f / t] -> [.., f / t].
 
     kernels: compiles the activation; None: torch's operators compute it. The function takes the
@@ -136,7 +134,7 @@ def activation_function(
     pair = activation_pair(config)
     if adds_bias(config, kernels):
         pair = BIASED[id(pair)]
-    return partial(applied, pair, kernels)
+    return partial(applied, pair, kernels=kernels)
 
 
 def activation_pair(config: ModelConfig) -> Pair:
@@ -146,6 +144,6 @@ def activation_pair(config: ModelConfig) -> Pair:
     return chosen("the activation", config.activation, PAIRS)
 
 
-def adds_bias(config: ModelConfig, kernels: CompiledKernels | None) -> bool:
+def adds_bias(config: ModelConfig, kernels: Kernels) -> bool:
     """Returns whether the activation adds the bias of the linear layer before it."""
     return kernels is not None and config.add_bias_linear

@@ -43,7 +43,7 @@ from megatron_lite.context_parallel.attention_kernels import (
 )
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, Tensors, applied
+from megatron_lite.parallel.compiled import Kernels, Pair, Tensors, applied
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -133,7 +133,7 @@ class SelfAttention(nn.Module):
         if self.kernels is not None and rotates and self.q_layernorm is None:
             assert rotary is not None
             pair = rotated_heads(self.queries_per_group, self.head_dim)
-            query, key, value = applied(pair, self.kernels, qkv, *rotary)
+            query, key, value = applied(pair, qkv, *rotary, kernels=self.kernels)
             rotates = False
         else:
             query, key, value = self._split_heads(qkv)
@@ -143,7 +143,8 @@ class SelfAttention(nn.Module):
             query, key = self.q_layernorm(query, *tables), self.k_layernorm(key, *tables)
         if rotates:
             assert rotary is not None
-            query, key = (applied(ROTATION, self.kernels, one, *rotary) for one in (query, key))
+            rotate = partial(applied, ROTATION, kernels=self.kernels)
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
         query = query.flatten(2, -2)
         return self.linear_proj(
             regions.run(CORE_ATTENTION, self.core_attention, query, key, value, documents)
@@ -164,8 +165,9 @@ class SelfAttention(nn.Module):
         config = self.config
         normed = config.qk_layernorm and not config.norms_all_heads
         regroups = self.kernels is not None and normed
-        sizes = dict(queries=self.queries_per_group, d=self.head_dim, is_view=regroups)
-        query, key, value = applied(SPLIT_HEADS, None, qkv, **sizes)
+        query, key, value = applied(
+            SPLIT_HEADS, qkv, queries=self.queries_per_group, d=self.head_dim, is_view=regroups
+        )
         if regroups:
             return query, key, value
         copied = self.rotates and not config.qk_layernorm
@@ -254,7 +256,7 @@ class CoreAttention(nn.Module):
         exchange: str = "p2p",
         *,
         layer: int,
-        kernels: CompiledKernels | None = None,
+        kernels: Kernels = None,
     ) -> None:
         super().__init__()
         self.config, self.window = config, config.layer_window(layer)
@@ -368,7 +370,7 @@ class CoreAttention(nn.Module):
             dtype = torch.promote_types(dtype, torch.float32)
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
         weights = dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels)
-        attended = applied(WEIGHTED_SUM, None, weights, value, skip_tail=skip_tail)
+        attended = applied(WEIGHTED_SUM, weights, value, skip_tail=skip_tail)
         return attended.transpose(0, 1).reshape(s, b, -1)
 
 

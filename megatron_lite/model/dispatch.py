@@ -130,7 +130,7 @@ class Journey(NamedTuple):
             return move(rows, places, is_back)
 
         pair = Pair(forward, lambda grad, places: move(grad, places, not is_back), slice(1, 2))
-        return applied(pair, None, rows, self.places)
+        return applied(pair, rows, self.places)
 
 
 class HeadExchange(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.regions import DROPOUT
-from megatron_lite.parallel.compiled import CompiledKernels, run
+from megatron_lite.parallel.compiled import Gradients, Kernels, run
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.torch_internals import disable_dynamo
 from megatron_lite.recompute.region_runner import Redraw, Regions
@@ -23,11 +23,7 @@ CPU = torch.device("cpu")
 
 
 def dropout(
-    tensor: Tensor,
-    probability: float,
-    rng: RngStreams,
-    stream: str,
-    kernels: CompiledKernels | None = None,
+    tensor: Tensor, probability: float, rng: RngStreams, stream: str, kernels: Kernels = None
 ) -> Tensor:
     """Returns `tensor` with random elements zeroed and the others scaled, which preserves the mean.
 
@@ -49,7 +45,7 @@ def add_dropped_out(
     *,
     bias: Tensor | None,
     skip_tail: bool,
-    kernels: CompiledKernels | None,
+    kernels: Kernels,
 ) -> Tensor:
     """Returns residual + dropout(branch + bias), [s/t or s, b, h], in the residual's dtype.
 
@@ -67,7 +63,7 @@ def add_dropped_out(
         return _Dropout.apply(residual, branch, bias, probability, skip_tail, redraw, kernels)
 
 
-def _draws_itself(device: torch.device, kernels: CompiledKernels | None) -> bool:
+def _draws_itself(device: torch.device, kernels: Kernels) -> bool:
     """Returns whether this module draws the masks of a device, not a kernel of torch."""
     return device.type == "cpu" or kernels is not None
 
@@ -93,9 +89,7 @@ def _num_dropped(probability: float) -> int:
     return min(round(probability * 2**16), 2**16 - 1)
 
 
-def keep_scale(
-    probability: float, device: torch.device, kernels: CompiledKernels | None = None
-) -> float:
+def keep_scale(probability: float, device: torch.device, kernels: Kernels = None) -> float:
     """Returns 1 / (share of kept elements), with the probability rounded as on this device."""
     if _draws_itself(device, kernels):
         probability = _num_dropped(probability) / 2**16
@@ -143,7 +137,7 @@ def _draw_mask(
     dtype: torch.dtype,
     device: torch.device,
     probability: float,
-    kernels: CompiledKernels | None,
+    kernels: Kernels,
 ) -> Tensor:
     """Draws the mask that `_Dropout` would draw now for a tensor of this kind."""
     if _draws_itself(device, kernels):
@@ -170,7 +164,7 @@ class _Dropout(torch.autograd.Function):
         probability: float,
         skip_tail: bool,
         redraw: Redraw | None,
-        kernels: CompiledKernels | None,
+        kernels: Kernels,
     ) -> Tensor:
         ctx.branch_dtype, ctx.redraw, ctx.kernels = branch.dtype, redraw, kernels
         ctx.has_bias = bias is not None
@@ -209,7 +203,7 @@ class _Dropout(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> Gradients:
         grad_branch, grad_bias = grad_output, None
         saved = ctx.saved_tensors  # read once: torch's checkpoint raises on a second read
         if saved:

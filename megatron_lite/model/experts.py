@@ -65,12 +65,13 @@ class MixtureOfExperts(nn.Module):
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(config, context)
         self.experts = Experts(config, context)
-        self._tp_group = context.tp_group if context.experts is None else context.experts.tp_group
+        place = context.experts or context
+        self._tp_group = place.tp_group
         self._dispatcher: Dispatcher | None = None
-        if context.experts is not None and context.experts.ep_group is not None:
+        if place.ep_group is not None:
             from megatron_lite.model.dispatch import Dispatcher
 
-            self._dispatcher = Dispatcher(context.experts, config)
+            self._dispatcher = Dispatcher(place, config)
             if self._dispatcher.asks:
                 self.router.exchange = self._dispatcher.exchange
 
@@ -162,7 +163,7 @@ class Experts(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         self.output_is_read = config.norms_after
-        self.activation = partial(applied, _weighted(activation_pair(config)), None)
+        self.activation = partial(applied, _weighted(activation_pair(config)))
         linear = partial(
             GroupedLinear, config.num_experts, bias=config.add_bias_linear, context=context
         )
@@ -251,7 +252,7 @@ class RowOrder(NamedTuple):
             return grad_tokens.unflatten(0, shape).sum(1), grad_weights.view(shape)
 
         pair = Pair(forward, backward, slice(2, 3), outputs=2)
-        return applied(pair, None, tokens, weights, self.order)
+        return applied(pair, tokens, weights, self.order)
 
     def summed(self, rows: Tensor, shape: torch.Size, skip_tail: bool) -> Tensor:
         """rows [n, h] -> [T, h], the sum of the rows of each token. shape: [T, k]. Keeps the order.
@@ -266,7 +267,7 @@ class RowOrder(NamedTuple):
             return placed(rows, order, shape.numel(), is_padded).unflatten(0, shape).sum(1)
 
         pair = Pair(forward, lambda grad, order: grad[order // shape[1]], slice(1, 2))
-        return applied(pair, None, rows, self.order)
+        return applied(pair, rows, self.order)
 
 
 def numbers(of: Tensor, balanced: list[int]) -> list[int]:

@@ -104,7 +104,7 @@ class LatentAttention(nn.Module):
         query = (self.linear_q_up_proj if of_rank else self.linear_q_proj)(of_query)
         key_value = self.linear_kv_up_proj(latent)
         pair = latent_heads(self.config.qk_head_dim)
-        return applied(pair, self.context.kernels, query, key_value, rotated, *rotary)
+        return applied(pair, query, key_value, rotated, *rotary, kernels=self.context.kernels)
 
 
 def joined_heads(

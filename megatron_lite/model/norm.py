@@ -63,7 +63,9 @@ class Norm(nn.Module):
             pair = Pair(forward, backward, INPUT_AND_WEIGHT)
         elif also is not None and kernels is not None and not self.widens:
             self.does_more, pair = True, also(config.normalization)
-        self.normalize: Callable[..., Tensor] = partial(applied, pair, kernels, epsilon=epsilon)
+        self.normalize: Callable[..., Tensor] = partial(
+            applied, pair, kernels=kernels, epsilon=epsilon
+        )
         if pair is NORMS["RMSNorm"] and kernels is None and context.device.type == "cuda":
             # torch has a fused kernel for CUDA. On a CPU it composes the norm from operations that
             # keep four tensors.

@@ -2,7 +2,6 @@
 with pairs of neighbours (--rotary-interleaved). A model without it does not load this file."""
 
 import math
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron_lite.config.model import NORM_VECTORS, ModelConfig
 from megatron_lite.config.variants import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS
 from megatron_lite.model.attention import join_heads, split_heads
 from megatron_lite.model.norm import NORMS
-from megatron_lite.parallel.compiled import Pair, Tensors
+from megatron_lite.parallel.compiled import Function, Pair, Tensors
 
 
 def rotary_tables(
@@ -63,21 +62,15 @@ def _frequencies(waves: Tensor, seq_length: int, config: ModelConfig) -> Tensor:
         channels = torch.arange(len(waves), dtype=waves.dtype, device=waves.device)
         stays = 1 - ((channels - first) / (last - first or 0.001)).clamp(0.0, 1.0)
         return 1.0 / (config.rotary_scaling_factor * waves) * (1 - stays) + 1.0 / waves * stays
-    if config.use_rope_scaling:
-        return _scaled(1.0 / waves, config.rope_scaling_factor)
-    return 1.0 / waves
-
-
-def _scaled(frequencies: Tensor, factor: float) -> Tensor:
-    """Returns the frequencies by Llama 3.1's rule.
-
-    A frequency that makes `turns` turns within the original length is divided by the factor if
-    turns < SLOW_TURNS, and stays if turns > FAST_TURNS. Between the two, the share of the unchanged
-    frequency grows linearly with the turns.
-    """
+    frequencies = 1.0 / waves
+    if not config.use_rope_scaling:
+        return frequencies
+    # Llama 3.1's rule. A frequency that makes `turns` turns within the original length is divided
+    # by the factor if turns < SLOW_TURNS, and stays if turns > FAST_TURNS. Between the two, the
+    # share of the unchanged frequency grows linearly with the turns.
     turns = ORIGINAL_LENGTH / (2 * math.pi / frequencies)
     unchanged = ((turns - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS)).clamp(0.0, 1.0)
-    return (1 - unchanged) * frequencies / factor + unchanged * frequencies
+    return (1 - unchanged) * frequencies / config.rope_scaling_factor + unchanged * frequencies
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -85,38 +78,22 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     The other channels stay. The pair with `rotate_back` keeps the two tables.
     """
-    neighbours, cos, sin, rotated, passed = _parts(heads, cos, sin)
-    first, second = _pairs(rotated, neighbours)
-    return _joined(rotated * cos + _paired(-second, first, neighbours) * sin, passed)
+    width = cos[0].numel()
+    turned, passed = heads[..., :width], heads[..., width:]
+    if cos.dim() == 5:  # neighbours form pairs
+        first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
+        across = torch.stack((-second, first), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        across = torch.cat((-second, first), dim=-1)
+    cos, sin = (one.reshape(-1, *[1] * (heads.dim() - 2), width) for one in (cos, sin))
+    turned = turned * cos + across * sin
+    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
 
 
 def rotate_back(grad_output: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the gradient of `rotate` with respect to the heads, [s, b, .., d]."""
-    neighbours, cos, sin, grad, passed = _parts(grad_output, cos, sin)
-    first, second = _pairs(grad * sin, neighbours)
-    # The transpose of (x1, x2) -> (-x2, x1) is (g1, g2) -> (g2, -g1).
-    return _joined(grad * cos + _paired(second, -first, neighbours), passed)
-
-
-def _pairs(channels: Tensor, neighbours: bool) -> Tensors:
-    return channels.unflatten(-1, (-1, 2)).unbind(-1) if neighbours else channels.chunk(2, dim=-1)
-
-
-def _paired(first: Tensor, second: Tensor, neighbours: bool) -> Tensor:
-    if neighbours:
-        return torch.stack((first, second), dim=-1).flatten(-2)
-    return torch.cat((first, second), dim=-1)
-
-
-def _parts(heads: Tensor, *tables: Tensor) -> tuple[bool, Tensor, Tensor, Tensor, Tensor]:
-    """Returns whether neighbours form pairs, the tables for each head, and both parts of a head."""
-    shape = -1, *[1] * (heads.dim() - 2), tables[0][0].numel()
-    cos, sin = (table.reshape(shape) for table in tables)
-    return tables[0].dim() == 5, cos, sin, heads[..., : shape[-1]], heads[..., shape[-1] :]
-
-
-def _joined(rotated: Tensor, passed: Tensor) -> Tensor:
-    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
+    """Returns the gradient of `rotate` with respect to the heads: it is turned the other way."""
+    return rotate(grad_output, cos, -sin)
 
 
 ROTATION = Pair(rotate, rotate_back, slice(1, 3))
@@ -136,7 +113,7 @@ def joined_back(
     return join_heads(grad_query, grad_key, grad_value)
 
 
-def turning(forward: Callable[..., Any], backward: Callable[..., Any]) -> Pair:
+def turning(forward: Function, backward: Function) -> Pair:
     """Returns a pair of query, key and value whose last two inputs are the tables of a rotation.
 
     They alone are kept. With compiled kernels all results are contiguous.

@@ -29,7 +29,7 @@ from torch.distributed import ReduceOp
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.collectives import Group, all_reduce_
-from megatron_lite.parallel.compiled import Pair, Tensors, applied
+from megatron_lite.parallel.compiled import Gradients, Pair, Tensors, applied
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.phase import is_recomputing
@@ -131,7 +131,21 @@ class Router(nn.Module):
         own = self.context
         num_ranks = (own.tp_size if own.sequence_parallel else 1) * own.cp_size
         losses = partial(_losses, config, num_ranks) if self.training else None
-        weights = _chosen_weights(logits, experts, config, losses, self.gradient_scale, *counts)
+
+        def backward(grad: Tensor, saved: Tensor, experts: Tensor, *counts: Tensor) -> Tensor:
+            with torch.enable_grad():
+                logits = saved.detach().requires_grad_()
+                outputs, grads = [_weights(logits, experts, config)], [grad]
+                for one in () if losses is None else losses(counts):
+                    outputs.append(one.of(logits))
+                    grads.append((self.gradient_scale * one.coefficient).to(outputs[-1].dtype))
+                return torch.autograd.grad(outputs, logits, grads)[0]
+
+        # The counts are among the saved tensors, so that hooks see them.
+        pair = Pair(
+            lambda logits, experts, *_: _weights(logits, experts, config), backward, slice(None)
+        )
+        weights = applied(pair, logits, experts, *counts)
         if losses is not None and not is_recomputing():
             with torch.no_grad():
                 num_experts = logits.shape[1]
@@ -257,9 +271,7 @@ def _logits(
                 return read.to(dtype) @ weight.to(dtype).t()
             return torch.addmm(bias.to(dtype), read.to(dtype), weight.to(dtype).t())
 
-    def backward(
-        grad: Tensor, tokens: Tensor, weight: Tensor, noise: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(grad: Tensor, tokens: Tensor, weight: Tensor, noise: Tensor | None) -> Gradients:
         grad_tokens = (grad @ weight.to(grad.dtype)).to(tokens.dtype)
         if noise is not None:
             grad_tokens, tokens = grad_tokens * noise, tokens * noise
@@ -267,36 +279,7 @@ def _logits(
         grad_bias = grad.sum(0).to(weight.dtype) if has_bias else None
         return grad_tokens, grad_weight, None, grad_bias
 
-    return applied(Pair(forward, backward, slice(3)), None, tokens, weight, noise, bias)
-
-
-def _chosen_weights(
-    logits: Tensor,
-    experts: Tensor,
-    config: ModelConfig,
-    losses: Callable[[Sequence[Tensor]], list[_Term]] | None,
-    scale: Tensor,
-    *counts: Tensor,
-) -> Tensor:
-    """logits [T, E], experts [T, k] -> weights [T, k]. Backward adds the losses' gradients.
-
-    losses: returns them for counts, which are among the saved tensors, so that hooks see them.
-    scale: the factor on their gradients.
-    """
-
-    def backward(grad: Tensor, saved: Tensor, experts: Tensor, *counts: Tensor) -> Tensor:
-        with torch.enable_grad():
-            logits = saved.detach().requires_grad_()
-            outputs, grads = [_weights(logits, experts, config)], [grad]
-            for one in () if losses is None else losses(counts):
-                outputs.append(one.of(logits))
-                grads.append((scale * one.coefficient).to(outputs[-1].dtype))
-            return torch.autograd.grad(outputs, logits, grads)[0]
-
-    pair = Pair(
-        lambda logits, experts, *_: _weights(logits, experts, config), backward, slice(None)
-    )
-    return applied(pair, None, logits, experts, *counts)
+    return applied(Pair(forward, backward, slice(3)), tokens, weight, noise, bias)
 
 
 def _scores(logits: Tensor, config: ModelConfig) -> Tensor:
@@ -406,7 +389,7 @@ def router_figures(
     Issues an all-reduce over each group of ranks with other tokens, and two over `pp_group`.
     """
     losses = torch.zeros(2, dtype=torch.float32, device=parallel.device)
-    ep_size = 1 if parallel.experts is None else parallel.experts.ep_size
+    ep_size = (parallel.experts or parallel).ep_size
     imbalance = losses.new_ones(2)
     if routers:  # else the stage has no layer with experts
         sums = torch.stack([one.loss_sums for one in routers]).sum(0)

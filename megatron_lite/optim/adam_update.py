@@ -24,7 +24,7 @@ from megatron_lite.parallel.torch_internals import fused_adamw_
 
 if TYPE_CHECKING:
     from megatron_lite.optim.host_link import HostLink
-    from megatron_lite.parallel.compiled import CompiledKernels
+    from megatron_lite.parallel.compiled import Kernels
 
 Rate = float | Tensor  # a 0-d tensor in a CUDA graph: float32 there, float64 on a CPU
 
@@ -64,7 +64,7 @@ class AdamW:
     """
 
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    kernels: CompiledKernels | None = None
+    kernels: Kernels = None
 
     def __init__(
         self, layout: Replicated, config: OptimizerConfig, parallel: ParallelState
@@ -153,12 +153,10 @@ class AdamW:
 
         steps: the numbers of their updates, this one included.
         """
-        averages, squares = states
         fused_adamw_(
             masters,
             grads,
-            averages,
-            squares,
+            *states,
             [],
             steps,
             amsgrad=False,
@@ -168,11 +166,6 @@ class AdamW:
             maximize=False,
             **settings,
         )
-
-    def set_num_updates(self, number: int) -> None:
-        """Sets how many updates the moments have seen. Their bias correction depends on it."""
-        for count in (self.count, self.count_on_host):
-            count.fill_(float(number))
 
 
 class Sgd(AdamW):

@@ -267,26 +267,16 @@ class Replicated:
                 piece.take_(piece.master, values)
 
 
-class _Weights:
-    """The parameters of a bucket as one tensor, of which this rank updates a part, `own`.
-
-    The parameters become views of this tensor, so a gather into it needs no copy.
-    """
-
-    def __init__(self, bucket: Bucket, parameters: dict[str, nn.Parameter]) -> None:
-        (dtype,) = {parameters[name].dtype for name in bucket.places}
-        self.flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
-        # Assigning `.data` keeps the Parameter objects, on which the gradient hooks are registered.
-        for name, place in bucket.places.items():
-            self.flat[place].copy_(parameters[name].detach().view(-1))
-            parameters[name].data = self.flat[place].view(parameters[name].shape)
-        self.own = self.flat[bucket.own]
-        self.gather = Started(self.flat)
-
-    def finish(self) -> None:
-        """Waits for the current gather, if one runs."""
-        self.gather.wait()
-        self.gather = Started(self.flat)
+def _joined(bucket: Bucket, parameters: dict[str, nn.Parameter]) -> Tensor:
+    """Returns the parameters of a bucket as one tensor. They become views of it, so a gather into
+    it needs no copy."""
+    (dtype,) = {parameters[name].dtype for name in bucket.places}
+    flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
+    # Assigning `.data` keeps the Parameter objects, on which the gradient hooks are registered.
+    for name, place in bucket.places.items():
+        flat[place].copy_(parameters[name].detach().view(-1))
+        parameters[name].data = flat[place].view(parameters[name].shape)
+    return flat
 
 
 class Zero1(Replicated):
@@ -295,7 +285,8 @@ class Zero1(Replicated):
     shares_out = True
 
     def _views(self) -> Iterator[Piece]:
-        self._weights = {one: _Weights(one, self._parameters) for one in self.gradients.buckets}
+        self._weights = {one: _joined(one, self._parameters) for one in self.gradients.buckets}
+        self._gathers: dict[Bucket, Started] = {}  # those under way
         for name in self._parameters:
             bucket = self.gradients.bucket_of[name]
             # The part's border may cut the parameter, or leave this rank none of it.
@@ -303,8 +294,7 @@ class Zero1(Replicated):
             if part.start < part.stop:
                 first = bucket.places[name].start
                 place = slice(first + part.start, first + part.stop)
-                own = slice(place.start - bucket.own.start, place.stop - bucket.own.start)
-                weight = self._weights[bucket].own[own]
+                weight = self._weights[bucket][place]
                 # The gradient is a view, which holds the sum once the bucket is reduced.
                 gradient = bucket.flat[place]
                 yield Piece(name, self.specs[name], part.start, weight, weight, gradient)
@@ -325,18 +315,20 @@ class Zero1(Replicated):
             for name in bucket.places:
                 super().weight(name)
             if (group := bucket.shard_group) is not None:
-                weights.gather = start_all_gather_into_(weights.flat, weights.own, group)
+                gather = start_all_gather_into_(weights, weights[bucket.own], group)
+                self._gathers[bucket] = gather
             if not self._config.overlap_param_gather:
-                weights.finish()
+                self.finish()
 
     def finish(self) -> None:
         """Waits for the gathers that `publish` has begun."""
-        for weights in self._weights.values():
-            weights.finish()
+        for bucket in [*self._gathers]:
+            self._gathers.pop(bucket).wait()
 
     def weight(self, name: str) -> Tensor:
         """Returns the parameter itself, once its gather is complete."""
-        self._weights[self.gradients.bucket_of[name]].finish()
+        if gather := self._gathers.pop(self.gradients.bucket_of[name], None):
+            gather.wait()
         return self._parameters[name]
 
 

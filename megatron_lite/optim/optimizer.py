@@ -30,7 +30,7 @@ from megatron_lite.parallel.torch_internals import foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:
     from megatron_lite.optim.loss_scale import LossScale, SpikeGuard
-    from megatron_lite.parallel.compiled import CompiledKernels
+    from megatron_lite.parallel.compiled import Kernels
 
 
 def _muon(*arguments: Any) -> Any:
@@ -86,7 +86,7 @@ class Optimizer:
         *,
         loss_scale: LossScale | None = None,
         spikes: SpikeGuard | None = None,
-        kernels: CompiledKernels | None = None,
+        kernels: Kernels = None,
     ) -> None:
         self._parallel = parallel
         self._clip_grad = config.clip_grad
@@ -232,7 +232,8 @@ class Optimizer:
                 piece.take_(self.states[piece.name][key], states[piece.name][key])
             if "master" in states[piece.name] and self.layout.keeps_masters:
                 piece.take_(piece.master, states[piece.name]["master"])
-        self._rule.set_num_updates(num_updates)
+        for count in (self._rule.count, self._rule.count_on_host):
+            count.fill_(float(num_updates))
 
     def _counts(self, spec: ParameterSpec) -> bool:
         """Returns whether a piece adds to the figures on this rank.

@@ -47,6 +47,7 @@ from megatron_lite.parallel.torch_internals import (
 # first argument and returns None
 Function = Callable[..., Any]
 Tensors = tuple[Tensor, ...]
+Gradients = tuple[Tensor | None, ...]  # of the first inputs of a function
 MOST_SHAPES = 16
 # Inductor's, whatever the environment says. Ranks must sum rows in the same order, and so must a
 # run that is resumed. So no measurement on a GPU, and no count of its free registers, may choose
@@ -67,7 +68,7 @@ class CompiledKernels:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._graphs: dict[Any, Callable[..., Any]] = {}
+        self._graphs: dict[Any, Function] = {}
         self._num_shapes: Counter[Function] = Counter()
 
     @property
@@ -107,9 +108,7 @@ class CompiledKernels:
         # A meter of storages sees the results of operators only, so it gets a copy.
         return tree_map(copied, results)
 
-    def _made(
-        self, graph: Callable[..., Any], function: Function, tensors: Tensors
-    ) -> Callable[..., Any]:
+    def _made(self, graph: Function, function: Function, tensors: Tensors) -> Function:
         began = time.perf_counter()
         try:
             made = _compiled(graph, tensors)
@@ -128,6 +127,9 @@ class CompiledKernels:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledKernels:
         return self
+
+
+Kernels = CompiledKernels | None  # None: torch's operators
 
 
 def copied(result: Any) -> Any:
@@ -173,7 +175,7 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
-def _compiled(function: Function, tensors: Tensors) -> Callable[..., Any]:
+def _compiled(function: Function, tensors: Tensors) -> Function:
     from torch.fx.experimental.proxy_tensor import make_fx  # here: the import takes seconds
 
     compile_graph, settings = inductor_compile(), inductor_settings()
@@ -228,7 +230,7 @@ def passing_on(pair: Pair) -> Pair:
     return Pair(pair.forward, backward, pair.kept, passes_on=True)
 
 
-def applied(pair: Pair, kernels: CompiledKernels | None, *inputs: Any, **constants: Any) -> Any:
+def applied(pair: Pair, *inputs: Any, kernels: Kernels = None, **constants: Any) -> Any:
     """Returns the outputs of the pair's forward; autograd will call its backward.
 
     kernels: the compiled kernels. None: torch's operators.
@@ -241,9 +243,7 @@ class _Applied(torch.autograd.Function):
     """A pair of pure functions."""
 
     @staticmethod
-    def forward(
-        ctx: Any, pair: Pair, kernels: CompiledKernels | None, constants: Any, *inputs: Tensor
-    ) -> Any:
+    def forward(ctx: Any, pair: Pair, kernels: Kernels, constants: Any, *inputs: Tensor) -> Any:
         results = run(kernels, pair.forward, *inputs, num_rounded=pair.outputs, **constants)
         results = (results,) if isinstance(results, Tensor) else tuple(results)
         ctx.save_for_backward(*inputs[pair.kept], *results[pair.outputs :])
@@ -254,18 +254,14 @@ class _Applied(torch.autograd.Function):
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Gradients:
         grads = ctx.backward_function(*grad_outputs, *ctx.saved_tensors)
         grads = (grads,) if isinstance(grads, Tensor) else grads  # a graph's are a list
         return None, None, None, *grads, *[None] * (ctx.num_inputs - len(grads))
 
 
 def run(
-    kernels: CompiledKernels | None,
-    function: Function,
-    *tensors: Tensor,
-    num_rounded: int = 1,
-    **constants: Any,
+    kernels: Kernels, function: Function, *tensors: Tensor, num_rounded: int = 1, **constants: Any
 ) -> Any:
     """Returns `function(*tensors, **constants)`, from a compiled kernel if there are kernels.
 
@@ -282,16 +278,16 @@ def _in_float32(function: Function, num_rounded: int) -> Function:
     """Returns the function with its arithmetic in float32 (float64), see `run`."""
 
     def wide(*tensors: Tensor, **constants: Any) -> Any:
-        results = function(*map(_widened, tensors), **constants)
+        operands = (
+            one.to(torch.promote_types(one.dtype, torch.float32))
+            if one.is_floating_point()
+            else one
+            for one in tensors
+        )
+        results = function(*operands, **constants)
         if isinstance(results, Tensor):
             return results.to(tensors[0].dtype).contiguous()
         rounded = (one.to(tensors[0].dtype).contiguous() for one in results[:num_rounded])
         return (*rounded, *results[num_rounded:])
 
     return wide
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

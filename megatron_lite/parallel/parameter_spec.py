@@ -99,7 +99,7 @@ class ParameterSpec:
 
     def _padded(self) -> int:
         assert self.tp_dim is not None
-        return self.global_shape[self.tp_dim] if self.padded_length is None else self.padded_length
+        return self.padded_length or self.global_shape[self.tp_dim]
 
 
 def mark(parameter: Marked, spec: ParameterSpec) -> Marked:

@@ -110,12 +110,10 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
 def _keys(device: torch.device) -> Tensor:
     """Returns odd numbers that look random, int64, one for each word of a block."""
     keys = (torch.arange(hashed_at_a_time(device.type), device=device) + 1) * GOLDEN
-    # >> on int64 repeats the sign bit; the masks make the shifts logical.
-    keys ^= (keys >> 30) & (2**34 - 1)
-    keys *= FIRST
-    keys ^= (keys >> 27) & (2**37 - 1)
-    keys *= SECOND
-    keys ^= (keys >> 31) & (2**33 - 1)
+    # >> on int64 repeats the sign bit; the mask makes the shift logical.
+    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
+        keys ^= (keys >> shift) & (2 ** (64 - shift) - 1)
+        keys *= factor
     return keys | 1
 
 

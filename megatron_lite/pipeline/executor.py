@@ -69,7 +69,7 @@ class Links:
 
     def send(self, tensor: Tensor, direction: Direction) -> None:
         """Begins to send to the rank of the next stage (forward) or the stage before (backward)."""
-        number, peer = self._route(direction, 1 if direction == "forward" else -1)
+        number, peer = self._route(direction, sends=True)
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, group=self._groups[number], group_dst=peer)
         assert work is not None
@@ -84,7 +84,7 @@ class Links:
 
     def receive(self, direction: Direction) -> Started:
         """Begins to receive from the rank of the stage before (forward) or the next (backward)."""
-        number, peer = self._route(direction, -1 if direction == "forward" else 1)
+        number, peer = self._route(direction, sends=False)
         tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         work = dist.irecv(tensor, group=self._groups[number], group_src=peer)
         assert work is not None
@@ -115,9 +115,10 @@ class Links:
         """The tensors that are held until they have been sent."""
         return [one.tensor for one in self._leaving]
 
-    def _route(self, direction: Direction, step: int) -> tuple[int, int]:
-        """Returns the number of the group that joins this rank and the one `step` away, and that
-        rank. Rank 0 follows the last rank."""
+    def _route(self, direction: Direction, *, sends: bool) -> tuple[int, int]:
+        """Returns the number of the group that joins this rank and its peer, and that rank. Rank 0
+        follows the last rank."""
+        step = 1 if (direction == "forward") == sends else -1
         peer = (self._rank + step) % self._size
         closes_the_ring = (self._rank if step == 1 else peer) == self._size - 1
         return (direction == "backward") + 2 * closes_the_ring, peer
@@ -152,68 +153,40 @@ def run_actions(
     before_backward: called with each backward action before it runs.
     after: called with each action when it is done.
     """
-    run = _StepState(stages, links)
-    losses = []
-    for number, action in enumerate(actions):
-        # Messages carry no name, so receives are posted in the order of the actions. The other end
-        # sends in the same order.
-        run.expect(action)
-        if overlap and number + 1 < len(actions):
-            run.expect(actions[number + 1])
-        # Tensors that have been sent are dropped before the action allocates its own.
-        links.forget_sent()
-        if action.kind == "forward":
-            loss = run.forward(action, forward)
-            losses += [] if loss is None else [loss]
-        else:
-            if before_backward is not None:
-                before_backward(action)
-            with timed("backward-compute"):
-                run.backward(action)
-        if after is not None:
-            after(action)
-    links.wait_sent()
-    return losses
+    arriving: dict[Action, Started] = {}
+    # By (micro-batch, model chunk): the tensor from which backward starts.
+    ends: dict[tuple[int, int], Tensor] = {}
 
-
-class _StepState:
-    """The state of one step: tensors being received, and micro-batches that wait for backward."""
-
-    def __init__(self, stages: Sequence[Stage], links: Links) -> None:
-        self._stages, self._links = stages, links
-        self._arriving: dict[Action, Started] = {}
-        # By (micro-batch, model chunk): the tensor from which backward starts.
-        self._ends: dict[tuple[int, int], Tensor] = {}
-
-    def expect(self, action: Action) -> None:
-        """Begins to receive the action's input, unless it needs none or the receive has begun.
-
-        The first stage's forward and the last stage's backward need no input from another rank.
-        """
-        stage = self._stages[action.chunk]
+    def expect(action: Action) -> None:
+        # The first stage's forward and the last stage's backward need no input of another rank.
+        stage = stages[action.chunk]
         needs_none = stage.is_first if action.kind == "forward" else stage.is_last
-        if action not in self._arriving and not needs_none:
-            self._arriving[action] = self._links.receive(action.kind)
+        if action not in arriving and not needs_none:
+            arriving[action] = links.receive(action.kind)
 
-    def forward(self, action: Action, forward: Forward) -> Tensor | None:
+    def send_back(grad: Tensor) -> tuple[None]:
+        links.send(grad, "backward")
+        return (None,)
+
+    def run_forward(action: Action) -> Tensor | None:
         """Runs a forward and sends its output.
 
         Returns the detached loss on the last stage, else None. On the other stages the output is
         not kept: backward starts from an empty tensor. The local reference to the input is dropped,
         so the input lives only as long as a layer keeps it.
         """
-        stage = self._stages[action.chunk]
-        received = None if stage.is_first else self._arriving.pop(action).wait()
+        stage = stages[action.chunk]
+        received = None if stage.is_first else arriving.pop(action).wait()
         if received is not None and torch.is_grad_enabled():
             # Autograd runs a Function's backward only if an input requires gradients. The empty
             # anchor does; `received` does not, so no gradient accumulates on it.
             anchor = torch.empty(0, requires_grad=True)
-            arrival = Pair(lambda _, one: one.view_as(one), self._send_back, slice(0))
-            received = applied(arrival, None, anchor, received)
+            arrival = Pair(lambda _, one: one.view_as(one), send_back, slice(0))
+            received = applied(arrival, anchor, received)
         output = forward(action, received)
         del received
         if not stage.is_last:
-            self._links.send(output, "forward")
+            links.send(output, "forward")
         if torch.is_grad_enabled():
             end = output
             if not stage.is_last:
@@ -222,18 +195,36 @@ class _StepState:
                 needed = action._replace(kind="backward")
                 fetch = Pair(
                     lambda output: output.new_empty(0),
-                    lambda _: self._arriving.pop(needed).wait(),
+                    lambda _: arriving.pop(needed).wait(),
                     slice(0),
                 )
-                end = applied(fetch, None, output)
-            self._ends[action.microbatch, action.chunk] = end
+                end = applied(fetch, output)
+            ends[action.microbatch, action.chunk] = end
         return output.detach() if stage.is_last else None
 
-    def backward(self, action: Action) -> None:
-        """Runs a backward. Its graph fetches the gradient of the output and sends the input's."""
-        end = self._ends.pop((action.microbatch, action.chunk))
+    def run_backward(action: Action) -> None:
+        # Its graph fetches the gradient of the output and sends the input's.
+        end = ends.pop((action.microbatch, action.chunk))
         end.backward(torch.ones_like(end))
 
-    def _send_back(self, grad: Tensor) -> tuple[None]:
-        self._links.send(grad, "backward")
-        return (None,)
+    losses = []
+    for number, action in enumerate(actions):
+        # Messages carry no name, so receives are posted in the order of the actions. The other end
+        # sends in the same order.
+        expect(action)
+        if overlap and number + 1 < len(actions):
+            expect(actions[number + 1])
+        # Tensors that have been sent are dropped before the action allocates its own.
+        links.forget_sent()
+        if action.kind == "forward":
+            loss = run_forward(action)
+            losses += [] if loss is None else [loss]
+        else:
+            if before_backward is not None:
+                before_backward(action)
+            with timed("backward-compute"):
+                run_backward(action)
+        if after is not None:
+            after(action)
+    links.wait_sent()
+    return losses

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.parallel.collectives import Group, all_reduce, all_reduce_
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, Tensors, applied
+from megatron_lite.parallel.compiled import Kernels, Pair, Tensors, applied
 from megatron_lite.parallel.torch_internals import backward_keeps_graph
 
 
@@ -45,7 +45,7 @@ class Columns(NamedTuple):
     tp_group: Group
     first_id: int
     num_ids: int
-    kernels: CompiledKernels | None = None
+    kernels: Kernels = None
     cap: float | None = None
 
     def capped_(self, logits: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def vocab_parallel_cross_entropy(
         write_gradient_(grad.flatten(0, 1), grad_output.flatten(), share, own, columns)
         return grad
 
-    return applied(Pair(forward, backward, slice(0)), None, logits, labels)
+    return applied(Pair(forward, backward, slice(0)), logits, labels)
 
 
 class LocalLabels(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.compiled import Pair, applied
+from megatron_lite.parallel.compiled import Gradients, Pair, applied
 from megatron_lite.parallel.torch_internals import disable_current_modes, grouped_product, is_fake
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 from megatron_lite.tensor_parallel.layers import new_parameter
@@ -50,8 +50,7 @@ class GroupedLinear(nn.Module):
         )
         self.weight = new(input_size, tp_dim=tp_dim, init_std=init_std)
         self.bias = new(tp_dim=1 if tp_dim == 1 else None) if bias else None
-        tp_rank = context.tp_rank if context.experts is None else context.experts.tp_rank
-        self._adds_bias = tp_dim == 1 or tp_rank == 0
+        self._adds_bias = tp_dim == 1 or (context.experts or context).tp_rank == 0
 
     def forward(
         self, rows: Tensor, ends: Tensor, skip_tail: bool = False, factors: Tensor | None = None
@@ -78,14 +77,14 @@ class GroupedLinear(nn.Module):
 
         def backward(
             grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, *of_bias: Any
-        ) -> tuple[Tensor | None, ...]:
+        ) -> Gradients:
             grad = grad.contiguous()
             of_bias_grads = _bias_gradients(grad, ends, adds_bias, *of_bias) if of_bias else ()
             grads = products(grad, weight, ends), outer_products(grad, rows, ends)
             return *grads, None, *of_bias_grads
 
         inputs = rows, weight, ends, *(() if self.bias is None else (self.bias, factors))
-        return applied(Pair(forward, backward, slice(None)), None, *inputs)
+        return applied(Pair(forward, backward, slice(None)), *inputs)
 
 
 def _bias_gradients(

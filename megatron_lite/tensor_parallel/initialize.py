@@ -8,7 +8,6 @@ model, and the threads of a rank draw the blocks of a large tensor side by side.
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +41,31 @@ def initial_values(spec: ParameterSpec, place: ParallelState, *, seed: int, name
     place: that of the rank for this parameter. It draws whole experts, and takes its channels.
     """
     shape = spec.local_shape(place.tp_size, place.ep_size)
-    local = torch.full(shape, spec.init_value, dtype=torch.float32)
-    if spec.init_std is None:
+    local, std = torch.full(shape, spec.init_value, dtype=torch.float32), spec.init_std
+    if std is None:
         return local
-    draw = partial(_normal_rows, spec, seed=seed, name=name)
+
+    def draw(dim: int, start: int, length: int) -> Tensor:
+        """Returns the normal draw of indices [start, start + length) of the whole tensor's dim."""
+        total = spec.global_shape[dim]
+        block = -(-total // NUM_BLOCKS)
+
+        # A block that the shard cuts is drawn whole: its numbers are the same at every TP size.
+        def drawn(first: int) -> Tensor:
+            shape = list(spec.global_shape)
+            shape[dim] = min(block, total - first)
+            generator = torch.Generator().manual_seed(derive_seed("init", seed, name, first))
+            return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+        firsts = range(start // block * block, start + length, block)
+        workers = torch.get_num_threads()
+        if workers > 1 and math.prod(spec.global_shape) // total * block >= LARGE:
+            with ThreadPoolExecutor(workers) as pool:
+                blocks = list(pool.map(drawn, firsts))
+        else:
+            blocks = list(map(drawn, firsts))
+        return torch.cat(blocks, dim).narrow(dim, start % block, length)
+
     first = place.ep_rank * shape[0]  # 0 for other parameters than those of experts
     if spec.tp_dim is None:
         return draw(0, first, shape[0])
@@ -56,28 +76,3 @@ def initial_values(spec: ParameterSpec, place: ParallelState, *, seed: int, name
             rows(spec.tp_dim, span.global_start, span.length)
         )
     return local
-
-
-def _normal_rows(
-    spec: ParameterSpec, dim: int, start: int, length: int, *, seed: int, name: str
-) -> Tensor:
-    """Returns the normal draw of indices [start, start + length) of the whole tensor's `dim`."""
-    assert spec.init_std is not None
-    total = spec.global_shape[dim]
-    block = -(-total // NUM_BLOCKS)
-    std = spec.init_std
-
-    # A block that the shard cuts is drawn whole, so its numbers are the same at every TP size.
-    def drawn(first: int) -> Tensor:
-        shape = list(spec.global_shape)
-        shape[dim] = min(block, total - first)
-        generator = torch.Generator().manual_seed(derive_seed("init", seed, name, first))
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
-
-    firsts, workers = range(start // block * block, start + length, block), torch.get_num_threads()
-    if workers > 1 and math.prod(spec.global_shape) // total * block >= LARGE:
-        with ThreadPoolExecutor(workers) as pool:
-            blocks = list(pool.map(drawn, firsts))
-    else:
-        blocks = list(map(drawn, firsts))
-    return torch.cat(blocks, dim).narrow(dim, start % block, length)

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.collectives import (
     Group,
@@ -48,7 +47,7 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
-from megatron_lite.parallel.compiled import Pair, applied
+from megatron_lite.parallel.compiled import Gradients, Pair, applied
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.weight_gradient import (
     LOOKUP_ATTRIBUTE,
@@ -116,14 +115,21 @@ class _ParallelMatmul(torch.autograd.Function):
             rows = s // tp_group.size() if sequence_parallel and tp_group is not None else s
             return hidden_states.new_empty(()).expand(rows, *others, weight.shape[0])
         if is_row and tp_group is not None:
-            product = F.linear(hidden_states, weight)
-            return _summed(product, bias, tp_group, sequence_parallel=sequence_parallel)
+            output, is_kept = F.linear(hidden_states, weight), results_may_be_kept()
+            if sequence_parallel:
+                output = reduce_scatter_first_dim(output, tp_group)
+            else:
+                output = (all_reduce if is_kept else all_reduce_)(output, tp_group)
+            if bias is None:
+                return output
+            # A result that a policy keeps must not be overwritten.
+            return output + bias if is_kept else output.add_(bias)
         if sequence_parallel:
             hidden_states = all_gather_first_dim(hidden_states, tp_group)
         return F.linear(hidden_states, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> Gradients:
         hidden_states, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # Under sequence parallelism a row-parallel layer added its bias to this rank's tokens only.
@@ -154,31 +160,14 @@ class _ParallelMatmul(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, *[None] * 5
 
 
-def _summed(
-    product: Tensor, bias: Tensor | None, tp_group: ProcessGroup, *, sequence_parallel: bool
-) -> Tensor:
-    """Returns the sum of the ranks' products, [s/t or s, b, m], plus the bias."""
-    if sequence_parallel:
-        output = reduce_scatter_first_dim(product, tp_group)
-    elif results_may_be_kept():
-        output = all_reduce(product, tp_group)
-    else:
-        output = all_reduce_(product, tp_group)
-    if bias is None:
-        return output
-    # A result that a policy keeps must not be overwritten.
-    return output + bias if results_may_be_kept() else output.add_(bias)
-
-
 def new_parameter(context: RankContext, *global_shape: int, **fields: Any) -> nn.Parameter:
     """Returns an uninitialised parameter that holds this rank's shard and carries its spec.
 
     fields: those of ParameterSpec.
     """
     spec = ParameterSpec(global_shape=global_shape, **fields)
-    shape = spec.local_shape(context.tp_size)
-    if spec.of_experts and context.experts is not None:
-        shape = spec.local_shape(context.experts.tp_size, context.experts.ep_size)
+    place = context.holding(spec)
+    shape = spec.local_shape(place.tp_size, place.ep_size)
     local = torch.empty(shape, dtype=context.params_dtype, device=context.device)
     return mark(nn.Parameter(local), spec)
 
@@ -358,4 +347,4 @@ def token_rows(tokens: Tensor, weight: Tensor) -> Tensor:
         add(tokens, grad)
         return (None,)
 
-    return applied(Pair(F.embedding, backward, slice(1)), None, tokens, weight)
+    return applied(Pair(F.embedding, backward, slice(1)), tokens, weight)

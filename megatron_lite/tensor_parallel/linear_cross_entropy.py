@@ -29,7 +29,7 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
-from megatron_lite.parallel.compiled import Pair, Tensors, applied
+from megatron_lite.parallel.compiled import Gradients, Pair, Tensors, applied
 from megatron_lite.parallel.weight_gradient import (
     OwnSum,
     add_weight_product_,
@@ -100,7 +100,7 @@ def vocab_parallel_linear_cross_entropy(
     # of its gradient have arrived too. Those hooks send the sum to other ranks.
     if grad_losses is not None and head.add is not None and torch.is_grad_enabled():
         pair = Pair(partial(head.one_pass, grad_losses), lambda _, grad: grad, slice(0))
-    return applied(pair, None, hidden_states, weight, labels)
+    return applied(pair, hidden_states, weight, labels)
 
 
 class _Head(NamedTuple):
@@ -134,7 +134,7 @@ class _Head(NamedTuple):
         column: Tensor,
         here: Tensor,
         share: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         """Returns the gradients of `two_passes`."""
         grad, local = grad_output.flatten(), LocalLabels(column, here)
 
@@ -149,7 +149,7 @@ class _Head(NamedTuple):
         hidden_states: Tensor,
         weight: Tensor,
         labels: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         """Returns the losses [s, b], and the gradient of the hidden states."""
         columns, local = self.columns, local_labels(labels, self.columns)
         grad = grad_losses().flatten()

@@ -101,4 +101,4 @@ def mapped(tensor: Tensor, group: Group, forward: Collective, backward: Collecti
     if group is None:
         return tensor
     pair = Pair(lambda one: forward(one, group), lambda grad: backward(grad, group), slice(0))
-    return applied(pair, None, tensor)
+    return applied(pair, tensor)

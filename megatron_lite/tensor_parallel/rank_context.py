@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.parallel.compiled import Kernels
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
 from megatron_lite.parallel.sequence_spans import spans_of
 from megatron_lite.parallel.state import ParallelState
@@ -28,8 +28,8 @@ class RankContext(ParallelState):
     params_dtype: torch.dtype
     sequence_parallel: bool = False
     cp_comm_type: str | tuple[str, ...] = "p2p"
-    kernels: CompiledKernels | None = None
-    loss_kernels: CompiledKernels | None = None
+    kernels: Kernels = None
+    loss_kernels: Kernels = None
 
     @classmethod
     def of(

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.context_parallel.attention_kernels import has_kernel
-from megatron_lite.context_parallel.sharded_attention import (
-    EXCHANGES,
-    Exchange,
-    context_parallel_attention,
-)
+from megatron_lite.context_parallel.sharded_attention import EXCHANGES, context_parallel_attention
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from tests.gpu.test_gpu_long_sequences import HEADS, SCALE, S, inputs
 from tests.support.documents import attended_alone
@@ -53,7 +49,7 @@ def sum_in_memory(own, group, gradients):
 
 @contextmanager
 def memory_as_an_exchange():
-    EXCHANGES["memory"] = Exchange(parts_in_memory, sum_in_memory)
+    EXCHANGES["memory"] = parts_in_memory, sum_in_memory
     try:
         yield
     finally:

@@ -106,7 +106,7 @@ def check(case, kernels, dtype):
     before = grad.clone()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        output = applied(case.pair, kernels, *inputs, **case.constants)
+        output = applied(case.pair, *inputs, kernels=kernels, **case.constants)
     of_inputs = [tensor.data_ptr() for tensor in inputs[case.pair.kept]]
     assert [tensor.data_ptr() for tensor in kept[: len(of_inputs)]] == of_inputs
     assert all(tensor.shape[-1] == 1 for tensor in kept[len(of_inputs) :])  # statistics of rows
@@ -146,6 +146,6 @@ def test_a_part_of_a_tensor_is_rotated_and_normalised_where_it_lies():
         results = []
         for one in (x, view):
             leaf = one.detach().requires_grad_()
-            output = applied(pair, None, leaf, *others, **constants)
+            output = applied(pair, leaf, *others, **constants)
             results.append((output, *torch.autograd.grad(output.square().sum(), leaf)))
         assert all(map(torch.equal, *results))
