@@ -114,8 +114,9 @@ def build_parser(program: str = SCRIPT) -> Parser:
 
     program: the name with which its messages begin.
     """
-    parser = Parser(prog=program, exit_on_error=False, argument_default=argparse.SUPPRESS)
-    parser._optionals.title = "general"
+    parser = Parser(
+        "general", prog=program, exit_on_error=False, argument_default=argparse.SUPPRESS
+    )
     add_settings(parser, General, DryRunConfig)
     add_run_flags(parser)
     megatron_flags.add_flags_without_effect(parser)

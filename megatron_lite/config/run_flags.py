@@ -44,9 +44,11 @@ class Parser(argparse.ArgumentParser):
     Abbreviated flags are refused: a new flag must not change the meaning of an old command.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, title: str = "options", **settings: Any) -> None:
+        """title: of the flags without a group of their own."""
         super().__init__(allow_abbrev=False, **settings)
         self.register("type", int, reader(parse_whole_number))
+        self._optionals.title = title
 
     def groups(self) -> dict[str, list[argparse.Action]]:
         """Returns the actions by the title of their group."""

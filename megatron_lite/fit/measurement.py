@@ -325,6 +325,9 @@ class Measurement:
             for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
                 one = self._shared[each]
                 held -= one.num_bytes * ((one.first < here or each in keeps) - (one.first <= here))
+            later_on = self._notes.saved_later(number, here)
+            later_on -= {self._notes.tensors[number][place] for place in places}
+            held += sum(map(self._notes.num_bytes, later_on))
             if number in self._used and 2 * (end - earlier - later) > kept - held > 0:
                 left, held = kept - held, kept
             later += left

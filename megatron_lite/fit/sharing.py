@@ -33,6 +33,8 @@ class Sharing:
     def __init__(self) -> None:
         self._storages: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # and its bytes
         self._numbers: dict[int, int] = {}  # by address
+        # what is saved outside of layers, and how many layers had begun before
+        self._outside: dict[int, int] = {}
         self._calls: dict[int, ExitStack] = {}
         self.tensors: dict[int, list[int]] = {}
         self.kept: dict[int, frozenset[int]] = {}
@@ -43,6 +45,7 @@ class Sharing:
     def noting(self, layers: Sequence[nn.Module]) -> Iterator[None]:
         """Takes notes inside the block."""
         with ExitStack() as stack:
+            stack.enter_context(exchanging(self._note_outside))
             for number, layer in enumerate(layers):
                 begin, end = partial(self._begin, number, stack), partial(self._end, number)
                 stack.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
@@ -63,8 +66,15 @@ class Sharing:
         return {
             number: Shared(made[number], places[0], places[-1], self._storages[number][1])
             for number, places in given.items()
-            if self._storages[number][0]() is None  # others are there before or after the step
+            # others are there before or after the step
+            if self._storages[number][0]() is None and number not in self._outside
         }
+
+    def saved_later(self, layer: int, place: int) -> set[int]:
+        """Returns the arguments of a layer that are saved outside after it, so that they are gone
+        before its backward, unless it keeps them. place: that of the layer in the order."""
+        given = self.tensors[layer][: len(self.forms[layer])]
+        return {number for number in given if self._outside.get(number, 0) > place}
 
     def num_bytes(self, number: int) -> int:
         """Returns the bytes of a storage."""
@@ -91,6 +101,10 @@ class Sharing:
             saved = {number for number, _ in self.saved[layer]}
             found = enumerate(self.tensors[layer])
             self.kept[layer] = frozenset(place for place, number in found if number in saved)
+
+    def _note_outside(self, tensor: Tensor) -> None:
+        if not self._calls:
+            self._outside[self._number_of(tensor)] = len(self.forms)
 
     def _number_of(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()

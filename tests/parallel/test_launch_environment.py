@@ -112,7 +112,7 @@ def test_every_task_of_a_step_agrees_on_the_meeting_place_and_other_steps_meet_e
         ),
         *(
             (half, "started this process, but .* is not set: set RANK")
-            for half in (dict(PMIX_RANK="1"), dict(PALS_RANKID="1"), dict(PMI_SIZE="2"))
+            for half in map(environment, ["PMIX_RANK=1", "PALS_RANKID=1", "PMI_SIZE=2"])
         ),
     ],
 )
