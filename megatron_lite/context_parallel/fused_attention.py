@@ -8,7 +8,7 @@ add up (2205.14135, 2310.01889).
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +27,6 @@ from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 
 aten = torch.ops.aten
-
-
-class Attended(NamedTuple):
-    """The result of attention.
-
-    output: [b, a, n, d] in any memory layout.
-    lse: [b, a, n], at least float32: the log of the sum of exponentials of each row.
-    """
-
-    output: Tensor
-    lse: Tensor
 
 
 def takes_window(query: Tensor) -> bool:
@@ -68,8 +57,10 @@ def attend(
     causal: bool,
     scale: float,
     readable: Readable = PLAIN,
-) -> Attended:
-    """Returns softmax(scale q k^T) v and its log-sum-exp.
+) -> Tensors:
+    """Returns softmax(scale q k^T) v, and the log of the sum of exponentials of each row.
+
+    The first is [b, a, n, d] in any memory layout. The second is [b, a, n], at least float32.
 
     query: [b, a, n, d]. key, value: [b, g, m, d].
     causal: row i reads the columns 0 to i only; n must equal m.
@@ -82,10 +73,8 @@ def attend(
     mask = _window_mask(query, reach)
     key, value = _for_each_head(query, key, value)
     if query.device.type == "cpu":
-        return Attended(
-            *aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, 0.0, causal, attn_mask=mask, scale=scale
-            )
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
     if not takes_window(query):  # the memory-efficient kernel
         bias, causal = _bias(query, mask), causal and mask is None
@@ -93,7 +82,7 @@ def attend(
             query, key, value, bias, True, 0.0, causal, scale=scale
         )
         # The kernel pads the rows of lse.
-        return Attended(output, lse[..., : query.shape[2]].contiguous())
+        return output, lse[..., : query.shape[2]].contiguous()
     output, lse, *_ = aten._flash_attention_forward(
         *_tokens_first(documents, query, key, value),
         *_lengths(documents, query, key),
@@ -106,7 +95,7 @@ def attend(
     if documents is not None:  # [b n, a, d] and [a, b n]
         output = output.unflatten(0, (-1, query.shape[2]))
         lse = lse.unflatten(1, (-1, query.shape[2])).transpose(0, 1)
-    return Attended(output.transpose(1, 2), lse)
+    return output.transpose(1, 2), lse
 
 
 def attend_backward(

@@ -36,12 +36,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.context_parallel.attention_kernels import heads_first, heads_last
-from megatron_lite.context_parallel.fused_attention import (
-    Attended,
-    attend,
-    attend_backward,
-    attention,
-)
+from megatron_lite.context_parallel.fused_attention import attend, attend_backward, attention
 from megatron_lite.parallel.collectives import (
     Started,
     reduce_scatter_first_dim,
@@ -116,23 +111,23 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, comm_type: str, scale: float
 ) -> Tensors:
     """Returns the output [s/c, b, a, d] and the log-sum-exp of each row, [b, a, s/c]."""
-    total = None
+    totals: Tensors = ()
     parts, _ = EXCHANGES[comm_type]
     for source, keys_values in parts(torch.stack((key, value)), group):
         queries, keys, causal = _reading(group.rank(), source, query.shape[0])
         own_query, part_key, part_value = map(heads_first, (query[queries], *keys_values[:, keys]))
-        part = attend(own_query, part_key, part_value, causal=causal, scale=scale)
-        # The first part is this rank's own, which all queries read. So `total` has all rows, and
+        found, found_lse = attend(own_query, part_key, part_value, causal=causal, scale=scale)
+        # The first part is this rank's own, which all queries read. So `totals` have all rows, and
         # the other parts are merged into some of them.
-        if total is None:
-            total = Attended(part.output.to(part.lse.dtype), part.lse)
-        else:
-            output, lse = total.output[:, :, queries], total.lse[:, :, queries]
-            # The outputs come first: their weights need the lse before it is overwritten.
-            output.lerp_(part.output.to(output.dtype), (part.lse - lse).sigmoid().unsqueeze(-1))
-            torch.logaddexp(lse, part.lse, out=lse)
-    assert total is not None
-    return heads_last(total.output.to(query.dtype)), total.lse.contiguous()
+        if not totals:
+            totals = found.to(found_lse.dtype), found_lse
+            continue
+        output, lse = (one[:, :, queries] for one in totals)
+        # The outputs come first: their weights need the lse before it is overwritten.
+        output.lerp_(found.to(output.dtype), (found_lse - lse).sigmoid().unsqueeze(-1))
+        torch.logaddexp(lse, found_lse, out=lse)
+    output, lse = totals
+    return heads_last(output.to(query.dtype)), lse.contiguous()
 
 
 # The rank of a part, the tokens that queries of this rank read, and the gradients of their keys and

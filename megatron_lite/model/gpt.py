@@ -147,7 +147,13 @@ class GPTModel(nn.Module):
         hidden_states = self.hidden_states(inputs, plan, documents)
         if labels is not None:
             return self.losses(hidden_states, labels, gradient)
-        return self._logits(hidden_states) if self.stage.is_last else hidden_states
+        if not self.stage.is_last:
+            return hidden_states
+        own = self._project(self._multiply, hidden_states)
+        if (cap := self.columns.cap) is not None:
+            own = torch.tanh(own / cap) * cap
+        logits = gather_from_tensor_parallel_region(own, self.context.tp_group)
+        return logits[..., : self.vocab_size].transpose(0, 1)
 
     def losses(
         self, hidden_states: Tensor, labels: Tensor, gradient: LossGradient | None = None
@@ -183,13 +189,6 @@ class GPTModel(nn.Module):
                 hidden_states,
             )
         return losses.t()
-
-    def _logits(self, hidden_states: Tensor) -> Tensor:
-        own = self._project(self._multiply, hidden_states)
-        if (cap := self.columns.cap) is not None:
-            own = torch.tanh(own / cap) * cap
-        logits = gather_from_tensor_parallel_region(own, self.context.tp_group)
-        return logits[..., : self.vocab_size].transpose(0, 1)
 
     def constants(self) -> Tensors:
         """Returns the tensors besides the parameters that outlive a step: the rotary tables."""
