@@ -35,8 +35,9 @@ CALL = 1000  # the weight of a layer's largest call, to which other calls are co
 LEFT, ALL_LEFT = -1, -2
 BINS = 128  # of peaks of parts in which later layers wait; states of one bin are compared
 FORWARD, BACKWARD, OUTSIDE, AFTER = range(4)
-# what is known of a peak, in one number: the bytes, one of the four above, and the layer's number
-NUMBER_BITS, PLACE_BITS = 16, 18
+# what is known of a peak, in one number: the bytes (to 512 TiB), one of the four above, and the
+# number of the layer (to 4,095)
+NUMBER_BITS, PLACE_BITS = 12, 14
 Numbers = NDArray[np.int64]
 PLACES = ("the forward of", "the backward of", *["what comes after"] * 2)
 
