@@ -186,7 +186,7 @@ class Measurement:
             layer = self._layers[number]
             others = self._notes.forms[number], stages[layer], number in self._used
             kinds.setdefault((kind_of(layer), *others), []).append(number)
-        told = self._ranks.told((list(kinds.values()), self._notes.shared(self._order)))
+        told = self._ranks.told((list(kinds.values()), self._notes.shared(self._order, self._used)))
         self._shared = _of_all_ranks(*zip(*told, strict=True))
         self._alike = {number: same for same in kinds.values() for number in same}
         waiting = [(numbers, list(candidates)) for numbers in kinds.values()]
@@ -221,6 +221,10 @@ class Measurement:
                 for one in agreed
                 if (twin := one.action.removesuffix("@host")) in kept
             ]
+            # What a layer without a backward keeps serves nothing, and is there for a time that
+            # others decide.
+            if numbers[0] not in self._used and agreed[0].kept > 0:
+                agreed = []
             for number in numbers:
                 full = Option(FULL, keeps=frozenset(self._notes.kept[number]))
                 options[number] = [
@@ -273,8 +277,9 @@ class Measurement:
         return moments
 
     def _shared_at(self, number: int, places: Iterable[int]) -> frozenset[int]:
-        """Returns the shared tensors at places among the arguments and results of a layer."""
-        tensors = self._notes.tensors[number]
+        """Returns the shared tensors at places among the arguments and results of a layer with a
+        backward. Others keep none for long."""
+        tensors = self._notes.tensors[number] if number in self._used else []
         keys = {tensors[place] for place in places if place < len(tensors)}
         return frozenset(keys & self._shared.keys())
 
@@ -307,11 +312,6 @@ class Measurement:
             alone = [self._compared({number: key}, full) for number, key in tried.items()]
             return dict(ChainMap(*alone))
         found = {}
-        # A layer without a backward is often freed at once, but an output may hold what it keeps.
-        first = next(n for n, span in enumerate(full) if span.name == BACKWARD)
-        last = max(n for n, span in enumerate(full[:first]) if span.name == FORWARD)
-        to_end = spans[last + 1].peak - full[last + 1].peak
-        longer = spans[first].start - full[first].start
         grown = {n: [*map(sub, _figures(spans, n), _figures(full, n))] for n in tried}
         earlier, later = sum(kept for kept, *_ in grown.values()), 0
         for number, key in sorted(tried.items(), key=lambda each: -self._order.index(each[0])):
@@ -320,16 +320,15 @@ class Measurement:
             earlier -= kept
             here, keeps = self._order.index(number), self._shared_at(number, places)
             left = 0
-            if number not in self._used:
-                kept, held = kept * (2 * to_end > kept), kept * (2 * longer > kept)
             for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
                 one = self._shared[each]
                 held -= one.num_bytes * ((one.first < here or each in keeps) - (one.first <= here))
-            later_on = self._notes.saved_later(number, here)
-            later_on -= {self._notes.tensors[number][place] for place in places}
-            held += sum(map(self._notes.num_bytes, later_on))
-            if number in self._used and 2 * (end - earlier - later) > kept - held > 0:
-                left, held = kept - held, kept
+            if number in self._used:
+                later_on = self._notes.saved_later(number, here)
+                later_on -= {self._notes.tensors[number][place] for place in places}
+                held += sum(map(self._notes.num_bytes, later_on))
+                if 2 * (end - earlier - later) > kept - held > 0:
+                    left, held = kept - held, kept
             later += left
             # Times are compared within one step, since others may use the machine as well.
             if others := [_figures(spans, n)[-1] for n in self._alike[number] if n not in tried]:

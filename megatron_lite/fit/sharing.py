@@ -5,7 +5,7 @@ and the results of each layer, and which of them the layer keeps for backward.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -52,16 +52,16 @@ class Sharing:
                 stack.enter_context(layer.register_forward_hook(end))
             yield
 
-    def shared(self, order: Sequence[int]) -> dict[int, Shared]:
+    def shared(self, order: Sequence[int], used: Container[int]) -> dict[int, Shared]:
         """Returns the tensors that the run has made and given to layers, by their numbers.
 
-        order: the layers in the order of their forwards.
+        order: the layers in the order of their forwards. used: those with a backward.
         """
         made, given = dict[int, int](), dict[int, list[int]]()
         for place, layer in enumerate(order):
             for number in self.tensors[layer]:
                 made.setdefault(number, place)
-            for number in self.tensors[layer][: len(self.forms[layer])]:
+            for number in self.tensors[layer][: len(self.forms[layer]) * (layer in used)]:
                 given.setdefault(number, []).append(place)
         return {
             number: Shared(made[number], places[0], places[-1], self._storages[number][1])

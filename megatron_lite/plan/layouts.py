@@ -30,6 +30,7 @@ from megatron_lite.plan.problem import (
     MICRO_BATCH,
     OFFLOAD,
     PIPELINE,
+    RESHARD,
     SEQUENCE,
     TENSOR,
     VIRTUAL,
@@ -47,9 +48,12 @@ MOST_VIRTUAL_STAGES = 8
 USUAL_HOST_BYTES = 128 * 2**30  # of a GPU, if --host-memory is not given and nothing else fits
 OFFLOAD_FRACTIONS = (1.0, 0.75, 0.5, 0.25)
 REPLICATED, ZERO1, FSDP2 = "replicated", "ZeRO-1", "FSDP2"
-_OFF = dict.fromkeys(
-    ("overlap_grad_reduce", "overlap_param_gather", *DATA_PARALLEL, WRAPPING), False
-)
+_OFF = {
+    **dict.fromkeys(
+        ("overlap_grad_reduce", "overlap_param_gather", *DATA_PARALLEL, WRAPPING), False
+    ),
+    RESHARD: True,
+}
 # The flags of each kind of data parallelism. Overlap costs no memory.
 KINDS: Mapping[str, Mapping[str, int]] = {
     REPLICATED: {**_OFF, "overlap_grad_reduce": True, INSTANCES: 1},
@@ -370,6 +374,7 @@ DIMENSIONS: Sequence[tuple[Sequence[str], Callable[[Problem, Row], Iterable[Row]
     ((EXCHANGE,), lambda problem, row: [{EXCHANGE: _ways(problem)[0]} if row[CONTEXT] > 1 else {}]),
     (VIRTUAL, lambda problem, row: _ends(problem, row[PIPELINE], 1)[:1]),
     (DATA_PARALLEL, _kinds),
+    ((RESHARD,), lambda _, row: [{}, {RESHARD: False}] if row.get(DATA_PARALLEL[1]) else [{}]),
     ((INSTANCES,), _instances),
     (EXPERTS, _spreads),
     ((MICRO_BATCH,), _micro_batches),

@@ -35,6 +35,7 @@ OFFLOAD = "optimizer_cpu_offload"
 AWARE = "use_precision_aware_optimizer"
 FORMATS = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 WRAPPING = "fsdp_memory_efficient_wrapping"
+RESHARD = "torch_fsdp2_reshard_after_forward"
 # The recompute settings that the search leaves as they are. Any other one fixes the policy.
 KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
 USUAL_TOKENS = 2**22  # of a step, if --global-batch-size is not given
@@ -108,7 +109,7 @@ def problem_of(
     policy = {name: value for name, value in chosen.items() if name in of_policy}
     with input_faults():
         base.recompute.instead(**policy)
-    dimensions = SEARCHED.union(DATA_PARALLEL, [WRAPPING, OFFLOAD, *FORMATS])
+    dimensions = SEARCHED.union(DATA_PARALLEL, [WRAPPING, RESHARD, OFFLOAD, *FORMATS])
     fixed = {name: value for name, value in chosen.items() if name in dimensions}
     fixes_policy = bool(policy) or base.compiles_layers
     return Problem(

@@ -26,8 +26,9 @@ STATES = ("weights", "main weights", "gradients", "optimizer states")
 LEGEND = (
     "t p c d e: tensor-, pipeline- (layers of the first and last), context- (--cp-comm-type, "
     "if not p2p), data- and expert-parallel ranks (x those that share an expert); v: virtual "
-    "stages; b: micro-batch; chunk: --loss-chunk-size; extra: FLOPs that recomputation adds; "
-    "+-: the band of an estimate"
+    "stages; b: micro-batch; chunk: --loss-chunk-size; kept, wrapped: "
+    "--torch-fsdp2-no-reshard-after-forward, --fsdp-memory-efficient-wrapping; extra: FLOPs that "
+    "recomputation adds; +-: the band of an estimate"
 )
 DAY_S = 86400.0
 
@@ -146,7 +147,8 @@ def _layout(plan: Plan) -> str:
         *[f"e {experts} x {parallel.expert_tensor_parallel}"] * (experts > 1),
         kind_of(config)
         + f" x {instances}" * (instances > 1)
-        + " wrapped" * config.data_parallel.fsdp_memory_efficient_wrapping,
+        + " wrapped" * config.data_parallel.fsdp_memory_efficient_wrapping
+        + " kept" * (not config.data_parallel.torch_fsdp2_reshard_after_forward),
         f"b {config.training.micro_batch_size}",
         *["host"] * config.optimizer.optimizer_cpu_offload,
         *["16-bit states"] * config.optimizer.is_rounded,

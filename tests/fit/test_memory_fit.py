@@ -75,7 +75,12 @@ class Model(nn.Module):
 
 
 class Selecting(Model):
-    """It keeps the states of its first layers as long as its result, but does not read the last."""
+    """It keeps the states of its first layers as long as its result, but does not read the last.
+
+    releases: whether it lets them go before the loss.
+    """
+
+    releases = False
 
     def forward(self, ids):
         """Returns the loss, and the states."""
@@ -85,6 +90,8 @@ class Selecting(Model):
         hidden = states[-2]
         for block in self.part1:
             hidden = block(hidden)
+        if self.releases:
+            states = []
         loss = nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
         return SimpleNamespace(loss=loss, states=states)
 
@@ -232,6 +239,12 @@ def frozen():
     return model
 
 
+def releasing():
+    model = Selecting([64] * 4, [64] * 2)
+    model.releases = True
+    return model
+
+
 def accumulated_in_bf16(model):
     for length in (40, 30):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -281,6 +294,7 @@ def unequal_batches(model):
         (accumulated_in_bf16, frozen, 0.1),
         (without_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),
         (with_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),
+        (without_its_output, releasing, 0.01),
         *(
             (step, lambda: Model([64] * 4), 0.01)
             for step in (
@@ -293,7 +307,15 @@ def unequal_batches(model):
 )
 def test_other_steps_are_foreseen(step, build, bound):
     model = build()
-    assert check(model, lambda: step(model), (0.3,)) < bound
+    assert check(model, lambda: step(model), (0.3, 0.9)) < bound
+
+
+def test_layers_without_gradients_keep_nothing():
+    model = Model([64] * 4, [64])
+    model.embedding.requires_grad_(False)
+    model.part0.requires_grad_(False)
+    problem = measurement(model, lambda: model(ids()).backward()).problem
+    assert {(one.kept, one.held) for each in problem.options[:4] for one in each} == {(0, 0)}
 
 
 def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan():

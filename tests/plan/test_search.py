@@ -20,7 +20,7 @@ from megatron_lite.plan.verdict import (
 from tests.plan.runs import H100, preset_run, small_run
 from tests.support.changes import with_fields, with_settings
 
-SMALL = Problem(small_run(layers=6, batch=32, hidden_size=2048), H100)
+SMALL = Problem(small_run(layers=6, batch=128, hidden_size=2048), H100)
 GIB = 2**30
 
 
@@ -92,7 +92,11 @@ def test_states_are_shared_out_in_each_of_several_nodes_where_that_is_faster():
     fixed["use_torch_fsdp2"] = True
     for nodes in (1, 2, 4):
         problem = Problem(SMALL.base, slow, fixed, num_ranks=8 * nodes)
-        found = layouts(problem)
+        found = [*layouts(problem)]
+        assert {one.data_parallel.torch_fsdp2_reshard_after_forward for one in found} == {
+            True,
+            False,
+        }
         assert {one.parallel.num_distributed_optimizer_instances for one in found} == {1, nodes}
         best = Search(problem).find(80 * GIB).plans[0].config
         assert best.parallel.num_distributed_optimizer_instances == nodes

@@ -112,9 +112,14 @@ def _rebuilt(
                 region = discarding[name][0]
                 makers = [one for one in operations[:number] if region in one.regions]
                 yield from (tensor for one in makers[-1:] for tensor in one.keeps)
-    # A rebuilt output that its region discards lives until the region's first backward ends.
-    for one in operations[number + 1 :]:
-        yield from (t for t in one.keeps if discarding.get(t.name, ("", -1))[1] == number)
+    # A rebuilt output that its region discards lives until the region's first backward ends, and
+    # with it what the region saves: other operations may run between the two (a shared norm).
+    for tensor in (t for one in operations[number + 1 :] for t in one.keeps):
+        region, at = discarding.get(tensor.name, ("", number + 1))
+        if at == number or (at < number and region not in operation.regions):
+            yield tensor
+            for again in operations[at:number]:
+                yield from again.keeps if region in again.regions else ()
 
 
 def _run_again(done: Sequence[Operation], regions: Set[str]) -> Sequence[Operation]:
