@@ -186,7 +186,7 @@ class Measurement:
             layer = self._layers[number]
             others = self._notes.forms[number], stages[layer], number in self._used
             kinds.setdefault((kind_of(layer), *others), []).append(number)
-        told = self._ranks.told((list(kinds.values()), self._notes.shared(self._order, self._used)))
+        told = self._ranks.told((list(kinds.values()), self._notes.shared(self._order)))
         self._shared = _of_all_ranks(*zip(*told, strict=True))
         self._alike = {number: same for same in kinds.values() for number in same}
         waiting = [(numbers, list(candidates)) for numbers in kinds.values()]
@@ -277,9 +277,8 @@ class Measurement:
         return moments
 
     def _shared_at(self, number: int, places: Iterable[int]) -> frozenset[int]:
-        """Returns the shared tensors at places among the arguments and results of a layer with a
-        backward. Others keep none for long."""
-        tensors = self._notes.tensors[number] if number in self._used else []
+        """Returns the shared tensors at places among the arguments and results of a layer."""
+        tensors = self._notes.tensors[number]
         keys = {tensors[place] for place in places if place < len(tensors)}
         return frozenset(keys & self._shared.keys())
 

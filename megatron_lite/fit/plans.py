@@ -77,10 +77,10 @@ class Option(NamedTuple):
 class Shared(NamedTuple):
     """A tensor that the step makes, and that layers get as an argument.
 
-    A layer that is rebuilt in full keeps its arguments.
+    A layer that is rebuilt in full keeps its arguments, unless it saves nothing.
 
     made: the first layer that has it, as an argument or as a result.
-    first, last: the first and the last layer that has it as an argument.
+    first, last: the first and the last layer that gets it and keeps it if rebuilt in full.
     """
 
     made: int

@@ -5,7 +5,7 @@ and the results of each layer, and which of them the layer keeps for backward.
 """
 
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.fit.plans import Shared
-from megatron_lite.parallel.torch_internals import address_of
+from megatron_lite.parallel.torch_internals import address_of, hooks_in_force
 from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.recompute.saved import exchanging
+from megatron_lite.recompute.saved import Handle, exchanging, saved_value
 
 
 class Sharing:
@@ -35,7 +35,7 @@ class Sharing:
         self._numbers: dict[int, int] = {}  # by address
         # what is saved outside of layers, and how many layers had begun before
         self._outside: dict[int, int] = {}
-        self._calls: dict[int, ExitStack] = {}
+        self._calls: dict[int, tuple[ExitStack, list[Any]]] = {}
         self.tensors: dict[int, list[int]] = {}
         self.kept: dict[int, frozenset[int]] = {}
         self.forms: dict[int, tuple[Any, ...]] = {}
@@ -52,17 +52,17 @@ class Sharing:
                 stack.enter_context(layer.register_forward_hook(end))
             yield
 
-    def shared(self, order: Sequence[int], used: Container[int]) -> dict[int, Shared]:
-        """Returns the tensors that the run has made and given to layers, by their numbers.
+    def shared(self, order: Sequence[int]) -> dict[int, Shared]:
+        """Returns the tensors that the run has made, and layers got and kept, by their numbers.
 
-        order: the layers in the order of their forwards. used: those with a backward.
+        order: the layers in the order of their forwards.
         """
         made, given = dict[int, int](), dict[int, list[int]]()
         for place, layer in enumerate(order):
-            for number in self.tensors[layer]:
+            for at, number in enumerate(self.tensors[layer]):
                 made.setdefault(number, place)
-            for number in self.tensors[layer][: len(self.forms[layer]) * (layer in used)]:
-                given.setdefault(number, []).append(place)
+                if at < len(self.forms[layer]) and at in self.kept[layer]:
+                    given.setdefault(number, []).append(place)
         return {
             number: Shared(made[number], places[0], places[-1], self._storages[number][1])
             for number, places in given.items()
@@ -85,17 +85,25 @@ class Sharing:
             given = tensors_of((args, kwargs))
             self.forms[layer] = tuple((each.shape, each.requires_grad) for each in given)
             self.tensors[layer] = [*map(self._number_of, given)]
-            saved = self.saved.setdefault(layer, [])
+            noted: list[Any] = []
+            outer = hooks_in_force()
 
-            def note(tensor: Tensor) -> None:
-                saved.append((self._number_of(tensor), (tensor.shape, tensor.dtype)))
+            def note(tensor: Tensor) -> Handle:
+                kept = saved_value(tensor, outer)
+                form = tensor.shape, tensor.dtype
+                noted.append((weakref.ref(kept), self._number_of(tensor), form))
+                return kept
 
-            self._calls[layer] = call = stack.enter_context(ExitStack())  # a failing step closes it
+            call = stack.enter_context(ExitStack())  # a failing step closes it
+            self._calls[layer] = call, noted
             call.enter_context(exchanging(note))
 
     def _end(self, layer: int, module: Any, args: Any, results: Any) -> None:
         if layer in self._calls:
-            self._calls.pop(layer).close()
+            call, noted = self._calls.pop(layer)
+            call.close()
+            # A layer that is rebuilt, but saves nothing, lets its arguments go.
+            self.saved[layer] = [(number, form) for kept, number, form in noted if kept()]
             held = tensors_of(results) or tensors_of(getattr(results, "__dict__", ()))
             self.tensors[layer] += map(self._number_of, held)
             saved = {number for number, _ in self.saved[layer]}
