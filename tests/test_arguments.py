@@ -159,9 +159,7 @@ def test_help_lists_all_flags_that_set_no_field(topic, flags):
     ("old", "today"),
     [
         ("--global_batch_size 4", "--global-batch-size 4"),
-        ("--batch_size=3", "--micro-batch-size 3"),
         ("--warmup 0.1", "--lr-warmup-fraction 0.1"),
-        ("--model-parallel-size 2", "--tensor-model-parallel-size 2"),
         ("--layernorm-epsilon 1e-6", "--norm-epsilon 1e-6"),
         ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
         ("--no-position-embedding", "--position-embedding-type none"),

@@ -35,7 +35,7 @@ class Sharing:
         self._numbers: dict[int, int] = {}  # by address
         # what is saved outside of layers, and how many layers had begun before
         self._outside: dict[int, int] = {}
-        self._calls: dict[int, tuple[ExitStack, list[Any]]] = {}
+        self._calls: dict[int, Any] = {}
         self.tensors: dict[int, list[int]] = {}
         self.kept: dict[int, frozenset[int]] = {}
         self.forms: dict[int, tuple[Any, ...]] = {}
@@ -85,12 +85,10 @@ class Sharing:
             given = tensors_of((args, kwargs))
             self.forms[layer] = tuple((each.shape, each.requires_grad) for each in given)
             self.tensors[layer] = [*map(self._number_of, given)]
-            noted: list[Any] = []
-            outer = hooks_in_force()
+            noted, outer = list[Any](), hooks_in_force()
 
             def note(tensor: Tensor) -> Handle:
-                kept = saved_value(tensor, outer)
-                form = tensor.shape, tensor.dtype
+                kept, form = saved_value(tensor, outer), (tensor.shape, tensor.dtype)
                 noted.append((weakref.ref(kept), self._number_of(tensor), form))
                 return kept
 

@@ -48,12 +48,9 @@ MOST_VIRTUAL_STAGES = 8
 USUAL_HOST_BYTES = 128 * 2**30  # of a GPU, if --host-memory is not given and nothing else fits
 OFFLOAD_FRACTIONS = (1.0, 0.75, 0.5, 0.25)
 REPLICATED, ZERO1, FSDP2 = "replicated", "ZeRO-1", "FSDP2"
-_OFF = {
-    **dict.fromkeys(
-        ("overlap_grad_reduce", "overlap_param_gather", *DATA_PARALLEL, WRAPPING), False
-    ),
-    RESHARD: True,
-}
+_OFF = dict.fromkeys(
+    ("overlap_grad_reduce", "overlap_param_gather", *DATA_PARALLEL, WRAPPING), False
+) | {RESHARD: True}
 # The flags of each kind of data parallelism. Overlap costs no memory.
 KINDS: Mapping[str, Mapping[str, int]] = {
     REPLICATED: {**_OFF, "overlap_grad_reduce": True, INSTANCES: 1},

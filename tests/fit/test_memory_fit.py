@@ -239,12 +239,6 @@ def frozen():
     return model
 
 
-def releasing():
-    model = Selecting([64] * 4, [64] * 2)
-    model.releases = True
-    return model
-
-
 def accumulated_in_bf16(model):
     for length in (40, 30):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -262,6 +256,11 @@ def with_a_forward_without_gradients(model, is_first):
 
 
 def without_its_output(model):
+    model(ids()).loss.backward()
+
+
+def released_before_the_loss(model):
+    model.releases = True
     model(ids()).loss.backward()
 
 
@@ -292,9 +291,10 @@ def unequal_batches(model):
         (text_with_its_output, FAMILIES["Gemma 2"].build, 0.01),
         (partial(text_with_its_output, micro_batches=2), FAMILIES["T5"].build, 0.01),
         (accumulated_in_bf16, frozen, 0.1),
-        (without_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),
-        (with_its_output, lambda: Selecting([64] * 4, [64] * 2), 0.01),
-        (without_its_output, releasing, 0.01),
+        *(
+            (step, lambda: Selecting([64] * 4, [64] * 2), 0.01)
+            for step in (without_its_output, with_its_output, released_before_the_loss)
+        ),
         *(
             (step, lambda: Model([64] * 4), 0.01)
             for step in (

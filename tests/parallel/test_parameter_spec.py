@@ -63,9 +63,7 @@ def test_spans_say_where_each_row_stands(length, blocks, extra, tp_size):
             2,
             "a dim of 7 in 1 blocks is not divisible by tensor-parallel size 2",
         ),
-        (ParameterSpec(global_shape=(8, 5), tp_dim=1), 4, "a dim of 5"),
         (ParameterSpec(global_shape=(12, 5), tp_dim=0, tp_blocks=2), 4, "a dim of 12 in 2 blocks"),
-        (ParameterSpec(global_shape=(7, 5), tp_dim=0, padded_length=9), 2, "a dim of 9"),
     ],
 )
 def test_a_dim_that_does_not_split_is_an_error(spec, tp_size, message):

@@ -32,7 +32,6 @@ ENDED = {**ALIVE, 2: LEFT}
         ("lost", ENDED, "rank 2 has ended, with a message"),
         ("lost", ALIVE, "a connection to another rank broke, though all are alive"),
         ("late", STOPPED, "no progress for more than 2 s: rank 1 gives no sign of life"),
-        ("late", BOTH_STOPPED, "no progress for more than 2 s: ranks 1, 2 give no sign of life"),
         ("late", ENDED, "no progress for more than 2 s: rank 2 has ended"),
         ("late", ALIVE, "no progress for more than 2 s: rank 1 is behind, at iteration 2"),
         (
