@@ -20,7 +20,7 @@ from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.plans import ENDLESS, Plan, fastest, neighbours, smallest
 from megatron_lite.fit.ranks import all_ranks
-from megatron_lite.fit.step import unchanged
+from megatron_lite.fit.step import COMPILED, unchanged
 from megatron_lite.parallel.torch_internals import compiled_call_of
 from megatron_lite.recompute.apply import remove_policy_
 
@@ -141,10 +141,7 @@ def check_model(model: nn.Module) -> torch.device:
         raise ValueError(f"the model must lie on one device (got {names}): move it there")
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or compiled_call_of(module):
-            raise ValueError(
-                f"torch.compile is around {name or 'the model'}: compiled code has other memory, "
-                "and layers with a policy run uncompiled. Fit the model before it is compiled"
-            )
+            raise ValueError(COMPILED.format(name or "the model"))
         if isinstance(module, LazyModuleMixin):
             raise ValueError(
                 f"{name or 'the model'} is lazy: run the model once, which makes its weights"

@@ -32,6 +32,10 @@ from megatron_lite.recompute.saved import has_values
 FORWARD_END, BACKWARD_END, MODEL_END = range(4, 7)
 LARGE = 2**26  # bytes of what an object holds, from which on it is not copied
 PATIENCE = 5.0  # seconds between two lines that tell which run it is
+COMPILED = (
+    "torch.compile is around {}: compiled code has other memory, and layers with a policy run "
+    "uncompiled. Fit and train the model without it (in a Trainer, without torch_compile)"
+)
 
 
 class Event(NamedTuple):
@@ -80,6 +84,7 @@ class Step:
         self._told = time.monotonic()
         self._largest: tuple[int, Any] = (0, None)
         self._events: list[Event] = []
+        self._is_compiled = False
         self.is_divided = False  # over tensor-parallel ranks, as the last read run has seen
         self.sharing = Sharing()  # of the last run that took notes
 
@@ -105,6 +110,8 @@ class Step:
                 stack.enter_context(self.sharing.noting(self._layers))
             if gauge is None:
                 self._step()
+                if self._is_compiled:
+                    raise ValueError(COMPILED.format("the model"))
                 return []
             self._events = []
             for handle in self._mark_layers(gauge):
@@ -124,6 +131,7 @@ class Step:
             print(text, file=sys.stderr, flush=True)
 
     def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any, *, is_read: bool) -> Any:
+        self._is_compiled |= torch.compiler.is_compiling()  # a compiler takes the hook along
         tensors = tensors_of((args, kwargs))
         self._shapes[-1].append([tuple(each.shape) for each in tensors])
         if (size := sum(each.numel() for each in tensors)) > self._largest[0]:

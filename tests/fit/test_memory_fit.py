@@ -475,6 +475,10 @@ def compiled():
     return model
 
 
+def in_a_compiler(model):
+    torch.compile(model, backend="eager")(ids()).backward()
+
+
 def lazy():
     return nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False))
 
@@ -489,8 +493,6 @@ def checkpointed():
     ("build", "settings", "text"),
     [
         (None, dict(budget="20"), "budget '20': give bytes with a unit, such as '20GiB'"),
-        (None, dict(budget=20), "budget 20: give bytes with a unit"),
-        (None, dict(budget="20 parsecs"), "such as 40GiB"),
         (None, dict(maximize="speed"), "maximize 'speed': give 'batch'"),
         (None, dict(maximize="batch", budget=None), "give 'batch' and a budget"),
         (None, dict(layers_fqn="blocks"), "layers_fqn 'blocks' is no module of the model: .*part0"),
@@ -500,6 +502,7 @@ def checkpointed():
         (None, dict(optimizer=lambda groups: 1 / 0), "division by zero"),
         (lambda: nn.Linear(2, 2), {}, "Linear has no list in which a layer is repeated"),
         (compiled, {}, "torch.compile is around part0.0"),
+        (None, dict(step=in_a_compiler), "torch.compile is around the model"),
         (checkpointed, {}, "gradient_checkpointing_disable"),
         (lazy, {}, "1 is lazy: run the model once"),
     ],
