@@ -64,10 +64,10 @@ class Sharing:
                 if at < len(self.forms[layer]) and at in self.kept[layer]:
                     given.setdefault(number, []).append(place)
         return {
-            number: Shared(made[number], places[0], places[-1], self._storages[number][1])
+            number: Shared(made[number], places[0], places[-1], self.num_bytes(number))
             for number, places in given.items()
             # others are there before or after the step
-            if self._storages[number][0]() is None and number not in self._outside
+            if self.num_bytes(number) and number not in self._outside
         }
 
     def saved_later(self, layer: int, place: int) -> set[int]:
@@ -77,8 +77,9 @@ class Sharing:
         return {number for number in given if self._outside.get(number, 0) > place}
 
     def num_bytes(self, number: int) -> int:
-        """Returns the bytes of a storage."""
-        return self._storages[number][1]
+        """Returns the bytes of a storage, or 0 if it is there after the step."""
+        storage, num_bytes = self._storages[number]
+        return num_bytes * (storage() is None)
 
     def _begin(self, layer: int, stack: ExitStack, module: Any, args: Any, kwargs: Any) -> None:
         if layer not in self.forms and torch.is_grad_enabled():
