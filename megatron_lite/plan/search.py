@@ -42,7 +42,7 @@ from megatron_lite.plan.problem import Problem
 from megatron_lite.plan.step_time import StepTime, step_time
 
 SMALLEST_TRIED = 4
-MOST_PLANS, MORE_FITTED = 6, 30
+MOST_PLANS, MORE_FITTED = 6, 40
 NEAREST = 64  # faster layouts of which the smallest is looked for
 SLOWEST = 1.1  # times the step time of the best plan: a slower one is not worth a row
 BETTER = 0.999  # of the step time: a plan that is not clearly faster is no better plan
