@@ -223,7 +223,7 @@ class Measurement:
             ]
             # What a layer without a backward keeps serves nothing, and is there for a time that
             # others decide.
-            if numbers[0] not in self._used and agreed[0].kept > 0:
+            if numbers[0] not in self._used and agreed and agreed[0].kept > 0:
                 agreed = []
             for number in numbers:
                 full = Option(FULL, keeps=frozenset(self._notes.kept[number]))
