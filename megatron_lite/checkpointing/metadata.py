@@ -23,9 +23,9 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
@@ -55,52 +55,40 @@ MOST_BLOCKS = 64
 FIELDS = ("global_shape", "tp_dim", "tp_blocks", "padded_length")
 
 
-class SavedLayout(NamedTuple):
-    """The layout of a saved parameter over tensor-parallel (TP) ranks.
+def saved_spec(values: object, name: str, tp_size: int) -> ParameterSpec:
+    """Reads the FIELDS of the named parameter.
 
-    spec: of which the fields FIELDS count.
-    pp_rank: the pipeline rank whose files hold the parameter.
+    tp_size: the number of TP ranks over which the parameter was split.
+    Raises ValueError on a split that no run has.
     """
+    where = f"parameter {plain.quoted(name)}"
+    spec: ParameterSpec = plain.from_plain(ParameterSpec, values, where)
+    try:
+        _check_split(spec, tp_size)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return spec
 
-    spec: ParameterSpec
-    pp_rank: int = 0
 
-    @classmethod
-    def from_plain(cls, values: object, name: str, *, pp_rank: int, tp_size: int) -> SavedLayout:
-        """Reads the FIELDS of the named parameter.
-
-        pp_rank: the pipeline rank whose file contains them.
-        tp_size: the number of TP ranks over which the parameter was split.
-        Raises ValueError on a split that no run has.
-        """
-        where = f"parameter {plain.quoted(name)}"
-        layout = cls(plain.from_plain(ParameterSpec, values, where), pp_rank)
-        try:
-            layout._check_split(tp_size)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        return layout
-
-    def _check_split(self, tp_size: int) -> None:
-        shape, dim, blocks = self.spec.global_shape, self.spec.tp_dim, self.spec.tp_blocks
-        padded = self.spec.padded_length
-        is_large = len(shape) > MOST_DIMS or math.prod(shape) > MOST_ELEMENTS
-        if is_large or min(shape, default=0) < 0:
-            raise ValueError(
-                f"global_shape must have at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements "
-                f"(got {plain.quoted(shape)})"
-            )
-        plain.as_whole(blocks, "tp_blocks", 1, MOST_BLOCKS)
-        if dim is None and (blocks, padded) != (1, None):
-            raise ValueError(
-                f"without a tp_dim there is one block and no padded_length (got {blocks}, {padded})"
-            )
-        if dim is not None:
-            length = shape[plain.as_whole(dim, "tp_dim", 0, len(shape) - 1)]
-            if padded is not None:
-                plain.as_whole(padded, "padded_length", length, MOST_ELEMENTS)
-                plain.as_whole(blocks, "tp_blocks with a padded_length", 1, 1)
-        self.spec.local_shape(tp_size)  # its ValueError is about a split that is not even
+def _check_split(spec: ParameterSpec, tp_size: int) -> None:
+    shape, dim, blocks, padded = (getattr(spec, field) for field in FIELDS)
+    is_large = len(shape) > MOST_DIMS or math.prod(shape) > MOST_ELEMENTS
+    if is_large or min(shape, default=0) < 0:
+        raise ValueError(
+            f"global_shape must have at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements "
+            f"(got {plain.quoted(shape)})"
+        )
+    plain.as_whole(blocks, "tp_blocks", 1, MOST_BLOCKS)
+    if dim is None and (blocks, padded) != (1, None):
+        raise ValueError(
+            f"without a tp_dim there is one block and no padded_length (got {blocks}, {padded})"
+        )
+    if dim is not None:
+        length = shape[plain.as_whole(dim, "tp_dim", 0, len(shape) - 1)]
+        if padded is not None:
+            plain.as_whole(padded, "padded_length", length, MOST_ELEMENTS)
+            plain.as_whole(blocks, "tp_blocks with a padded_length", 1, 1)
+    spec.local_shape(tp_size)  # its ValueError is about a split that is not even
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +97,6 @@ class Metadata:
 
     tp_size, dp_size, pp_size, cp_size: the sizes of the parallel axes.
     num_updates: how many updates the optimizer had made.
-    parameters: the layout of each parameter, by name.
     loss_scale, mean_loss: the states of the loss scale and of the spike detection; None without.
     data: the identity of the data (data/datasets.py).
     schedule: the learning-rate schedule of the run; None in a checkpoint of an older version.
@@ -125,7 +112,6 @@ class Metadata:
     pp_size: int
     cp_size: int
     num_updates: int
-    parameters: Mapping[str, SavedLayout]
     loss_scale: LossScaleState | None = None
     mean_loss: MeanLossState | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -135,20 +121,11 @@ class Metadata:
 
     def to_json(self) -> str:
         """Returns the text of metadata.json."""
-        values = {"format": FORMAT, **asdict(replace(self, parameters={}))}
-        for name in ("parameters", "computed_on", "missing"):
-            if not values[name]:  # the parameters have files of their own
+        values = {"format": FORMAT, **asdict(self)}
+        for name in ("computed_on", "missing"):
+            if not values[name]:
                 del values[name]
         return json.dumps(values, indent=1)
-
-    def parameters_to_json(self, pp_rank: int) -> str:
-        """Returns the text of a pipeline rank's parameters_pp*.json."""
-        own = {
-            name: {field: getattr(one.spec, field) for field in FIELDS}
-            for name, one in self.parameters.items()
-            if one.pp_rank == pp_rank
-        }
-        return json.dumps(own, indent=1)
 
     @property
     def world_size(self) -> int:
@@ -176,7 +153,7 @@ class Metadata:
             plain.field(values, "data")  # without it, other data would be taken for the same
             for name in ("iteration", "consumed_samples"):  # a default would be another place
                 plain.field(plain.as_object(plain.field(values, "progress"), "progress"), name)
-            found = plain.from_plain(cls, {**values, "parameters": {}}, METADATA)
+            found: Metadata = plain.from_plain(cls, values, METADATA)
             for axis in AXES:
                 plain.as_whole(getattr(found, axis), axis, 1, plain.MOST_RANKS)
             plain.as_whole(found.world_size, " x ".join(AXES), 1, plain.MOST_RANKS)
@@ -190,17 +167,15 @@ class Metadata:
                     f"missing must name parts of {', '.join(PARTS)} (got "
                     f"{plain.quoted(found.missing)})"
                 )
-        parameters: dict[str, SavedLayout] = {}
-        for pp_rank in range(found.pp_size):
-            path = step / parameters_file(pp_rank)
-            with damaged(path):
-                parameters |= {
-                    name: SavedLayout.from_plain(
-                        layout, name, pp_rank=pp_rank, tp_size=found.tp_size
-                    )
-                    for name, layout in parse_json(path).items()
-                }
-        return replace(found, parameters=parameters)
+        return found
+
+
+def layouts_to_json(specs: Mapping[str, ParameterSpec]) -> str:
+    """Returns the text of the parameters_pp*.json of a pipeline rank with these parameters."""
+    return json.dumps(
+        {name: {field: getattr(one, field) for field in FIELDS} for name, one in specs.items()},
+        indent=1,
+    )
 
 
 def read_config(step: Path) -> RunConfig:

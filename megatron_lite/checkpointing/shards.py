@@ -7,15 +7,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_lite.checkpointing.metadata import Metadata, SavedLayout
-from megatron_lite.checkpointing.step_files import shard_file
+from megatron_lite.checkpointing.metadata import (
+    Metadata,
+    damaged,
+    parse_json,
+    read_config,
+    saved_spec,
+)
+from megatron_lite.checkpointing.step_files import parameters_file, shard_file
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input, regular_path
 from megatron_lite.data.durable_files import sync
@@ -23,6 +30,7 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+WHOLE = SimpleNamespace(tp_rank=0, tp_size=1, ep_rank=0, ep_size=1)  # one rank that holds all
 
 
 def open_tensors(path: Path) -> Any:
@@ -49,23 +57,45 @@ def kind_of(key: str) -> str:
     return "optimizer" if "/" in key else "model"
 
 
-class ShardReader:
-    """Reads this rank's tensors from the files of a run that was saved at any TP size.
+class SavedLayout(NamedTuple):
+    """The layout of a saved parameter.
 
-    A key is the NAME of a parameter, or NAME/STATE.
-    metadata: that of the step.
+    spec: of which the fields FIELDS count.
+    pp_rank: the pipeline rank whose files hold the parameter.
     """
 
-    def __init__(self, step: Path, metadata: Metadata) -> None:
-        self._step, self._parameters = step, metadata.parameters
-        self._saved_tp_size = metadata.tp_size
+    spec: ParameterSpec
+    pp_rank: int
+
+
+class SavedStep:
+    """A step that is read: its JSON files at once, and tensors when they are asked for.
+
+    A key is the NAME of a parameter, or NAME/STATE.
+    layouts: that of each parameter, by name.
+    Raises InputError if a JSON file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.metadata, self.config = path, Metadata.read(path), read_config(path)
+        self.layouts: dict[str, SavedLayout] = {}
         self._file = cache(open_tensors)
+        for pp_rank in range(self.metadata.pp_size):
+            file = path / parameters_file(pp_rank)
+            with damaged(file):
+                for name, values in parse_json(file).items():
+                    spec = saved_spec(values, name, self.metadata.tp_size)
+                    self.layouts[name] = SavedLayout(spec, pp_rank)
 
     def states(self, name: str) -> set[str]:
         """Returns STATE for each key NAME/STATE of a parameter in the file of TP rank 0."""
         start = f"{name}/"
         keys = self._file(self._path(start, 0)).keys()
         return {key.removeprefix(start) for key in keys if key.startswith(start)}
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """Returns the dtype of a tensor. Raises InputError as `read` does."""
+        return self._parts(key)[0]
 
     def read(
         self, key: str, wanted: ParameterSpec, parallel: ParallelState | None = None
@@ -81,46 +111,43 @@ class ShardReader:
         theirs, ours = ((one.global_shape, one.tp_dim, one.tp_blocks) for one in (saved, wanted))
         if theirs != ours:
             raise InputError(
-                f"{self._step}: {key} has global shape, tp_dim and tp_blocks {theirs}, this "
+                f"{self.path}: {key} has global shape, tp_dim and tp_blocks {theirs}, this "
                 f"model has {ours}"
             )
-        dtype, tp_rank, tp_size, ep_rank, ep_size = self.dtype_of(key), 0, 1, 0, 1
-        if parallel is not None:
-            own_place = parallel.holding(wanted)
-            tp_rank, tp_size = own_place.tp_rank, own_place.tp_size
-            ep_rank, ep_size = own_place.ep_rank, own_place.ep_size
-        dim, shape = wanted.tp_dim, wanted.local_shape(tp_size, ep_size)
-        experts: tuple[slice, ...] = ()  # they are dim 0, and their channels are split
-        if wanted.of_experts:
-            experts = (slice(ep_rank * shape[0], (ep_rank + 1) * shape[0]),)
+        dtype, parts = self._parts(key)
+        own_place = parallel.holding(wanted) if parallel else WHOLE
+        dim, shape = wanted.tp_dim, wanted.local_shape(own_place.tp_size, own_place.ep_size)
+        index = [slice(None)] * len(shape)
+        if wanted.of_experts:  # they are dim 0, and their channels are split
+            first = own_place.ep_rank * shape[0]
+            index[0] = slice(first, first + shape[0])
         if dim is None:
-            return self._slice(key, 0, experts)
+            return parts[0][tuple(index)]
         local = torch.zeros(shape, dtype=dtype)
         # Every span has a place in the global tensor. The overlap of a saved span and a wanted span
         # is copied, which works for any pair of TP sizes. Padding is in no span and stays zero.
-        for source in range(self._saved_tp_size):
+        for source, part in enumerate(parts):
             position = 0  # where the span begins in the tensor of the source file
-            for span in saved.spans(source, self._saved_tp_size):
-                for own in wanted.spans(tp_rank, tp_size):
+            for span in saved.spans(source, len(parts)):
+                for own in wanted.spans(own_place.tp_rank, own_place.tp_size):
                     start = max(span.global_start, own.global_start)
                     stop = min(span.global_start + span.length, own.global_start + own.length)
                     if start < stop:
                         first = position + start - span.global_start
-                        index = (slice(None),) * dim + (slice(first, first + stop - start),)
-                        index = (*experts, *index[len(experts) :])
-                        rows = self._slice(key, source, index)
+                        index[dim] = slice(first, first + stop - start)
                         place = own.local_start + start - own.global_start
-                        local.narrow(dim, place, stop - start).copy_(rows)
+                        local.narrow(dim, place, stop - start).copy_(part[tuple(index)])
                 position += span.length
         return local
 
-    def dtype_of(self, key: str) -> torch.dtype:
-        """Returns the dtype of a tensor.
+    def _parts(self, key: str) -> tuple[torch.dtype, list[Any]]:
+        """Returns the dtype of a tensor, and what reads its part in the file of each TP rank.
 
         Raises InputError unless every file holds its part in the right shape, in floating point,
         and in the same dtype.
         """
-        dtypes, saved, size = set(), self._layout(key).spec, self._saved_tp_size
+        parts, dtypes = list[Any](), set()
+        saved, size = self._layout(key).spec, self.metadata.tp_size
         dim = saved.tp_dim
         for tp_rank in range(1 if dim is None else size):
             path = self._path(key, tp_rank)
@@ -141,20 +168,15 @@ class ShardReader:
                     f"{path}: {key} must hold one of {', '.join(FLOATS)}, the same in all files "
                     f"(got {dtype}): the checkpoint is damaged"
                 )
-        return FLOATS[dtypes.pop()]
+            parts.append(part)
+        return FLOATS[dtype], parts
 
     def _layout(self, key: str) -> SavedLayout:
-        return self._parameters[key.partition("/")[0]]
+        return self.layouts[key.partition("/")[0]]
 
     def _path(self, key: str, tp_rank: int) -> Path:
         pp_rank = self._layout(key).pp_rank
-        return self._step / shard_file(kind_of(key), pp_rank, tp_rank, self._saved_tp_size)
-
-    def _slice(self, key: str, tp_rank: int, index: tuple[slice, ...]) -> Tensor:
-        path = self._path(key, tp_rank)
-        with naming(path, key):
-            file = self._file(path)
-            return file.get_slice(key)[index] if index else file.get_tensor(key)
+        return self.path / shard_file(kind_of(key), pp_rank, tp_rank, self.metadata.tp_size)
 
 
 @contextmanager

@@ -22,14 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.checkpointing.metadata import (
-    MANIFEST,
-    Manifest,
-    Metadata,
-    Progress,
-    read_config,
-    row_of,
-)
+from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, Progress, row_of
+from megatron_lite.checkpointing.shards import SavedStep
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
     LATEST,
@@ -52,14 +46,13 @@ NAMED = 3  # folders that a message lists
 class Start(NamedTuple):
     """The point from which a run starts.
 
-    step, metadata: the checkpoint and its metadata; None if the run starts from scratch.
+    saved: the checkpoint; None if the run starts from scratch.
     progress: how far the run has come; it is zero for weights alone.
     weights_only: whether the weights alone are taken, with --finetune or --pretrained-checkpoint.
     notices: lines for the log.
     """
 
-    step: Path | None = None
-    metadata: Metadata | None = None
+    saved: SavedStep | None = None
     progress: Progress = Progress()
     notices: tuple[str, ...] = ()
     weights_only: bool = False
@@ -99,14 +92,13 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
     listed = parallel.together("--load", lambda: parallel.rank == 0 and candidates(root))
     there = Candidates(*from_rank_0(lambda: listed, parallel))
     if not there.steps:
-        pretrained = None if there.fault else _pretrained(options, parallel)
-        if pretrained is not None:
-            return pretrained
         if there.fault:
             raise InputError(
                 f"--load {options.load}: {there.fault}, and there is no checkpoint to use instead. "
                 "Remove the file to start from scratch"
             )
+        if pretrained := _pretrained(options, parallel):
+            return pretrained
         if options.allow_fresh_start or options.continues:
             notice = f"--load {options.load}: no checkpoint there, starting from scratch"
             return Start(notices=(notice,))
@@ -123,11 +115,10 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
         return next(filter(None, gather_texts(found or "", parallel)), None)
 
     step, notices = newest_good_step(root, there, fault_of, fallback=not options.no_load_fallback)
-    metadata = parallel.together("--load", lambda: Metadata.read(step))
+    saved = parallel.together("--load", lambda: SavedStep(step))
     return Start(
-        step=step,
-        metadata=metadata,
-        progress=Progress() if options.finetune else metadata.progress,
+        saved=saved,
+        progress=Progress() if options.finetune else saved.metadata.progress,
         notices=notices,
         weights_only=options.finetune,
     )
@@ -145,7 +136,7 @@ def _pretrained(options: CheckpointConfig, parallel: ParallelState) -> Start | N
         allow_fresh_start=False,
     )
     start = find_start(there, parallel)
-    if start.step is None:
+    if start.saved is None:
         raise InputError(
             f"--pretrained-checkpoint {options.pretrained_checkpoint}: no checkpoint there: give "
             "the folder that --save of its run named"
@@ -153,8 +144,8 @@ def _pretrained(options: CheckpointConfig, parallel: ParallelState) -> Start | N
     return start
 
 
-def find_step(load: str) -> FoundStep:
-    """Returns the checkpoint that a tool reads: the newest good one.
+def find_step(load: str) -> tuple[SavedStep, tuple[str, ...]]:
+    """Returns the checkpoint that a tool reads, the newest good one, and notices (FoundStep).
 
     Its checksums are verified. Raises InputError if there is none.
     """
@@ -167,7 +158,8 @@ def find_step(load: str) -> FoundStep:
             f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): "
             f"{load_advice(load)}"
         )
-    return newest_good_step(root, there, step_fault, fallback=True)
+    step, notices = newest_good_step(root, there, step_fault, fallback=True)
+    return SavedStep(step), notices
 
 
 def candidates(root: Path) -> Candidates:
@@ -293,7 +285,8 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
                     f"{step / name}: its checksum is not the one in {MANIFEST}: the checkpoint is "
                     "damaged"
                 )
-        metadata = Metadata.read(step)
+        saved = SavedStep(step)
+        metadata, config = saved.metadata, saved.config
         if metadata.progress.iteration != manifest.iteration:
             return (
                 f"{step / METADATA}: progress.iteration must be that of the step, "
@@ -310,10 +303,9 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
         missing = sorted(metadata.expected_files() - set(manifest.files))
         if missing:
             return f"{step}: {missing[0]} is not in the manifest"
-        config = read_config(step)
         counted = parameter_count(config.model, config.tokenizer.true_vocab_size)
         counted += config.model.num_expert_biases
-        held = sum(math.prod(layout.spec.global_shape) for layout in metadata.parameters.values())
+        held = sum(math.prod(layout.spec.global_shape) for layout in saved.layouts.values())
         if counted != held:
             return (
                 f"{step / CONFIG}: describes a model of {counted} weights, but the step holds "

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron_lite.checkpointing.metadata import AXES, Metadata, Progress, SavedLayout, read_config
-from megatron_lite.checkpointing.shards import ShardReader, kind_of
+from megatron_lite.checkpointing.metadata import AXES, Metadata, Progress, layouts_to_json
+from megatron_lite.checkpointing.shards import SavedStep, kind_of
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
@@ -59,11 +59,11 @@ def load_checkpoint(
     Raises InputError if the step has another architecture, vocabulary, data set or update rule, or
     if its files do not fit together.
     """
-    options, step, metadata = config.checkpoint, start.step, start.metadata
-    if not step or not metadata:
+    options, saved = config.checkpoint, start.saved
+    if not saved:
         return [*start.notices]
-    saved = read_config(step)
-    check_same_model(config, saved, step)
+    step, metadata = saved.path, saved.metadata
+    check_same_model(config, saved.config, step)
     # A converted step names no data: the run that trained its weights is not known.
     # Both must have read the same documents, split and cut alike. The paths of the files do not
     # count, nor do --seed and the length of the run, which decide only the order of the samples.
@@ -73,11 +73,11 @@ def load_checkpoint(
             f"{step} was trained on other data, and its position there means nothing here. Give "
             f"its data, or --allow-changed-data to go on with this one:{table}"
         )
-    load_weights(step, metadata, parallel, model, optimizer)
+    load_weights(saved, parallel, model, optimizer)
     notices = [
         *start.notices,
         f"loaded the checkpoint of iteration {metadata.progress.iteration} from {step.parent}",
-        *changed_settings(config, saved),
+        *changed_settings(config, saved.config),
     ]
     if start.weights_only:
         asked = "--finetune" if options.finetune else "--pretrained-checkpoint"
@@ -87,7 +87,7 @@ def load_checkpoint(
     elif optimizer and not options.no_load_optim:
         mine, theirs = (
             one.optimizer if one.optimizer != SGD or one.sgd_momentum else f"{SGD} --sgd-momentum 0"
-            for one in (config.optimizer, saved.optimizer)
+            for one in (config.optimizer, saved.config.optimizer)
         )
         if mine != theirs:
             raise InputError(
@@ -95,7 +95,7 @@ def load_checkpoint(
                 f"--optimizer {mine} cannot go on: give --optimizer {theirs}, or --no-load-optim "
                 "to start the states from zero, or --finetune to take the weights alone"
             )
-        _load_optimizer(step, metadata, parallel, model, optimizer)
+        _load_optimizer(saved, parallel, model, optimizer)
     if "rng" in metadata.missing:
         notices.append(
             f"{step} holds no random-number streams (it was converted): they start from --seed"
@@ -126,11 +126,7 @@ def load_checkpoint(
 
 @torch.no_grad()
 def load_weights(
-    step: Path,
-    metadata: Metadata,
-    parallel: ParallelState,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
+    saved: SavedStep, parallel: ParallelState, model: nn.Module, optimizer: Optimizer | None = None
 ) -> None:
     """Fills the model's parameters, and the optimizer's master weights without rounding.
 
@@ -139,15 +135,14 @@ def load_weights(
     held = saved_state(model)
     # With several pipeline ranks each holds only the parameters of its own stages, so the other
     # parameters of the checkpoint are not unexpected.
-    unexpected = sorted(set(metadata.parameters) - set(held)) if parallel.pp_size == 1 else []
-    missing = [name for name in held if name not in metadata.parameters]
+    unexpected = sorted(set(saved.layouts) - set(held)) if parallel.pp_size == 1 else []
+    missing = [name for name in held if name not in saved.layouts]
     if unexpected or missing:
         name = (unexpected or missing)[0]
         who = "this model has no" if unexpected else "the checkpoint has no"
-        raise InputError(f"{step}: {who} parameter {name}")
-    reader = ShardReader(step, metadata)
+        raise InputError(f"{saved.path}: {who} parameter {name}")
     for name, parameter in held.items():
-        values = reader.read(name, spec_of(parameter), parallel)
+        values = saved.read(name, spec_of(parameter), parallel)
         if optimizer is None or not isinstance(parameter, nn.Parameter):
             parameter.copy_(values)
         else:
@@ -155,14 +150,13 @@ def load_weights(
 
 
 def _load_optimizer(
-    step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer
+    saved: SavedStep, parallel: ParallelState, model: nn.Module, optimizer: Optimizer
 ) -> None:
-    states = {}
-    reader = ShardReader(step, metadata)
+    states, metadata = {}, saved.metadata
     for name, parameter in model.named_parameters():
         spec = spec_of(parameter)
-        keys = [*optimizer.state_names(name), *({"master"} & reader.states(name))]
-        states[name] = {key: reader.read(f"{name}/{key}", spec, parallel) for key in keys}
+        keys = [*optimizer.state_names(name), *({"master"} & saved.states(name))]
+        states[name] = {key: saved.read(f"{name}/{key}", spec, parallel) for key in keys}
     optimizer.load(states, num_updates=metadata.num_updates)
     if optimizer.loss_scale:
         optimizer.loss_scale.restore(metadata.loss_scale)
@@ -284,20 +278,18 @@ def take_snapshot(
         progress=progress,
         **{axis: getattr(parallel, axis) for axis in AXES},
         num_updates=optimizer.num_updates,
-        parameters={
-            name: SavedLayout(spec_of(parameter), parallel.pp_rank)
-            for name, parameter in saved_state(model).items()
-            if not spec_of(parameter).is_copy
-        },
         data=data,
         schedule=schedule,
         computed_on=computed_on,
         loss_scale=optimizer.loss_scale.state() if optimizer.loss_scale else None,
         mean_loss=optimizer.spikes.state() if optimizer.spikes else None,
     )
-    tensors = {}
-    texts = {}
-    held: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    files = {
+        kind: shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size)
+        for kind in ("model", "optimizer")
+    }
+    held: dict[str, dict[str, Tensor]] = {file: {} for file in files.values()}
+    specs = {}
     # Gathering a parameter is a collective, so every data-parallel rank must run the loop.
     for name, parameter in saved_state(model).items():
         values = {name: parameter}
@@ -313,10 +305,13 @@ def take_snapshot(
                 key: _of_all_experts(one.detach().to(device), spec, place, joins=is_split)
                 for key, one in values.items()
             }
-        # A tensor that is not split is saved by TP rank 0 only, and the last stage's copy of a tied
-        # embedding is not saved.
+        # The last stage's copy of a tied embedding is not saved, and a tensor that is not split is
+        # saved by TP rank 0 only.
+        if spec.is_copy:
+            continue
+        specs[name] = spec
         dim = spec.tp_dim
-        if parallel.dp_cp_rank or spec.is_copy or (dim is None and parallel.tp_rank):
+        if parallel.dp_cp_rank or (dim is None and parallel.tp_rank):
             continue
         for key, tensor in values.items():
             own = tensor.detach()
@@ -326,15 +321,13 @@ def take_snapshot(
                     for one in spec.spans(parallel.tp_rank, parallel.tp_size)
                 ]
                 own = torch.cat(rows, dim) if rows else own.narrow(dim, 0, 0)
-            held[kind_of(key)][key] = own.to("cpu", copy=copy)
+            held[files[kind_of(key)]][key] = own.to("cpu", copy=copy)
+    tensors = {rng_file(parallel.rank): parallel.rng.snapshot().states}
+    texts = {}
     if parallel.dp_cp_rank == 0:
-        for kind, shards in held.items():
-            name = shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size)
-            tensors[name] = shards
+        tensors |= held
         if parallel.tp_rank == 0:
-            layouts = metadata.parameters_to_json(parallel.pp_rank)
-            texts[parameters_file(parallel.pp_rank)] = layouts.encode()
-    tensors[rng_file(parallel.rank)] = parallel.rng.snapshot().states
+            texts[parameters_file(parallel.pp_rank)] = layouts_to_json(specs).encode()
     if parallel.rank == 0:
         texts |= {CONFIG: config.to_json().encode(), METADATA: metadata.to_json().encode()}
         texts |= tokenizer or {}

@@ -16,11 +16,10 @@ from megatron_lite.checkpointing.metadata import (
     MANIFEST,
     Manifest,
     Metadata,
-    SavedLayout,
-    read_config,
+    layouts_to_json,
     row_of,
 )
-from megatron_lite.checkpointing.shards import ShardReader, kind_of, write_tensors
+from megatron_lite.checkpointing.shards import kind_of, write_tensors
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
@@ -55,26 +54,25 @@ def native_source(path: Path) -> WeightSource:
 
     The step's checksums are verified. Raises InputError if there is no good step.
     """
-    step, notices = find_step(str(path))
-    metadata, config = Metadata.read(step), read_config(step)
+    saved, notices = find_step(str(path))
+    metadata, config, step = saved.metadata, saved.config, saved.path
     vocab_size = config.tokenizer.true_vocab_size
-    reader = ShardReader(step, metadata)
-    check_layers(config.model.num_layers, len(metadata.parameters), step / CONFIG)
+    check_layers(config.model.num_layers, len(saved.layouts), step / CONFIG)
     specs = parameter_specs(config.model, vocab_size)
     keys = set[str]()
     if "optimizer" not in metadata.missing:
-        keys = set.intersection(*(reader.states(name) for name in specs if not is_buffer(name)))
+        keys = set.intersection(*(saved.states(name) for name in specs if not is_buffer(name)))
     ids = step / TOKEN_IDS
 
     def read(name: str) -> Tensor:
         parameter, _, key = name.partition("/")
-        whole = reader.read(name, specs[parameter])
+        whole = saved.read(name, specs[parameter])
         return whole.float() if key else whole
 
     return WeightSource(
         model=config.model,
         true_vocab_size=vocab_size,
-        dtypes={name: reader.dtype_of(name) for name in specs},
+        dtypes={name: saved.dtype_of(name) for name in specs},
         read=read,
         tokenizer=in_folder(step),
         token_ids=token_ids_of(read_json(ids)) if ids.exists() else {},
@@ -122,19 +120,14 @@ def write_native(
         dp_size=1,
         cp_size=1,
         num_updates=source.num_updates,
-        parameters={
-            one.name: SavedLayout(source.specs[one.name], number)
-            for number, shard in enumerate(shards)
-            for one in shard
-            if "/" not in one.name
-        },
         missing=("rng",) if source.state_keys else ("optimizer", "rng"),
     )
     texts, _ = stored_tokenizer(source)
     texts[CONFIG] = config.to_json().encode()
     texts[METADATA] = metadata.to_json().encode()
-    for number in range(len(shards)):
-        texts[parameters_file(number)] = metadata.parameters_to_json(number).encode()
+    for number, shard in enumerate(shards):
+        own = {one.name: source.specs[one.name] for one in shard if "/" not in one.name}
+        texts[parameters_file(number)] = layouts_to_json(own).encode()
     if source.token_ids:
         texts[TOKEN_IDS] = json_bytes(dict(source.token_ids))
     with complete_folder(path) as folder:
@@ -143,8 +136,8 @@ def write_native(
         for name, content in texts.items():
             (step / name).write_bytes(content)
         for (number, shard), kind in product(enumerate(shards), kinds):
-            own = [one.name for one in shard if kind_of(one.name) == kind]
-            tensors = {name: read_checked(source, name, advance) for name in own}
+            names = [one.name for one in shard if kind_of(one.name) == kind]
+            tensors = {name: read_checked(source, name, advance) for name in names}
             write_tensors(step / shard_file(kind, number, 0, 1), tensors)
         manifest = Manifest(progress.iteration, {one.name: row_of(one) for one in step.iterdir()})
         (step / MANIFEST).write_text(manifest.to_json())

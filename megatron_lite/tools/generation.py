@@ -8,13 +8,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.checkpointing.metadata import Metadata, read_config
+from megatron_lite.checkpointing.shards import SavedStep
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.state import load_weights
 from megatron_lite.checkpointing.step_files import LATEST
@@ -54,10 +53,10 @@ def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfi
         )
 
 
-def load_model(step: Path, config: RunConfig, parallel: ParallelState) -> GPTModel:
+def load_model(saved: SavedStep, config: RunConfig, parallel: ParallelState) -> GPTModel:
     """Returns this rank's shard of the saved model, in evaluation mode (no dropout)."""
     model = build_model(config, parallel)
-    load_weights(step, Metadata.read(step), parallel, model)
+    load_weights(saved, parallel, model)
     model.eval()
     return model
 
@@ -67,11 +66,11 @@ def load_model(step: Path, config: RunConfig, parallel: ParallelState) -> GPTMod
 
 def run(args: argparse.Namespace) -> None:
     """Continues the prompt of a parsed command line. Rank 0 prints."""
-    step, notices = find_step(args.load)
+    saved, notices = find_step(args.load)
     num_ranks = dist.get_world_size() if dist.is_initialized() else read_launch().world_size
     backend = getattr(args, "distributed_backend", "auto")
-    config = config_for_ranks(read_config(step), num_ranks, backend)
-    tokenizer = build_tokenizer(read_from(config.tokenizer, step))
+    config = config_for_ranks(saved.config, num_ranks, backend)
+    tokenizer = build_tokenizer(read_from(config.tokenizer, saved.path))
     model_size = config.tokenizer.true_vocab_size
     if tokenizer.vocab_size > model_size:
         raise InputError(
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         parallel_state(config.parallel, seed=args.seed) as parallel,
         silent_unless(parallel.rank == 0),
     ):
-        model = load_model(step, config, parallel)
+        model = load_model(saved, config, parallel)
         for notice in notices:
             print(notice, file=sys.stderr)
         window = config.data.seq_length

@@ -279,21 +279,19 @@ def follow_schedule(
     schedule: that of the flags.
     ValueError: the checkpoint's schedule cannot be read, or contradicts the flags.
     """
-    step, metadata, settings = start.step, start.metadata, config.lr_schedule
+    saved, settings = start.saved, config.lr_schedule
     notices = list[str]()
-    if step is None or metadata is None or start.weights_only:
+    if saved is None or start.weights_only:
         return config, schedule, notices
-    held = metadata.schedule
+    held = saved.metadata.schedule
     # A converted checkpoint without the optimizer's states has no schedule. As in Megatron, a
     # schedule that is not loaded begins anew, while the iterations and the data go on.
-    if config.checkpoint.no_load_optim or "optimizer" in metadata.missing:
+    if config.checkpoint.no_load_optim or "optimizer" in saved.metadata.missing:
         schedule = replace(schedule, skipped_samples=start.progress.consumed_samples)
     elif held is not None and settings.use_checkpoint_opt_param_scheduler:
-        from megatron_lite.checkpointing.metadata import read_config
-
         ours = replace(schedule, skipped_samples=held.skipped_samples)
         schedule = ours.taken_from(held)
-        weight_decay = parallel.together("--load", lambda: read_config(step)).optimizer.weight_decay
+        weight_decay = saved.config.optimizer.weight_decay
         changed = schedule.changed_from(ours)
         if weight_decay != config.optimizer.weight_decay:
             changed.append(f"weight_decay {config.optimizer.weight_decay} -> {weight_decay}")
@@ -315,8 +313,8 @@ def follow_schedule(
             )
     elif settings.use_checkpoint_opt_param_scheduler:  # it was converted
         raise InputError(
-            f"--use-checkpoint-opt_param-scheduler: {step} does not hold its schedule: leave the "
-            "flag out, and give --lr and the like"
+            f"--use-checkpoint-opt_param-scheduler: {saved.path} does not hold its schedule: leave "
+            "the flag out, and give --lr and the like"
         )
     return config, schedule, notices
 

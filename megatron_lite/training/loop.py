@@ -399,10 +399,10 @@ class Trainer:
                 self.optimizer,
                 data=self.datasets.identity,
             )
-        self.progress, metadata = self.start.progress, self.start.metadata
-        if self.config.checkpoint.continues and metadata is not None:
+        self.progress, saved = self.start.progress, self.start.saved
+        if self.config.checkpoint.continues and saved is not None:
             self._saved_at = self.progress.iteration
-            before, now = metadata.computed_on, described(self.parallel.device)
+            before, now = saved.metadata.computed_on, described(self.parallel.device)
             if before not in ("", now):
                 notices.append(
                     f"the checkpoint was computed on {before}; this run computes on {now}, so its "

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_lite import __main__ as command
-from megatron_lite.checkpointing.metadata import Metadata, read_config
+from megatron_lite.checkpointing.metadata import Metadata
 from megatron_lite.checkpointing.start import find_step, step_fault
 from megatron_lite.convert.native import native_source, write_native
 from megatron_lite.tools import generate
@@ -138,9 +138,9 @@ def test_weights_of_two_dtypes_keep_them(tmp_path):
     }
     save_file(tensors, str(path), metadata={"format": "pt"})
     assert converted(tmp_path, "hf theirs -> megatron-lite ours") == 0
-    step = find_step(str(tmp_path / "ours")).step
-    assert read_config(step).training.bf16
-    dtypes = {name: tensor.dtype for name, tensor in weights_in(step).items()}
+    saved, _ = find_step(str(tmp_path / "ours"))
+    assert saved.config.training.bf16
+    dtypes = {name: tensor.dtype for name, tensor in weights_in(saved.path).items()}
     assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
     assert dtypes["decoder.final_layernorm.weight"] == torch.float32
 
@@ -169,8 +169,8 @@ def test_a_converted_model_trains_on_and_generates(tmp_path, monkeypatch):
     )
     trained = run_program(*train.split(), *SHORT, ranks=2, main=main)
     assert trained.returncode == 0, trained.stderr
-    config = read_config(find_step("ours-trained").step)
-    assert config.training.bf16 and config.model == read_config(find_step("ours").step).model
+    config = find_step("ours-trained")[0].config
+    assert config.training.bf16 and config.model == find_step("ours")[0].config.model
     few = ["--max-new-tokens", "2", "--distributed-backend", "gloo"]
     words = ["generate", "--load", "ours", "--prompt", "Once upon a time"]
     generated = run_program(*words, *few, main=main)

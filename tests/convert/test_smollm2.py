@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_lite.checkpointing.metadata import read_config
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools import generation
@@ -27,10 +26,10 @@ def smollm2(tmp_path_factory):
 
 def logits(folder, tokens, ranks):
     """Returns our logits [s, V] of a text, on one rank of `ranks`."""
-    step = find_step(str(folder)).step
-    config = generation.config_for_ranks(read_config(step), ranks, "gloo")
+    saved, _ = find_step(str(folder))
+    config = generation.config_for_ranks(saved.config, ranks, "gloo")
     with parallel_state(config.parallel, seed=1) as parallel, torch.no_grad():
-        model = generation.load_model(step, config, parallel)
+        model = generation.load_model(saved, config, parallel)
         return model(torch.tensor([tokens]))[0].clone()
 
 

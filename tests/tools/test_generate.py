@@ -168,9 +168,9 @@ def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_b
 
 def greedy_by_hand(folder, prompt, count):
     """argmax of the model's last logits over contexts of at most 16 tokens, written out."""
-    step = find_step(folder).step
+    saved, _ = find_step(folder)
     with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
-        model = load_model(step, config_for_ranks(read_config(step), 1, "gloo"), parallel)
+        model = load_model(saved, config_for_ranks(saved.config, 1, "gloo"), parallel)
         tokens = list(prompt)
         for _ in range(count):
             context = torch.tensor([tokens[max(0, len(tokens) - 16) :]])
