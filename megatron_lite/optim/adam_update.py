@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim.layouts import Piece, Replicated
+from megatron_lite.optim.layouts import Bucketed, Piece
 from megatron_lite.parallel.rng import derive_seed
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import fused_adamw_
@@ -66,9 +66,7 @@ class AdamW:
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     kernels: Kernels = None
 
-    def __init__(
-        self, layout: Replicated, config: OptimizerConfig, parallel: ParallelState
-    ) -> None:
+    def __init__(self, layout: Bucketed, config: OptimizerConfig, parallel: ParallelState) -> None:
         self.config, rng = config, parallel.rng
         # a subclass has rules of its own for pieces with other states
         pieces = [one for one in layout.pieces if self.state_names(one.name) is self.names]
@@ -172,9 +170,7 @@ class Sgd(AdamW):
     """SGD by torch's fused kernel, as Megatron has it: the momentum buffer sums up gradients, to
     which the weight decay is added. Without momentum it has no state."""
 
-    def __init__(
-        self, layout: Replicated, config: OptimizerConfig, parallel: ParallelState
-    ) -> None:
+    def __init__(self, layout: Bucketed, config: OptimizerConfig, parallel: ParallelState) -> None:
         self.names = ("momentum_buffer",) if config.sgd_momentum else ()
         super().__init__(layout, config, parallel)
 

@@ -1,9 +1,8 @@
 """The layouts of gradients and master weights over data-parallel ranks, and the pieces in them.
 
-    Replicated      a piece is a whole parameter; the ranks sum their gradients and make the same
-                    update
-    Zero1           a piece is the part of a parameter in this rank's part of a bucket; the weights
-                    are gathered after the update
+    Bucketed        a piece is the part of a parameter in this rank's part of a bucket. Without
+                    ZeRO-1 that is the whole parameter: the ranks sum their gradients and make the
+                    same update. With it the weights are gathered after the update.
     FullySharded    a piece is this rank's rows of a parameter; the rank holds no other rows (FSDP2)
 
 A "whole" parameter is the shard that one tensor-parallel rank holds. Pieces do not depend on tensor
@@ -116,18 +115,30 @@ class Piece(NamedTuple):
         write_whole_(target, whole.reshape(-1)[self.start : self.stop])
 
 
-class Replicated:
-    """The layout in which each data-parallel rank holds all weights, gradients and states.
+def _joined(bucket: Bucket, parameters: dict[str, nn.Parameter]) -> Tensor:
+    """Returns the parameters of a bucket as one tensor. They become views of it, so a gather into
+    it needs no copy."""
+    (dtype,) = {parameters[name].dtype for name in bucket.places}
+    flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
+    # Assigning `.data` keeps the Parameter objects, on which the gradient hooks are registered.
+    for name, place in bucket.places.items():
+        flat[place].copy_(parameters[name].detach().view(-1))
+        parameters[name].data = flat[place].view(parameters[name].shape)
+    return flat
 
-    Every rank must make every call except `set_weight`, because most calls of the other layouts
-    issue collectives. Here only `gradients` issues some: one all-reduce for each bucket.
+
+class Bucketed:
+    """The layout in which each data-parallel rank holds all weights and gradients, in buckets.
+
+    With ZeRO-1 it holds the states of its part of each bucket, and a step issues one reduce-scatter
+    and one all-gather for each bucket. Otherwise it holds all states, and a step issues one
+    all-reduce for each bucket. Every rank must make every call except `set_weight`.
 
     gradients: where backward accumulates.
     link: the way of weights from the host; None if no piece is there.
     pieces: this rank's pieces, in the order of the model's parameters.
     shard_group: the ranks that hold different pieces; None if every rank holds all pieces.
     specs: those of all parameters, also those of which this rank has no piece.
-    shares_out: whether the data-parallel ranks update different pieces.
     replicates_weights: whether every rank of `dp_cp_group` holds all weights.
     keeps_masters: whether masters are more precise than a checkpoint's weights, and so are saved
         too.
@@ -135,7 +146,7 @@ class Replicated:
 
     gradients: Any  # a GradBuffer, or what has its methods
     link: HostLink | None = None
-    shares_out, replicates_weights = False, True
+    replicates_weights = True
 
     def __init__(
         self,
@@ -145,7 +156,10 @@ class Replicated:
         optimizer: OptimizerConfig,
     ) -> None:
         self._parallel, self._config, self._optimizer = parallel, config, optimizer
-        self.shard_group = parallel.shard_group if self.shares_out else None
+        shares_out = config.use_distributed_optimizer or config.use_torch_fsdp2
+        self.shard_group = parallel.shard_group if shares_out else None
+        self._weights: dict[Bucket, Tensor] = {}  # of ZeRO-1
+        self._gathers: dict[Bucket, Started] = {}  # those under way
         self._parameters = dict(model.named_parameters())
         self.specs = {name: spec_of(one) for name, one in self._parameters.items()}
         self.keeps_masters = any(
@@ -166,6 +180,8 @@ class Replicated:
         self.gradients = GradBuffer(
             self._parameters, self._parallel, self._config, config.main_grads_dtype
         )
+        if self.shard_group is not None:
+            self._weights = {one: _joined(one, self._parameters) for one in self.gradients.buckets}
         views = list(self._views())
         hosted = config.on_host([(bool(one.spec.matrices), one.weight.numel()) for one in views])
         return list(map(self._with_master, views, hosted))
@@ -173,8 +189,20 @@ class Replicated:
     def _views(self) -> Iterator[Piece]:
         """Yields what this rank updates of each parameter, with the weight as the master."""
         for name, parameter in self._parameters.items():
-            gradient = self.gradients.grads[name]
-            yield Piece(name, self.specs[name], 0, parameter, parameter, gradient)
+            bucket = self.gradients.bucket_of[name]
+            if bucket not in self._weights:
+                gradient = self.gradients.grads[name]
+                yield Piece(name, self.specs[name], 0, parameter, parameter, gradient)
+                continue
+            # The part's border may cut the parameter, or leave this rank none of it.
+            part = bucket.layout.own_part(name, bucket.rank)
+            if part.start < part.stop:
+                first = bucket.places[name].start
+                place = slice(first + part.start, first + part.stop)
+                weight = self._weights[bucket][place]
+                # The gradient is a view, which holds the sum once the bucket is reduced.
+                gradient = bucket.flat[place]
+                yield Piece(name, self.specs[name], part.start, weight, weight, gradient)
 
     def _with_master(self, piece: Piece, on_host: bool) -> Piece:
         config, weight = self._optimizer, piece.weight
@@ -216,22 +244,37 @@ class Replicated:
     def _shares(self, name: str) -> tuple[Group, list[int]]:
         """Returns the ranks that hold different pieces of a parameter, and how many elements each
         has; None if every rank holds the whole parameter."""
-        return None, []
+        bucket = self.gradients.bucket_of[name]
+        parts = [bucket.layout.own_part(name, rank) for rank in range(bucket.layout.shards)]
+        return bucket.shard_group, [max(part.stop - part.start, 0) for part in parts]
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Makes the updated masters the weights that the model computes with.
+        """Makes the updated masters the weights that the model computes with: rounds those of a
+        16-bit model, and gathers the buckets in the order of use.
 
         It may return while weights are on their way: the forward of each module waits for its own.
         """
+        if self._gathers:  # a module that took no part in the step has not waited for them
+            self.finish()
         if self._rounded:
             weights = [piece.weight for piece in self._rounded]
             foreach_copy_(weights, [piece.master for piece in self._rounded])
+        # The buckets are in the reverse order of their use; a tied embedding is the last bucket.
+        for bucket, flat in reversed(self._weights.items()):
+            for name in bucket.places:
+                self.weight(name)
+            if (group := bucket.shard_group) is not None:
+                self._gathers[bucket] = start_all_gather_into_(flat, flat[bucket.own], group)
+                if not self._config.overlap_param_gather:
+                    self.finish()
 
     def finish(self) -> None:
         """Waits for the weights that are on their way."""
         if self.link is not None:
             self.link.finish()
+        for bucket in [*self._gathers]:
+            self._gathers.pop(bucket).wait()
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
         """Returns a whole tensor, such as a moment, from the parts of all ranks.
@@ -255,6 +298,8 @@ class Replicated:
         """Returns a whole weight, as a checkpoint holds it, once it has arrived."""
         if self.link is not None:
             self.link.wait_for(name)
+        if gather := self._gathers.pop(self.gradients.bucket_of[name], None):
+            gather.wait()
         return self._parameters[name]
 
     @torch.no_grad()
@@ -267,72 +312,7 @@ class Replicated:
                 piece.take_(piece.master, values)
 
 
-def _joined(bucket: Bucket, parameters: dict[str, nn.Parameter]) -> Tensor:
-    """Returns the parameters of a bucket as one tensor. They become views of it, so a gather into
-    it needs no copy."""
-    (dtype,) = {parameters[name].dtype for name in bucket.places}
-    flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
-    # Assigning `.data` keeps the Parameter objects, on which the gradient hooks are registered.
-    for name, place in bucket.places.items():
-        flat[place].copy_(parameters[name].detach().view(-1))
-        parameters[name].data = flat[place].view(parameters[name].shape)
-    return flat
-
-
-class Zero1(Replicated):
-    """The layout of ZeRO-1. A step issues one reduce-scatter and one all-gather for each bucket."""
-
-    shares_out = True
-
-    def _views(self) -> Iterator[Piece]:
-        self._weights = {one: _joined(one, self._parameters) for one in self.gradients.buckets}
-        self._gathers: dict[Bucket, Started] = {}  # those under way
-        for name in self._parameters:
-            bucket = self.gradients.bucket_of[name]
-            # The part's border may cut the parameter, or leave this rank none of it.
-            part = bucket.layout.own_part(name, bucket.rank)
-            if part.start < part.stop:
-                first = bucket.places[name].start
-                place = slice(first + part.start, first + part.stop)
-                weight = self._weights[bucket][place]
-                # The gradient is a view, which holds the sum once the bucket is reduced.
-                gradient = bucket.flat[place]
-                yield Piece(name, self.specs[name], part.start, weight, weight, gradient)
-
-    def _shares(self, name: str) -> tuple[Group, list[int]]:
-        bucket = self.gradients.bucket_of[name]
-        parts = [bucket.layout.own_part(name, rank) for rank in range(bucket.layout.shards)]
-        return bucket.shard_group, [max(part.stop - part.start, 0) for part in parts]
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Rounds the masters of a 16-bit model, and gathers all weights in the order of use."""
-        # A module that took no part in the step has not waited for the gather before this one.
-        self.finish()
-        super().publish()
-        # The buckets are in the reverse order of their use; a tied embedding is the last bucket.
-        for bucket, weights in reversed(self._weights.items()):
-            for name in bucket.places:
-                super().weight(name)
-            if (group := bucket.shard_group) is not None:
-                gather = start_all_gather_into_(weights, weights[bucket.own], group)
-                self._gathers[bucket] = gather
-            if not self._config.overlap_param_gather:
-                self.finish()
-
-    def finish(self) -> None:
-        """Waits for the gathers that `publish` has begun."""
-        for bucket in [*self._gathers]:
-            self._gathers.pop(bucket).wait()
-
-    def weight(self, name: str) -> Tensor:
-        """Returns the parameter itself, once its gather is complete."""
-        if gather := self._gathers.pop(self.gradients.bucket_of[name], None):
-            gather.wait()
-        return self._parameters[name]
-
-
-class FullySharded(Replicated):
+class FullySharded(Bucketed):
     """The layout, and its `gradients`, of a model that FSDP2 has sharded (parallel/fsdp.py).
 
     The sharded parameters are the float32 masters themselves, since FSDP2 rounds the weights that
@@ -347,7 +327,7 @@ class FullySharded(Replicated):
     last stage, because torch's functions know one mesh only. FSDP2 issues the others.
     """
 
-    shares_out, replicates_weights = True, False
+    replicates_weights = False
     own_norm: Tensor | None = None
 
     def _new_pieces(self, model: nn.Module) -> list[Piece]:
@@ -430,7 +410,7 @@ class FullySharded(Replicated):
         """Does nothing: the next forward gathers the masters themselves."""
 
     def weight(self, name: str) -> Tensor:
-        """Implements Replicated.weight. Issues one all-gather."""
+        """Implements Bucketed.weight. Issues one all-gather."""
         parameter = self._parameters[name]
         return self.whole(name, local_part(parameter)).to(gathered_dtype(parameter))
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.adam_update import AdamW, Rate
-from megatron_lite.optim.layouts import Replicated
+from megatron_lite.optim.layouts import Bucketed
 from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
@@ -106,9 +106,7 @@ class Muon(AdamW):
     over the TP ranks, of bfloat16 unless `--muon-fp32-matmul-prec high`.
     """
 
-    def __init__(
-        self, layout: Replicated, config: OptimizerConfig, parallel: ParallelState
-    ) -> None:
+    def __init__(self, layout: Bucketed, config: OptimizerConfig, parallel: ParallelState) -> None:
         self._layout = layout
         self._matrices = {name: spec for name, spec in layout.specs.items() if spec.matrices}
         super().__init__(layout, config, parallel)

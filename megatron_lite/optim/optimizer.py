@@ -22,7 +22,7 @@ from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import ADAM, MUON, SGD, OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.adam_update import AdamW, Sgd
-from megatron_lite.optim.layouts import FullySharded, Piece, Replicated, Zero1
+from megatron_lite.optim.layouts import Bucketed, FullySharded, Piece
 from megatron_lite.parallel.collectives import Timed, all_reduce, all_reduce_, not_timed
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
@@ -73,7 +73,7 @@ class Optimizer:
 
     These methods are those of its parts:
         zero_grad, sync_next_backward, measure_own_grad_norm    GradBuffer
-        weight, set_weight, finish                              layouts.Replicated
+        weight, set_weight, finish                              layouts.Bucketed
         state_names                                             AdamW
     """
 
@@ -93,11 +93,8 @@ class Optimizer:
         self.loss_scale, self.spikes = loss_scale, spikes
         self.timed: Timed = not_timed
         data_parallel = data_parallel or DataParallelConfig()
-        layout = Replicated
-        if parallel.shard_group is not None and data_parallel.use_torch_fsdp2:
-            layout = FullySharded
-        elif parallel.shard_group is not None and data_parallel.use_distributed_optimizer:
-            layout = Zero1
+        is_sharded = parallel.shard_group is not None and data_parallel.use_torch_fsdp2
+        layout = FullySharded if is_sharded else Bucketed
         self.layout = layout(model, parallel, data_parallel, config)
         self._pieces = self.layout.pieces
         self._counts_here = [self._counts(piece.spec) for piece in self._pieces]
