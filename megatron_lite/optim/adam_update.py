@@ -49,13 +49,13 @@ def _groups(pieces: Sequence[Piece], has_ends: bool) -> list[tuple[Kind, list[Pi
 class AdamW:
     """AdamW by torch's fused kernel. Its states are the means of the gradient and of its square.
 
+    A rule makes the states of the layout's pieces, and updates them.
+
     It issues no collective. It calls the kernel of torch.optim.AdamW(fused=True): creating a
     torch.optim.Optimizer imports torch._dynamo, which takes more than a second of every start, and
     raises a count for each parameter.
 
     names: those of the states, as in checkpoints.
-    states[parameter][state]: in the order of the pieces, with the shape of the master, and stored
-        where it is. A parameter of which this rank has no piece has no entry.
     count: how many updates the states have seen, 0-d. During a step it includes this one, unlike
         count_on_host, the same for the pieces there.
     link: the way to the host; None if no piece is there.
@@ -77,9 +77,8 @@ class AdamW:
             for one in pieces
             if config.stochastic_rounding
         }
-        self.states = {
-            piece.name: {key: self._new_state(piece, key) for key in self.names} for piece in pieces
-        }
+        for piece in pieces:
+            piece.states.update({key: self._new_state(piece, key) for key in self.names})
         self._grouped = cache(partial(_groups, pieces))
         self.count = torch.zeros((), dtype=torch.float32, device=rng.device)
         self.count_on_host = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -117,7 +116,6 @@ class AdamW:
         apart = []
         self.count += 1.0
         for (_, is_apart, stays, at_an_end), pieces in groups:
-            names = [piece.name for piece in pieces]
             settings = dict(
                 lr=rate_at_the_ends if at_an_end else rate,
                 weight_decay=self.config.weight_decay * (not stays),
@@ -128,8 +126,8 @@ class AdamW:
             self.update(
                 [piece.master for piece in pieces],
                 [piece.grad for piece in pieces],
-                [[self.states[name][key] for name in names] for key in self.names],
-                [self.count] * len(names),
+                [[piece.states[key] for piece in pieces] for key in self.names],
+                [self.count] * len(pieces),
                 found_inf=skipped,
                 **settings,
             )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,18 @@ class Bucket:
             self.rank = place.shard_rank
         self.places, self.own = layout.places, layout.own(self.rank)
         self.awaited = set(layout.places)
-        self.started: Started | None = None
+
+
+class _Gradient(NamedTuple):
+    """The gradient of one parameter, and its view of a bucket.
+
+    adds: whether a hook adds each gradient to the view. Otherwise `.grad` becomes the view. It
+        cannot for 16-bit parameters in a torch without `grad_dtype`.
+    """
+
+    parameter: nn.Parameter
+    view: Tensor
+    adds: bool
 
 
 class GradBuffer:
@@ -127,21 +138,16 @@ class GradBuffer:
         follows = sharded and on_gpu and self._overlaps and parallel.num_instances > 1
         self._side = torch.cuda.Stream(parallel.device) if follows else None
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.places}
-        self._parameters = dict(parameters)
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._last: set[str] = set()  # the parameters whose next gradient is the last of this step
-        self._num_started = self._num_complete = 0
+        self._unsent = [*self.buckets]  # those whose sums have not begun
+        self._sums: dict[Bucket, Started] = {}  # those under way
         self._given: set[str] = set()  # the parameters whose gradients the host has
         self._measures_own_norm = False
         self._own_norms: list[Tensor] = []
         self.own_norm: Tensor | None = None
-        self.grads: dict[str, Tensor] = {}
-        # `.grad` may be the view, except for 16-bit parameters in a torch without `grad_dtype`.
-        self._added_by_hooks: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            bucket = self.bucket_of[name]
-            self.grads[name] = bucket.flat[bucket.places[name]].view_as(parameter)
-            self._accumulate(name, parameter, self.grads[name])
+        self._gradients = {name: self._new(name, one) for name, one in parameters.items()}
+        self.grads = {name: one.view for name, one in self._gradients.items()}
 
     def measure_own_norm(self) -> None:
         """Makes each `reduce_` set `own_norm`, at the cost of a pass over the gradients.
@@ -152,10 +158,10 @@ class GradBuffer:
 
     def forget(self) -> None:
         """Begins a step: drops the gradients that the buffer holds."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        for view in self._added_by_hooks.values():  # a hook adds from the first gradient on
-            view.zero_()
+        for one in self._gradients.values():
+            one.parameter.grad = None
+            if one.adds:  # from the first gradient on
+                one.view.zero_()
 
     def sync_next_backward(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Declares that the next gradient of these parameters is the last of this step.
@@ -176,46 +182,45 @@ class GradBuffer:
         if self.host is not None:
             self.host.join()
         # Gradients that are tensors of autograd's own are copied into the views.
-        waiting = [
-            (self.grads[name], parameter)
-            for name, parameter in self._parameters.items()
-            if parameter.grad is not None and self._waits(name)
+        own = [
+            one
+            for one in self._gradients.values()
+            if self._waits(one) and one.parameter.grad is not None
         ]
-        if waiting:
-            foreach_copy_([view for view, _ in waiting], [one.grad for _, one in waiting])
-        for view, parameter in waiting:
+        if own:
+            foreach_copy_([one.view for one in own], [one.parameter.grad for one in own])
+        for parameter, view, adds in self._gradients.values():
+            if adds:
+                continue
+            if parameter.grad is None:  # the view still holds an older step's values
+                view.zero_()
             parameter.grad = view
-        # The view of a parameter without a gradient in this step still holds older values.
-        for name, parameter in self._parameters.items():
-            if parameter.grad is None and name not in self._added_by_hooks:
-                parameter.grad = self.grads[name].zero_()
-        remaining = self.buckets[self._num_started :]
         # The own norms are taken before any sum over ranks overwrites the buckets.
         if self._measures_own_norm:
-            self._own_norms += [bucket.flat.norm() for bucket in remaining]
+            self._own_norms += [bucket.flat.norm() for bucket in self._unsent]
         if self._sums_over_model and not self._overlaps:
             self._sum_over_model()
         if self._reduces:
-            for bucket in remaining:
+            for bucket in self._unsent:
                 self._start(bucket)
-            self._complete(len(self.buckets))
+            self._complete([*self._sums])
             for bucket in self.buckets:
-                bucket.started, bucket.awaited = None, set(bucket.places)
+                bucket.awaited = set(bucket.places)
         if self._sums_over_model and self._overlaps:
             self._sum_over_model()
         if self.host is not None:
             for name in self.grads.keys() - self._given:
                 self.host.take(name)
             self.host.join()
-        self._num_started = self._num_complete = 0
+        self._unsent = [*self.buckets]
         self._given.clear()
         self._last.clear()
         self.own_norm = torch.stack(self._own_norms).norm() if self._own_norms else None
         self._own_norms.clear()
 
-    def _waits(self, name: str) -> bool:
-        is_added = name in self._added_by_hooks
-        return self._vectors_wait and self.grads[name].dim() == 1 and not is_added
+    def _waits(self, gradient: _Gradient) -> bool:
+        """Returns whether the gradient is copied into its view at the end of the step."""
+        return self._vectors_wait and gradient.view.dim() == 1 and not gradient.adds
 
     def _sum_over_model(self) -> None:
         """Sums over the TP ranks, and a tied weight's gradient over the first and last stage.
@@ -235,13 +240,14 @@ class GradBuffer:
             if bucket.tied:
                 all_reduce_(bucket.flat[first:last], self._parallel.embedding_group)
 
-    def _accumulate(self, name: str, parameter: nn.Parameter, view: Tensor) -> None:
-        """Registers the hook that puts every gradient of the parameter into the view."""
+    def _new(self, name: str, parameter: nn.Parameter) -> _Gradient:
+        """Registers the hook that puts every gradient of the parameter into its view."""
+        bucket = self.bucket_of[name]
+        view = bucket.flat[bucket.places[name]].view_as(parameter)
         adds = parameter.dtype != view.dtype and not hasattr(parameter, "grad_dtype")
-        if adds:
-            self._added_by_hooks[name] = view
-        elif parameter.dtype != view.dtype:
+        if parameter.dtype != view.dtype and not adds:
             parameter.grad_dtype = view.dtype
+        own = _Gradient(parameter, view, adds)
 
         # The first gradient of a step is a tensor of autograd's own. The hook copies it and makes
         # `.grad` the view, so autograd adds later gradients in place and nothing needs zeroing.
@@ -249,20 +255,21 @@ class GradBuffer:
         # so the hook adds every gradient to the float32 view and frees it.
         def collect(owner: Tensor) -> None:
             assert owner.grad is not None
-            if owner.grad is not view and not self._waits(name):
+            if owner.grad is not view and not self._waits(own):
                 (view.add_ if adds else view.copy_)(owner.grad)
                 owner.grad = None if adds else view
             if self._overlaps or self.host is not None:
                 self._arrived(name)
 
         parameter.register_post_accumulate_grad_hook(collect)
+        return own
 
     def _arrived(self, name: str) -> None:
         """Begins to reduce complete buckets, in their order, and gives the host what is final.
 
         The order is the same on every rank; otherwise the ranks' collectives would not match.
         """
-        if self.bucket_of[name].started is not None or name in self._given:
+        if self.bucket_of[name] not in self._unsent or name in self._given:
             raise RuntimeError(
                 f"--overlap-grad-reduce, --overlap-cpu-optimizer-d2h-h2d: another gradient of "
                 f"{name} came after it was sent: a parameter must get all of its gradient at once "
@@ -270,31 +277,26 @@ class GradBuffer:
             )
         if name not in self._last:
             return
-        if not self._reduces and not self._waits(name):
+        if not self._reduces and not self._waits(self._gradients[name]):
             self._give(name)
         self.bucket_of[name].awaited.discard(name)
-        while self._overlaps and self._num_started < len(self.buckets):
-            bucket = self.buckets[self._num_started]
-            if bucket.awaited:
-                break
+        while self._overlaps and self._unsent and not self._unsent[0].awaited:
+            bucket = self._unsent.pop(0)
             if self._measures_own_norm:
                 self._own_norms.append(bucket.flat.norm())
             self._start(bucket)
-            self._num_started += 1
             if self.host is not None:
                 with self.host.aside():
-                    self._complete(self._num_started - 1)
+                    self._complete([*self._sums][:-1])
 
-    def _complete(self, stop: int) -> None:
-        """Waits for the sums of the buckets before number `stop`, and gives them to the host."""
-        for bucket in self.buckets[self._num_complete : stop]:
-            assert bucket.started is not None
-            reduced = bucket.started.wait()
+    def _complete(self, buckets: Iterable[Bucket]) -> None:
+        """Waits for the sums of the buckets, and gives them to the host."""
+        for bucket in buckets:
+            reduced = self._sums.pop(bucket).wait()
             if reduced.dtype != bucket.flat.dtype:  # it was sent in bf16
                 bucket.flat[bucket.own].copy_(reduced)
             for name in bucket.places:
                 self._give(name)
-        self._num_complete = stop
 
     def _give(self, name: str) -> None:
         """Gives a gradient to the host, unless `_sum_over_model` changes it yet."""
@@ -324,4 +326,4 @@ class GradBuffer:
                 started = start_reduce_scatter_into_(sent[bucket.own], sent, bucket.shard_group)
             if bucket.others is not None:
                 started = start_all_reduce_(started.wait(), bucket.others)
-            bucket.started = started._replace(operand=sent)
+            self._sums[bucket] = started._replace(operand=sent)

@@ -67,6 +67,7 @@ class Piece(NamedTuple):
         host or as float16 (stored.py).
     gradient: the view of the buffer that becomes their gradient. None under FSDP2: the master's
         `.grad`.
+    states: those of the rule, by name, stored where the master is and in its shape.
     apart: whether the rule updates and publishes it part by part, since something of it is on the
         host or rounded.
     """
@@ -76,6 +77,7 @@ class Piece(NamedTuple):
     start: int
     weight: Tensor
     master: Tensor
+    states: dict[str, Tensor]
     gradient: Tensor | None = None
     apart: bool = False
     on_host: bool = False
@@ -192,7 +194,7 @@ class Bucketed:
             bucket = self.gradients.bucket_of[name]
             if bucket not in self._weights:
                 gradient = self.gradients.grads[name]
-                yield Piece(name, self.specs[name], 0, parameter, parameter, gradient)
+                yield Piece(name, self.specs[name], 0, parameter, parameter, {}, gradient)
                 continue
             # The part's border may cut the parameter, or leave this rank none of it.
             part = bucket.layout.own_part(name, bucket.rank)
@@ -202,7 +204,7 @@ class Bucketed:
                 weight = self._weights[bucket][place]
                 # The gradient is a view, which holds the sum once the bucket is reduced.
                 gradient = bucket.flat[place]
-                yield Piece(name, self.specs[name], part.start, weight, weight, gradient)
+                yield Piece(name, self.specs[name], part.start, weight, weight, {}, gradient)
 
     def _with_master(self, piece: Piece, on_host: bool) -> Piece:
         config, weight = self._optimizer, piece.weight
@@ -344,7 +346,7 @@ class FullySharded(Bucketed):
             start = sum(self._shares(name)[1][: self._parallel.shard_rank])
             if rows.numel():
                 own = rows.detach()
-                pieces.append(Piece(name, self.specs[name], start, own, own))
+                pieces.append(Piece(name, self.specs[name], start, own, own, {}))
         return pieces
 
     def _shares(self, name: str) -> tuple[Group, list[int]]:

@@ -116,8 +116,8 @@ class Muon(AdamW):
             config.muon_num_ns_steps
         )
         self._pieces = {one.name: one for one in layout.pieces if one.name in self._matrices}
-        for name, one in self._pieces.items():
-            self.states[name] = {MOMENTUM: torch.zeros_like(one.master)}
+        for one in self._pieces.values():
+            one.states[MOMENTUM] = torch.zeros_like(one.master)
 
     def state_names(self, parameter: str) -> tuple[str, ...]:
         """Implements AdamW.state_names."""
@@ -139,7 +139,7 @@ class Muon(AdamW):
         piece = self._pieces.get(name)
         own = None
         if piece is not None:
-            momentum, beta = self.states[name][MOMENTUM], self.config.muon_momentum
+            momentum, beta = piece.states[MOMENTUM], self.config.muon_momentum
             torch.where(stays, momentum, momentum.lerp(piece.grad, 1.0 - beta), out=momentum)
             own = piece.grad.lerp(momentum, beta) if self.config.muon_nesterov else momentum
         direction = self._layout.whole(name, own)

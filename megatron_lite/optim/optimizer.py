@@ -101,13 +101,10 @@ class Optimizer:
         self._rule = chosen("--optimizer", config.optimizer, RULES)(self.layout, config, parallel)
         self._rule.kernels = kernels
         self.layout.link = self._rule.link
-        self.states = {
-            piece.name: {
-                **self._rule.states[piece.name],
-                **({"master": piece.master} if self.layout.keeps_masters else {}),
-            }
-            for piece in self._pieces
-        }
+        if self.layout.keeps_masters:
+            for piece in self._pieces:
+                piece.states["master"] = piece.master
+        self.states = {piece.name: piece.states for piece in self._pieces}
         gradients = self.layout.gradients
         if self._rule.link is not None and self._rule.link.overlaps:
             gradients.host = self._rule.link
@@ -179,7 +176,7 @@ class Optimizer:
         or not."""
         link = self._rule.link
         hosted = [piece for piece in self._pieces if piece.on_host]
-        states = [one for piece in hosted for one in self.states[piece.name].values()]
+        states = [one for piece in hosted for one in piece.states.values()]
         return [*(piece.master for piece in hosted), *states, *(link.buffers if link else ())]
 
     def params_norm(self) -> Tensor:
@@ -226,7 +223,7 @@ class Optimizer:
                 self.layout.set_weight(name, whole["master"])
         for piece in self._pieces:
             for key in self.state_names(piece.name):
-                piece.take_(self.states[piece.name][key], states[piece.name][key])
+                piece.take_(piece.states[key], states[piece.name][key])
             if "master" in states[piece.name] and self.layout.keeps_masters:
                 piece.take_(piece.master, states[piece.name]["master"])
         for count in (self._rule.count, self._rule.count_on_host):

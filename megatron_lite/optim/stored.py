@@ -16,7 +16,7 @@ cut into parts of at most PART elements, so that no float32 copy of a large one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,14 +53,15 @@ def new_state(like: Tensor, kind: str, device: torch.device) -> Tensor:
     return state
 
 
-def read(state: Tensor, part: slice) -> Tensor:
-    """Returns a part as float32 (float64): the state's own memory, if it has that format."""
-    own = state.detach().view(-1)[part]
-    if own.dtype.itemsize > 2:
-        return own
-    scales = getattr(state, SCALES, None)
-    values = own.float()
-    return values if scales is None else values.mul_(scales[part.start // optimizer_settings.PART])
+def read(states: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
+    """Returns parts of states of one format as float32 (float64): the states' own memory, if they
+    have that format."""
+    own = _places(states, places)
+    values = _wide(own, torch.promote_types(own[0].dtype, torch.float32))
+    for state, place, part in zip(states, places, values, strict=True):
+        if (scales := getattr(state, SCALES, None)) is not None:
+            part.mul_(scales[place.start // optimizer_settings.PART])
+    return values
 
 
 def noise(key: int, update: Tensor, first: int, like: Tensor) -> Tensor:
@@ -113,7 +114,8 @@ def whole(state: Tensor) -> Tensor:
     """Returns a state as float32 (float64), in its shape."""
     if state.dtype.itemsize > 2:
         return state
-    return torch.cat([read(state, part) for part in parts_of(state)]).view(state.shape)
+    places = parts_of(state)
+    return torch.cat(read([state] * len(places), places)).view(state.shape)
 
 
 class Part(NamedTuple):
@@ -131,6 +133,10 @@ class Part(NamedTuple):
     def grad(self) -> Tensor:
         return self.piece.grad.view(-1)[self.place]
 
+    def stored(self, names: Iterable[str]) -> list[Tensor]:
+        """Returns the whole main weight, and the states of these names."""
+        return [self.piece.master, *(self.piece.states[name] for name in names)]
+
 
 def update_apart(
     rule: AdamW, groups: Sequence[tuple[list[Piece], dict[str, Any]]], skipped: Tensor
@@ -143,7 +149,7 @@ def update_apart(
             on_host += parts
             continue
         # Those with scales or a rounding of their own are updated each by itself.
-        states = [pieces[0].master, *rule.states[pieces[0].name].values()]
+        states = parts[0].stored(rule.names)
         alone = bool(rule.keys) or any(hasattr(state, SCALES) for state in states)
         if rule.kernels is not None and not alone:
             parts = _update_compiled(rule, rule.kernels, parts, skipped)
@@ -181,8 +187,7 @@ def _update_compiled(
         if part.weight.numel() < optimizer_settings.SMALL:
             small.append(part)
             continue
-        states = [part.piece.master, *rule.states[part.piece.name].values()]
-        stored = [state.detach().view(-1)[part.place] for state in states]
+        stored = [state.detach().view(-1)[part.place] for state in part.stored(rule.names)]
         if part.piece.weight is not part.piece.master:
             stored.append(part.weight)
         kernels(adam_, part.grad, *shared, *stored, betas=betas, eps=config.adam_eps)
@@ -232,10 +237,9 @@ def _update_parts(
 ) -> list[Tensor]:
     """Updates the states of parts, where they are. Returns their main weights before they are
     stored."""
-    masters = [part.piece.master for part in parts]
-    kinds = [masters, *([rule.states[one.piece.name][key] for one in parts] for key in rule.names)]
+    kinds = [*zip(*(part.stored(rule.names) for part in parts), strict=True)]
     places = [part.place for part in parts]
-    values = [_read_all(states, places) for states in kinds]
+    values = [read(states, places) for states in kinds]
     count = rule.count_on_host + 1.0 if parts[0].piece.on_host else rule.count
     rule.update(
         values[0],
@@ -252,19 +256,11 @@ def _update_parts(
             foreach_copy_(_places(states, places), found)
             continue
         (part,), chances = parts, None
-        if states is masters and part.piece.name in rule.keys:
+        if states is kinds[0] and part.piece.name in rule.keys:
             first = part.piece.start + part.place.start
             chances = noise(rule.keys[part.piece.name], count - 1.0, first, found[0])
         write_(states[0], part.place, found[0], chances)
     return values[0]
-
-
-def _read_all(states: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
-    """Returns parts of states of one kind, see `read`. Several have no scales."""
-    if len(states) == 1:
-        return [read(states[0], places[0])]
-    own = _places(states, places)
-    return own if own[0].dtype.itemsize > 2 else _wide(own, torch.float32)
 
 
 def _places(states: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
