@@ -94,7 +94,7 @@ class Bench:
         """Yields a saver and a function that saves a checkpoint."""
         options, trainer = self.options(async_save=async_save), self.trainer
         claim = claim_directory(options, self.parallel)
-        with Saver(options, self.parallel, *claim) as saver:
+        with Saver(options, self.parallel, claim) as saver:
 
             def save():
                 snapshot = take_snapshot(

@@ -27,7 +27,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, Holder, LockLost
 from megatron_lite.checkpointing.metadata import MANIFEST, Manifest, is_complete
@@ -45,21 +44,20 @@ from megatron_lite.checkpointing.step_files import (
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import sync, write_synced
-from megatron_lite.parallel.state import ParallelState, from_rank_0
+from megatron_lite.parallel.state import ParallelState
 
 
-class SaveDirectory(NamedTuple):
-    """The changes that rank 0 may make in the directory of --save.
+class SaveDirectory(DirectoryLock):
+    """The changes that rank 0 may make in the directory of --save, which is locked for them.
 
     Every method raises LockLost if a later start has taken the lock.
     """
 
-    root: Path
-    lock: DirectoryLock
+    def unfinished(self, iteration: int) -> Path:
+        """Returns the folder into which this start writes a step before it has its name."""
+        return step_directory(self.root, iteration).with_suffix(f".tmp-{self.token}")
 
-    def publish(
-        self, temporary: Path, iteration: int, *, leads_here: Callable[[int], bool]
-    ) -> list[str]:
+    def publish(self, iteration: int, *, leads_here: Callable[[int], bool]) -> list[str]:
         """Gives a written and synced step its name, and writes the pointer to it.
 
         leads_here: whether a step of another iteration belongs to this run's course. The others
@@ -74,7 +72,7 @@ class SaveDirectory(NamedTuple):
             if replaced.exists():  # a try before this one ended in between
                 self._supersede(replaced)
             self._take_away(final, replaced)
-        self._rename(temporary, final)
+        self._rename(self.unfinished(iteration), final)
         sync(root)
         left, notices = [replaced] if replaced.exists() else [], []
         for number in saved_steps(root):
@@ -87,7 +85,7 @@ class SaveDirectory(NamedTuple):
             except OSError as error:
                 said = f"{step}: does not lead to this run's, and cannot be set aside ({error})"
                 notices.append(f"warning: {said}")
-        pointer = root / f"{LATEST}.tmp-{self.lock.token}"
+        pointer = root / f"{LATEST}.tmp-{self.token}"
         try:
             write_synced(pointer, str(iteration).encode())
             self._rename(pointer, root / LATEST)
@@ -134,7 +132,7 @@ class SaveDirectory(NamedTuple):
                         shutil.rmtree(gone)
                 elif REPLACED.fullmatch(path.name):
                     step = path.with_suffix("")
-                    gone = path.with_suffix(f".deleted-{self.lock.token}")
+                    gone = path.with_suffix(f".deleted-{self.token}")
                     if is_complete(step):
                         os.rename(path, gone)
                     else:
@@ -157,21 +155,21 @@ class SaveDirectory(NamedTuple):
 
         The step is renamed first, so that a kill never leaves part of a step under a step's name.
         """
-        target = step.with_name(f"{step.name.split('.')[0]}.deleted-{self.lock.token}")
+        target = step.with_name(f"{step.name.split('.')[0]}.deleted-{self.token}")
         self._take_away(step, target)
         # The manifest goes first: without it, the rest that a kill leaves does not look complete.
         (target / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(target, ignore_errors=True)
 
     def _take_away(self, step: Path, target: Path) -> None:
-        if Manifest.read_or_empty(step).start > self.lock.holder.start:
+        if Manifest.read_or_empty(step).start > self.holder.start:
             raise LockLost(
                 f"{step} was saved by a later start: this one was given up for lost, and writes no "
                 "more checkpoints"
             )
         self._rename(step, target)
         try:
-            self.lock.check()
+            self.check()
         except LockLost:
             with suppress(OSError):  # the rename fails if the later start uses the name again
                 os.rename(target, step)
@@ -180,13 +178,13 @@ class SaveDirectory(NamedTuple):
 
     def _rename(self, source: Path, target: Path) -> None:
         """Renames a file or folder of this start. The caller syncs the folder."""
-        self.lock.check()
+        self.check()
         try:
             os.replace(source, target)
         except OSError:
             # A later start may have removed the source. LockLost names that cause better than the
             # "no such file" of the rename.
-            self.lock.check()
+            self.check()
             raise
 
 
@@ -207,13 +205,10 @@ def steps_to_delete(
     ]
 
 
-def claim_directory(
-    options: CheckpointConfig, parallel: ParallelState
-) -> tuple[str, SaveDirectory | None]:
+def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> SaveDirectory | None:
     """Takes the lock on the directory of --save. Every rank must call this.
 
-    Returns the token of this start, which its temporary files have in their names on every rank,
-    and the directory; None on ranks other than 0.
+    Returns the directory on rank 0, and None on the others.
     Call it before any other work and before a step in the directory is chosen. Raises InputError if
     the directory cannot be written, if another run uses it, or if it holds checkpoints of another
     run. In the last case the checkpoints of both runs would mix.
@@ -225,7 +220,7 @@ def claim_directory(
         if parallel.rank != 0:
             return None
         root.mkdir(parents=True, exist_ok=True)
-        directory = SaveDirectory(root, DirectoryLock(root, Holder.this_process()))
+        directory = SaveDirectory(root, Holder.this_process())
         try:
             # A run that does not continue from this directory must find no checkpoint in it. The
             # check needs the lock: without it, another run could still save a step.
@@ -238,12 +233,11 @@ def claim_directory(
                 )
             directory.remove_leftovers()
         except BaseException:
-            directory.lock.release()
+            directory.release()
             raise
         return directory
 
-    directory = parallel.together(f"--save {root} cannot be written", take)
-    return from_rank_0(lambda: directory and directory.lock.token, parallel), directory
+    return parallel.together(f"--save {root} cannot be written", take)
 
 
 def check_no_checkpoint(path: Path, what: str) -> None:

@@ -118,6 +118,7 @@ class Holder:
 class DirectoryLock:
     """The lock on the directory, from construction to `release`.
 
+    token: of this process. The names of its temporary files contain it.
     holder: this process, with the number of this start: above those of the start that had the lock
     before, and of all steps, in case a person has removed lock.json.
     Raises InputError if another run holds the lock, or if a later start of this job has held it.
@@ -126,13 +127,8 @@ class DirectoryLock:
     def __init__(self, root: Path, holder: Holder) -> None:
         starts = (Manifest.read_or_empty(path).start for path in root.glob("iter_*"))
         self.holder = replace(holder, start=max(starts, default=0) + 1)
-        self._path = root / LOCK
+        self.root, self.token, self._path = root, holder.token, root / LOCK
         self._file = self._take()
-
-    @property
-    def token(self) -> str:
-        """The token of this process. The names of its temporary files contain it."""
-        return self.holder.token
 
     def check(self) -> None:
         """Raises LockLost if another process has taken the lock.
@@ -177,7 +173,7 @@ class DirectoryLock:
                 # A lock on a file that is no longer lock.json is worth nothing: another process has
                 # just replaced it, and the next round tries again.
                 if not free or os.path.samestat(os.fstat(before), self._path.stat()):
-                    other, place = Holder.read(self._path), f"--save {self._path.parent}"
+                    other, place = Holder.read(self._path), f"--save {self.root}"
                     if other and other.was_requeued_after(self.holder):
                         raise InputError(
                             f"{place}: a later start of this job (requeued {other.requeues} times, "
@@ -206,8 +202,8 @@ class DirectoryLock:
             finally:
                 os.close(before)
             os.close(own)
-        sync(self._path.parent)
-        for path in self._path.parent.glob(f"{LOCK}.*.tmp"):
+        sync(self.root)
+        for path in self.root.glob(f"{LOCK}.*.tmp"):
             path.unlink(missing_ok=True)
         return own
 

@@ -301,7 +301,7 @@ def row_of(path: Path) -> FileRow:
     return FileRow(*checksum_of(path))
 
 
-def parse_json(path: Path) -> dict[str, Any]:
+def parse_json(path: Path) -> plain.Values:
     """Returns the JSON object that a file holds.
 
     Raises InputError if the file cannot be read or is too long, and ValueError on any other text.
@@ -309,7 +309,7 @@ def parse_json(path: Path) -> dict[str, Any]:
     return plain.parse_object(read_input(path, MOST_BYTES))
 
 
-def parse_formatted(path: Path) -> dict[str, Any]:
+def parse_formatted(path: Path) -> plain.Values:
     """Returns the JSON object that a file holds, without its format number, which is checked.
 
     Raises InputError if the file cannot be read or is not of this version's format, and ValueError

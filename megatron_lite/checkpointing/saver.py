@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from megatron_lite.checkpointing.directory import SaveDirectory
-from megatron_lite.checkpointing.metadata import MANIFEST, FileRow, Manifest, row_of
+from megatron_lite.checkpointing.metadata import MANIFEST, FileRow, Manifest
 from megatron_lite.checkpointing.shards import write_tensors
 from megatron_lite.checkpointing.state import Snapshot
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.plain import parse_json
-from megatron_lite.data.durable_files import sync, write_synced
+from megatron_lite.data.durable_files import checksum_of, sync, write_synced
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
 
@@ -59,27 +58,23 @@ class SaveFailed(InputError):
 class Saver:
     """Saves the steps of one run, which went on from iteration `started_at`.
 
-    token, directory: of `claim_directory`.
+    directory: of `claim_directory`.
     say: logs a line.
+    copies: whether a snapshot must copy its tensors, because training goes on during the write.
     Use it as a context manager. At the end of the block it waits for a save under way and releases
     the directory.
     """
 
     def __init__(
-        self,
-        options: CheckpointConfig,
-        parallel: ParallelState,
-        token: str,
-        directory: SaveDirectory | None,
+        self, options: CheckpointConfig, parallel: ParallelState, directory: SaveDirectory | None
     ) -> None:
-        self._options, self._parallel, self._token = options, parallel, token
+        self._options, self._parallel = options, parallel
         self._directory, self._root = directory, Path(options.save or "")
         self.started_at, self._own = 0, set[int]()
         # Whichever rank failed, only rank 0 prints the reason, so that the log has it once.
         self._error = InputError if parallel.rank == 0 else PeerError
-        self._threads = (
-            ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
-        )
+        self.copies = options.async_save
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="save")  # none until it is needed
         self._under_way: Future[list[str]] | None = None
         self.failure: SaveFailed | None = None  # of the last save; None if it is durable
         self.say = lambda line: None
@@ -87,16 +82,10 @@ class Saver:
     @property
     def warnings(self) -> list[str]:
         """Lines for the log: a warning if the file system keeps no locks."""
-        if not self._directory or self._directory.lock.is_kept_by_system:
+        if not self._directory or self._directory.is_kept_by_system:
             return []
         line = "this file system keeps no locks, so a second job in it is not refused"
         return [f"warning: --save {self._root}: {line}"]
-
-    @property
-    def copies(self) -> bool:
-        """Tells whether a snapshot must copy its tensors, because training goes on during the
-        write."""
-        return self._threads is not None
 
     def save(self, snapshot: Snapshot) -> None:
         """Writes the snapshot, or starts the thread's write with --async-save.
@@ -106,11 +95,10 @@ class Saver:
         --async-save only once `poll` or `wait` has logged it.
         """
         self.wait()
-        write = partial(self.write, snapshot)
-        if self._threads:
-            self._under_way = self._threads.submit(write)
+        if self.copies:
+            self._under_way = self._threads.submit(self.write, snapshot)
         else:
-            self._finish(write)
+            self._finish(partial(self.write, snapshot))
 
     def poll(self) -> None:
         """Logs the save under way if every rank is done or any has failed.
@@ -153,14 +141,13 @@ class Saver:
             if self._parallel.rank == 0:
                 print(f"the save under way has failed too: {failure}", file=sys.stderr, flush=True)
         finally:
-            if self._threads:
-                self._threads.shutdown()
+            self._threads.shutdown()
             self.release()
 
     def release(self) -> None:
         """Releases the directory, so that another run can take it."""
         if self._directory:
-            self._directory.lock.release()
+            self._directory.release()
 
     def _finish(self, written: Callable[[], list[str]]) -> None:
         """Logs a save once it is durable or has failed."""
@@ -189,14 +176,17 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> list[str]:
         iteration, directory = snapshot.iteration, self._directory
-        temporary = self._root / f"iter_{iteration:07d}.tmp-{self._token}"
         rows: dict[str, FileRow] = {}
 
-        def make_folder() -> None:
-            if directory:
-                directory.lock.check()
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
+        def make_folder() -> str:
+            """Returns its name on rank 0."""
+            if not directory:
+                return ""
+            folder = directory.unfinished(iteration)
+            directory.check()
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            return folder.name
 
         def publish() -> list[str]:
             """Gives the step its name, and deletes the steps that are not kept. Rank 0 does both.
@@ -206,14 +196,12 @@ class Saver:
             """
             if not directory:
                 return []
-            manifest = Manifest(iteration, rows, directory.lock.holder.start, self.started_at)
+            manifest = Manifest(iteration, rows, directory.holder.start, self.started_at)
             write_synced(temporary / MANIFEST, manifest.to_json().encode())
             # The names of all files must be on the disk before the step gets its own name.
             sync(temporary)
             notices = directory.publish(
-                temporary,
-                iteration,
-                leads_here=lambda step: step <= self.started_at or step in self._own,
+                iteration, leads_here=lambda step: step <= self.started_at or step in self._own
             )
             self._own.add(iteration)
             try:
@@ -226,15 +214,16 @@ class Saver:
             return notices
 
         try:
-            self._everywhere(snapshot, make_folder)
+            name, *_ = self._everywhere(snapshot, make_folder)
+            temporary = self._root / name
             for own in self._everywhere(snapshot, lambda: _write_files(temporary, snapshot)):
-                rows |= {name: FileRow(**row) for name, row in own.items()}
+                rows |= {name: FileRow(*row) for name, row in own.items()}
             notices, *_ = self._everywhere(snapshot, publish)
             done = f"  successfully saved checkpoint from iteration {iteration:7d} to"
             return [f"{done} {self._options.save}", *notices]
         except BaseException:
             if directory:
-                shutil.rmtree(temporary, ignore_errors=True)
+                shutil.rmtree(directory.unfinished(iteration), ignore_errors=True)
             raise
 
     def _everywhere(self, snapshot: Snapshot, action: Callable[[], Any]) -> list[Any]:
@@ -254,7 +243,7 @@ class Saver:
                 # If a later start has removed the files that the action needs, LockLost names that
                 # cause.
                 if self._directory:
-                    self._directory.lock.check()
+                    self._directory.check()
                 raise
         except Exception as error:
             failure = error
@@ -283,9 +272,10 @@ class Saver:
 
 
 def _write_files(temporary: Path, snapshot: Snapshot) -> dict[str, Any]:
-    """Writes and syncs the files of this rank. Returns their rows of the manifest, as JSON."""
+    """Writes and syncs the files of this rank. Returns the size and the checksum of each."""
     for name, tensors in snapshot.tensors.items():
         write_tensors(temporary / name, tensors)
     for name, content in snapshot.texts.items():
         write_synced(temporary / name, content)
-    return {name: asdict(row_of(temporary / name)) for name in (*snapshot.tensors, *snapshot.texts)}
+    names = (*snapshot.tensors, *snapshot.texts)
+    return {name: checksum_of(temporary / name) for name in names}

@@ -341,11 +341,9 @@ def megatron_format(root: Path) -> str | None:
 
 def load_advice(load: str) -> str:
     """Returns what to do about a folder without a checkpoint, as the end of a message."""
-    root = Path(load)
-    if not root.exists():
-        return "no such folder: give the folder that --save of the run named"
+    root, advice = Path(load), "give the folder that --save of the run named"
     if not root.is_dir():
-        return "it is a file: give the folder that --save of the run named"
+        return f"{'it is a file' if root.exists() else 'no such folder'}: {advice}"
     step = STEP_NAME.fullmatch(root.resolve().name)
     if step and (root.resolve().parent / LATEST).is_file():
         return f"it is the checkpoint of iteration {int(step[1])}: give --load {root.parent}"
@@ -359,4 +357,4 @@ def load_advice(load: str) -> str:
             "it looks like a model of Hugging Face, which this command converts: "
             f"{shlex.join([*subcommand('convert'), *words])}"
         )
-    return "give the folder that --save of the run named"
+    return advice

@@ -29,7 +29,7 @@ from megatron_lite.checkpointing.step_files import (
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.optimizer_settings import SGD
-from megatron_lite.config.plain import shown
+from megatron_lite.config.plain import Values, shown
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
@@ -47,7 +47,7 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
-    data: Mapping[str, Any] | None = None,
+    data: Values | None = None,
 ) -> list[str]:
     """Fills the model, the optimizer and the random-number streams from the step that was found.
     Returns lines for the log.
@@ -224,9 +224,7 @@ def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
     return lines
 
 
-def _differing(
-    ours: Mapping[str, Any], saved: Mapping[str, Any], *, without: Collection[str] = ()
-) -> str:
+def _differing(ours: Values, saved: Mapping[str, Any], *, without: Collection[str] = ()) -> str:
     """Returns a table of the fields that differ; "" if none does."""
     rows = [("field", "checkpoint", "this run")] + [
         (name, _shown(saved.get(name)), _shown(ours.get(name)))
@@ -256,7 +254,7 @@ def take_snapshot(
     optimizer: Optimizer,
     progress: Progress,
     *,
-    data: Mapping[str, Any],
+    data: Values,
     copy: bool,
     schedule: LrSchedule | None = None,
     computed_on: str = "",

@@ -155,7 +155,7 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
         from megatron_lite.checkpointing.directory import claim_directory
         from megatron_lite.checkpointing.saver import Saver
 
-        saver = Saver(config.checkpoint, parallel, *claim_directory(config.checkpoint, parallel))
+        saver = Saver(config.checkpoint, parallel, claim_directory(config.checkpoint, parallel))
     try:
         return _build(config, parallel, saver)
     except BaseException:

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_lite.checkpointing import start
 from megatron_lite.checkpointing.directory import SaveDirectory
-from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, Holder, LockLost
+from megatron_lite.checkpointing.lock import LOCK, Holder, LockLost
 from megatron_lite.checkpointing.metadata import MANIFEST
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST
@@ -219,17 +219,17 @@ def test_a_step_of_an_earlier_start_is_reported_and_not_used(root, saved, step, 
 
 def test_no_start_touches_a_step_of_a_later_one(root):
     """Even if it holds the lock, as where that was removed by hand and taken again."""
-    lock = DirectoryLock(
+    directory = SaveDirectory(
         root, Holder(job="7", run="r", requeues=0, restarts=9, host="a", pid=1, token="t")
     )
-    rewrite(root / "iter_0000004", start=lock.holder.start + 1)
+    rewrite(root / "iter_0000004", start=directory.holder.start + 1)
     (root / LOCK).unlink()
     with pytest.raises(LockLost, match="iter_0000004 was saved by a later start"):
-        SaveDirectory(root, lock).publish(root / "no step", 4, leads_here=bool)
+        directory.publish(4, leads_here=bool)
     assert (root / "iter_0000004").exists()
-    SaveDirectory(root, lock)._delete(root / "iter_0000005")
+    directory._delete(root / "iter_0000005")
     assert not (root / "iter_0000005").exists()
-    lock.release()
+    directory.release()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 from contextlib import contextmanager
 
 from megatron_lite.checkpointing.directory import SaveDirectory
-from megatron_lite.checkpointing.lock import DirectoryLock, Holder
+from megatron_lite.checkpointing.lock import Holder
 from megatron_lite.checkpointing.metadata import Manifest
 from megatron_lite.checkpointing.saver import Saver
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
@@ -45,19 +45,17 @@ class Saved:
             pid=42,
             token=f"token{number}",
         )
-        directory = SaveDirectory(root, DirectoryLock(root, holder))
+        directory = SaveDirectory(root, holder)
         directory.remove_leftovers()
         there, began = candidates(root), 0
         if there.steps:
             step = newest_good_step(root, there, step_fault, fallback=True).step
             began = Manifest.read(step).iteration
-        writer = Saver(
-            CheckpointConfig(save=str(root), **options), self._parallel, holder.token, directory
-        )
+        writer = Saver(CheckpointConfig(save=str(root), **options), self._parallel, directory)
         writer.started_at = began
         for iteration in iterations:
             writer.write(self.at(iteration))
-        directory.lock.release()
+        directory.release()
         return began
 
 
