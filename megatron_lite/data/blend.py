@@ -23,6 +23,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.datasets import Dataset
@@ -42,8 +43,8 @@ class BlendIndex(NamedTuple):
     sample: [n] int64, the number of the sample within that dataset.
     """
 
-    dataset: np.ndarray
-    sample: np.ndarray
+    dataset: ndarray
+    sample: ndarray
 
 
 def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
@@ -120,7 +121,7 @@ class BlendedDataset:
                     f"has {len(dataset)}: ask for more samples, or use --dataloader-type single"
                 )
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> ndarray:
         return self.datasets[self.index.dataset[index]][int(self.index.sample[index])]
 
     def documents(self, index: int) -> dict[str, list[int]]:
@@ -128,7 +129,7 @@ class BlendedDataset:
         return self.datasets[self.index.dataset[index]].documents(int(self.index.sample[index]))
 
 
-def _guessed(shares: np.ndarray, starts: np.ndarray) -> np.ndarray:
+def _guessed(shares: ndarray, starts: ndarray) -> ndarray:
     """Returns counts near those of the rule at each of `starts`, whose sum is the start.
 
     The shares are rounded down, and those with the largest remainders up.
@@ -143,7 +144,7 @@ def _guessed(shares: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return counts
 
 
-def _pick(shares: np.ndarray, numbers: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _pick(shares: ndarray, numbers: ndarray, counts: ndarray) -> ndarray:
     """Returns the dataset of one sample of each row, and advances the counts.
 
     numbers: [rows], n of the rule. counts: [rows, datasets].
@@ -153,7 +154,7 @@ def _pick(shares: np.ndarray, numbers: np.ndarray, counts: np.ndarray) -> np.nda
     return chosen
 
 
-def _loop(shares: np.ndarray, start: int, counts: np.ndarray, dataset: np.ndarray) -> None:
+def _loop(shares: ndarray, start: int, counts: ndarray, dataset: ndarray) -> None:
     """Fills an array with the datasets of the samples from `start` on, by the rule as written.
 
     counts: [datasets], the counts before sample `start`; they are advanced.

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.index_cache import Arrays, Expected, arrays_fault, kept_arrays
@@ -33,14 +34,14 @@ class SampleIndex(NamedTuple):
     sample_order: the shuffled numbers of the samples.
     """
 
-    document_order: np.ndarray
-    sample_places: np.ndarray
-    sample_offsets: np.ndarray
-    sample_order: np.ndarray
+    document_order: ndarray
+    sample_places: ndarray
+    sample_offsets: ndarray
+    sample_order: ndarray
 
 
 def build_sample_index(
-    lengths: np.ndarray, *, first_document: int, num_samples: int | None, seq_length: int, seed: int
+    lengths: ndarray, *, first_document: int, num_samples: int | None, seq_length: int, seed: int
 ) -> SampleIndex:
     """Returns the index over documents of these lengths, numbered from `first_document`.
 
@@ -80,7 +81,7 @@ def build_sample_index(
     return SampleIndex(document_order, places.astype(dtype), offsets.astype(dtype), sample_order)
 
 
-def sample_index_fault(arrays: Arrays, lengths: np.ndarray, *, first_document: int) -> str | None:
+def sample_index_fault(arrays: Arrays, lengths: ndarray, *, first_document: int) -> str | None:
     """Returns what is wrong with an index that was read from a file; None if nothing is.
 
     lengths: the lengths of the documents of the split.
@@ -156,21 +157,21 @@ class GPTDataset:
     def __len__(self) -> int:
         return len(self.index.sample_order)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> ndarray:
         """Returns the token ids of a sample, [seq_length + 1] int64."""
         pieces = self._pieces(index)
         parts = [self.indexed.get(*piece) for piece in pieces]
         sample_ids = np.concatenate(parts, dtype=np.int64)
-        if sample_ids.max() >= self.vocab_size or sample_ids.min() < 0:
-            for (sequence, *_), ids in zip(pieces, parts, strict=True):
-                outside = ids[(ids.astype(np.int64) >= self.vocab_size) | (ids < 0)]
-                if outside.size:
-                    number = self.indexed.document_of(sequence)
-                    raise InputError(
-                        f"{self.indexed.bin_path}: document {number} holds token id {outside[0]}, "
-                        f"but the vocabulary has {self.vocab_size} ids: use the tokenizer that "
-                        "wrote the data, or the --vocab-size it had"
-                    )
+        # As numbers without a sign, negative ids are above all others.
+        outside = np.flatnonzero(sample_ids.view(np.uint64) >= self.vocab_size)
+        if outside.size:
+            ends = np.cumsum([part.size for part in parts])
+            sequence, *_ = pieces[np.searchsorted(ends, outside[0], "right")]
+            raise InputError(
+                f"{self.indexed.bin_path}: document {self.indexed.document_of(sequence)} holds "
+                f"token id {sample_ids[outside[0]]}, but the vocabulary has {self.vocab_size} ids: "
+                "use the tokenizer that wrote the data, or the --vocab-size it had"
+            )
         return sample_ids
 
     def documents(self, index: int) -> dict[str, list[int]]:
@@ -190,11 +191,11 @@ class GPTDataset:
         sequences = found.document_order[first : last + 1].tolist()
         pieces = [[sequence, 0, None] for sequence in sequences]
         pieces[0][1] = begin
-        pieces[-1][2] = end + 1 - pieces[-1][1]
+        pieces[-1][2] = end + 1
         return pieces
 
 
-def _shuffle(random: np.random.RandomState, items: np.ndarray, boundary: int) -> None:
+def _shuffle(random: np.random.RandomState, items: ndarray, boundary: int) -> None:
     """Brings the items before a boundary, and those after it, into random order, in place."""
     random.shuffle(items[:boundary])
     random.shuffle(items[boundary:])

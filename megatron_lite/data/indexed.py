@@ -16,7 +16,6 @@ writes such a pair whole or not at all.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import fcntl
 import functools
 import glob
@@ -25,9 +24,12 @@ import itertools
 import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import BinaryIO
 
 import numpy as np
+from numpy import ndarray
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input, regular_path
@@ -84,7 +86,7 @@ class IndexedDataset:
                     f"{index_file.st_size} bytes",
                     f"{end} bytes for {sequences} sequences and {documents - 1} documents",
                 )
-            self._index = np.memmap(file, mode="r").view(np.ndarray)
+            self._index = np.memmap(file, mode="r").view(ndarray)
         self.sequence_lengths = self._index[lengths:offsets].view("<i4")
         self._offsets = self._index[offsets:ids].view("<i8")
         self.document_indices = self._index[ids:end].view("<i8")
@@ -97,7 +99,7 @@ class IndexedDataset:
         self.tokens = np.empty(0, self.dtype)
         if size:  # mmap refuses empty files
             with open_input(self.bin_path, any_link=True) as file:
-                self.tokens = np.memmap(file, self.dtype, mode="r").view(np.ndarray)
+                self.tokens = np.memmap(file, self.dtype, mode="r").view(ndarray)
         if not self._is_still(index_file):
             raise InputError(
                 f"{self.idx_path} was replaced while it was being read: start again when the "
@@ -119,20 +121,20 @@ class IndexedDataset:
         except OSError:
             return False
 
-    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Returns `length` ids of a sequence from `offset` on; by default, all ids to its end.
+    def get(self, sequence: int, start: int = 0, stop: int | None = None) -> ndarray:
+        """Returns the ids start <= n < stop of a sequence; by default, all to its end.
 
         Raises IndexError if they go past the end of the sequence.
         """
-        available = int(self.sequence_lengths[sequence]) - offset
-        length = available if length is None else length
-        if offset < 0 or not 0 <= length <= available:
+        held = int(self.sequence_lengths[sequence])
+        stop = held if stop is None else stop
+        if not 0 <= start <= stop <= held:
             raise IndexError(
-                f"{self.bin_path}: tokens {offset}..{offset + length} of sequence {sequence}, "
-                f"which holds {available + offset}"
+                f"{self.bin_path}: tokens {start}..{stop} of sequence {sequence}, which holds "
+                f"{held}"
             )
-        start = int(self._offsets[sequence]) // self.dtype.itemsize + offset
-        return self.tokens[start : start + length]
+        first = int(self._offsets[sequence]) // self.dtype.itemsize
+        return self.tokens[first + start : first + stop]
 
     def document_of(self, sequence: int) -> int:
         """Returns the number of the document to which a sequence belongs, counted from 0."""
@@ -215,44 +217,21 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Context manager that writes a pair of files, with each document as one sequence.
+    """The documents of a pair of files that `indexed_writer` writes, each as one sequence.
 
-    If the block ends without an exception, both files appear under their names, complete and on the
-    disk. Otherwise nothing remains of them. An older pair of that name stays whole until that time.
-    The next writer of the same prefix removes the partial files of a process that was killed. A
-    document without tokens counts as a document without a sequence, as in Megatron's tool. Raises
-    InputError, with the file's name, if the disk is full or cannot be written.
+    A document without tokens counts as a document without a sequence, as in Megatron's tool.
+    file: the .bin.
     """
 
-    def __init__(self, prefix: str, dtype: np.dtype) -> None:
-        self.prefix = prefix
-        self.dtype = np.dtype(dtype)
-        self._code = next(code for code, known in TOKEN_DTYPES.items() if known == self.dtype)
-        self._lengths, self._document_indices = array("i"), array("q", [0])
-        os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
-        # A writer that was killed has left partial files with a free lock. A file whose lock is
-        # held is in use and stays.
-        for path in glob.glob(glob.escape(prefix) + ".bin.tmp-*"):
-            with contextlib.suppress(OSError), open(path, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
-                os.unlink(f"{prefix}.idx.tmp-{path.rpartition('-')[2]}")
-        self._bin_tmp, self._idx_tmp = (
-            f"{prefix}.{kind}.tmp-{os.getpid()}" for kind in ("bin", "idx")
-        )
-        self._file = open(self._bin_tmp, "wb")  # noqa: SIM115 closed in __exit__
-        # The lock shows other writers that this file is in use. A file system may have no locks.
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def __enter__(self) -> IndexedDatasetWriter:
-        return self
+    def __init__(self, prefix: str, dtype: np.dtype, file: BinaryIO) -> None:
+        self.prefix, self.dtype, self._file = prefix, dtype, file
+        self.lengths, self.document_indices = array("i"), array("q", [0])
 
     @property
     def num_tokens(self) -> int:
-        return sum(self._lengths)
+        return sum(self.lengths)
 
-    def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
+    def add_document(self, tokens: Sequence[int] | ndarray) -> None:
         """Appends one document. Raises InputError if an id does not fit the type of the file."""
         ids = np.asarray(tokens)
         if ids.size:
@@ -261,46 +240,66 @@ class IndexedDatasetWriter:
             if low < max(0, limits.min) or high > limits.max:
                 raise InputError(
                     f"{self.prefix}.bin: token id {low if low < 0 else high} of document "
-                    f"{len(self._document_indices) - 1} does not fit {self.dtype.name} (0 to "
+                    f"{len(self.document_indices) - 1} does not fit {self.dtype.name} (0 to "
                     f"{limits.max}): is --vocab-size the size of the tokenizer's vocabulary?"
                 )
             with naming(self.prefix + ".bin"):
                 self._file.write(ids.astype(self.dtype).tobytes())
-            self._lengths.append(ids.size)
-        self._document_indices.append(len(self._lengths))
+            self.lengths.append(ids.size)
+        self.document_indices.append(len(self.lengths))
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                self._publish()
-        finally:
-            # Closing the file writes its buffer, for which a full disk has no room.
-            with contextlib.suppress(OSError):
-                self._file.close()
-            for path in (self._bin_tmp, self._idx_tmp):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
 
-    def _publish(self) -> None:
-        prefix, lengths = self.prefix, np.array(self._lengths, "<i4")
-        folder = os.path.dirname(prefix) or "."
-        offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
-        with naming(prefix + ".idx"), open(self._idx_tmp, "wb") as file:
-            file.write(
-                HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices))
-            )
-            for array in (lengths, offsets.astype("<i8"), np.array(self._document_indices, "<i8")):
-                file.write(array.tobytes())
-        with naming(prefix + ".bin"):
-            self._file.close()
-            sync(self._idx_tmp)
-            sync(self._bin_tmp)
+@contextmanager
+def indexed_writer(prefix: str, dtype: np.dtype) -> Iterator[IndexedDatasetWriter]:
+    """Yields what writes a pair of files.
+
+    If the block ends without an exception, both files appear under their names, complete and on the
+    disk. Otherwise nothing remains of them. An older pair of that name stays whole until that time.
+    The next writer of the same prefix removes the partial files of a process that was killed.
+    Raises InputError, with the file's name, if the disk is full or cannot be written.
+    """
+    folder = os.path.dirname(prefix) or "."
+    os.makedirs(folder, exist_ok=True)
+    # A writer that was killed has left partial files with a free lock. A file whose lock is held is
+    # in use and stays.
+    for path in glob.glob(glob.escape(prefix) + ".bin.tmp-*"):
+        with suppress(OSError), open(path, "rb") as left:
+            fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+            os.unlink(f"{prefix}.idx.tmp-{path.rpartition('-')[2]}")
+    idx_path, bin_path = f"{prefix}.idx", f"{prefix}.bin"
+    temporary = idx_tmp, bin_tmp = [f"{path}.tmp-{os.getpid()}" for path in (idx_path, bin_path)]
+    file = open(bin_tmp, "wb")  # noqa: SIM115 closed below
+    try:
+        # The lock shows other writers that this file is in use. A file system may have no locks.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        writer = IndexedDatasetWriter(prefix, dtype, file)
+        yield writer
+        lengths = np.array(writer.lengths, "<i4")
+        documents = np.array(writer.document_indices, "<i8")
+        offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * dtype.itemsize
+        code = next(code for code, known in TOKEN_DTYPES.items() if known == dtype)
+        header = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents))
+        with naming(idx_path), open(idx_tmp, "wb") as index:
+            index.writelines((header, lengths.data, offsets.data, documents.data))
+        with naming(bin_path):
+            file.close()
+            for path in temporary:
+                sync(path)
             # The old index is removed first, and its removal reaches the disk first. So an old .idx
             # never lies beside the new .bin, whose size it may fit by chance, even if the process
             # or the machine dies in between. IndexedDataset relies on this order.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(prefix + ".idx")
+            with suppress(FileNotFoundError):
+                os.unlink(idx_path)
             sync(folder)
-            os.replace(self._bin_tmp, prefix + ".bin")
-            os.replace(self._idx_tmp, prefix + ".idx")
+            os.replace(bin_tmp, bin_path)
+            os.replace(idx_tmp, idx_path)
             sync(folder)
+    finally:
+        # Closing the file writes its buffer, for which a full disk has no room.
+        with suppress(OSError):
+            file.close()
+        for path in temporary:
+            with suppress(FileNotFoundError):
+                os.unlink(path)

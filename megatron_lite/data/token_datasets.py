@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
@@ -61,11 +62,10 @@ def token_datasets(
     paths = read_data_paths(data)
     # Each prefix is opened once, also if several splits name it.
     names = dict.fromkeys(name for path in paths if path for name in path.prefixes)
-    indexed = [IndexedDataset(name) for name in names]
-    found = shared(lambda: [[*one.sizes, one.fingerprint] for one in indexed])
-    for one, (*sizes, fingerprint) in zip(indexed, found, strict=True):
-        one.take_fingerprint(sizes, fingerprint)
-    opened = dict(zip(names, indexed, strict=True))
+    opened = {name: IndexedDataset(name) for name in names}
+    found = shared(lambda: [[one.sizes, one.fingerprint] for one in opened.values()])
+    for one, theirs in zip(opened.values(), found, strict=True):
+        one.take_fingerprint(*theirs)
     built = [
         path and _build_split(path, opened, data, place, count, vocab_size=vocab_size, seed=seed)
         for place, (path, count) in enumerate(zip(paths, num_samples, strict=True))
@@ -216,14 +216,14 @@ class FimDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> ndarray:
         """Returns the token ids of a sample, [seq_length + 1] int64."""
         sample = self.dataset[index]
         random = np.random.RandomState([*self.seed, index])
         found = [*_joined(sample, self.eod, self._document, random), *[self.pad] * len(sample)]
         return np.array(found[: len(sample)])
 
-    def _document(self, ids: np.ndarray, random: Any) -> np.ndarray:
+    def _document(self, ids: ndarray, random: Any) -> ndarray:
         data = self.data
         if self.split not in ids:
             return self._rearranged(ids, random, data.fim_rate)
@@ -231,7 +231,7 @@ class FimDataset:
             return ids
         return _joined(ids, self.split, self._rearranged, random, data.fim_fragment_rate)
 
-    def _rearranged(self, ids: np.ndarray, random: Any, rate: float) -> np.ndarray:
+    def _rearranged(self, ids: ndarray, random: Any, rate: float) -> ndarray:
         if not random.binomial(1, rate):
             return ids
         text = self.backend.decode(ids)  # without special tokens
@@ -249,9 +249,7 @@ class FimDataset:
         return np.array([*before, *middle])
 
 
-def _joined(
-    ids: np.ndarray, token: int, rearrange: Callable[..., np.ndarray], *others: Any
-) -> np.ndarray:
+def _joined(ids: ndarray, token: int, rearrange: Callable[..., ndarray], *others: Any) -> ndarray:
     """Returns the parts between the tokens, each of them rearranged, and the tokens."""
     *parts, last = np.split(ids, np.flatnonzero(ids == token) + 1)
     found = [np.append(rearrange(part[:-1], *others), token) for part in parts if len(part) > 1]

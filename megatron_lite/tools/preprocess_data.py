@@ -29,7 +29,7 @@ from megatron_lite.config.input_file import open_input
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run_flags import add_settings, taken
 from megatron_lite.config.setting import Settings, count, required, setting, switch
-from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lite.data.indexed import indexed_writer, token_dtype
 from megatron_lite.data.tokenizers import build_tokenizer, check_encodes
 from megatron_lite.parallel.signals import STOPPING
 from megatron_lite.tools.command import tool
@@ -156,7 +156,7 @@ def preprocess(flags: argparse.Namespace) -> None:
     documents, num_bytes, began = 0, 0, time.monotonic()
     with contextlib.ExitStack() as stack:
         writers = [
-            stack.enter_context(IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size)))
+            stack.enter_context(indexed_writer(prefix, token_dtype(tokenizer.vocab_size)))
             for prefix in prefixes
         ]
         blocks = _line_blocks(source, args.max_line_bytes)

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.data import indexed as indexed_module
-from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron_lite.data.indexed import IndexedDataset, indexed_writer, token_dtype
 from tests.support.corpora import written
 
 DOCUMENTS = [[5, 1, 4], [2], [9, 8, 7, 6, 3]]
@@ -60,12 +60,12 @@ def test_token_type_changes_at_65500_ids():
 
 def test_a_part_of_a_sequence_and_not_past_its_end(tmp_path):
     indexed = IndexedDataset(written(tmp_path / "data", DOCUMENTS))
-    assert indexed.get(2, 1, 3).tolist() == [8, 7, 6]
+    assert indexed.get(2, 1, 4).tolist() == [8, 7, 6]
     assert indexed.get(0, 2).tolist() == [4]
     assert indexed.get(1, 1).tolist() == []
-    for offset, length in ((0, 4), (2, 2), (-1, 1), (4, None)):
+    for start, stop in ((0, 4), (2, 4), (-1, 1), (4, None)):
         with pytest.raises(IndexError, match="sequence 0, which holds 3"):
-            indexed.get(0, offset, length)
+            indexed.get(0, start, stop)
 
 
 def test_a_document_without_tokens_has_no_sequence(tmp_path):
@@ -141,7 +141,7 @@ def test_an_exception_leaves_what_was_there_before(tmp_path, existing):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with (
         pytest.raises(RuntimeError, match="stop"),
-        IndexedDatasetWriter(str(tmp_path / "data"), token_dtype(100)) as writer,
+        indexed_writer(str(tmp_path / "data"), token_dtype(100)) as writer,
     ):
         writer.add_document([1, 2])
         raise RuntimeError("stop")
@@ -155,7 +155,7 @@ def test_an_id_that_does_not_fit_is_refused_not_wrapped(tmp_path, token, kind):
         pytest.raises(
             InputError, match=f"data.bin: token id {token} of document 1 does not fit uint16"
         ),
-        IndexedDatasetWriter(str(tmp_path / "data"), token_dtype(100)) as writer,
+        indexed_writer(str(tmp_path / "data"), token_dtype(100)) as writer,
     ):
         writer.add_document([1])
         writer.add_document(kind([3, token]))
