@@ -82,7 +82,7 @@ class TensorInFile(NamedTuple):
             return self.values[:]
 
 
-def hf_source(path: Path) -> WeightSource:
+def source(path: Path) -> WeightSource:
     """Opens a folder as `save_pretrained` writes it.
 
     Raises InputError for a family or a value that does not map, with the reason, and for files that
@@ -160,9 +160,7 @@ def _weight_files(folder: Path) -> list[Path]:
     raise InputError(f"{folder}: has neither {WEIGHTS} nor {INDEX}")
 
 
-def write_hf(
-    source: WeightSource, path: Path, advance: Advance, *, family: str | None = None
-) -> None:
+def write(source: WeightSource, path: Path, advance: Advance, *, family: str | None = None) -> None:
     """Writes the weights into a new folder, which appears complete, or not at all.
 
     family: the model_type to write; None: the first that expresses the model exactly.
@@ -184,19 +182,16 @@ def write_hf(
         texts["tokenizer_config.json"] = json_bytes({"tokenizer_class": "PreTrainedTokenizerFast"})
     texts[CONFIG] = json_bytes(config)
     if count > 1:
-        total = sum(one.num_bytes for one in source.tensors())
+        total = sum(source.sizes.values())
         weight_map = {
-            part: file
-            for file, own in files.items()
-            for one in own
-            for part in rows[one.name].theirs
+            part: file for file, own in files.items() for name in own for part in rows[name].theirs
         }
         texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     with complete_folder(path) as folder:
         for file, own in files.items():
             parts: dict[str, Tensor] = {}
-            for one in own:
-                split = rows[one.name].split(read_checked(source, one.name, advance))
+            for name in own:
+                split = rows[name].split(read_checked(source, name, advance))
                 parts |= {part: value.clone() for part, value in split.items()}
             write_tensors(folder / file, parts, {"format": "pt"})
         for file, content in texts.items():

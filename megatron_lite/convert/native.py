@@ -10,7 +10,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron_lite.checkpointing.metadata import (
     MANIFEST,
@@ -23,7 +22,6 @@ from megatron_lite.checkpointing.shards import kind_of, write_tensors
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
-    LATEST,
     METADATA,
     parameters_file,
     shard_file,
@@ -36,7 +34,7 @@ from megatron_lite.config.input_file import read_json
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
-from megatron_lite.convert.target import complete_folder, json_bytes, stored_tokenizer
+from megatron_lite.convert.target import json_bytes, new_step, stored_tokenizer
 from megatron_lite.convert.weights import (
     Advance,
     WeightSource,
@@ -49,7 +47,7 @@ from megatron_lite.convert.weights import (
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of, in_folder
 
 
-def native_source(path: Path) -> WeightSource:
+def source(path: Path) -> WeightSource:
     """Opens the newest good step under a directory of `--save`.
 
     The step's checksums are verified. Raises InputError if there is no good step.
@@ -64,16 +62,11 @@ def native_source(path: Path) -> WeightSource:
         keys = set.intersection(*(saved.states(name) for name in specs if not is_buffer(name)))
     ids = step / TOKEN_IDS
 
-    def read(name: str) -> Tensor:
-        parameter, _, key = name.partition("/")
-        whole = saved.read(name, specs[parameter])
-        return whole.float() if key else whole
-
     return WeightSource(
         model=config.model,
         true_vocab_size=vocab_size,
         dtypes={name: saved.dtype_of(name) for name in specs},
-        read=read,
+        read=lambda name: saved.read(name, specs[name.partition("/")[0]]),
         tokenizer=in_folder(step),
         token_ids=token_ids_of(read_json(ids)) if ids.exists() else {},
         progress=metadata.progress,
@@ -83,7 +76,7 @@ def native_source(path: Path) -> WeightSource:
     )
 
 
-def write_native(
+def write(
     source: WeightSource, path: Path, advance: Advance, *, tp_size: int = 1, pp_size: int = 1
 ) -> None:
     """Writes all that the source has into a new directory, which appears complete, or not at all.
@@ -94,7 +87,7 @@ def write_native(
     Raises InputError if the model does not divide over the parallel sizes.
     """
     progress = source.progress
-    step_name = step_directory(path, progress.iteration).name
+    final = step_directory(path.absolute(), progress.iteration)
     with input_faults("--to megatron-lite: "):
         config = RunConfig(  # of a run that could have saved the weights
             model=source.model,
@@ -104,9 +97,7 @@ def write_native(
                 fp16=source.dtype == torch.float16,
             ),
             data=DataConfig(seq_length=source.model.max_position_embeddings),
-            tokenizer=config_of(
-                source.tokenizer, path.absolute() / step_name, source.true_vocab_size
-            ),
+            tokenizer=config_of(source.tokenizer, final, source.true_vocab_size),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
             ),
@@ -126,19 +117,16 @@ def write_native(
     texts[CONFIG] = config.to_json().encode()
     texts[METADATA] = metadata.to_json().encode()
     for number, shard in enumerate(shards):
-        own = {one.name: source.specs[one.name] for one in shard if "/" not in one.name}
+        own = {name: source.specs[name] for name in shard if kind_of(name) == "model"}
         texts[parameters_file(number)] = layouts_to_json(own).encode()
     if source.token_ids:
         texts[TOKEN_IDS] = json_bytes(dict(source.token_ids))
-    with complete_folder(path) as folder:
-        step = folder / step_name
-        step.mkdir()
+    with new_step(path, progress.iteration) as step:
         for name, content in texts.items():
             (step / name).write_bytes(content)
         for (number, shard), kind in product(enumerate(shards), kinds):
-            names = [one.name for one in shard if kind_of(one.name) == kind]
+            names = [name for name in shard if kind_of(name) == kind]
             tensors = {name: read_checked(source, name, advance) for name in names}
             write_tensors(step / shard_file(kind, number, 0, 1), tensors)
         manifest = Manifest(progress.iteration, {one.name: row_of(one) for one in step.iterdir()})
         (step / MANIFEST).write_text(manifest.to_json())
-        (folder / LATEST).write_text(str(progress.iteration))

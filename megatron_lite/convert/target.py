@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpointing.lock import try_lock
+from megatron_lite.checkpointing.step_files import LATEST, step_directory
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import MissingPackage
 from megatron_lite.convert.weights import WeightSource
@@ -66,6 +67,19 @@ def complete_folder(target: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+@contextmanager
+def new_step(path: Path, iteration: int | None) -> Iterator[Path]:
+    """Yields the folder of an iteration in a checkpoint directory, or of the "release" for None.
+
+    It and its pointer appear at `path` after the block, complete or not at all.
+    """
+    with complete_folder(path) as folder:
+        step = folder / "release" if iteration is None else step_directory(folder, iteration)
+        step.mkdir()
+        yield step
+        (folder / LATEST).write_text(step.name if iteration is None else str(iteration))
 
 
 def _remove_left(target: Path) -> None:

@@ -1,20 +1,19 @@
 """Copies weights between formats: one shard at a time, under the names of this project.
 
-A function `FORMAT_source` opens a WeightSource, and `write_FORMAT` writes what it reads. The
-tensors in between have the names, the layout and the unsharded shapes of this project, so that each
-format needs one mapping, not one for every other format.
+The module of a format has `source`, which opens a WeightSource, and `write`, which writes what one
+reads (tools/convert.py). The tensors in between have the names, the layout and the unsharded shapes
+of this project, so that each format needs one mapping, not one for every other format.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,9 +42,9 @@ class WeightSource:
 
     model: the shape of the model.
     true_vocab_size: V, without padding.
-    dtypes: the dtype of each parameter. Optimizer states are in float32.
-    read: `read(name)` returns one parameter, or one of its states in float32, whole and without
-        padding, on the CPU. The name is as in a model's `named_parameters()`, such as
+    dtypes: the dtype of each parameter.
+    read: `read(name)` returns one parameter, or one of its states, whole and without padding, on
+        the CPU. The name is as in a model's `named_parameters()`, such as
         "decoder.layers.3.self_attention.linear_qkv.weight", with the layer's number in the whole
         model; that of a state ends with its key, as "output_layer.weight/exp_avg".
     tokenizer: the files of the tokenizer; () if the format has none.
@@ -89,40 +88,31 @@ class WeightSource:
         """The dtype of most weights: that of the embedding, since norms may have another one."""
         return self.dtypes[WORDS]
 
-    def tensors(self) -> Iterator[StoredTensor]:
-        """Yields all weights, and the optimizer states of those that are no buffers."""
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The bytes of all weights, and of the optimizer states of those that are no buffers."""
+        found = {}
         for name, spec in self.specs.items():
-            yield StoredTensor(name, self.dtypes[name], spec.global_shape)
+            numel = math.prod(spec.global_shape)
+            found[name] = numel * self.dtypes[name].itemsize
             for key in () if is_buffer(name) else self.state_keys:
-                yield StoredTensor(f"{name}/{key}", torch.float32, spec.global_shape)
-
-
-class StoredTensor(NamedTuple):
-    """A parameter, or one of its states."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
+                found[f"{name}/{key}"] = numel * torch.float32.itemsize
+        return found
 
 
 SHARD_BYTES = 2 * 10**9
 
 
-def shards_of(source: WeightSource) -> list[list[StoredTensor]]:
-    """Returns all tensors in shards of at most SHARD_BYTES, each parameter with its states.
+def shards_of(source: WeightSource) -> list[list[str]]:
+    """Returns the names of all tensors in shards of at most SHARD_BYTES, each parameter with its
+    states.
 
     A single parameter may exceed the bytes.
     """
-    shards: list[list[StoredTensor]] = []
-    left = 0
-    for _, group in groupby(source.tensors(), lambda one: one.name.partition("/")[0]):
+    shards, left = list[list[str]](), 0
+    for _, group in groupby(source.sizes, lambda name: name.partition("/")[0]):
         own = list(group)
-        size = sum(one.num_bytes for one in own)
+        size = sum(source.sizes[name] for name in own)
         if size > left:
             shards.append([])
             left = SHARD_BYTES
@@ -132,8 +122,13 @@ def shards_of(source: WeightSource) -> list[list[StoredTensor]]:
 
 
 def read_checked(source: WeightSource, name: str, advance: Advance) -> Tensor:
-    """Returns a parameter or one of its states. Raises InputError if it holds NaN or infinity."""
+    """Returns a parameter, or one of its states in float32.
+
+    Raises InputError if it holds NaN or infinity.
+    """
     tensor = source.read(name)
+    if "/" in name:
+        tensor = tensor.float()
     # The ends are NaN if any value is, and need no memory of the tensor's size.
     if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
         raise InputError(

@@ -11,18 +11,14 @@ import argparse
 import inspect
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import ModuleType
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.parallel.signals import postponed
 from megatron_lite.tools.command import tool
-
-if TYPE_CHECKING:
-    from megatron_lite.convert.weights import WeightSource
 
 SECONDS_A_LINE = 5.0  # of progress
 FORMAT_HELP = {
@@ -33,32 +29,18 @@ FORMAT_HELP = {
 }
 
 
-class Format(NamedTuple):
-    """A format of weights.
+def formats() -> dict[str, ModuleType]:
+    """Returns the modules of the formats by their names in FORMAT_HELP. Loads torch.
 
-    source: opens weights of this format. It raises InputError if they are of another format.
-    write: writes weights in this format to a path that does not exist yet.
-        It can be told over how many ranks the files split the model (`tp_size`, `pp_size`), or the
-        `family` of Hugging Face, if it has such a parameter.
+    Each has two functions. `source` opens weights of its format. It raises InputError if they are
+    of another one. `write` writes weights to a path that does not exist yet. It can be told over
+    how many ranks the files split the model (`tp_size`, `pp_size`), or the `family` of Hugging
+    Face, if it has such a parameter.
     """
+    from megatron_lite.convert import hf, native
+    from megatron_lite.convert.megatron import dist, legacy
 
-    source: Callable[[Path], WeightSource]
-    write: Callable[..., None]
-
-
-def formats() -> dict[str, Format]:
-    """Returns the formats by their names in FORMAT_HELP. Loads torch."""
-    from megatron_lite.convert.hf import hf_source, write_hf
-    from megatron_lite.convert.megatron.dist import dist_source, write_dist
-    from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
-    from megatron_lite.convert.native import native_source, write_native
-
-    return {
-        "hf": Format(hf_source, write_hf),
-        "megatron-lite": Format(native_source, write_native),
-        "megatron": Format(legacy_source, write_legacy),
-        "megatron-dist": Format(dist_source, write_dist),
-    }
+    return {"hf": hf, "megatron-lite": native, "megatron": legacy, "megatron-dist": dist}
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -91,7 +73,7 @@ def convert(args: argparse.Namespace) -> None:
         check()
         for note in source.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
-        total, done, told = sum(one.num_bytes for one in source.tensors()), 0, time.monotonic()
+        total, done, told = sum(source.sizes.values()), 0, time.monotonic()
 
         def advance(num_bytes: int) -> None:
             nonlocal done, told

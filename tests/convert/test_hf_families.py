@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_lite.config.hf_config import FAMILIES, to_hf
-from megatron_lite.convert.hf import hf_source, write_hf
+from megatron_lite.convert import hf
 from tests.support.conversions import (
     WORDS,
     converted,
@@ -72,9 +72,9 @@ def test_weights_keep_their_dtype_and_their_tokenizer(name, tmp_path):
 @pytest.mark.parametrize("name", ["qwen3", "cohere2"])
 def test_shards_have_at_most_the_size_and_an_index(name, tmp_path, monkeypatch):
     model = saved_peer(name, tmp_path / "theirs")
-    source = hf_source(tmp_path / "theirs")
+    source = hf.source(tmp_path / "theirs")
     monkeypatch.setattr("megatron_lite.convert.weights.SHARD_BYTES", 10_000)
-    write_hf(source, tmp_path / "again", lambda _: None)
+    hf.write(source, tmp_path / "again", lambda _: None)
     files = sorted((tmp_path / "again").glob("*.safetensors"))
     assert (
         len(files) > 3

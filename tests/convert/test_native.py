@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_lite import __main__ as command
 from megatron_lite.checkpointing.metadata import Metadata
 from megatron_lite.checkpointing.start import find_step, step_fault
-from megatron_lite.convert.native import native_source, write_native
+from megatron_lite.convert import native
 from megatron_lite.tools import generate
 from tests.support.checkpoints import flip_bit, sign
 from tests.support.conversions import converted, save_tokenizer, saved_peer, weights_in
@@ -180,13 +180,13 @@ def test_a_converted_model_trains_on_and_generates(tmp_path, monkeypatch):
 
 def test_shards_of_some_bytes_are_read_as_one_checkpoint(trained, tmp_path, monkeypatch):
     """Each is written as a pipeline rank, with the optimizer states of its parameters."""
-    source = native_source(trained)
+    source = native.source(trained)
     monkeypatch.setattr("megatron_lite.convert.weights.SHARD_BYTES", 20_000)
-    write_native(source, tmp_path / "split", lambda _: None)
-    again = native_source(tmp_path / "split")
+    native.write(source, tmp_path / "split", lambda _: None)
+    again = native.source(tmp_path / "split")
     assert len(list(tmp_path.glob("split/*/optimizer_pp*"))) > 3
     assert again.state_keys == source.state_keys and again.progress == source.progress
-    for one in source.tensors():
-        assert torch.equal(again.read(one.name), source.read(one.name))
+    for name in source.sizes:
+        assert torch.equal(again.read(name), source.read(name))
     run = tiny_run(load=tmp_path / "split", save=tmp_path / "on", train_iters=4)
     assert run_to_end(run).progress.iteration == 4

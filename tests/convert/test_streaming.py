@@ -7,9 +7,8 @@ import torch
 
 from benchmarks.data import anonymous_bytes
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.hf import hf_source, write_hf
-from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
-from megatron_lite.convert.native import native_source, write_native
+from megatron_lite.convert import hf, native
+from megatron_lite.convert.megatron import legacy
 from megatron_lite.convert.weights import WeightSource, parameter_specs
 
 MIB = 2**20
@@ -56,14 +55,14 @@ def test_the_peak_is_a_few_files_and_not_the_model(tmp_path, monkeypatch):
     theirs, ours, megatron = (tmp_path / name for name in ("theirs", "ours", "megatron"))
     # The first conversion of a process loads parts of torch, which stay.
     one_layer = ones(replace(MODEL, num_layers=1))
-    write_hf(one_layer, tmp_path / "first", lambda _: None)
-    write_legacy(one_layer, tmp_path / "second", lambda _: None)
+    hf.write(one_layer, tmp_path / "first", lambda _: None)
+    legacy.write(one_layer, tmp_path / "second", lambda _: None)
     monkeypatch.setattr("megatron_lite.convert.weights.SHARD_BYTES", 2 * MIB)
     split = dict(tp_size=2, pp_size=2)
     peaks = [
-        peak_bytes(ones, write_hf, theirs),
-        peak_bytes(lambda: hf_source(theirs), partial(write_native, **split), ours),
+        peak_bytes(ones, hf.write, theirs),
+        peak_bytes(lambda: hf.source(theirs), partial(native.write, **split), ours),
     ]
-    of_a_rank = peak_bytes(lambda: native_source(ours), partial(write_legacy, **split), megatron)
-    peaks.append(peak_bytes(lambda: legacy_source(megatron), write_hf, tmp_path / "again"))
+    of_a_rank = peak_bytes(lambda: native.source(ours), partial(legacy.write, **split), megatron)
+    peaks.append(peak_bytes(lambda: legacy.source(megatron), hf.write, tmp_path / "again"))
     assert max(peaks) < 15 * MIB and of_a_rank < 25 * MIB, (peaks, of_a_rank)

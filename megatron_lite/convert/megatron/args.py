@@ -1,8 +1,7 @@
 """The `args` of a Megatron checkpoint: the model, the vocabulary and the progress, both ways."""
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.step_files import LATEST, Progress
+from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.checks import InputError, flag, input_faults, quoted
 from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.megatron_flags import REFUSED
@@ -19,7 +18,7 @@ from megatron_lite.config.plain import Values, from_plain, parse_json
 from megatron_lite.config.setting import settings_of
 from megatron_lite.config.variants import LATENT, LatentSettings, RotarySettings, Variants
 from megatron_lite.convert.megatron.torch_file import Inert
-from megatron_lite.convert.target import complete_folder
+from megatron_lite.convert.target import new_step
 from megatron_lite.convert.weights import OUTPUT, WORDS, WeightSource
 
 SCALARS = (bool, int, float, str, type(None))
@@ -175,18 +174,9 @@ def with_padding(name: str, whole: Tensor, num_rows: int) -> Tensor:
     return torch.nn.functional.pad(whole, (0, 0, 0, num_rows - len(whole)))
 
 
-@contextmanager
-def new_iteration(source: WeightSource, path: Path) -> Iterator[Path]:
-    """Yields the folder of the iteration to write, or of the "release" for weights alone.
-
-    It and its pointer appear at `path` after the block, complete or not at all.
-    """
-    iteration = source.progress.iteration
-    with complete_folder(path) as folder:
-        step = folder / (f"iter_{iteration:07d}" if source.state_keys else "release")
-        step.mkdir()
-        yield step
-        (folder / LATEST).write_text(str(iteration) if source.state_keys else step.name)
+def new_iteration(source: WeightSource, path: Path) -> AbstractContextManager[Path]:
+    """Yields the folder of the iteration to write, or of the "release" for weights alone."""
+    return new_step(path, source.progress.iteration if source.state_keys else None)
 
 
 def common_values(source: WeightSource, *, tp_size: int, pp_size: int) -> Values:

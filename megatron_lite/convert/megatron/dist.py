@@ -74,7 +74,7 @@ LINEAR = re.compile(r"\.linear_\w+\.weight$")
 OTHERS = re.compile(r"optimizer\.|^(rng_state|rerun_state|opt_param_scheduler)")
 
 
-def dist_source(path: Path) -> WeightSource:
+def source(path: Path) -> WeightSource:
     """Opens a directory of `--save` with `--ckpt-format torch_dist`, or one iteration of it.
 
     Raises InputError if it is missing, damaged, or of another kind.
@@ -210,7 +210,7 @@ def _sizes(value: Any) -> Shape:
 # --- writing ---
 
 
-def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
+def write(source: WeightSource, path: Path, advance: Advance) -> None:
     """Writes all that the source has into a new directory, as Megatron-LM's `--save` does with
     `--ckpt-format torch_dist`. The directory appears complete, or not at all."""
     megatron_args.check_exact(source, "megatron-dist")
@@ -226,9 +226,9 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
                 place = storage_info()(SHARDS, start, file.tell() - start)
                 places[dcp.MetadataIndex(name, offsets)] = place
 
-            for stored in source.tensors():
-                name, _, key = stored.name.partition("/")
-                values = read_checked(source, stored.name, advance)
+            for stored in source.sizes:
+                name, _, key = stored.partition("/")
+                values = read_checked(source, stored, advance)
                 values = megatron_args.with_padding(name, values, padded)
                 shape, offsets, (layer, _) = values.shape, (0,) * values.dim(), layer_of(name)
                 if layer is not None and has_stacks(model):  # a chunk of the tensor of all layers

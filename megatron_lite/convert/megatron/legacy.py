@@ -11,7 +11,7 @@ one rank are in memory at a time, so each tensor is read once for every TP rank.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
@@ -61,10 +61,10 @@ CHUNKS = ("model", *(f"model{number}" for number in range(1000)))
 COMPARED = 256  # numbers of each parameter
 OF_AN_EXPERT = 4  # parameters
 Ranks = tuple[int, ...]  # a TP rank, a pipeline rank and an expert rank
-Named = tuple[str, Tensor]
+Parts = dict[Ranks, list[tuple[str, Tensor]]]  # the tensors of each rank, in order, with names
 
 
-def legacy_source(path: Path) -> WeightSource:
+def source(path: Path) -> WeightSource:
     """Opens the newest iteration under a directory, or one iteration's directory.
 
     Raises InputError if there is none, if a rank's file is missing, or if a file is damaged.
@@ -104,14 +104,7 @@ def _opened(folder: Path) -> WeightSource:
     whole = partial(_whole, model=model, specs=specs, sizes=sizes)
     weights = whole(parts, version=common.get("checkpoint_version", 0))
 
-    def states() -> tuple[Parameters, int]:
-        need(
-            not any(file.with_name(DISTRIBUTED_OPTIMIZER).exists() for file in files.values()),
-            f"{DISTRIBUTED_OPTIMIZER} does not name their parameters; save with --ckpt-format "
-            "torch_dist --dist-ckpt-optim-fully-reshardable to convert them",
-        )
-        return _states(values, parts, whole)
-
+    states = partial(_states, files.values(), values, parts, whole)
     return megatron_source(where, common, args, model, weights, states)
 
 
@@ -132,10 +125,10 @@ def _rank_file(folder: Path, ranks: Ranks, sizes: Sequence[int]) -> Path:
     )
 
 
-def _parts(where: str, values: Mapping[Ranks, Any], pp_size: int) -> dict[Ranks, list[Named]]:
+def _parts(where: str, values: Mapping[Ranks, Any], pp_size: int) -> Parts:
     """Returns each rank's tensors, in the order of the model, by their names in the whole model."""
     chunks = {ranks: [one[key] for key in CHUNKS if key in one] for ranks, one in values.items()}
-    found: dict[Ranks, list[Named]] = {ranks: [] for ranks in values}
+    found: Parts = {ranks: [] for ranks in values}
     most = max(map(len, chunks.values()))
     for ranks, own in chunks.items():
         if len(own) != most or most == 0:
@@ -172,7 +165,7 @@ GROUPED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
 
 
 def _whole(
-    parts: Mapping[Ranks, Sequence[Named]],
+    parts: Parts,
     model: ModelConfig,
     specs: Mapping[str, ParameterSpec],
     sizes: Sequence[int],
@@ -221,9 +214,10 @@ def _whole(
 
 
 def _states(
+    files: Collection[Path],
     values: Mapping[Ranks, Any],
-    parts: Mapping[Ranks, Sequence[Named]],
-    whole: Callable[[Mapping[Ranks, Sequence[Named]]], Parameters],
+    parts: Parts,
+    whole: Callable[[Parts], Parameters],
 ) -> tuple[Parameters, int]:
     """Returns the states, and how many updates were made.
 
@@ -234,6 +228,11 @@ def _states(
     values: the contents of each rank's file. parts: the weights in it. whole: joins parts.
     Raises Unmapped, with the reason, if the states cannot be mapped exactly.
     """
+    need(
+        not any(file.with_name(DISTRIBUTED_OPTIMIZER).exists() for file in files),
+        f"{DISTRIBUTED_OPTIMIZER} does not name their parameters; save with --ckpt-format "
+        "torch_dist --dist-ckpt-optim-fully-reshardable to convert them",
+    )
     saved = {ranks: value.get("optimizer") for ranks, value in values.items()}
     need(any(saved.values()), "the checkpoint holds no optimizer states")
     found = {}
@@ -254,8 +253,8 @@ def _states(
 
 
 def _of_groups(
-    groups: list[Any], states: Mapping[Any, Any], masters: Any, named: Sequence[Named]
-) -> Iterator[Named]:
+    groups: list[Any], states: Mapping[Any, Any], masters: Any, named: list[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """Yields the states of one rank's parameters. The groups number the states."""
     for place, group in enumerate(groups):
         decays = group.get("wd_mult", group.get("weight_decay")) != 0.0
@@ -276,7 +275,7 @@ def _of_groups(
 # --- writing ---
 
 
-def write_legacy(
+def write(
     source: WeightSource, path: Path, advance: Advance, *, tp_size: int = 1, pp_size: int = 1
 ) -> None:
     """Writes all that the source has into a new directory, as Megatron-LM's `--save` does with
@@ -337,25 +336,21 @@ def _state_dict(
 
     held = _held(specs, stage)
     model = {theirs: of(name, expert) for theirs, name, expert in held}
-    if OUTPUT not in specs and stage.is_last and not stage.is_first:
-        held.append((OUTPUT, WORDS, None))
-        model[OUTPUT] = of(WORDS, None)
     if not source.state_keys:
         return {"model": model}
-    groups, masters = megatron_args.groups(source), []
-    states: dict[int, dict[str, Tensor]] = {}
+    groups, states, masters = megatron_args.groups(source), list[dict[str, Tensor]](), []
     for group in groups:  # with weight decay and without
         own = [
             (name, expert)
             for _, name, expert in held
             if is_in_group(name, len(specs[name].global_shape), decays=group["wd_mult"] > 0)
         ]
-        group["params"] = [*range(len(states), len(states) + len(own))]
-        for number, one in zip(group["params"], own, strict=True):
-            states[number] = {key: of(*one, key) for key in megatron_args.ADAM}
+        first = len(states)
+        states += [{key: of(*one, key) for key in megatron_args.ADAM} for one in own]
+        group["params"] = [*range(first, len(states))]
         if megatron_args.MASTER in source.state_keys:
             masters.append([of(*one, megatron_args.MASTER) for one in own])
-    optimizer = {"state": states, "param_groups": groups}
+    optimizer = {"state": dict(enumerate(states)), "param_groups": groups}
     if masters:
         optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
     return {"model": model, "optimizer": optimizer}
@@ -377,10 +372,9 @@ def _held(specs: Mapping[str, ParameterSpec], stage: Stage) -> list[tuple[str, s
             order = enumerate(megatron_args.TABLES["order"])
             place = next(number for number, one in order if rest.startswith(one))
             theirs = f"{LAYERS}{layer - stage.first_layer}.{rest}"
-            if EXPERTS not in name:
-                found.append(((1, layer, place), (theirs, name, None)))
-                continue
-            for expert in range(spec.global_shape[0]):
+            for expert in range(spec.global_shape[0]) if EXPERTS in name else (None,):
                 one = theirs.replace(EXPERTS, f"{EXPERTS}local_experts.{expert}.")
-                found.append(((1, layer, place, expert), (one, name, expert)))
+                found.append(((1, layer, place, expert or 0), (one, name, expert)))
+    if OUTPUT not in specs and stage.is_last and not stage.is_first:
+        found.append(((3,), (OUTPUT, WORDS, None)))
     return [one for _, one in sorted(found, key=lambda one: one[0])]

@@ -174,8 +174,7 @@ def megatron_source(
     def read(name: str) -> Tensor:
         parameter, _, key = name.partition("/")
         whole = (found if key else weights)[name].read()
-        whole = whole[:vocab_size] if parameter in (WORDS, OUTPUT) else whole
-        return whole.float() if key else whole
+        return whole[:vocab_size] if parameter in (WORDS, OUTPUT) else whole
 
     return WeightSource(
         model=model,

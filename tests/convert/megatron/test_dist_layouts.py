@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.convert.megatron.dist import dist_source
+from megatron_lite.convert.megatron.dist import source as dist_source
 from tests.convert.megatron.test_legacy_layouts import (
     EXPERTS,
     LLAMA,

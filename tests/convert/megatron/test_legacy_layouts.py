@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
+from megatron_lite.convert.megatron.legacy import source as legacy_source
+from megatron_lite.convert.megatron.legacy import write as write_legacy
 from megatron_lite.convert.weights import WeightSource, parameter_specs
 from tests.support.models import tiny_config
 from tests.support.pairs import in_one_test, pairs
