@@ -14,10 +14,9 @@ it leaves. A fork inside a fork of the same name continues the stream and never 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,35 +36,20 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-class Access(NamedTuple):
-    """How the state of the device's default generator is read and set, and the generator seeded.
-
-    Inside a CUDA graph another one is in force (training/graphs.py).
-    """
-
-    get: Callable[[], Tensor]
-    set: Callable[[Tensor], None]
-    seed: Callable[[int], object] = torch.default_generator.manual_seed
-
-    @classmethod
-    def to(cls, device: torch.device) -> Access:
-        """Returns the access to torch's generator. A CUDA generator's state is in host memory, so
-        reading it does not wait for the device."""
-        if device.type != "cuda":
-            return cls(torch.get_rng_state, torch.set_rng_state)
-
-        def seed(number: int) -> None:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(number)
-
-        get = partial(torch.cuda.get_rng_state, device)
-        return cls(get, partial(torch.cuda.set_rng_state, device=device), seed)
+def default_generator(device: torch.device) -> torch.Generator:
+    """Returns torch's generator for a device. A CUDA generator's state is in host memory, so
+    reading it does not wait for the device."""
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[device.index or 0]
 
 
 class RngStreams:
     """The streams of one rank. They own the device's default generator while this object lives.
 
-    access: how they read and set its state; None: as torch does.
+    generator: its state is read and set here. Inside a CUDA graph another object with these methods
+        is in force (training/graphs.py). None: torch's.
     tp_rank: this rank's place in its TP group. Only TENSOR_PARALLEL depends on it.
     dp_rank: this rank's place among all ranks that hold different tokens.
     pp_rank: this rank's place among the ranks that hold different layers.
@@ -79,14 +63,14 @@ class RngStreams:
         tp_rank: int = 0,
         dp_rank: int = 0,
         pp_rank: int = 0,
-        access: Access | None = None,
+        generator: Any = None,
     ) -> None:
-        self.device, self.access = device, access or Access.to(device)
+        self.device, self.generator = device, generator or default_generator(device)
         self.seed, self.tp_rank, self.current = seed, tp_rank, DEFAULT
         self._states: dict[str, Tensor] = {}
         # DEFAULT comes last, so that the generator is left in the state of the current stream.
         for name, rank in ((TENSOR_PARALLEL, tp_rank), (DEFAULT, 0)):
-            self.access.seed(
+            self.generator.manual_seed(
                 derive_seed("stream", seed, name, dp_rank, rank, *([pp_rank] if pp_rank else []))
             )
             self._states[name] = self.state()
@@ -107,17 +91,18 @@ class RngStreams:
 
     def state(self) -> Tensor:
         """Returns a copy of the current stream's state."""
-        return self.access.get()
+        state: Tensor = self.generator.get_state()
+        return state
 
     @contextmanager
     def drawn_from(self, state: Tensor) -> Iterator[None]:
         """Repeats the draws that followed `state` inside the block. No stream advances."""
         before = self.state()
-        self.access.set(state)
+        self.generator.set_state(state)
         try:
             yield
         finally:
-            self.access.set(before)
+            self.generator.set_state(before)
 
     def snapshot(self) -> RngSnapshot:
         """Returns the states of all streams. Later draws do not change the snapshot."""
@@ -136,12 +121,12 @@ class RngStreams:
             )
         self._states = dict(snapshot.states)
         self.current = snapshot.current
-        self.access.set(self._states[self.current])
+        self.generator.set_state(self._states[self.current])
 
     def _switch(self, name: str) -> None:
         if name == self.current:
             return
         state = self._states[name]
         self._states[self.current] = self.state()
-        self.access.set(state)
+        self.generator.set_state(state)
         self.current = name

@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.compiled import copied, first_line
 from megatron_lite.parallel.generators import RngSnapshot
-from megatron_lite.parallel.rng import Access, RngStreams
+from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.torch_internals import tree_leaves, tree_map
 from megatron_lite.training.batches import Batches, MaskedMean, MicroBatch
 from megatron_lite.training.observe import Look
@@ -107,32 +108,34 @@ class Rehearsal:
     def __init__(self, rng: RngStreams) -> None:
         self.reads: list[Tensor] = []
         self.stretches: list[tuple[Place, Place]] = []
-        self._rng, self._access = rng, rng.access
+        self._rng, self._generator = rng, rng.generator
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Listens while the block runs the step."""
         self.starts = _offsets(self._rng.snapshot())
-        self._begins = _place(self._access.get())
-        self._rng.access = Access(self._get, self._set)
+        self._begins = _place(self._generator.get_state())
+        self._rng.generator = self
         try:
             yield
         finally:
-            self._rng.access = self._access
+            self._rng.generator = self._generator
         self._end_stretch()
         self.ends = _offsets(self._rng.snapshot())
 
-    def _get(self) -> Tensor:
-        self.reads.append(self._access.get())
+    def get_state(self) -> Tensor:
+        """Returns the state, and notes it."""
+        self.reads.append(self._generator.get_state())
         return self.reads[-1]
 
-    def _set(self, state: Tensor) -> None:
+    def set_state(self, state: Tensor) -> None:
+        """Sets the state, and notes the stretch that ends."""
         self._end_stretch()
         self._begins = _place(state)
-        self._access.set(state)
+        self._generator.set_state(state)
 
     def _end_stretch(self) -> None:
-        self.stretches.append((self._begins, _place(self._access.get())))
+        self.stretches.append((self._begins, _place(self._generator.get_state())))
 
 
 class Graph:
@@ -152,20 +155,20 @@ class Graph:
             self._result = capture.record(partial(self._step, step, numbers))
 
     def _step(self, step: Step, numbers: list[int | None]) -> StepResult:
-        """Runs the step, whose access to the generator is that of the rehearsal."""
-        reads, turns, access = iter(self._rehearsal.reads), iter(numbers), self._rng.access
+        """Runs the step, which reads of the generator what the rehearsal did."""
+        reads, turns, generator = iter(self._rehearsal.reads), iter(numbers), self._rng.generator
 
         def set_state(_: object = None) -> None:
             number = next(turns)
             if number is not None:
                 self._capture.draw_from(self._states[number][0])
 
-        self._rng.access = Access(reads.__next__, set_state)
+        self._rng.generator = SimpleNamespace(get_state=reads.__next__, set_state=set_state)
         try:
             set_state()
             return self._inputs.run(step)
         finally:
-            self._rng.access = access
+            self._rng.generator = generator
 
     def replay(self, inputs: Inputs) -> StepResult:
         """Runs the step on new inputs, which must have the shapes of the captured ones."""

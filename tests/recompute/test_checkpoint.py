@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, Access, RngStreams
+from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute.checkpoint import checkpoint
 from tests.support.odd_layers import assert_equal
@@ -92,8 +92,7 @@ def test_a_replay_sees_the_autocast_of_its_forward(rng, around):
 def test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device(times):
     # of a generator that is not the CPU's, as on a GPU
     own = torch.Generator()
-    access = Access(own.get_state, own.set_state, own.manual_seed)
-    streams = RngStreams(torch.device("cuda"), seed=3, access=access)
+    streams = RngStreams(torch.device("cuda"), seed=3, generator=own)
 
     def function(hidden, weight):
         with streams.fork(TENSOR_PARALLEL):

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_lite.parallel.collectives import WAITING
 from megatron_lite.parallel.generators import RngSnapshot
-from megatron_lite.parallel.rng import Access
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.graphs import Recorder
@@ -55,11 +54,11 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.state, self.is_capturing, self.is_waiting = State(0, 0), False, False
 
-    def get(self):
+    def get_state(self):
         assert not self.is_capturing, "the generator's state cannot be read while capturing"
         return torch.tensor([self.state.seed, self.state.offset]).view(torch.uint8)
 
-    def set(self, state):
+    def set_state(self, state):
         assert not self.is_capturing, "the generator's state cannot be set while capturing"
         self.state.set_state(state)
 
@@ -244,7 +243,7 @@ def built(config, *, captures):
     with parallel_state(config.parallel, seed=config.training.seed) as parallel:
         rng, before = parallel.rng, parallel.rng.snapshot()
         seeds = {name: hash(bytes(one.tolist())) % 2**40 for name, one in before.states.items()}
-        rng.access = Access(device.get, device.set)
+        rng.generator = device
         states = {name: _packed(seed) for name, seed in seeds.items()}
         rng.restore(RngSnapshot(before.current, states))
         with device:

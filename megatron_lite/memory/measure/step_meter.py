@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.rng import Access, RngStreams
+from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.parallel.torch_internals import (
     FakeTensorMode,
@@ -232,10 +233,12 @@ def simulated_rank(
         ) as parallel:
             # An operator under `fake` takes no other states. They come from no generator of the
             # process and go to none.
-            access = Access(
-                lambda: fake.from_tensor(torch.get_rng_state()), lambda _: None, lambda _: None
+            generator = SimpleNamespace(
+                get_state=lambda: fake.from_tensor(torch.get_rng_state()),
+                set_state=lambda _: None,
+                manual_seed=lambda _: None,
             )
-            yield replace(parallel, rng=RngStreams(parallel.device, seed=0, access=access))
+            yield replace(parallel, rng=RngStreams(parallel.device, seed=0, generator=generator))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
