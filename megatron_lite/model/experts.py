@@ -18,19 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import MOE_ACTIVATION, SHARED_EXPERTS
 from megatron_lite.model.activations import activation_pair
+from megatron_lite.model.dispatch import Dispatcher, RowOrder
 from megatron_lite.model.layer import MLP
 from megatron_lite.model.router import Router, Routing
 from megatron_lite.parallel.compiled import Pair, Tensors, applied
-from megatron_lite.parallel.torch_internals import is_fake
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.grouped_linear import GroupedLinear
 from megatron_lite.tensor_parallel.layers import new_parameter
@@ -41,9 +39,6 @@ from megatron_lite.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron_lite.tensor_parallel.rank_context import RankContext
-
-if TYPE_CHECKING:
-    from megatron_lite.model.dispatch import Dispatcher, Journey
 
 
 class MixtureOfExperts(nn.Module):
@@ -65,15 +60,9 @@ class MixtureOfExperts(nn.Module):
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(config, context)
         self.experts = Experts(config, context)
-        place = context.experts or context
-        self._tp_group = place.tp_group
-        self._dispatcher: Dispatcher | None = None
-        if place.ep_group is not None:
-            from megatron_lite.model.dispatch import Dispatcher
-
-            self._dispatcher = Dispatcher(place, config)
-            if self._dispatcher.asks:
-                self.router.exchange = self._dispatcher.exchange
+        self._dispatcher = Dispatcher(context, config)
+        if self._dispatcher.asks:
+            self.router.exchange = self._dispatcher.exchange
 
     def forward(self, hidden_states: Tensor, regions: Regions, skip_tail: bool = False) -> Tensor:
         """Runs the layer. skip_tail: the output's values are never read; the last products of the
@@ -88,25 +77,15 @@ class MixtureOfExperts(nn.Module):
     def _routed(
         self, hidden_states: Tensor, routing: Routing, regions: Regions, skip_tail: bool
     ) -> Tensor:
-        group, dispatcher = self._tp_group, self._dispatcher
-        is_split = self.context.sequence_parallel
+        group, over = self._dispatcher.tp_group, self._dispatcher.gathered_over
         # tokens and weights: each rank's gradients of them are partial
         enter: Callable[..., Tensor] = copy_to_tensor_parallel_region
         leave: Callable[..., Tensor] = reduce_from_tensor_parallel_region
-        if is_split:
+        if self.context.sequence_parallel:
             enter = gather_from_sequence_parallel_region
             leave = reduce_scatter_to_sequence_parallel_region
         tokens, weights = (enter(one, group) for one in (hidden_states, routing.weights))
-        with torch.no_grad():
-            experts = routing.experts
-            if is_split:
-                experts = gather_from_sequence_parallel_region(experts, group)
-            num_routers = len(experts) // len(routing.experts)
-            if dispatcher is None:
-                order = RowOrder.of(experts, self.config, num_routers)
-            else:
-                order = dispatcher.order(experts, routing.received, num_routers)
-        over = None if dispatcher is None else dispatcher.gathered_over
+        order = self._dispatcher.order(routing.experts, routing.received)
         rows = gather_from_sequence_parallel_region(tokens.flatten(0, 1), over)
         weights = gather_from_sequence_parallel_region(weights, over)
         partial_sums = self.experts(rows, weights, order, regions, skip_tail)
@@ -196,92 +175,6 @@ class Experts(nn.Module):
         if order.journey is not None:
             output = order.journey.moved(output, is_back=True, skip_tail=skip_tail)
         return order.summed(output, weights.shape, skip_tail)
-
-
-class RowOrder(NamedTuple):
-    """The rows of tokens, in the order of the experts.
-
-    order: [n] int64, the place of each row in the flattened choice [T, k], or -1 for padding. Rows
-        of one expert keep the order of their tokens.
-    ends: [experts of this rank] int32, the number of rows of its experts up to and including each.
-    is_padded: whether there may be padding.
-    journey: takes the rows to the ranks of their experts; None: they are computed here.
-    """
-
-    order: Tensor
-    ends: Tensor
-    is_padded: bool = False
-    journey: Journey | None = None
-
-    @classmethod
-    def of(cls, experts: Tensor, config: ModelConfig, num_routers: int) -> RowOrder:
-        """Returns the order for the choice of experts [T, k], which so many routers made.
-
-        If tokens are dropped, the host waits for the number of rows.
-        """
-        chosen, order = experts.flatten().sort(stable=True)  # those that are dropped come last
-        bounds = torch.arange(1, (config.num_experts or 0) + 1, device=chosen.device)
-        ends = torch.searchsorted(chosen, bounds)
-        num_tokens = len(experts) // num_routers
-        capacity = config.capacity(num_tokens)
-        if capacity is None:
-            return cls(order, ends.int())
-        if not config.moe_pad_expert_input_to_capacity:
-            balanced = config.chosen_rows(num_tokens) * num_routers
-            (num_rows,) = numbers(ends[-1:], [balanced])
-            return cls(order[:num_rows], ends.int())
-        each = capacity * num_routers
-        places = F.pad(ends, (1, 0))[:-1, None] + bounds.new_ones(each).cumsum(0) - 1
-        found = order[places.clamp(max=len(order) - 1)].masked_fill(places >= ends[:, None], -1)
-        return cls(found.flatten(), (bounds * each).int(), True)
-
-    def sent(self, tokens: Tensor, weights: Tensor) -> Tensors:
-        """tokens [T, h], weights [T, k] -> rows [n, h], row weights [n]. Keeps the order."""
-        shape, is_padded = weights.shape, self.is_padded
-
-        def forward(tokens: Tensor, weights: Tensor, order: Tensor) -> Tensors:
-            row_weights = weights.flatten()[order]
-            if is_padded:
-                row_weights.masked_fill_(order < 0, 0.0)
-            return tokens[order // shape[1]], row_weights
-
-        def backward(grad_rows: Tensor, grad_weights: Tensor, order: Tensor) -> Tensors:
-            grad_tokens, grad_weights = (
-                placed(grad, order, shape.numel(), is_padded) for grad in (grad_rows, grad_weights)
-            )
-            return grad_tokens.unflatten(0, shape).sum(1), grad_weights.view(shape)
-
-        pair = Pair(forward, backward, slice(2, 3), outputs=2)
-        return applied(pair, tokens, weights, self.order)
-
-    def summed(self, rows: Tensor, shape: torch.Size, skip_tail: bool) -> Tensor:
-        """rows [n, h] -> [T, h], the sum of the rows of each token. shape: [T, k]. Keeps the order.
-
-        skip_tail: builds only the graph, for a replay whose output is never read.
-        """
-        is_padded = self.is_padded
-
-        def forward(rows: Tensor, order: Tensor) -> Tensor:
-            if skip_tail:
-                return rows.new_empty(()).expand(shape[0], rows.shape[1])
-            return placed(rows, order, shape.numel(), is_padded).unflatten(0, shape).sum(1)
-
-        pair = Pair(forward, lambda grad, order: grad[order // shape[1]], slice(1, 2))
-        return applied(pair, rows, self.order)
-
-
-def numbers(of: Tensor, balanced: list[int]) -> list[int]:
-    """Returns numbers of rows, for which the host waits. Fake ones are those of a balance."""
-    return balanced if is_fake(of) else of.tolist()
-
-
-def placed(rows: Tensor, order: Tensor, num_places: int, is_padded: bool = False) -> Tensor:
-    """Returns each row at its place in `order`: [n, ...] -> [num_places, ...], elsewhere zeros."""
-    if is_padded:  # padding goes to one more place
-        found = rows.new_zeros((num_places + 1, *rows.shape[1:]))
-        return found.index_copy_(0, order % (num_places + 1), rows)[:num_places]
-    make = rows.new_empty if order.shape[0] == num_places else rows.new_zeros
-    return make((num_places, *rows.shape[1:])).index_copy_(0, order, rows)
 
 
 def _weighted(pair: Pair) -> Pair:

@@ -19,7 +19,7 @@ the logits, the choice, and counts, and no other tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -128,17 +128,15 @@ class Router(nn.Module):
         columns = hidden_states.shape[1]
         experts, *counts = regions.choose(lambda: self._choice(logits.detach(), columns))
         received = None if self.exchange is None else counts.pop()
-        own = self.context
-        num_ranks = (own.tp_size if own.sequence_parallel else 1) * own.cp_size
-        losses = partial(_losses, config, num_ranks) if self.training else None
+        trains = self.training
 
         def backward(grad: Tensor, saved: Tensor, experts: Tensor, *counts: Tensor) -> Tensor:
             with torch.enable_grad():
                 logits = saved.detach().requires_grad_()
                 outputs, grads = [_weights(logits, experts, config)], [grad]
-                for one in () if losses is None else losses(counts):
-                    outputs.append(one.of(logits))
-                    grads.append((self.gradient_scale * one.coefficient).to(outputs[-1].dtype))
+                for one in self._losses(logits, counts) if trains else ():
+                    outputs.append(one.loss)
+                    grads.append((self.gradient_scale * one.coefficient).to(one.loss.dtype))
                 return torch.autograd.grad(outputs, logits, grads)[0]
 
         # The counts are among the saved tensors, so that hooks see them.
@@ -146,13 +144,13 @@ class Router(nn.Module):
             lambda logits, experts, *_: _weights(logits, experts, config), backward, slice(None)
         )
         weights = applied(pair, logits, experts, *counts)
-        if losses is not None and not is_recomputing():
+        if trains and not is_recomputing():
             with torch.no_grad():
                 num_experts = logits.shape[1]
                 chosen = _counts(experts, 1, 2 * num_experts)
                 self.tokens_per_expert.add_(chosen[0, :num_experts])
-                for one in losses(counts):
-                    self.loss_sums[one.place].add_(one.of(logits) * one.share)
+                for one in self._losses(logits, counts):
+                    self.loss_sums[one.place].add_(one.loss * one.share)
         return Routing(experts, weights, received)
 
     def start_step(self, gradient_scale: Tensor | float) -> None:
@@ -174,6 +172,29 @@ class Router(nn.Module):
         counts = all_reduce_(counts, self.tokens_group)
         error = counts.mean() - counts
         self.expert_bias.add_(error.sign(), alpha=self.config.moe_router_bias_update_rate)
+
+    def _losses(self, logits: Tensor, counts: Sequence[Tensor]) -> Iterator[_Term]:
+        """Yields this rank's parts of the losses of one call that have an effect.
+
+        counts: those of each load-balancing loss: [1, E], or [b, E] for the loss of each sequence.
+        """
+        config, own = self.config, self.context
+        num_ranks = (own.tp_size if own.sequence_parallel else 1) * own.cp_size
+        all_coefficients = sum(coefficient for _, coefficient in config.balance_losses)
+        for (kind, coefficient), chosen in zip(config.balance_losses, counts, strict=True):
+            # E sum_e f_e P_e (2101.03961, eq. 4): the share of tokens sent to an expert, times its
+            # mean score. For sequences it is the mean over them.
+            columns, num_experts = chosen.shape
+            total: Any = len(logits) // columns * num_ranks
+            if kind == OF_STEP:
+                total = chosen.sum() / config.moe_router_topk
+            scores = _balance_scores(logits, config).view(-1, columns, num_experts).sum(0)
+            factor = num_experts / (config.moe_router_topk * columns * total * total)
+            loss = (scores * chosen).sum() * factor
+            yield _Term(0, loss, coefficient, coefficient / all_coefficients)
+        if config.moe_z_loss_coeff:  # the mean square of logsumexp (2202.08906, eq. 5)
+            loss = logits.logsumexp(-1).square().mean() / num_ranks
+            yield _Term(1, loss, config.moe_z_loss_coeff)
 
     @torch.no_grad()
     def _choice(self, logits: Tensor, columns: int) -> Tensors:
@@ -217,40 +238,9 @@ class _Term(NamedTuple):
     losses there."""
 
     place: int
-    of: Callable[[Tensor], Tensor]
+    loss: Tensor
     coefficient: float
     share: float = 1.0
-
-
-def _losses(config: ModelConfig, num_ranks: int, counts: Sequence[Tensor]) -> list[_Term]:
-    """Returns the losses of one call of a router that have an effect.
-
-    num_ranks: the number of ranks that split the tokens. Each computes its part of a loss.
-    counts: those of each load-balancing loss: [1, E], or [b, E] for the loss of each sequence.
-    """
-
-    def balance(kind: str, counts: Tensor, logits: Tensor) -> Tensor:
-        # E sum_e f_e P_e (2101.03961, eq. 4): the share of tokens sent to an expert, times its mean
-        # score. For sequences it is the mean over them.
-        num_tokens, num_experts = logits.shape
-        columns = counts.shape[0]
-        total: Any = num_tokens // columns * num_ranks
-        if kind == OF_STEP:
-            total = counts.sum() / config.moe_router_topk
-        scores = _balance_scores(logits, config).view(-1, columns, num_experts).sum(0)
-        factor = num_experts / (config.moe_router_topk * columns * total * total)
-        return (scores * counts).sum() * factor
-
-    def small(logits: Tensor) -> Tensor:  # the mean square of logsumexp (2202.08906, eq. 5)
-        return logits.logsumexp(-1).square().mean() / num_ranks
-
-    losses, z_coefficient = config.balance_losses, config.moe_z_loss_coeff
-    all_coefficients = sum(coefficient for _, coefficient in losses)
-    found = [
-        _Term(0, partial(balance, kind, own), coefficient, coefficient / all_coefficients)
-        for (kind, coefficient), own in zip(losses, counts, strict=True)
-    ]
-    return [*found, _Term(1, small, z_coefficient)] if z_coefficient else found
 
 
 def _logits(

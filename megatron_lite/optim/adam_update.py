@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
-from operator import itemgetter
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,12 +38,13 @@ def _groups(pieces: Sequence[Piece], has_ends: bool) -> list[tuple[Kind, list[Pi
 
     has_ends: whether the ends of the model have a learning rate of their own (--decoupled-lr).
     """
-    groups: dict[Kind, list[Piece]] = {}
-    for one in pieces:
-        kind = one.on_host, one.apart, not one.decays, has_ends and one.at_an_end
-        groups.setdefault(kind, []).append(one)
+
+    def kind_of(one: Piece) -> Kind:
+        return one.on_host, one.apart, not one.decays, has_ends and one.at_an_end
+
     # The host comes last, so that the device works while the host does.
-    return sorted(groups.items(), key=itemgetter(0))
+    groups = groupby(sorted(pieces, key=kind_of), kind_of)
+    return [(kind, [*group]) for kind, group in groups]
 
 
 class AdamW:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from arguments import parse_args
-from megatron_lite.model import experts
+from megatron_lite.model import dispatch
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 from tests.support.stand_in_device import run_watched
@@ -95,7 +95,7 @@ def test_a_step_reads_nothing_and_stays_on_its_device(number):
 @pytest.mark.long
 def test_padded_experts_ask_for_no_number_of_rows(monkeypatch):
     """So a CUDA graph may have them."""
-    monkeypatch.setattr(experts, "numbers", None)  # fake numbers would hide a wait
+    monkeypatch.setattr(dispatch, "numbers", None)  # fake numbers would hide a wait
     padded = (
         f"{MODELS[1]} --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-pad-expert-input-to-capacity "
         "--moe-expert-capacity-factor"
