@@ -50,11 +50,11 @@ class BlendIndex(NamedTuple):
 def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
     """Returns the sources of `size` samples."""
     shares, dataset = np.array(weights, np.float64), np.empty(size, np.int16)
+    counts = np.zeros(len(shares))  # those before the row that is next
     rows = min(max(64, VALUES // len(shares)), size // SHORTEST_ROW)
     length = size // rows if rows >= FEWEST_ROWS else 0
-    filled = rows * length
     if length:
-        table = dataset[:filled].reshape(rows, length)
+        table = dataset[: rows * length].reshape(rows, length)
         starts = length * np.arange(rows, dtype=np.float64)
         # `used` has the counts from which each row is filled, and `ends` those behind it.
         used = np.zeros((rows, len(shares)))
@@ -64,12 +64,12 @@ def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
         ends = used.copy()
         for step in range(length):
             table[:, step] = _pick(shares, np.maximum(starts + step, 1.0), ends)
-        for row in range(1, rows):
-            if (used[row] != ends[row - 1]).any():
-                ends[row] = ends[row - 1]
-                _loop(shares, row * length, ends[row], table[row])
-    counts = np.bincount(dataset[:filled], minlength=len(shares)).astype(np.float64)
-    _loop(shares, filled, counts, dataset[filled:])
+        for row in range(rows):
+            if (used[row] == counts).all():
+                counts = ends[row]
+            else:
+                _loop(shares, row * length, counts, table[row])
+    _loop(shares, rows * length, counts, dataset[rows * length :])
     sample = np.empty(size, np.int64)
     for number in range(len(shares)):
         places = np.flatnonzero(dataset == number)
