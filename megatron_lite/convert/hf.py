@@ -43,14 +43,12 @@ from megatron_lite.convert.target import complete_folder, json_bytes, stored_tok
 from megatron_lite.convert.weights import (
     OUTPUT,
     WORDS,
-    Advance,
     Shape,
     WeightSource,
     check_held,
     check_layers,
     layer_of,
     parameter_specs,
-    read_checked,
     shards_of,
 )
 from megatron_lite.data.tokenizer_files import in_folder
@@ -160,7 +158,7 @@ def _weight_files(folder: Path) -> list[Path]:
     raise InputError(f"{folder}: has neither {WEIGHTS} nor {INDEX}")
 
 
-def write(source: WeightSource, path: Path, advance: Advance, *, family: str | None = None) -> None:
+def write(source: WeightSource, path: Path, *, family: str | None = None) -> None:
     """Writes the weights into a new folder, which appears complete, or not at all.
 
     family: the model_type to write; None: the first that expresses the model exactly.
@@ -191,7 +189,7 @@ def write(source: WeightSource, path: Path, advance: Advance, *, family: str | N
         for file, own in files.items():
             parts: dict[str, Tensor] = {}
             for name in own:
-                split = rows[name].split(read_checked(source, name, advance))
+                split = rows[name].split(source.checked(name))
                 parts |= {part: value.clone() for part, value in split.items()}
             write_tensors(folder / file, parts, {"format": "pt"})
         for file, content in texts.items():

@@ -36,12 +36,10 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.convert.target import json_bytes, new_step, stored_tokenizer
 from megatron_lite.convert.weights import (
-    Advance,
     WeightSource,
     check_layers,
     is_buffer,
     parameter_specs,
-    read_checked,
     shards_of,
 )
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of, in_folder
@@ -76,9 +74,7 @@ def source(path: Path) -> WeightSource:
     )
 
 
-def write(
-    source: WeightSource, path: Path, advance: Advance, *, tp_size: int = 1, pp_size: int = 1
-) -> None:
+def write(source: WeightSource, path: Path, *, tp_size: int = 1, pp_size: int = 1) -> None:
     """Writes all that the source has into a new directory, which appears complete, or not at all.
 
     tp_size, pp_size: those of the configuration that is stored. A run reads its part of the files,
@@ -126,7 +122,7 @@ def write(
             (step / name).write_bytes(content)
         for (number, shard), kind in product(enumerate(shards), kinds):
             names = [name for name in shard if kind_of(name) == kind]
-            tensors = {name: read_checked(source, name, advance) for name in names}
+            tensors = {name: source.checked(name) for name in names}
             write_tensors(step / shard_file(kind, number, 0, 1), tensors)
         manifest = Manifest(progress.iteration, {one.name: row_of(one) for one in step.iterdir()})
         (step / MANIFEST).write_text(manifest.to_json())

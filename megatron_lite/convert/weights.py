@@ -33,7 +33,6 @@ OF_A_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 MOST_NAMED = 5  # tensors that a message lists
 Shape = tuple[int, ...]
-Advance = Callable[[int], None]  # called with the bytes of each tensor, for the progress bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +87,22 @@ class WeightSource:
         """The dtype of most weights: that of the embedding, since norms may have another one."""
         return self.dtypes[WORDS]
 
+    def checked(self, name: str) -> Tensor:
+        """Returns a parameter, or one of its states in float32.
+
+        Raises InputError if it holds NaN or infinity.
+        """
+        tensor = self.read(name)
+        if "/" in name:
+            tensor = tensor.float()
+        # The ends are NaN if any value is, and need no memory of the tensor's size.
+        if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
+            raise InputError(
+                f"{name} holds NaN or infinity, so the model is broken: convert an earlier "
+                "checkpoint"
+            )
+        return tensor
+
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """The bytes of all weights, and of the optimizer states of those that are no buffers."""
@@ -119,23 +134,6 @@ def shards_of(source: WeightSource) -> list[list[str]]:
         left -= size
         shards[-1] += own
     return shards
-
-
-def read_checked(source: WeightSource, name: str, advance: Advance) -> Tensor:
-    """Returns a parameter, or one of its states in float32.
-
-    Raises InputError if it holds NaN or infinity.
-    """
-    tensor = source.read(name)
-    if "/" in name:
-        tensor = tensor.float()
-    # The ends are NaN if any value is, and need no memory of the tensor's size.
-    if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
-        raise InputError(
-            f"{name} holds NaN or infinity, so the model is broken: convert an earlier checkpoint"
-        )
-    advance(tensor.nbytes)
-    return tensor
 
 
 def parameter_specs(

@@ -5,14 +5,14 @@ The target appears complete, or not at all: a killed conversion can be run again
 has the formats and the model families.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
@@ -73,18 +73,20 @@ def convert(args: argparse.Namespace) -> None:
         check()
         for note in source.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
-        total, done, told = sum(source.sizes.values()), 0, time.monotonic()
+        left, total, told = {**source.sizes}, sum(source.sizes.values()), time.monotonic()
 
-        def advance(num_bytes: int) -> None:
-            nonlocal done, told
+        def read(name: str) -> Any:
+            nonlocal told
             check()
-            done += num_bytes
+            left.pop(name, None)  # a TP rank reads what the one before it has read
             if time.monotonic() - told >= SECONDS_A_LINE:
                 told = time.monotonic()
+                done = total - sum(left.values())
                 text = f"converted {done / 1e6:.1f} of {total / 1e6:.1f} MB"
                 print(text, file=sys.stderr, flush=True)
+            return source.read(name)
 
-        target.write(source, save, advance, **options)
+        target.write(replace(source, read=read), save, **options)
         check()
     print(f"{save}: converted from {load} ({args.source} -> {args.target})", flush=True)
 

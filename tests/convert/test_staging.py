@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from signal import SIGKILL
 
 import pytest
@@ -58,18 +59,20 @@ def test_a_second_conversion_to_the_same_target_is_refused(tmp_path):
 
 
 def test_a_killed_conversion_is_simply_run_again(tmp_path):
-    """The child dies after its third tensor, as by an out-of-memory kill."""
+    """The child dies before its third tensor, as by an out-of-memory kill."""
     pytest.importorskip("transformers")
     saved_peer("llama", tmp_path / "theirs")
 
     def convert():
         left = iter(range(2))
         source = formats()["hf"].source(tmp_path / "theirs")
-        formats()["megatron-lite"].write(
-            source,
-            tmp_path / "ours",
-            lambda _: None if next(left, None) is not None else os.kill(os.getpid(), SIGKILL),
-        )
+
+        def read(name):
+            if next(left, None) is None:
+                os.kill(os.getpid(), SIGKILL)
+            return source.read(name)
+
+        formats()["megatron-lite"].write(replace(source, read=read), tmp_path / "ours")
 
     assert status_of_fork(convert) == -SIGKILL
     left, theirs = sorted(tmp_path.iterdir())

@@ -52,16 +52,7 @@ from megatron_lite.convert.megatron.torch_file import (
     read_pickle,
     read_torch_file,
 )
-from megatron_lite.convert.weights import (
-    LAYERS,
-    WORDS,
-    Advance,
-    Shape,
-    WeightSource,
-    check_layers,
-    layer_of,
-    read_checked,
-)
+from megatron_lite.convert.weights import LAYERS, WORDS, Shape, WeightSource, check_layers, layer_of
 from megatron_lite.parallel.torch_internals import storage_info
 
 MOST_NESTED = 4  # levels of the values of an optimizer
@@ -210,7 +201,7 @@ def _sizes(value: Any) -> Shape:
 # --- writing ---
 
 
-def write(source: WeightSource, path: Path, advance: Advance) -> None:
+def write(source: WeightSource, path: Path) -> None:
     """Writes all that the source has into a new directory, as Megatron-LM's `--save` does with
     `--ckpt-format torch_dist`. The directory appears complete, or not at all."""
     megatron_args.check_exact(source, "megatron-dist")
@@ -228,7 +219,7 @@ def write(source: WeightSource, path: Path, advance: Advance) -> None:
 
             for stored in source.sizes:
                 name, _, key = stored.partition("/")
-                values = read_checked(source, stored, advance)
+                values = source.checked(stored)
                 values = megatron_args.with_padding(name, values, padded)
                 shape, offsets, (layer, _) = values.shape, (0,) * values.dim(), layer_of(name)
                 if layer is not None and has_stacks(model):  # a chunk of the tensor of all layers

@@ -44,13 +44,11 @@ from megatron_lite.convert.weights import (
     LAYERS,
     OUTPUT,
     WORDS,
-    Advance,
     WeightSource,
     check_layers,
     is_buffer,
     layer_of,
     parameter_specs,
-    read_checked,
 )
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 
@@ -275,9 +273,7 @@ def _of_groups(
 # --- writing ---
 
 
-def write(
-    source: WeightSource, path: Path, advance: Advance, *, tp_size: int = 1, pp_size: int = 1
-) -> None:
+def write(source: WeightSource, path: Path, *, tp_size: int = 1, pp_size: int = 1) -> None:
     """Writes all that the source has into a new directory, as Megatron-LM's `--save` does with
     `--ckpt-format torch`. The directory appears complete, or not at all.
 
@@ -300,8 +296,7 @@ def write(
 
     def part(full: str, tp_rank: int) -> Tensor:
         name = full.partition("/")[0]
-        whole = read_checked(source, full, lambda size: advance(size // tp_size))
-        whole = megatron_args.with_padding(name, whole, padded)
+        whole = megatron_args.with_padding(name, source.checked(full), padded)
         dim, blocks = specs[name].tp_dim, specs[name].tp_blocks
         if dim is None:
             return whole

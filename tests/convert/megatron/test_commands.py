@@ -38,7 +38,7 @@ def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(format_name
     theirs, ours = tmp_path / "a folder of theirs", tmp_path / "ours"
     checkpoint = dict(save=ours, save_interval=2)
     run_to_end(tiny_run(train_iters=2, **checkpoint))
-    formats()[format_name].write(formats()["megatron-lite"].source(ours), theirs, lambda _: None)
+    formats()[format_name].write(formats()["megatron-lite"].source(ours), theirs)
     with pytest.raises(InputError, match="is a checkpoint of Megatron-LM"):
         run_to_end(tiny_run(load=theirs / "iter_0000002"))
     with pytest.raises(InputError, match="is a checkpoint of Megatron-LM") as error:
@@ -90,7 +90,7 @@ def test_what_megatron_lacks_is_refused_by_name(change, message, tmp_path):
     )
     for name in ("megatron", "megatron-dist"):
         with pytest.raises(InputError, match=message):
-            formats()[name].write(source, tmp_path / "out", lambda _: None)
+            formats()[name].write(source, tmp_path / "out")
 
 
 def test_every_field_of_the_model_is_an_argument_of_megatron_or_is_listed():

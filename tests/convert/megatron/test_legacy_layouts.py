@@ -339,7 +339,7 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path):
         state_keys=("exp_avg", "exp_avg_sq", "master"),
         num_updates=3,
     )
-    write_legacy(source, tmp_path / "run", lambda _: None)
+    write_legacy(source, tmp_path / "run")
     path = tmp_path / "run/iter_0000000/mp_rank_00/model_optim_rng.pt"
 
     def saved(change=lambda optimizer: optimizer):

@@ -148,10 +148,10 @@ def test_a_round_trip_is_bitwise(saved, tmp_path, target_name, name, dtype):
     root, _ = saved(name, 1, dtype)
     first = formats()["megatron-dist"].source(root / "dist")
     ours = tmp_path / "ours"
-    formats()["megatron-lite"].write(first, ours, lambda _: None, tp_size=2)
+    formats()["megatron-lite"].write(first, ours, tp_size=2)
     native = formats()["megatron-lite"].source(ours)
     split = dict(tp_size=2, pp_size=3) if target_name == "megatron" else {}
-    formats()[target_name].write(native, tmp_path / "theirs", lambda _: None, **split)
+    formats()[target_name].write(native, tmp_path / "theirs", **split)
     last = formats()[target_name].source(tmp_path / "theirs")
     assert last.model == first.model
     assert last.state_keys == first.state_keys
@@ -197,7 +197,7 @@ def test_megatron_core_loads_an_exported_checkpoint_strictly(
     root, before = saved(name, tp_size)
     source = formats()["megatron"].source(root / "legacy")
     options = dict(tp_size=tp_size) if format_name == "megatron" else {}
-    formats()[format_name].write(source, tmp_path / "out", lambda _: None, **options)
+    formats()[format_name].write(source, tmp_path / "out", **options)
     ranks = run_ranks(load, tp_size, tmp_path / "out", name, format_name)
     for (results, states, steps), (expected, own) in zip(ranks, before, strict=True):
         assert torch.equal(results["logits"], expected["logits"])
