@@ -98,7 +98,7 @@ class Saver:
         if self.copies:
             self._under_way = self._threads.submit(self.write, snapshot)
         else:
-            self._finish(partial(self.write, snapshot))
+            self._log(partial(self.write, snapshot))
 
     def poll(self) -> None:
         """Logs the save under way if every rank is done or any has failed.
@@ -119,10 +119,12 @@ class Saver:
         lost."""
         if self._under_way:
             write, self._under_way = self._under_way, None
-            self._finish(write.result)
+            self._log(write.result)
 
-    def check(self) -> None:
-        """Raises InputError on every rank if the last save has failed."""
+    def finish(self) -> None:
+        """Returns once the last save is durable. Raises InputError on every rank if it has
+        failed."""
+        self.wait()
         if self.failure:
             raise self._error(str(self.failure)) from self.failure
 
@@ -133,8 +135,7 @@ class Saver:
         try:
             if self._under_way:
                 self.say = lambda line: None  # the log is closed
-                self.wait()
-                self.check()
+                self.finish()
         except Exception as failure:
             if error is None:
                 raise
@@ -149,7 +150,7 @@ class Saver:
         if self._directory:
             self._directory.release()
 
-    def _finish(self, written: Callable[[], list[str]]) -> None:
+    def _log(self, written: Callable[[], list[str]]) -> None:
         """Logs a save once it is durable or has failed."""
         try:
             lines, self.failure = written(), None

@@ -68,11 +68,11 @@ class Tokenizer(NamedTuple):
         """Returns the ids of a text. Raises ValueError for text that UTF-8 cannot encode, or that
         the NullTokenizer does not take."""
         check_encodes(text)
-        return [int(number) for number in self.encode(text)]
+        return [*self.encode(text)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids."""
-        return str(self.decode([int(number) for number in ids]))
+        return self.decode([*map(int, ids)])
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

@@ -152,18 +152,18 @@ def preprocess(flags: argparse.Namespace) -> None:
     if args.append_eod:
         _ = tokenizer.eod  # a tokenizer without one raises InputError here, before any work is done
     encode = functools.partial(_encode, config, args)
-    prefixes = [f"{args.output_prefix}_{key}_document" for key in args.json_keys]
     documents, num_bytes, began = 0, 0, time.monotonic()
     with contextlib.ExitStack() as stack:
-        writers = [
-            stack.enter_context(indexed_writer(prefix, token_dtype(tokenizer.vocab_size)))
-            for prefix in prefixes
-        ]
+        dtype = token_dtype(tokenizer.vocab_size)
+        writers = {
+            key: stack.enter_context(indexed_writer(f"{args.output_prefix}_{key}_document", dtype))
+            for key in args.json_keys
+        }
         blocks = _line_blocks(source, args.max_line_bytes)
         encoded_blocks = _encode_all(encode, blocks, args.workers)
         for block, size in stack.enter_context(contextlib.closing(encoded_blocks)):
             for document in block:
-                for writer, ids in zip(writers, document, strict=True):
+                for writer, ids in zip(writers.values(), document, strict=True):
                     writer.add_document(ids)
             before, documents = documents, documents + len(block)
             num_bytes += size
@@ -178,14 +178,14 @@ def preprocess(flags: argparse.Namespace) -> None:
                 )
         if not documents:
             raise InputError(f"--input {source}: no documents in it")
-        for key, writer in zip(args.json_keys, writers, strict=True):
+        for key, writer in writers.items():
             if not writer.num_tokens:
                 raise InputError(
                     f"--input {source}: no tokens in it, every text under {key!r} is empty"
                 )
-    for prefix, writer in zip(prefixes, writers, strict=True):
+    for writer in writers.values():
         print(
-            f"{prefix}.bin: {documents:,} documents, {writer.num_tokens:,} tokens of "
+            f"{writer.prefix}.bin: {documents:,} documents, {writer.num_tokens:,} tokens of "
             f"{writer.dtype.name}",
             flush=True,
         )

@@ -140,8 +140,7 @@ class Trainer:
                     log.line("no memory timeline: the run had no second iteration to record")
                 self._save()
                 if self.saver is not None:
-                    self.saver.wait()
-                    self.saver.check()
+                    self.saver.finish()
                 if finished and self._evaluate("validation") is None:
                     self._evaluate("test")
                 log.summary(finished=finished)

@@ -324,8 +324,8 @@ def _state_dict(
     part: returns this TP rank's part of a parameter or of one of its states.
     """
 
-    def of(name: str, expert: int | None, key: str = "") -> Tensor:
-        found = part(f"{name}/{key}" if key else name)
+    def of(full: str, expert: int | None) -> Tensor:
+        found = part(full)
         # Of a view, the values of all experts would be saved.
         return (found if expert is None else found[expert]).clone()
 
@@ -341,10 +341,12 @@ def _state_dict(
             if is_in_group(name, len(specs[name].global_shape), decays=group["wd_mult"] > 0)
         ]
         first = len(states)
-        states += [{key: of(*one, key) for key in megatron_args.ADAM} for one in own]
+        states += [
+            {key: of(f"{name}/{key}", expert) for key in megatron_args.ADAM} for name, expert in own
+        ]
         group["params"] = [*range(first, len(states))]
         if megatron_args.MASTER in source.state_keys:
-            masters.append([of(*one, megatron_args.MASTER) for one in own])
+            masters.append([of(f"{name}/{megatron_args.MASTER}", expert) for name, expert in own])
     optimizer = {"state": dict(enumerate(states)), "param_groups": groups}
     if masters:
         optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
@@ -356,20 +358,20 @@ def _held(specs: Mapping[str, ParameterSpec], stage: Stage) -> list[tuple[str, s
 
     Each has its name there, the parameter, and the number of the expert if it is one of its own.
     """
-    found: list[tuple[tuple[int, ...], tuple[str, str, int | None]]] = []
+    places: dict[Any, tuple[int, ...]] = {}
     for name, spec in specs.items():
         layer, rest = layer_of(name)
         if layer is None:
             is_first = name.startswith("embedding.")
             if stage.is_first if is_first else stage.is_last:
-                found.append(((0 if is_first else 2,), (name, name, None)))
+                places[name, name, None] = (0 if is_first else 2,)
         elif 0 <= layer - stage.first_layer < stage.num_layers:
             order = enumerate(megatron_args.TABLES["order"])
             place = next(number for number, one in order if rest.startswith(one))
             theirs = f"{LAYERS}{layer - stage.first_layer}.{rest}"
             for expert in range(spec.global_shape[0]) if EXPERTS in name else (None,):
                 one = theirs.replace(EXPERTS, f"{EXPERTS}local_experts.{expert}.")
-                found.append(((1, layer, place, expert or 0), (one, name, expert)))
+                places[one, name, expert] = (1, layer, place, expert or 0)
     if OUTPUT not in specs and stage.is_last and not stage.is_first:
-        found.append(((3,), (OUTPUT, WORDS, None)))
-    return [one for _, one in sorted(found, key=lambda one: one[0])]
+        places[OUTPUT, WORDS, None] = (3,)
+    return sorted(places, key=places.__getitem__)
