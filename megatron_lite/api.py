@@ -89,9 +89,7 @@ def run_config(*, preset: str | None = None, **settings: Any) -> RunConfig:
     if preset is not None:
         from megatron_lite.config import known_models
 
-        known = known_models.preset(preset)
-        # NullTokenizer adds one id to its vocab_size.
-        settings = {**known.fields, "vocab_size": known.vocab_size - 1, **settings}
+        settings = {**known_models.model_of("--model", preset)[0], **settings}
     fields = run_fields()
     if unknown := settings.keys() - fields.keys():
         raise TypeError(f"no setting of a run: {', '.join(sorted(unknown))}")

@@ -12,6 +12,7 @@ it changes at given numbers of tokens (--step-batch-size-schedule). The arithmet
 
 import bisect
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,14 +104,20 @@ class BatchSchedule:
         """Returns the batch size of the iteration that starts after `consumed_samples`."""
         return self.steps[bisect.bisect_right(self.steps, (consumed_samples, ENDLESS)) - 1][1]
 
-    def _spans(self, consumed: int) -> Iterator[tuple[int, int]]:
-        """Yields (size, number of iterations with it) from `consumed` samples on, endlessly."""
-        for (_, size), (end, _) in itertools.pairwise(self.steps):
+    def _spans(
+        self, consumed: int, iterations: int = ENDLESS, samples: int = ENDLESS
+    ) -> Iterator[tuple[int, int]]:
+        """Yields (size, number of iterations with it) from `consumed` samples on, until so many
+        iterations have run, or so many samples leave too few for another one."""
+        for (_, size), (end, _) in itertools.pairwise([*self.steps, (ENDLESS, 0)]):
             if consumed < end:
-                number = -(-(end - consumed) // size)
+                number = min(-(-(end - consumed) // size), iterations, (samples - consumed) // size)
+                if number > 0:
+                    yield size, number
                 consumed += number * size
-                yield size, number
-        yield self.full, ENDLESS
+                iterations -= number
+                if consumed < end:
+                    return
 
     def sizes_from(self, consumed: int, *, num_iterations: int) -> tuple[int, ...]:
         """Returns the sizes of the iterations that begin after `consumed` samples.
@@ -119,12 +126,7 @@ class BatchSchedule:
 
         num_iterations: the number of these iterations.
         """
-        sizes: dict[int, None] = {}
-        for size, number in self._spans(consumed):
-            if num_iterations > 0:
-                sizes[size] = None
-            num_iterations -= number
-        return tuple(sizes)
+        return tuple(dict.fromkeys(size for size, _ in self._spans(consumed, num_iterations)))
 
     def num_microbatches(self, batch_size: int) -> int:
         """Returns the number of micro-batches that each rank runs for a batch of this size."""
@@ -135,21 +137,11 @@ class BatchSchedule:
 
         consumed: the number of samples consumed before the first of them.
         """
-        so_far = consumed
-        for size, number in self._spans(consumed):
-            done = max(0, min(iterations, number))
-            so_far, iterations = so_far + done * size, iterations - done
-        return so_far
+        return consumed + sum(map(math.prod, self._spans(consumed, iterations)))
 
     def iterations_within(self, samples: int, *, consumed: int = 0) -> int:
         """Returns the number of whole iterations that fit between `consumed` and `samples` samples.
 
         The samples that are left over are fewer than the next batch.
         """
-        iterations, so_far = 0, consumed
-        for size, number in self._spans(consumed):
-            done = max(0, min(number, (samples - so_far) // size))
-            so_far, iterations = so_far + done * size, iterations + done
-            if done < number:
-                break
-        return iterations
+        return sum(number for _, number in self._spans(consumed, samples=samples))

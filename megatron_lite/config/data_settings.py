@@ -10,6 +10,7 @@ from megatron_lite.config.setting import (
     required,
     setting,
     settings_of,
+    several,
     switch,
 )
 
@@ -37,6 +38,8 @@ OF_BPE, OF_TIKTOKEN = "tokenizer_type=GPT2BPETokenizer", "tokenizer_type=TikToke
 ONE_BY_ONE = "the splits are given one by one"
 
 
+# Prefixes of datasets, or weights and prefixes in turn.
+_blend = partial(several, nargs="*")
 _fim = partial(setting, without="fim_data")
 
 
@@ -53,10 +56,8 @@ class DataConfig(Settings):
     """
 
     seq_length: int = required("tokens of a sample", least=1, upto="max_position_embeddings")
-    data_path: tuple[str, ...] = setting(
-        "prefix of PREFIX.bin and PREFIX.idx; several, or weight and prefix in turn, are blended",
-        (),
-        nargs="*",
+    data_path: tuple[str, ...] = _blend(
+        "prefix of PREFIX.bin and PREFIX.idx; several, or weight and prefix in turn, are blended"
     )
     mock_data: bool = switch(
         "made-up token ids instead of a dataset", excludes="data_path", why=ONE_SOURCE
@@ -86,24 +87,18 @@ class DataConfig(Settings):
         excludes="data_path mock_data",
         why=ONE_SOURCE,
     )
-    train_data_path: tuple[str, ...] = setting(
+    train_data_path: tuple[str, ...] = _blend(
         "the same as --data-path for the train split alone, without --split",
-        (),
-        nargs="*",
         excludes=OF_ALL_SPLITS,
         why=ONE_SOURCE,
     )
-    valid_data_path: tuple[str, ...] = setting(
+    valid_data_path: tuple[str, ...] = _blend(
         "the same as --data-path for the valid split alone, without --split",
-        (),
-        nargs="*",
         needs="train_data_path",
         why=ONE_BY_ONE,
     )
-    test_data_path: tuple[str, ...] = setting(
+    test_data_path: tuple[str, ...] = _blend(
         "the same as --data-path for the test split alone, without --split",
-        (),
-        nargs="*",
         needs="train_data_path",
         why=ONE_BY_ONE,
     )
@@ -197,11 +192,8 @@ class TokenizerConfig(Settings):
     tiktoken_num_special_tokens: int = count(
         "special tokens of TikTokenizer", 1000, without=OF_TIKTOKEN
     )
-    tokenizer_special_tokens: tuple[str, ...] = setting(
-        "names of its first special tokens, if they are not the usual ones",
-        (),
-        nargs="+",
-        without=OF_TIKTOKEN,
+    tokenizer_special_tokens: tuple[str, ...] = several(
+        "names of its first special tokens, if they are not the usual ones", without=OF_TIKTOKEN
     )
 
     def check_rules(self) -> None:

@@ -6,8 +6,8 @@ notes.
 families.json has the families that map exactly as data, and those that cannot, with the reason.
 Each family has the `keys` that become fields, the keys of which `only` some values can be mapped
 (an exported config has the last one), the `fields` that all members have in common, the `rules` for
-facts that are not one key (classes of hf_rules.py and hf_rotary.py, with their arguments), and the
-names of its weights, each by the name of the module here:
+facts that are not one key (classes of hf_rules.py and hf_rotary.py, each with its arguments), and
+the names of its weights, each by the name of the module here:
 
     base     the prefix of all tensors but those of the head; files of a model that was saved
              without its head lack it
@@ -160,10 +160,7 @@ def _field_of(reader: Config, key: str, row: Values) -> Any:
 
 
 def _rules(family: Values) -> list[Any]:
-    return [
-        RULES[one["rule"]](**{k: v for k, v in one.items() if k != "rule"})
-        for one in family["rules"]
-    ]
+    return [RULES[name](**facts) for name, facts in family["rules"]]
 
 
 def token_ids_of(config: Values) -> Values:

@@ -1,6 +1,6 @@
 """The settings of the log and of the profilers, each as one frozen class."""
 
-from megatron_lite.config.setting import Settings, count, setting, switch
+from megatron_lite.config.setting import Settings, count, setting, several, switch
 
 LOG_FILE = "train.log"  # its name in the folder of --save or --tensorboard-dir
 
@@ -126,9 +126,7 @@ class ProfilingConfig(Settings):
         "the iteration after which profiling begins", 10, least=0, without="profile"
     )
     profile_step_end: int = setting("the last iteration that is profiled", 12, without="profile")
-    profile_ranks: tuple[int, ...] = setting(
-        "global ranks to profile; all if omitted", (), nargs="+", least=0
-    )
+    profile_ranks: tuple[int, ...] = several("global ranks to profile; all if omitted", least=0)
     use_pytorch_profiler: bool = switch(
         "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save",
         needs="tensorboard_dir|save",

@@ -41,6 +41,7 @@ NAME/N keeps the first result of each layer and every N-th after it, in the orde
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -52,6 +53,7 @@ STORES = ("device", "split", "host", "split+host")
 MAX_LENGTH = 4096
 FLAG = "--recompute-policy"
 NUMBER = r"(\d{1,6})"
+RULE = re.compile(rf"\s*(?:stage\s*{NUMBER}\s*/)?([^:]*):([^:@]*)(?:@([^:]*))?")
 LAYERS = re.compile(
     rf"\*|every-{NUMBER}(?:\s*\+\s*{NUMBER})?|{NUMBER}(?:\s*-\s*{NUMBER})?", re.ASCII
 )
@@ -168,21 +170,18 @@ def parse_policy(text: str, *, setting: str = FLAG) -> Policy:
 
 
 def _rule(text: str) -> Rule:
-    named, *rest = text.split(":")
-    if len(rest) != 1:
+    found = RULE.fullmatch(text)
+    if found is None:
         raise ValueError("expected LAYERS:ACTION, such as *:full or 0-3:core_attn")
-    found = re.match(r"\s*stage\s*(\d{1,6})\s*/", named)
-    if found:
-        named = named[found.end() :]
-    what, *stores = rest[0].split("@")
-    if len(stores) > 1:
+    stage, layers, action_text, place = found.groups()
+    if "@" in (place or ""):
         raise ValueError("expected one @place behind an action")
-    action = _action(what.strip())
+    action = _action(action_text.strip())
     return Rule(
-        layers=tuple(_layers(one.strip()) for one in named.split(",")),
+        layers=tuple(_layers(one.strip()) for one in layers.split(",")),
         action=action,
-        store=_store(stores[0].strip(), action) if stores else "device",
-        stage=int(found[1]) if found else None,
+        store="device" if place is None else _store(place.strip(), action),
+        stage=int(stage) if stage else None,
     )
 
 
@@ -201,17 +200,14 @@ def _layers(text: str) -> Layers:
             f"expected a layer: a number, a range such as 0-3, every-N or * (got {quoted(text)})"
         )
     step, offset, first, last = (int(one) if one else None for one in found.groups())
-    if step is not None:
-        if step < 1 or (offset or 0) >= step:
-            raise ValueError(
-                f"every-N+FIRST needs a step of at least 1, and a first layer below it (got {text})"
-            )
-        return Layers(offset or 0, None, step)
-    if first is None:
-        return Layers()
-    if last is not None and last < first:
-        raise ValueError(f"the range ends before it begins ({first}-{last})")
-    return Layers(first, first if last is None else last)
+    if step is not None and (offset or 0) >= step:
+        raise ValueError(
+            f"every-N+FIRST needs a step of at least 1, and a first layer below it (got {text})"
+        )
+    layers = Layers(first or offset or 0, first if last is None else last, step or 1)
+    if layers.last is not None and layers.last < layers.first:
+        raise ValueError(f"the range ends before it begins ({layers})")
+    return layers
 
 
 def _action(text: str) -> LayerAction:
@@ -322,12 +318,9 @@ def check_policy_reaches(
 
 def _longest_run(decided: set[tuple[int, int]]) -> int:
     """Returns the largest number of neighbouring layers within one stage."""
-    longest = length = 0
-    previous = None
-    for stage, layer in sorted(decided):
-        length = length + 1 if previous == (stage, layer - 1) else 1
-        longest, previous = max(longest, length), (stage, layer)
-    return longest
+    # In a run the layer less its place is the same.
+    runs = Counter((stage, layer - n) for n, (stage, layer) in enumerate(sorted(decided)))
+    return max(runs.values())
 
 
 GROUPS = {
@@ -406,16 +399,14 @@ class Choice:
     """
 
     def __init__(self, ops: Sequence[str]) -> None:
-        entries = [parse_entry(text) for text in ops]
-        self._rules = [(frozenset(entry.operators), entry.every) for entry in entries]
-        self._seen = [0] * len(entries)
+        self._calls = dict.fromkeys(map(parse_entry, ops), 0)
 
     def keeps(self, operator: str) -> bool:
         """Returns whether the result of this call is kept."""
-        # Every rule counts the call, also after another rule has decided: rules count separately.
+        # Every entry counts the call, also after another has decided: entries count separately.
         kept = False
-        for number, (operators, every) in enumerate(self._rules):
-            if operator in operators:
-                kept |= self._seen[number] % every == 0
-                self._seen[number] += 1
+        for entry, calls in self._calls.items():
+            if operator in entry.operators:
+                kept |= calls % entry.every == 0
+                self._calls[entry] = calls + 1
         return kept

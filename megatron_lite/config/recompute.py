@@ -21,7 +21,7 @@ from megatron_lite.config.regions import (
     expanded,
     store_of,
 )
-from megatron_lite.config.setting import Settings, count, setting, switch
+from megatron_lite.config.setting import Settings, count, setting, several, switch
 from megatron_lite.config.units import parse_bytes
 
 METHODS = ("uniform", "block")
@@ -88,12 +88,10 @@ class RecomputeConfig(Settings):
         needs="recompute_granularity=full",
         why="only the input of a whole layer is split",
     )
-    recompute_modules: tuple[str, ...] = setting(
+    recompute_modules: tuple[str, ...] = several(
         f"regions of selective ({CORE_ATTENTION} if omitted): "
         f"{', '.join(f'{name} ({facts.help})' for name, facts in REGIONS.items())}; {ALIAS} is "
         f"{', '.join(POINTWISE)}",
-        (),
-        nargs="+",
         choices=(*MODULES, ALIAS),
         without="recompute_granularity=selective",
     )
@@ -154,12 +152,8 @@ class RecomputeConfig(Settings):
         excludes=ELSEWHERE,
         why="one --recompute-policy with @host says both",
     )
-    offload_modules: tuple[str, ...] = setting(
-        "the modules",
-        (),
-        nargs="+",
-        choices=MEGATRON_PARTS,
-        without="fine_grained_activation_offloading",
+    offload_modules: tuple[str, ...] = several(
+        "the modules", choices=MEGATRON_PARTS, without="fine_grained_activation_offloading"
     )
 
     def __post_init__(self) -> None:

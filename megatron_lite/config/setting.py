@@ -135,8 +135,9 @@ def setting(
 required = partial(setting, default=dataclasses.MISSING)
 switch = partial(setting, default=False)
 count = partial(setting, least=1)
-# A field that is a share, and not the whole.
+# A field that is a share, and not the whole; one that has several values, or none.
 share = partial(setting, least=0.0, below=1.0)
+several = partial(setting, default=(), nargs="+")
 
 
 @cache
@@ -166,26 +167,23 @@ class Condition(NamedTuple):
 
 
 @cache
-def _parts(text: str) -> tuple[str, str, str, str]:
-    """Returns the field, the sign and the value of a condition, and its flags."""
-    field, sign, value = re.split("([=>]|$)", text, maxsplit=1)
-    words = (flag(field), sign.replace("=", ""), value.replace("/", " or "))
-    return field, sign, value, " ".join(filter(None, words))
+def _alternatives(text: str) -> tuple[list[tuple[str, str, str]], str]:
+    """Returns the field, the sign and the value of each alternative, and the flags of all."""
+    found = re.findall(r"(\w+)([=>]?)([^|]*)", text)
+    said = " or ".join(f"{flag(field)}{sign}{value}" for field, sign, value in found)
+    return found, said.replace("=", " ").replace(">", " > ").replace("/", " or ")
 
 
 def condition(text: str, values: Values) -> Condition:
     """Returns what a condition of `Setting` says about the values of fields."""
-    first, _, others = text.partition("|")
-    if others:
-        one, rest = condition(first, values), condition(others, values)
-        holds = None if one.holds is None else one.holds or rest.holds
-        return Condition(one.field, holds, f"{one.text} or {rest.text}")
-    field, sign, value, said = _parts(text)
-    if field not in values:
-        return Condition(field, None, said)
-    found = values[field]
-    holds = found > int(value) if sign == ">" else str(found) in value.split("/")
-    return Condition(field, holds if sign else bool(found), said)
+    alternatives, said = _alternatives(text)
+    known = [(values[field], *test) for field, *test in alternatives if field in values]
+    holds = any(
+        found > int(value) if sign == ">" else str(found) in value.split("/") if sign else found
+        for found, sign, value in known
+    )
+    unknown = len(known) < len(alternatives)
+    return Condition(alternatives[0][0], None if unknown and not holds else holds, said)
 
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from megatron_lite.config.batch_schedule import (
     ramp_steps,
 )
 from megatron_lite.config.checks import ContradictionError, quoted, resolve
-from megatron_lite.config.setting import Settings, count, required, setting, switch
+from megatron_lite.config.setting import Settings, count, required, setting, several, switch
 from megatron_lite.config.units import parse_bytes
 
 LANGUAGE_MODEL_SEED = 1234
@@ -48,11 +48,11 @@ class TrainingConfig(Settings):
         "samples of one iteration over all ranks; derived: one micro-batch per replica",
         multiple_of="micro_batch_size",
     )
-    rampup_batch_size: tuple[int, ...] = count(
+    rampup_batch_size: tuple[int, ...] = several(
         "START INCREMENT SAMPLES: a batch that grows from START to --global-batch-size by "
         "INCREMENT at a time, while SAMPLES are consumed",
-        (),
         nargs=3,
+        least=1,
         needs="global_batch_size",
     )
     step_batch_size_schedule: str | None = setting(
@@ -158,11 +158,9 @@ class TrainingConfig(Settings):
         "overlap_param_gather optimizer=muon reset_attention_mask optimizer_cpu_offload",
         why="a graph runs no Python, nothing that its step does not end, and reads no host memory",
     )
-    cuda_graph_modules: tuple[str, ...] = setting(
+    cuda_graph_modules: tuple[str, ...] = several(
         "full_iteration: the same as --cuda-graph-impl full_iteration; Megatron's other modules "
         "are parts of that graph here",
-        (),
-        nargs="+",
         choices=(WHOLE_STEP, "full", *GRAPH_MODULES),
         without="cuda_graph_impl=full_iteration",
     )

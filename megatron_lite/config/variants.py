@@ -23,7 +23,7 @@ Both rules also multiply queries and keys by a number, the `magnitude`.
 import math
 from functools import partial
 
-from megatron_lite.config.setting import Settings, count, setting, switch
+from megatron_lite.config.setting import Settings, count, setting, several, switch
 
 ALL_HEADS = "all-heads"
 
@@ -145,7 +145,7 @@ ORIGINAL_LENGTH = 8192
 SLOW_TURNS, FAST_TURNS = 1.0, 4.0
 of_both = partial(setting, without="rope_type=yarn/longrope")
 of_yarn = partial(setting, without="rope_type=yarn")
-factors = partial(setting, default=(), nargs="+", above=0.0, needs="rope_type=longrope")
+factors = partial(several, above=0.0, needs="rope_type=longrope")
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
