@@ -23,7 +23,6 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import fused_adamw_
 
 if TYPE_CHECKING:
-    from megatron_lite.optim.host_link import HostLink
     from megatron_lite.parallel.compiled import Kernels
 
 Rate = float | Tensor  # a 0-d tensor in a CUDA graph: float32 there, float64 on a CPU
@@ -68,9 +67,9 @@ class AdamW:
     kernels: Kernels = None
 
     def __init__(self, layout: Bucketed, config: OptimizerConfig, parallel: ParallelState) -> None:
-        self.config, rng = config, parallel.rng
+        self.config, self.link, rng = config, layout.link, parallel.rng
         # a subclass has rules of its own for pieces with other states
-        pieces = [one for one in layout.pieces if self.state_names(one.name) is self.names]
+        pieces = [one for one in layout.pieces if self.state_names(one.name) == self.names]
         self.keys = {
             one.name: derive_seed(
                 "rounding", rng.seed, one.name, rng.tp_rank * (one.spec.tp_dim is not None)
@@ -83,11 +82,6 @@ class AdamW:
         self._grouped = cache(partial(_groups, pieces))
         self.count = torch.zeros((), dtype=torch.float32, device=rng.device)
         self.count_on_host = torch.zeros((), dtype=torch.float32, device="cpu")
-        self.link: HostLink | None = None
-        if hosted := [piece for piece in pieces if piece.on_host]:
-            from megatron_lite.optim import host_link
-
-            self.link = host_link.HostLink(hosted, overlaps=config.overlap_cpu_optimizer_d2h_h2d)
 
     def _new_state(self, piece: Piece, key: str) -> Tensor:
         if not piece.apart:
@@ -169,9 +163,10 @@ class Sgd(AdamW):
     """SGD by torch's fused kernel, as Megatron has it: the momentum buffer sums up gradients, to
     which the weight decay is added. Without momentum it has no state."""
 
-    def __init__(self, layout: Bucketed, config: OptimizerConfig, parallel: ParallelState) -> None:
-        self.names = ("momentum_buffer",) if config.sgd_momentum else ()
-        super().__init__(layout, config, parallel)
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The momentum buffer, if there is a momentum."""
+        return ("momentum_buffer",) * bool(self.config.sgd_momentum)
 
     def update(self, *tensors: Any, **settings: Any) -> None:
         """Implements AdamW.update."""

@@ -23,7 +23,6 @@ ranks. With overlap the order is the other way round.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -316,11 +315,9 @@ class GradBuffer:
         """
         sends = bucket.shard_group is not None or bucket.others is not None
         sent = bucket.flat.bfloat16() if self._in_bf16 and sends else bucket.flat
-        on_side: AbstractContextManager[object] = nullcontext()
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream())
-            on_side = torch.cuda.stream(self._side)
-        with on_side:
+        with torch.cuda.stream(self._side):  # None: the current stream
             started = Started(sent)
             if bucket.shard_group is not None:
                 started = start_reduce_scatter_into_(sent[bucket.own], sent, bucket.shard_group)

@@ -169,6 +169,12 @@ class Bucketed:
         )
         with torch.no_grad():
             self.pieces = self._new_pieces(model)
+        if hosted := [piece for piece in self.pieces if piece.on_host]:
+            from megatron_lite.optim import host_link
+
+            overlaps = optimizer.overlap_cpu_optimizer_d2h_h2d
+            self.link = host_link.HostLink(hosted, overlaps=overlaps)
+            self.gradients.host = self.link if overlaps else None
         self._rounded = [
             piece for piece in self.pieces if not piece.apart and is_rounded(piece.weight.dtype)
         ]

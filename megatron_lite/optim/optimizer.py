@@ -100,14 +100,11 @@ class Optimizer:
         self._counts_here = [self._counts(piece.spec) for piece in self._pieces]
         self._rule = chosen("--optimizer", config.optimizer, RULES)(self.layout, config, parallel)
         self._rule.kernels = kernels
-        self.layout.link = self._rule.link
         if self.layout.keeps_masters:
             for piece in self._pieces:
                 piece.states["master"] = piece.master
         self.states = {piece.name: piece.states for piece in self._pieces}
         gradients = self.layout.gradients
-        if self._rule.link is not None and self._rule.link.overlaps:
-            gradients.host = self._rule.link
         self.zero_grad, self.sync_next_backward = gradients.forget, gradients.sync_next_backward
         self.measure_own_grad_norm = gradients.measure_own_norm
         self.weight, self.set_weight = self.layout.weight, self.layout.set_weight
@@ -153,8 +150,8 @@ class Optimizer:
                 # 1e-6 as in torch.nn.utils.clip_grad_norm_
                 factors.append((self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
                 foreach_mul_(grads, factors[-1])
-        if self._rule.link is not None:
-            self._rule.link.factors = factors
+        if self.layout.link is not None:
+            self.layout.link.factors = factors
         with self.timed("optimizer-inner-step"):
             self._rule.step(
                 learning_rate,
@@ -174,7 +171,7 @@ class Optimizer:
     def host_tensors(self) -> list[Tensor]:
         """Returns the states in host memory, and the buffers of the copies, if a GPU is elsewhere
         or not."""
-        link = self._rule.link
+        link = self.layout.link
         hosted = [piece for piece in self._pieces if piece.on_host]
         states = [one for piece in hosted for one in piece.states.values()]
         return [*(piece.master for piece in hosted), *states, *(link.buffers if link else ())]
@@ -222,10 +219,9 @@ class Optimizer:
             if "master" in whole and not self.layout.keeps_masters:
                 self.layout.set_weight(name, whole["master"])
         for piece in self._pieces:
-            for key in self.state_names(piece.name):
-                piece.take_(piece.states[key], states[piece.name][key])
-            if "master" in states[piece.name] and self.layout.keeps_masters:
-                piece.take_(piece.master, states[piece.name]["master"])
+            for key, own in piece.states.items():
+                if key != "master" or key in states[piece.name]:
+                    piece.take_(own, states[piece.name][key])
         for count in (self._rule.count, self._rule.count_on_host):
             count.fill_(float(num_updates))
 

@@ -153,29 +153,29 @@ def _launch(names: _Variables) -> Launch:
                 f"WORLD_SIZE is {world_size}, but {other.launcher} started {started} processes: "
                 "unset RANK and WORLD_SIZE, or set them for each process"
             )
-    if names.launcher == "slurm":
+    is_slurm, address, port = names.launcher == "slurm", "127.0.0.1", 0
+    if is_slurm:
         nodes = environ.get("SLURM_STEP_NODELIST") or _text("SLURM_JOB_NODELIST")
         job, step = (_integer(f"SLURM_{what}_ID", 0) for what in ("JOB", "STEP"))
-        launch = Launch(
-            launcher="slurm",
-            local_rank=_integer(names.local_rank, 0),
-            master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
-            # One port per job and step: two jobs that share a node must not meet.
-            master_port=_integer("MASTER_PORT", 20000 + (job * 7 + step) % 12000),
-            restart_count=_integer("SLURM_RESTART_COUNT", 0),
-        )
-    else:
-        launch = Launch(
-            launcher=names.launcher,
-            local_rank=_integer(names.local_rank, rank),
-            master_addr=_text("MASTER_ADDR") if world_size > 1 else "127.0.0.1",
-            master_port=_integer("MASTER_PORT") if world_size > 1 else 0,
-            restart_count=_integer("TORCHELASTIC_RESTART_COUNT", 0),
-            agent_owns_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
-    if not 0 <= launch.master_port < 2**16:
-        raise InputError(f"MASTER_PORT must be in [0, {2**16}) (got {launch.master_port})")
-    return launch._replace(rank=rank, world_size=world_size)
+        address = environ.get("MASTER_ADDR") or first_host(nodes)
+        # One port per job and step: two jobs that share a node must not meet.
+        port = _integer("MASTER_PORT", 20000 + (job * 7 + step) % 12000)
+    elif world_size > 1:
+        address, port = _text("MASTER_ADDR"), _integer("MASTER_PORT")
+    if not 0 <= port < 2**16:
+        raise InputError(f"MASTER_PORT must be in [0, {2**16}) (got {port})")
+    by_agent = not is_slurm and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts = "SLURM_RESTART_COUNT" if is_slurm else "TORCHELASTIC_RESTART_COUNT"
+    return Launch(
+        launcher=names.launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=_integer(names.local_rank, 0 if is_slurm else rank),
+        master_addr=address,
+        master_port=port,
+        restart_count=_integer(restarts, 0),
+        agent_owns_store=by_agent,
+    )
 
 
 def first_host(nodelist: str) -> str:

@@ -153,6 +153,7 @@ def run_actions(
     before_backward: called with each backward action before it runs.
     after: called with each action when it is done.
     """
+    losses: list[Tensor] = []
     arriving: dict[Action, Started] = {}
     # By (micro-batch, model chunk): the tensor from which backward starts.
     ends: dict[tuple[int, int], Tensor] = {}
@@ -168,12 +169,11 @@ def run_actions(
         links.send(grad, "backward")
         return (None,)
 
-    def run_forward(action: Action) -> Tensor | None:
-        """Runs a forward and sends its output.
+    def run_forward(action: Action) -> None:
+        """Runs a forward. Its output is the loss on the last stage, and else is sent.
 
-        Returns the detached loss on the last stage, else None. On the other stages the output is
-        not kept: backward starts from an empty tensor. The local reference to the input is dropped,
-        so the input lives only as long as a layer keeps it.
+        There the output is not kept: backward starts from an empty tensor. The local reference to
+        the input is dropped, so the input lives only as long as a layer keeps it.
         """
         stage = stages[action.chunk]
         received = None if stage.is_first else arriving.pop(action).wait()
@@ -185,7 +185,9 @@ def run_actions(
             received = applied(arrival, anchor, received)
         output = forward(action, received)
         del received
-        if not stage.is_last:
+        if stage.is_last:
+            losses.append(output.detach())
+        else:
             links.send(output, "forward")
         if torch.is_grad_enabled():
             end = output
@@ -200,14 +202,12 @@ def run_actions(
                 )
                 end = applied(fetch, output)
             ends[action.microbatch, action.chunk] = end
-        return output.detach() if stage.is_last else None
 
     def run_backward(action: Action) -> None:
         # Its graph fetches the gradient of the output and sends the input's.
         end = ends.pop((action.microbatch, action.chunk))
         end.backward(torch.ones_like(end))
 
-    losses = []
     for number, action in enumerate(actions):
         # Messages carry no name, so receives are posted in the order of the actions. The other end
         # sends in the same order.
@@ -217,8 +217,7 @@ def run_actions(
         # Tensors that have been sent are dropped before the action allocates its own.
         links.forget_sent()
         if action.kind == "forward":
-            loss = run_forward(action)
-            losses += [] if loss is None else [loss]
+            run_forward(action)
         else:
             if before_backward is not None:
                 before_backward(action)

@@ -219,7 +219,7 @@ def test_small_updates_add_up_if_rounding_is_random():
     write_whole_(master, weight)
     spec = ParameterSpec(global_shape=(1,))
     piece = Piece("w", spec, 0, weight, master, {}, torch.ones(4096), apart=True)
-    both = SimpleNamespace(pieces=[piece], rng=RngStreams(weight.device, seed=3))
+    both = SimpleNamespace(pieces=[piece], link=None, rng=RngStreams(weight.device, seed=3))
     rule = adam_update.AdamW(both, config, both)
     for _ in range(64):
         rule.step(rate, rate, torch.tensor(0.0))

@@ -147,7 +147,7 @@ class Streams:
     @contextmanager
     def entered(self, stream):
         """Stands in for torch.cuda.stream."""
-        before, self.current = self.current, stream
+        before, self.current = self.current, stream or self.current
         try:
             yield
         finally:
