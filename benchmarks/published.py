@@ -17,7 +17,7 @@ from typing import NamedTuple
 sys.path.insert(0, ".")  # the root of the clone, which may not be installed
 
 from megatron_lite.cli.flags import parse_args
-from megatron_lite.config.plain import from_plain
+from megatron_lite.config.setting import from_plain
 from megatron_lite.plan.hardware import Hardware, completed, load_hardware
 from megatron_lite.plan.step_time import OPTIMIZER, step_time
 

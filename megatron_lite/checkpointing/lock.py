@@ -24,9 +24,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from megatron_lite.checkpointing.metadata import MOST_STARTS, Manifest
-from megatron_lite.config import plain
+from megatron_lite.config import checks
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input
+from megatron_lite.config.setting import from_plain
 from megatron_lite.data.durable_files import sync
 
 LOCK = "lock.json"
@@ -87,10 +88,10 @@ class Holder:
     def read(cls, path: Path) -> Holder | None:
         """Returns the holder that a file names; None if the file is missing or incomplete."""
         try:
-            values = plain.parse_object(read_input(path, 2**16))
+            values = checks.parse_object(read_input(path, 2**16))
             others = values.keys() - {one.name for one in fields(cls)}
-            holder = plain.from_plain(cls, values, LOCK, others)
-            plain.as_whole(holder.start, "start", 0, MOST_STARTS)
+            holder = from_plain(cls, values, LOCK, others)
+            checks.as_whole(holder.start, "start", 0, MOST_STARTS)
         except ValueError:
             return None
         return holder

@@ -36,10 +36,11 @@ from megatron_lite.checkpointing.step_files import (
     rng_file,
     shard_file,
 )
-from megatron_lite.config import plain
+from megatron_lite.config import checks
 from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.input_file import input_size, read_input
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.setting import from_plain
 from megatron_lite.data.durable_files import checksum_of
 from megatron_lite.optim.loss_scale import LossScaleState, MeanLossState
 from megatron_lite.optim.lr_schedule import LrSchedule
@@ -61,8 +62,8 @@ def saved_spec(values: object, name: str, tp_size: int) -> ParameterSpec:
     tp_size: the number of TP ranks over which the parameter was split.
     Raises ValueError on a split that no run has.
     """
-    where = f"parameter {plain.quoted(name)}"
-    spec: ParameterSpec = plain.from_plain(ParameterSpec, values, where)
+    where = f"parameter {checks.quoted(name)}"
+    spec: ParameterSpec = from_plain(ParameterSpec, values, where)
     try:
         _check_split(spec, tp_size)
     except ValueError as error:
@@ -76,18 +77,18 @@ def _check_split(spec: ParameterSpec, tp_size: int) -> None:
     if is_large or min(shape, default=0) < 0:
         raise ValueError(
             f"global_shape must have at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements "
-            f"(got {plain.quoted(shape)})"
+            f"(got {checks.quoted(shape)})"
         )
-    plain.as_whole(blocks, "tp_blocks", 1, MOST_BLOCKS)
+    checks.as_whole(blocks, "tp_blocks", 1, MOST_BLOCKS)
     if dim is None and (blocks, padded) != (1, None):
         raise ValueError(
             f"without a tp_dim there is one block and no padded_length (got {blocks}, {padded})"
         )
     if dim is not None:
-        length = shape[plain.as_whole(dim, "tp_dim", 0, len(shape) - 1)]
+        length = shape[checks.as_whole(dim, "tp_dim", 0, len(shape) - 1)]
         if padded is not None:
-            plain.as_whole(padded, "padded_length", length, MOST_ELEMENTS)
-            plain.as_whole(blocks, "tp_blocks with a padded_length", 1, 1)
+            checks.as_whole(padded, "padded_length", length, MOST_ELEMENTS)
+            checks.as_whole(blocks, "tp_blocks with a padded_length", 1, 1)
     spec.local_shape(tp_size)  # its ValueError is about a split that is not even
 
 
@@ -150,22 +151,22 @@ class Metadata:
         path = step / METADATA
         with damaged(path):
             values = parse_formatted(path)
-            plain.field(values, "data")  # without it, other data would be taken for the same
+            checks.field(values, "data")  # without it, other data would be taken for the same
             for name in ("iteration", "consumed_samples"):  # a default would be another place
-                plain.field(plain.as_object(plain.field(values, "progress"), "progress"), name)
-            found: Metadata = plain.from_plain(cls, values, METADATA)
+                checks.field(checks.as_object(checks.field(values, "progress"), "progress"), name)
+            found: Metadata = from_plain(cls, values, METADATA)
             for axis in AXES:
-                plain.as_whole(getattr(found, axis), axis, 1, plain.MOST_RANKS)
-            plain.as_whole(found.world_size, " x ".join(AXES), 1, plain.MOST_RANKS)
-            plain.as_whole(found.num_updates, "num_updates", 0, MOST_UPDATES)
+                checks.as_whole(getattr(found, axis), axis, 1, checks.MOST_RANKS)
+            checks.as_whole(found.world_size, " x ".join(AXES), 1, checks.MOST_RANKS)
+            checks.as_whole(found.num_updates, "num_updates", 0, MOST_UPDATES)
             text = found.computed_on
             if len(text) > LONGEST_LINE or not f"{text} ".isprintable():
-                raise ValueError(f"computed_on must be one line (got {plain.quoted(text)})")
+                raise ValueError(f"computed_on must be one line (got {checks.quoted(text)})")
             found.progress.check()
             if not {*found.missing} <= {*PARTS}:
                 raise ValueError(
                     f"missing must name parts of {', '.join(PARTS)} (got "
-                    f"{plain.quoted(found.missing)})"
+                    f"{checks.quoted(found.missing)})"
                 )
         return found
 
@@ -188,7 +189,7 @@ def read_config(step: Path) -> RunConfig:
     path = step / CONFIG
     try:
         text = read_input(path, MOST_BYTES).decode()
-        values = plain.parse_object(text)
+        values = checks.parse_object(text)
         try:
             return RunConfig.from_json(text)
         except ValueError:
@@ -218,10 +219,10 @@ class FileRow:
     sha256: str
 
     def __post_init__(self) -> None:
-        plain.as_whole(self.bytes, "bytes", 0, MOST_FILE_BYTES)
+        checks.as_whole(self.bytes, "bytes", 0, MOST_FILE_BYTES)
         if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
             raise ValueError(
-                f"sha256 must have 64 hexadecimal digits (got {plain.quoted(self.sha256)})"
+                f"sha256 must have 64 hexadecimal digits (got {checks.quoted(self.sha256)})"
             )
 
 
@@ -243,13 +244,13 @@ class Manifest:
 
     def __post_init__(self) -> None:
         for name in ("iteration", "started_at"):
-            plain.as_whole(getattr(self, name), name, 0, MOST_ITERATIONS)
-        plain.as_whole(self.start, "start", 0, MOST_STARTS)
+            checks.as_whole(getattr(self, name), name, 0, MOST_ITERATIONS)
+        checks.as_whole(self.start, "start", 0, MOST_STARTS)
         for name in self.files:
             if not re.fullmatch(r"\w[\w.-]{0,250}", name, re.ASCII):
                 raise ValueError(
                     "the name of a file must have letters, digits, '_', '-' and '.' alone (got "
-                    f"{plain.quoted(name)})"
+                    f"{checks.quoted(name)})"
                 )
 
     def to_json(self) -> str:
@@ -265,7 +266,7 @@ class Manifest:
         path = step / MANIFEST
         with damaged(path):
             # Manifests of other versions have a course.
-            found: Manifest = plain.from_plain(cls, parse_formatted(path), MANIFEST, ["course"])
+            found: Manifest = from_plain(cls, parse_formatted(path), MANIFEST, ["course"])
             return found
 
     @classmethod
@@ -301,15 +302,15 @@ def row_of(path: Path) -> FileRow:
     return FileRow(*checksum_of(path))
 
 
-def parse_json(path: Path) -> plain.Values:
+def parse_json(path: Path) -> checks.Values:
     """Returns the JSON object that a file holds.
 
     Raises InputError if the file cannot be read or is too long, and ValueError on any other text.
     """
-    return plain.parse_object(read_input(path, MOST_BYTES))
+    return checks.parse_object(read_input(path, MOST_BYTES))
 
 
-def parse_formatted(path: Path) -> plain.Values:
+def parse_formatted(path: Path) -> checks.Values:
     """Returns the JSON object that a file holds, without its format number, which is checked.
 
     Raises InputError if the file cannot be read or is not of this version's format, and ValueError
@@ -319,7 +320,7 @@ def parse_formatted(path: Path) -> plain.Values:
     found = values.pop("format", None)
     if type(found) is not int or found != FORMAT:
         raise InputError(
-            f"{path}: format {plain.quoted(found)}, but this version reads format {FORMAT}"
+            f"{path}: format {checks.quoted(found)}, but this version reads format {FORMAT}"
         )
     return values
 

@@ -36,8 +36,7 @@ from megatron_lite.checkpointing.metadata import MANIFEST, FileRow, Manifest
 from megatron_lite.checkpointing.shards import write_tensors
 from megatron_lite.checkpointing.state import Snapshot
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import InputError, PeerError
-from megatron_lite.config.plain import parse_json
+from megatron_lite.config.checks import InputError, PeerError, parse_json
 from megatron_lite.data.durable_files import checksum_of, sync, write_synced
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState

@@ -26,10 +26,9 @@ from megatron_lite.checkpointing.step_files import (
     rng_file,
     shard_file,
 )
-from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.checks import InputError, Values, flag, shown
 from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.optimizer_settings import SGD
-from megatron_lite.config.plain import Values, shown
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer

@@ -34,7 +34,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lite.config import plain
+from megatron_lite.config import checks
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG, METADATA = "config.json", "metadata.json"
@@ -69,10 +69,10 @@ class Progress:
 
     def check(self) -> None:
         """Raises ValueError on numbers that no run has."""
-        plain.as_whole(self.iteration, "iteration", 0, MOST_ITERATIONS)
-        plain.as_whole(self.consumed_samples, "consumed_samples", 0, MOST_SAMPLES)
+        checks.as_whole(self.iteration, "iteration", 0, MOST_ITERATIONS)
+        checks.as_whole(self.consumed_samples, "consumed_samples", 0, MOST_SAMPLES)
         for name in ("skipped_iterations", "nan_iterations", "skipped_in_a_row"):
-            plain.as_whole(getattr(self, name), name, 0, self.iteration)
+            checks.as_whole(getattr(self, name), name, 0, self.iteration)
 
 
 def step_directory(root: Path, iteration: int) -> Path:

@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_lite.config import megatron_flags
-from megatron_lite.config.checks import ContradictionError, flag
+from megatron_lite.config.checks import Values, flag
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.known_models import PRESETS, model_of, stored_values
 from megatron_lite.config.megatron_flags import translate_values
 from megatron_lite.config.notices import notices as notices_of
-from megatron_lite.config.plain import Values
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import (
     Parser,
@@ -29,7 +28,14 @@ from megatron_lite.config.run_flags import (
     run_fields,
     taken,
 )
-from megatron_lite.config.setting import Settings, check_relations, setting, settings_of, switch
+from megatron_lite.config.setting import (
+    ContradictionError,
+    Settings,
+    check_relations,
+    setting,
+    settings_of,
+    switch,
+)
 
 SOURCES = ("config_json", "hf_config", "model")
 REQUIRED = {name for name, field in run_fields().items() if field.is_required} | {"vocab_size"}

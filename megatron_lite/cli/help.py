@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
+from megatron_lite.config.checks import LARGEST_TEXT, shown
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.invocation import training_command
 from megatron_lite.config.megatron_flags import (
@@ -23,7 +24,6 @@ from megatron_lite.config.megatron_flags import (
     advice,
 )
 from megatron_lite.config.other_ways import FLAGS, without_launcher
-from megatron_lite.config.plain import LARGEST_TEXT, shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
 from megatron_lite.config.run_flags import Parser, help_columns, paragraph, run_fields
 

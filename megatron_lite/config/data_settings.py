@@ -2,12 +2,13 @@
 
 from functools import partial
 
-from megatron_lite.config.checks import flag, resolve
+from megatron_lite.config.checks import flag
 from megatron_lite.config.setting import (
     Settings,
     condition,
     count,
     required,
+    resolve,
     setting,
     settings_of,
     several,

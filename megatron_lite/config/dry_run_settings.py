@@ -1,8 +1,7 @@
 """The settings of `--dry-run-memory`: which ranks of which world it measures."""
 
-from megatron_lite.config.checks import quoted
+from megatron_lite.config.checks import parse_whole_number, quoted
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.plain import parse_whole_number
 from megatron_lite.config.setting import Settings, count, setting
 from megatron_lite.config.stages import stages_of_rank
 

@@ -31,13 +31,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import hf_rotary, hf_rules
-from megatron_lite.config.checks import InputError, flag, quoted
+from megatron_lite.config.checks import (
+    InputError,
+    Values,
+    as_whole,
+    flag,
+    parse_json,
+    quoted,
+    shown,
+)
 from megatron_lite.config.hf_rotary import LENGTH, OF_RULE
 from megatron_lite.config.hf_rules import REQUIRED, Config
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.known_models import KnownModel
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
-from megatron_lite.config.plain import Values, as_whole, parse_json, shown
 
 DATA = parse_json(Path(__file__).with_name("families.json").read_text())
 

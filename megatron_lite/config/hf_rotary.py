@@ -2,10 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import quoted
+from megatron_lite.config.checks import Values, as_whole, quoted, shown
 from megatron_lite.config.hf_rules import FULL, MOST_SIZE, REQUIRED, SLIDING, Config
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import Values, as_whole, shown
 from megatron_lite.config.variants import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS
 
 LENGTH = "original_max_position_embeddings"

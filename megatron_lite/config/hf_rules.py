@@ -8,9 +8,8 @@ them back and compares. Standard library only.
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import quoted
+from megatron_lite.config.checks import MOST_LAYERS, Values, as_object, quoted
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import MOST_LAYERS, Values, as_object
 
 REQUIRED = object()
 KINDS = {bool: "true or false", int: "a whole number", float: "a number"}

@@ -10,8 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError, input_faults, quoted
-from megatron_lite.config.plain import LARGEST_TEXT, Values, parse_json
+from megatron_lite.config.checks import (
+    LARGEST_TEXT,
+    InputError,
+    Values,
+    input_faults,
+    parse_json,
+    quoted,
+)
 
 
 class KnownModel(NamedTuple):

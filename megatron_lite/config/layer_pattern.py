@@ -16,8 +16,7 @@ every intermediate text is bounded, so that a short one such as [0]*999*999 cann
 import re
 from collections.abc import Callable
 
-from megatron_lite.config.checks import quoted
-from megatron_lite.config.plain import shown
+from megatron_lite.config.checks import quoted, shown
 
 Pattern = int | tuple[int, ...]
 

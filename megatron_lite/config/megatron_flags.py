@@ -21,9 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.checks import InputError, Values, flag, parse_json
 from megatron_lite.config.model import NORM_VECTORS
-from megatron_lite.config.plain import Values, parse_json
 from megatron_lite.config.setting import Setting
 
 DATA = parse_json(Path(__file__).with_name("megatron_flags.json").read_text())

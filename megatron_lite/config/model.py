@@ -14,7 +14,7 @@ dim 0.
 from functools import partial
 from typing import NamedTuple
 
-from megatron_lite.config.checks import flag, resolve
+from megatron_lite.config.checks import MOST_LAYERS, flag
 from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.layer_pattern import (
     LARGEST_NUMBER,
@@ -25,8 +25,7 @@ from megatron_lite.config.layer_pattern import (
     reach,
     spelled,
 )
-from megatron_lite.config.plain import MOST_LAYERS
-from megatron_lite.config.setting import count, required, setting, share, switch
+from megatron_lite.config.setting import count, required, resolve, setting, share, switch
 from megatron_lite.config.variants import (
     ALL_HEADS,
     LatentSettings,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from megatron_lite.config.checks import ContradictionError
 from megatron_lite.config.policy import Policy, parse_policy
 from megatron_lite.config.regions import (
     ALIAS,
@@ -21,7 +20,14 @@ from megatron_lite.config.regions import (
     expanded,
     store_of,
 )
-from megatron_lite.config.setting import Settings, count, setting, several, switch
+from megatron_lite.config.setting import (
+    ContradictionError,
+    Settings,
+    count,
+    setting,
+    several,
+    switch,
+)
 from megatron_lite.config.units import parse_bytes
 
 METHODS = ("uniform", "block")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import ContradictionError
+from megatron_lite.config.checks import LARGEST_TEXT, Values, parse_json
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.logging_settings import LoggingConfig, ProfilingConfig
@@ -23,7 +23,6 @@ from megatron_lite.config.optimizer_settings import (
     OptimizerConfig,
 )
 from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig, no_flash_across_ranks
-from megatron_lite.config.plain import LARGEST_TEXT, Values, from_plain, parse_json
 from megatron_lite.config.policy import (
     GROUPS,
     IN_GROUPS,
@@ -32,7 +31,7 @@ from megatron_lite.config.policy import (
     parse_entry,
 )
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.setting import check_relations
+from megatron_lite.config.setting import ContradictionError, check_relations, from_plain
 from megatron_lite.config.stages import Stage, most_in_flight, stages, stages_of_rank
 from megatron_lite.config.training import TrainingConfig
 

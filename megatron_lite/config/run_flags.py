@@ -15,10 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn, TypeVar
 
-from megatron_lite.config.checks import flag, input_faults
+from megatron_lite.config.checks import Values, flag, input_faults, parse_whole_number
 from megatron_lite.config.layer_pattern import parse_window
 from megatron_lite.config.megatron_flags import OTHER_WAYS, unread_faults
-from megatron_lite.config.plain import Values, parse_whole_number
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.setting import Setting, settings_of
 

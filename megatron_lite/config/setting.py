@@ -3,7 +3,8 @@
     seed: int = setting("seed of initial weights", 1234, least=0, below=2**32)
 
 run_flags.py makes the parsers, the help, the command line of a run and docs/flags.md from these
-facts, and `Settings` checks the values. Standard library only.
+facts, and `Settings` checks the values. `from_plain` builds config classes from JSON. Standard
+library only.
 """
 
 import dataclasses
@@ -15,8 +16,28 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from megatron_lite.config.checks import ContradictionError, flag
-from megatron_lite.config.plain import MOST_SIZE, Values, shown
+from megatron_lite.config.checks import MOST_SIZE, Values, as_object, flag, quoted, shown
+
+
+class ContradictionError(ValueError):
+    """Settings that exclude each other, or one that lacks what it needs.
+
+    fields: the settings that may be left out. A command line leaves out those of them that a file
+        supplies (cli/flags.py). All other broken rules are faults of the user.
+    """
+
+    def __init__(self, text: str, fields: str) -> None:
+        super().__init__(text)
+        self.fields = fields.split()
+
+
+def resolve(config: Any, field: str, value: Any) -> None:
+    """Gives a field of a frozen config its derived value if it is None.
+
+    Only `__post_init__` and `check_rules` may call this.
+    """
+    if getattr(config, field) is None:
+        object.__setattr__(config, field, value)
 
 
 class Setting(NamedTuple):
@@ -253,3 +274,59 @@ def check_relations(configs: Sequence[Any]) -> None:
                         "them out",
                         f"{name} {'' if '>' in text else found.field}",  # a size is no alternative
                     )
+
+
+types_of = cache(typing.get_type_hints)  # it evaluates texts, and a run has 13 classes
+
+
+def from_plain(cls: type, values: Any, where: str, ignored: Collection[str] = ()) -> Any:
+    """Returns the config class built from a JSON object.
+
+    where: the path of the object in the file, for error messages.
+    ignored: fields that an older version had, and that have no effect any more.
+    """
+    given = as_object(values, where).items()
+    values = {name: value for name, value in given if name not in ignored}
+    hints = types_of(cls)
+    if unknown := sorted(set(values) - set(hints)):
+        raise ValueError(
+            f"{where}: unknown field {shown(', '.join(unknown))} (known: "
+            f"{', '.join(sorted(hints))})"
+        )
+    missing = sorted(
+        one.name
+        for one in dataclasses.fields(cls)
+        if one.name not in values and one.default is one.default_factory is dataclasses.MISSING
+    )
+    if missing:
+        raise ValueError(f"{where}: missing field {', '.join(missing)}")
+    return cls(
+        **{
+            name: _value(hints[name], value, f"{where}.{name}", ignored)
+            for name, value in values.items()
+        }
+    )
+
+
+def _value(hint: Any, value: Any, where: str, ignored: Collection[str]) -> Any:
+    """Returns the JSON value as the type that the field's annotation `hint` names."""
+    for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+        if dataclasses.is_dataclass(kind) and (value is not None or kind is hint):
+            return from_plain(typing.cast(type, kind), value, where, ignored)
+        origin, inside = typing.get_origin(kind), typing.get_args(kind)
+        # JSON has no tuple: a list stands for it.
+        if origin is tuple and type(value) is list and {*map(type, value)} <= {inside[0]}:
+            return tuple(value)
+        if origin is Mapping and type(value) is dict:
+            return {
+                name: _value(inside[1], one, f"{where}[{quoted(name)}]", ignored)
+                for name, one in value.items()
+            }
+        if type(value) is kind or kind is Any:
+            return value
+        if kind is float and type(value) is int:  # may be written without a decimal point
+            return float(value)
+    raise ValueError(
+        f"{where}: expected {str(hint) if typing.get_args(hint) else hint.__name__}, got "
+        f"{quoted(value)}"
+    )

@@ -16,8 +16,8 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_lite.config.checks import shown
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.plain import shown
 from megatron_lite.config.units import plural
 
 

@@ -9,8 +9,17 @@ from megatron_lite.config.batch_schedule import (
     parse_steps,
     ramp_steps,
 )
-from megatron_lite.config.checks import ContradictionError, quoted, resolve
-from megatron_lite.config.setting import Settings, count, required, setting, several, switch
+from megatron_lite.config.checks import quoted
+from megatron_lite.config.setting import (
+    ContradictionError,
+    Settings,
+    count,
+    required,
+    resolve,
+    setting,
+    several,
+    switch,
+)
 from megatron_lite.config.units import parse_bytes
 
 LANGUAGE_MODEL_SEED = 1234

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.checkpointing.shards import FLOATS
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, Values, shown
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import Values, shown
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
 from megatron_lite.parallel.rng import RngStreams

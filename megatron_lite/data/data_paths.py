@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.config.checks import InputError, flag, input_faults
+from megatron_lite.config.checks import InputError, flag, input_faults, parse_json, shown
 from megatron_lite.config.data_settings import PER_SPLIT_PATHS, DataConfig
 from megatron_lite.config.input_file import read_input_text
-from megatron_lite.config.plain import parse_json, shown
 
 LARGEST_FILE = 1 << 24  # bytes of a file with the words of --data-path
 SPLITS = ("train", "valid", "test")

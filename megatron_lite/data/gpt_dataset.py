@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, Values
 from megatron_lite.data.index_cache import Arrays, Expected, arrays_fault, kept_arrays
 from megatron_lite.data.indexed import IndexedDataset
 
@@ -136,11 +136,7 @@ class GPTDataset:
                 "or a shorter --seq-length"
             )
 
-        settings: dict[str, Any] = {
-            "num_samples": num_samples,
-            "seq_length": seq_length,
-            "seed": seed,
-        }
+        settings: Values = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
         key = {
             "kind": "GPT sample index 2",
             "data": indexed.fingerprint,

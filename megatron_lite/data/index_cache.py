@@ -21,11 +21,11 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, Values
 from megatron_lite.data.durable_files import checksum_of, sync
 
 Arrays = dict[str, np.ndarray]
@@ -61,7 +61,7 @@ class Damage(OSError):
 def kept_arrays(
     data_cache_path: str | None,
     prefix: str,
-    key: dict[str, Any],
+    key: Values,
     build: Callable[[], Arrays],
     *,
     fault: Fault,

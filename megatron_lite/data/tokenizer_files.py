@@ -11,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config import plain
-from megatron_lite.config.checks import input_faults
+from megatron_lite.config import checks
+from megatron_lite.config.checks import input_faults, parse_json
 from megatron_lite.config.data_settings import READ_FILES, TokenizerConfig
 from megatron_lite.config.input_file import read_input
-from megatron_lite.config.plain import parse_json
 
 # The types that the names of files tell, the likeliest first.
 TOLD_BY_FILES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer")
@@ -77,8 +76,8 @@ def contents_of(
             if name.endswith(".json"):
                 values = parse_json(text)
                 if name == "tiktoken.json":
-                    plain.as_list(values, "the text")
-                elif plain.as_object(values, "the text") is values and name in WITH_IDS:
+                    checks.as_list(values, "the text")
+                elif checks.as_object(values, "the text") is values and name in WITH_IDS:
                     _check_ids(values, name, vocab_size)
     return contents
 
@@ -125,24 +124,24 @@ def _check_ids(values: Mapping[str, Any], name: str, vocab_size: int | None) -> 
     vocabulary = values
     added = []
     if name == "tokenizer.json":
-        vocabulary = plain.as_object(plain.field(values, "model"), "model").get("vocab", {})
-        added = plain.as_list(values.get("added_tokens") or [], "added_tokens")
+        vocabulary = checks.as_object(checks.field(values, "model"), "model").get("vocab", {})
+        added = checks.as_list(values.get("added_tokens") or [], "added_tokens")
     if isinstance(vocabulary, list):  # of Unigram: [word, score] in the order of the ids
-        pairs = (plain.as_list(pair, "an entry of vocab") for pair in vocabulary)
+        pairs = (checks.as_list(pair, "an entry of vocab") for pair in vocabulary)
         words = {str(pair[:1]): number for number, pair in enumerate(pairs)}
     else:
-        words = dict(plain.as_object(vocabulary, "vocab"))
+        words = dict(checks.as_object(vocabulary, "vocab"))
     for token in added:
-        token = plain.as_object(token, "an added token")
-        word = plain.field(token, "content")
-        words[str([word] if isinstance(vocabulary, list) else word)] = plain.field(token, "id")
+        token = checks.as_object(token, "an added token")
+        word = checks.field(token, "content")
+        words[str([word] if isinstance(vocabulary, list) else word)] = checks.field(token, "id")
     most = LARGEST_ID if vocab_size is None else vocab_size - 1
     for word, number in words.items():
-        plain.as_whole(number, f"the id of {plain.quoted(word)}", 0, most)
+        checks.as_whole(number, f"the id of {checks.quoted(word)}", 0, most)
     # Sorted, since a file can choose ids whose hashes collide.
     for first, second in itertools.pairwise(sorted(words.values())):
         if first == second:
-            same = [plain.quoted(word) for word, number in words.items() if number == first]
+            same = [checks.quoted(word) for word, number in words.items() if number == first]
             raise ValueError(f"{', '.join(same[:3])} have one id, {first}")
 
 

@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.config import plain
-from megatron_lite.config.checks import InputError, flag, input_faults
+from megatron_lite.config import checks
+from megatron_lite.config.checks import InputError, flag, input_faults, parse_json
 from megatron_lite.config.data_settings import (
     READ_FILES,
     SENTENCEPIECE_TYPES,
@@ -27,7 +27,6 @@ from megatron_lite.config.data_settings import (
     TokenizerConfig,
 )
 from megatron_lite.config.invocation import module_of_extra
-from megatron_lite.config.plain import parse_json
 from megatron_lite.data.tokenizer_files import LARGEST_ID, contents_of, merges_of, read_files
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
@@ -302,10 +301,10 @@ def _imported(name: str) -> Any:
 
 def _eos_token(path: Path) -> str | None:
     content = contents_of([("tokenizer_config.json", path)])["tokenizer_config.json"]
-    token = plain.parse_object(content).get("eos_token")
+    token = checks.parse_object(content).get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
-        raise InputError(f"{path}: eos_token must be a text (got {plain.quoted(name)})")
+        raise InputError(f"{path}: eos_token must be a text (got {checks.quoted(name)})")
     with input_faults(f"{path}: "):
         check_encodes(name or "")
     return name
@@ -313,7 +312,7 @@ def _eos_token(path: Path) -> str | None:
 
 def _ranks(content: bytes, count: int, *, first: int) -> dict[bytes, int]:
     """Returns the ids of the first `count` tokens of a file; the first one has the id `first`."""
-    entries = plain.as_list(parse_json(content), "the text")
+    entries = checks.as_list(parse_json(content), "the text")
     if len(entries) < count:
         raise ValueError(
             f"{len(entries)} tokens, but --vocab-size and --tiktoken-num-special-tokens leave room "
@@ -322,7 +321,7 @@ def _ranks(content: bytes, count: int, *, first: int) -> dict[bytes, int]:
     ranks = {}
     for number, entry in enumerate(entries[:count]):
         where = f"entry {number}"
-        values = plain.as_object(entry, where)
+        values = checks.as_object(entry, where)
         if values.keys() != {"rank", "token_bytes", "token_str"} or values["rank"] != number:
             raise ValueError(f"{where} must have rank {number}, token_bytes and token_str")
         token = base64.b64decode(values["token_bytes"], validate=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
-from megatron_lite.config import plain
-from megatron_lite.config.checks import InputError
+from megatron_lite.config import checks
+from megatron_lite.config.checks import InputError, Values
 from megatron_lite.config.input_file import input_size, open_input, read_input
 from megatron_lite.config.units import GIB
 from megatron_lite.pages.document import document, number, picture
@@ -84,7 +84,7 @@ def read_run(paths: Sequence[str]) -> RunRecord:
     path = Path(f"{metrics}.summary.json")  # training/summary.py
     if os.path.lexists(path):
         try:
-            values = plain.parse_object(read_input(path, MOST_SUMMARY_BYTES))
+            values = checks.parse_object(read_input(path, MOST_SUMMARY_BYTES))
         except ValueError:
             run.notices.append(f"{path.name} is no summary of a run")
         else:
@@ -158,11 +158,11 @@ def _lines(path: Path) -> Iterator[bytes]:
                 line = file.readline(LONGEST_LINE)
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any] | None]:
+def _rows(path: Path) -> Iterator[Values | None]:
     """Yields the rows of a metrics file, and None for any other line."""
     for line in _lines(path):
         try:
-            row = plain.parse_object(line)
+            row = checks.parse_object(line)
         except ValueError:
             row = {}
         iteration = row.get("iteration")

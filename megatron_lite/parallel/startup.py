@@ -28,8 +28,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_lite.config.checks import InputError, PeerError, flag
-from megatron_lite.config.plain import parse_json
+from megatron_lite.config.checks import InputError, PeerError, flag, parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.messages import print_line, ranks_text, told_by_rank_0

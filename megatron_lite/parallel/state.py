@@ -29,9 +29,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_lite.config.checks import InputError, PeerError, input_faults
+from megatron_lite.config.checks import InputError, PeerError, input_faults, parse_json
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import Group, all_gather_bytes, all_reduce_
 from megatron_lite.parallel.launch import Launch, read_launch

@@ -18,9 +18,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatron_lite.config.checks import InputError, input_faults
+from megatron_lite.config.checks import InputError, Values, input_faults
 from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Policy, Rule
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight
@@ -78,7 +78,7 @@ class Plan:
         return self.config.training.most_microbatches(size)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Values:
         """What `step_peak` needs to know besides the config and the rank."""
         return dict(
             device=self.hardware.device,

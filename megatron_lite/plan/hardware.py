@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError, input_faults, quoted
+from megatron_lite.config.checks import InputError, input_faults, quoted, shown
 from megatron_lite.config.input_file import read_json
-from megatron_lite.config.plain import from_plain, shown
+from megatron_lite.config.setting import from_plain
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.description.operations import (
     ALL_GATHER,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError, input_faults
+from megatron_lite.config.checks import InputError, Values, input_faults
 from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
@@ -42,8 +42,6 @@ USUAL_TOKENS = 2**22  # of a step, if --global-batch-size is not given
 IDS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with files
 USUAL_IDS = 128000  # of other ones
 USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
-
-Values = dict[str, Any]  # by field
 
 
 class Problem(NamedTuple):

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from megatron_lite.config.checks import Values, parse_json
 from megatron_lite.config.invocation import shell_lines
-from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run_flags import flags_of
 from megatron_lite.config.units import GIB
 from megatron_lite.memory.predict.flops import PolicyFlops
@@ -49,7 +49,7 @@ class Training(NamedTuple):
         return {"days": days, "cost": 24 * days * plan.num_ranks * self.price_per_gpu_hour}
 
 
-def plain_verdict(one: FitVerdict, hardware: Hardware, training: Training) -> dict[str, Any]:
+def plain_verdict(one: FitVerdict, hardware: Hardware, training: Training) -> Values:
     """Returns a verdict as JSON has it. Bytes and seconds are numbers."""
     largest, smallest, larger = one.largest_micro_batch, one.found.smallest, one.found.larger
     return {
@@ -77,7 +77,7 @@ def plain_verdict(one: FitVerdict, hardware: Hardware, training: Training) -> di
     }
 
 
-def _plain_plan(plan: Plan, training: Training) -> dict[str, Any]:
+def _plain_plan(plan: Plan, training: Training) -> Values:
     config, peak, time = plan.config, plan.peak, plan.time
     incomplete = ""
     try:
@@ -106,12 +106,12 @@ def _plain_plan(plan: Plan, training: Training) -> dict[str, Any]:
     }
 
 
-def plain_terms(terms: Iterable[PeakTerm]) -> list[dict[str, Any]]:
+def plain_terms(terms: Iterable[PeakTerm]) -> list[Values]:
     """Returns the terms of a peak as JSON has them."""
     return [{"name": term.name, "bytes": term.num_bytes, "tag": term.tag} for term in terms]
 
 
-def plain_stages(one: FitVerdict) -> list[dict[str, Any]]:
+def plain_stages(one: FitVerdict) -> list[Values]:
     """Returns the terms of the peak of every pipeline rank of a verdict's plan, or of MOST_STAGES
     evenly spread ranks."""
     if one.plan is None:

@@ -34,7 +34,7 @@ import traceback
 from datetime import timedelta
 from typing import NoReturn
 
-from megatron_lite.config.plain import parse_json
+from megatron_lite.config.checks import parse_json
 from megatron_lite.parallel.signals import die_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import default_store

@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import flop_registry
 
-from megatron_lite.config.checks import InputError, quoted
-from megatron_lite.config.plain import shown
+from megatron_lite.config.checks import InputError, quoted, shown
 from megatron_lite.fit.gauges import Reading
 from megatron_lite.fit.layers import LayerList, kind_of, layer_lists
 from megatron_lite.fit.measurement import Measurement

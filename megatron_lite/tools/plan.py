@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from megatron_lite.config.checks import InputError, input_faults, quoted
+from megatron_lite.config.checks import (
+    InputError,
+    Values,
+    input_faults,
+    parse_whole_number,
+    quoted,
+    shown,
+)
 from megatron_lite.config.known_models import PRESETS, model_of, stored_values
 from megatron_lite.config.megatron_flags import (
     add_flags_without_effect,
@@ -24,7 +31,6 @@ from megatron_lite.config.megatron_flags import (
     translate_values,
 )
 from megatron_lite.config.other_ways import num_processes, without_launcher
-from megatron_lite.config.plain import parse_whole_number, shown
 from megatron_lite.config.recompute import AUTO
 from megatron_lite.config.run_flags import (
     Parser,
@@ -42,7 +48,7 @@ from megatron_lite.pages.document import document, picture, printable
 from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.plan.auto_policy import Budget, default_reserve
 from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names
-from megatron_lite.plan.problem import LOSS_CHUNK, SEARCHED, Problem, Values, problem_of
+from megatron_lite.plan.problem import LOSS_CHUNK, SEARCHED, Problem, problem_of
 from megatron_lite.plan.verdict import (
     DOES_NOT_FIT,
     EXIT_STATUS,

@@ -23,10 +23,9 @@ from multiprocessing import active_children, get_context, parent_process
 
 import numpy as np
 
-from megatron_lite.config.checks import InputError, input_faults
+from megatron_lite.config.checks import InputError, input_faults, parse_json
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.input_file import open_input
-from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run_flags import add_settings, taken
 from megatron_lite.config.setting import Settings, count, required, setting, switch
 from megatron_lite.data.indexed import indexed_writer, token_dtype

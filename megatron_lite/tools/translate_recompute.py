@@ -24,9 +24,8 @@ from typing import Any
 
 import yaml
 
-from megatron_lite.config.checks import InputError, input_faults
+from megatron_lite.config.checks import InputError, input_faults, parse_json
 from megatron_lite.config.input_file import read_input_text
-from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run_flags import Parser
 from megatron_lite.tools.command import tool
 from megatron_lite.tools.translators import SYSTEMS, systems_of, translated

@@ -26,10 +26,9 @@ import torch
 
 from megatron_lite.checkpointing.directory import check_no_checkpoint
 from megatron_lite.checkpointing.step_files import Progress
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, as_object, parse_json
 from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.plain import as_object, parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import written_beside
 from megatron_lite.training.iteration_line import Interval, IterationRecord, RunFacts, peak_gib

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_args
+from megatron_lite.config.checks import MOST_SIZE
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.notices import notices
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.plain import MOST_SIZE
 from megatron_lite.config.run_flags import run_fields, topics
 from megatron_lite.config.setting import settings_of
 from megatron_lite.config.training import TrainingConfig

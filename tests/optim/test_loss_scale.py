@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.config.optimizer_settings import LossScaleConfig, OptimizerConfig
-from megatron_lite.config.plain import from_plain
+from megatron_lite.config.setting import from_plain
 from megatron_lite.optim.loss_scale import LossScale, LossScaleState
 from megatron_lite.optim.optimizer import Optimizer
 from tests.optim.test_optimizer import RATES, Plain

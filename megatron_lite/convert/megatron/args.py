@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpointing.step_files import Progress
-from megatron_lite.config.checks import InputError, flag, input_faults, quoted
+from megatron_lite.config.checks import InputError, Values, flag, input_faults, parse_json, quoted
 from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
-from megatron_lite.config.plain import Values, from_plain, parse_json
-from megatron_lite.config.setting import settings_of
+from megatron_lite.config.setting import from_plain, settings_of
 from megatron_lite.config.variants import LATENT, LatentSettings, RotarySettings, Variants
 from megatron_lite.convert.megatron.torch_file import Inert
 from megatron_lite.convert.target import new_step

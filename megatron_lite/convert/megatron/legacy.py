@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.config.checks import InputError, input_faults
+from megatron_lite.config.checks import InputError, Values, input_faults
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import Stage, stages
@@ -318,7 +318,7 @@ def _state_dict(
     specs: Mapping[str, ParameterSpec],
     stage: Stage,
     part: Callable[[str], Tensor],
-) -> dict[str, Any]:
+) -> Values:
     """Returns the model and the optimizer in the file of a TP rank of a pipeline stage.
 
     part: returns this TP rank's part of a parameter or of one of its states.

@@ -29,10 +29,9 @@ from torch import Tensor
 
 from megatron_lite.checkpointing.start import ITERATION, megatron_format, pointed_step
 from megatron_lite.checkpointing.step_files import LATEST
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, Values
 from megatron_lite.config.input_file import crafted
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import Values
 from megatron_lite.convert.megatron.args import ADAM, MASTER, TABLES, progress_of, vocabulary_of
 from megatron_lite.convert.weights import (
     LAYERS,

@@ -15,10 +15,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_lite.config import run_flags
-from megatron_lite.config.checks import chosen
+from megatron_lite.config.checks import Values, chosen
 from megatron_lite.config.notices import notices
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import (
@@ -398,7 +398,7 @@ def _usual(config: RunConfig, device: str) -> Iterator[tuple[str, RunConfig]]:
     policies = ["every-2:full"]
     if device == "cuda":  # on a CPU @host frees nothing
         policies += ["*:full@host", "*:none@host"]
-    settings: list[dict[str, Any]] = [
+    settings: list[Values] = [
         {},
         *(dict(recompute_granularity="selective", recompute_modules=names) for names in modules),
         *(

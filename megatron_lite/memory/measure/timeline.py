@@ -25,9 +25,8 @@ import re
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import input_faults
+from megatron_lite.config.checks import Values, as_list, as_object, input_faults, parse_json
 from megatron_lite.config.input_file import read_input
-from megatron_lite.config.plain import as_list, as_object, parse_json
 from megatron_lite.data.durable_files import written_beside
 from megatron_lite.memory.predict.stage_course import KeptPoint
 
@@ -148,7 +147,7 @@ def _texts(values: Any, key: str) -> list[str]:
     raise ValueError(f"expected text under {key!r}")
 
 
-def _rows(document: dict[str, Any], key: str, ranges: list[range]) -> list[list[int]]:
+def _rows(document: Values, key: str, ranges: list[range]) -> list[list[int]]:
     """Returns the rows under a key: an integer of each range."""
     rows = as_list(document.get(key, []), repr(key))
     for place, row in enumerate(rows):
