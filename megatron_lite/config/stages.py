@@ -144,33 +144,21 @@ def stages_of_rank(parallel: ParallelConfig, num_layers: int, rank: int) -> tupl
     return tuple(stage for stage in stages(parallel, num_layers) if stage.rank == rank)
 
 
-def warmup_forwards(*, size: int, rank: int, num_chunks: int) -> int:
-    """Returns the number of forwards in the warm-up of a rank.
-
-    They come before the first pair of a forward and a backward. The number holds for a step with
-    enough micro-batches.
-
-    size: the number of pipeline ranks.
-    num_chunks: the number of virtual stages of each rank.
-    """
-    if num_chunks == 1:
-        return size - rank - 1
-    # The interleaved schedule (2104.04473, section 2.2): p forwards for each of the rank's stages
-    # but one, and two more for each later rank.
-    return 2 * (size - rank - 1) + (num_chunks - 1) * size
-
-
 def most_in_flight(*, size: int, rank: int, num_microbatches: int, num_chunks: int = 1) -> int:
     """Returns the largest number of forwards that wait for their backward at once on a rank.
 
-    Each forward counts for one micro-batch in one virtual stage.
+    Each forward counts for one micro-batch in one virtual stage. All but one of them come before
+    the first pair of a forward and a backward.
 
+    size: the number of pipeline ranks.
     num_chunks: the number of virtual stages of each pipeline rank.
     """
-    return min(
-        warmup_forwards(size=size, rank=rank, num_chunks=num_chunks) + 1,
-        num_microbatches * num_chunks,
-    )
+    warmup = size - rank - 1
+    if num_chunks > 1:
+        # The interleaved schedule (2104.04473, section 2.2): p forwards for each of the rank's
+        # stages but one, and two more for each later rank.
+        warmup = 2 * warmup + (num_chunks - 1) * size
+    return min(warmup + 1, num_microbatches * num_chunks)
 
 
 def _layers_by_rank(parallel: ParallelConfig, num_layers: int) -> list[int]:

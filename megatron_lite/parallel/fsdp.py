@@ -135,8 +135,7 @@ def _unit(
     gradients = UnitGradients()
     if hasattr(module, "set_custom_all_gather"):  # older releases of torch keep their collectives
         module.set_custom_all_gather(_GatherWeights())  # type: ignore[arg-type]
-        reducer = _ReduceScatterGradients(gradients)
-        module.set_custom_reduce_scatter(reducer)  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(gradients)  # type: ignore[arg-type]
     # FSDP2 puts its pre-forward hook first, so the parameters are gathered when this hook runs.
     module.register_forward_pre_hook(
         lambda *_: gradients.record(_whole_parameters(module).values())
@@ -193,15 +192,36 @@ def _read_for_output(embedding: nn.Module) -> Tensor:
     return used
 
 
+class _GatherWeights:
+    """FSDP2's AllGather. It ignores async_op: it is finished when it returns.
+
+    On a GPU it runs on the stream that FSDP2 has chosen.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns a new buffer, as FSDP2's own collectives allocate it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        start_all_gather_into_(output_tensor, input_tensor, group).wait()
+
+
 # The Python references to a gradient that only torch's loop variable holds. They are the loop
 # variable, the local variable in `free_`, and the argument of getrefcount.
 FREE_TO_DROP = 3
 
 
-class UnitGradients:
+class UnitGradients(_GatherWeights):
     """The gradients of a unit's gathered parameters, from their accumulation to their reduction.
 
-    It holds weak references, so it keeps no gradient alive.
+    It is FSDP2's ReduceScatter for sums, and frees the copied gradients first. It holds weak
+    references, so it keeps no gradient alive.
     """
 
     def __init__(self) -> None:
@@ -239,33 +259,6 @@ class UnitGradients:
         if parameter.grad is not None:
             self._gradients.append(weakref.ref(parameter.grad))
 
-
-class _GatherWeights:
-    """FSDP2's AllGather. It ignores async_op: it is finished when it returns.
-
-    On a GPU it runs on the stream that FSDP2 has chosen.
-    """
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns a new buffer, as FSDP2's own collectives allocate it."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        start_all_gather_into_(output_tensor, input_tensor, group).wait()
-
-
-class _ReduceScatterGradients(_GatherWeights):
-    """FSDP2's ReduceScatter for sums. Frees the copied gradients first."""
-
-    def __init__(self, gradients: UnitGradients) -> None:
-        self._gradients = gradients
-
     def __call__(  # type: ignore[override]
         self,
         output_tensor: Tensor,
@@ -275,7 +268,7 @@ class _ReduceScatterGradients(_GatherWeights):
         async_op: bool = False,
     ) -> None:
         assert op == torch.distributed.ReduceOp.SUM, op
-        self._gradients.free_()
+        self.free_()
         start_reduce_scatter_into_(output_tensor, input_tensor, group).wait()
 
 

@@ -12,7 +12,7 @@ This module uses the standard library only.
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from megatron_lite.config.stages import most_in_flight, warmup_forwards
+from megatron_lite.config.stages import most_in_flight
 
 
 class Action(NamedTuple):
@@ -35,9 +35,10 @@ def order(*, size: int, rank: int, num_microbatches: int, num_chunks: int = 1) -
     micro-batches is not a multiple of the number of ranks.
     """
     forwards, backwards = _sequences(size, num_microbatches, num_chunks)
-    # After the warm-up each forward is paired with a backward, so at most warmup + 1 forwards are
-    # in flight at once. The memory model relies on this bound (`most_in_flight`).
-    warmup = min(warmup_forwards(size=size, rank=rank, num_chunks=num_chunks), len(forwards))
+    # After the warm-up each forward is paired with a backward.
+    warmup = -1 + most_in_flight(
+        size=size, rank=rank, num_microbatches=num_microbatches, num_chunks=num_chunks
+    )
     steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
 
