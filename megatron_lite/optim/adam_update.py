@@ -18,6 +18,7 @@ from torch.optim.sgd import sgd
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.layouts import Bucketed, Piece
+from megatron_lite.optim.stored import new_state, update_apart
 from megatron_lite.parallel.rng import derive_seed
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import fused_adamw_
@@ -77,18 +78,13 @@ class AdamW:
             for one in pieces
             if config.stochastic_rounding
         }
-        for piece in pieces:
-            piece.states.update({key: self._new_state(piece, key) for key in self.names})
+        for piece in layout.pieces:
+            for key in self.state_names(piece.name):
+                kind = config.format_of(key)
+                piece.states[key] = new_state(piece.master, kind, piece.master.device)
         self._grouped = cache(partial(_groups, pieces))
         self.count = torch.zeros((), dtype=torch.float32, device=rng.device)
         self.count_on_host = torch.zeros((), dtype=torch.float32, device="cpu")
-
-    def _new_state(self, piece: Piece, key: str) -> Tensor:
-        if not piece.apart:
-            return torch.zeros_like(piece.master)
-        from megatron_lite.optim.stored import new_state
-
-        return new_state(piece.weight, self.config.format_of(key), piece.master.device)
 
     def state_names(self, _: str) -> tuple[str, ...]:
         """Returns the names of a parameter's states, as in checkpoints.
@@ -127,8 +123,6 @@ class AdamW:
                 **settings,
             )
         if apart:
-            from megatron_lite.optim.stored import update_apart
-
             update_apart(self, apart, skipped)
         self.count -= skipped
 

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import Bucket, GradBuffer
+from megatron_lite.optim.stored import new_state, write_whole_
 from megatron_lite.parallel.collectives import (
     Group,
     Started,
@@ -112,8 +113,6 @@ class Piece(NamedTuple):
 
         target: the master or a state.
         """
-        from megatron_lite.optim.stored import write_whole_
-
         write_whole_(target, whole.reshape(-1)[self.start : self.stop])
 
 
@@ -217,14 +216,10 @@ class Bucketed:
         rounded = is_rounded(weight.dtype)
         apart = on_host or config.is_rounded
         master = weight
-        if on_host or (rounded and config.main_params_dtype != "fp32"):
-            from megatron_lite.optim.stored import new_state, write_whole_
-
+        if on_host or rounded:
             device = torch.device("cpu") if on_host else weight.device
             master = new_state(weight, config.main_params_dtype if rounded else "fp32", device)
             write_whole_(master, weight)
-        elif rounded:
-            master = weight.detach().float()
         if not apart:
             master.grad = piece.gradient
         return piece._replace(master=master, apart=apart, on_host=on_host)

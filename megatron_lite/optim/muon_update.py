@@ -116,8 +116,6 @@ class Muon(AdamW):
             config.muon_num_ns_steps
         )
         self._pieces = {one.name: one for one in layout.pieces if one.name in self._matrices}
-        for one in self._pieces.values():
-            one.states[MOMENTUM] = torch.zeros_like(one.master)
 
     def state_names(self, parameter: str) -> tuple[str, ...]:
         """Implements AdamW.state_names."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import ADAM, MUON, SGD, OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
+from megatron_lite.optim import stored
 from megatron_lite.optim.adam_update import AdamW, Sgd
 from megatron_lite.optim.layouts import Bucketed, FullySharded, Piece
 from megatron_lite.parallel.collectives import Timed, all_reduce, all_reduce_, not_timed
@@ -200,10 +201,8 @@ class Optimizer:
 
         Every data-parallel rank must call this.
         """
-        from megatron_lite.optim.stored import whole as whole_state
-
         keys = (*self.state_names(name), *(("master",) if self.layout.keeps_masters else ()))
-        held = {key: whole_state(state) for key, state in self.states.get(name, {}).items()}
+        held = {key: stored.whole(state) for key, state in self.states.get(name, {}).items()}
         return {key: self.layout.whole(name, held.get(key)) for key in keys}
 
     @torch.no_grad()

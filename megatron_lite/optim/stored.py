@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import optimizer_settings
-from megatron_lite.optim.layouts import Piece
 from megatron_lite.parallel.torch_internals import foreach_copy_, is_fake
 
 if TYPE_CHECKING:
     from megatron_lite.optim.adam_update import AdamW
+    from megatron_lite.optim.layouts import Piece
     from megatron_lite.parallel.compiled import CompiledKernels
 
 SCALES = "scales_of_parts"
