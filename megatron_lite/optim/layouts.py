@@ -214,15 +214,12 @@ class Bucketed:
     def _with_master(self, piece: Piece, on_host: bool) -> Piece:
         config, weight = self._optimizer, piece.weight
         rounded = is_rounded(weight.dtype)
-        apart = on_host or config.is_rounded
         master = weight
         if on_host or rounded:
             device = torch.device("cpu") if on_host else weight.device
             master = new_state(weight, config.main_params_dtype if rounded else "fp32", device)
             write_whole_(master, weight)
-        if not apart:
-            master.grad = piece.gradient
-        return piece._replace(master=master, apart=apart, on_host=on_host)
+        return piece._replace(master=master, apart=on_host or config.is_rounded, on_host=on_host)
 
     def _wait_before_use(self, model: nn.Module) -> None:
         """Makes every module that owns parameters wait until they have arrived.
