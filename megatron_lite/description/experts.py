@@ -36,49 +36,6 @@ RECEIVED = "rows received for each expert"
 EXPERTS_FC1, EXPERTS_FC2 = "experts_fc1", "experts_fc2"
 
 
-class ExpertShape(Shape):
-    """The bytes of a layer with experts, on one rank.
-
-    tokens: T. slots: k T. sent: the rows that no expert drops, and padding. rows: n, those that the
-        experts of this rank compute.
-    tp_size: the ranks that share each expert. num_own: the experts of this rank.
-    scores: the bytes of an element of the router's logits and weights.
-    permuted, intermediate, activated: the inputs of fc1, of the activation and of fc2.
-    """
-
-    def __init__(self, of: Shape, layer: int) -> None:
-        super().__init__(of.sizes)
-        model, sizes = self.model, self.sizes
-        self.experts = model.num_experts or 0
-        self.num_own = self.experts // sizes.ep_size
-        self.tokens = sizes.tokens
-        if sizes.expert_tp_size not in (0, self.tp_size):
-            self.tp_size = sharing = sizes.expert_tp_size
-            self.tokens, self.whole = sharing * sizes.local_tokens, sharing * self.hidden
-            self.gathers, self.reduces = (
-                (Collective(kind, self.whole),) * (sharing > 1)
-                for kind in (ALL_GATHER, REDUCE_SCATTER)
-            )
-        self.slots = model.moe_router_topk * self.tokens
-        self.rows, self.sent = (
-            model.chosen_rows(sizes.local_tokens, imbalance) * (self.tokens // sizes.local_tokens)
-            for imbalance in (sizes.expert_imbalance, 1.0)
-        )
-        if sizes.expert_rows:
-            self.rows, self.sent = sizes.expert_rows[layer - sizes.first_layer]
-        self.width = model.expert_size // self.tp_size
-        self.scores = ROUTER_BYTES.get(model.moe_router_dtype or "", self.element)
-        self.permuted = self.rows * model.hidden_size * self.element
-        self.activated = self.rows * self.width * self.element
-        self.intermediate = model.fc1_blocks * self.activated
-
-    def over_experts(self, kind: str, num_bytes: int) -> tuple[Collective, ...]:
-        """Returns the collective of a tensor of each expert-parallel rank that gathers tokens."""
-        sizes = self.sizes
-        gathers = sizes.ep_size > 1 and sizes.gathers_tokens
-        return (Collective(kind, sizes.ep_size * num_bytes, over_experts=True),) * gathers
-
-
 def choices(of: Shape) -> tuple[KeptTensor, ...]:
     """Returns what a replay may not choose again: every policy keeps it, on the device."""
     model, sizes, experts = of.model, of.sizes, of.model.num_experts or 0
@@ -98,47 +55,89 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
 
     normed: the input of the layer's MLP. layer: its number in the whole model.
     """
-    shape = ExpertShape(of, layer)
-    model, sizes = shape.model, shape.sizes
-    row_weights = KeptTensor("row weights", shape.rows * shape.scores)
-    rows = KeptTensor("rows of the experts", shape.permuted)
-    moves = sizes.ep_size > 1 and not sizes.gathers_tokens
-    ordered = shape.sent if model.moe_pad_expert_input_to_capacity else shape.slots
-    if sizes.ep_size > 1 and sizes.gathers_tokens:
-        ordered = shape.rows
-    order = KeptTensor("order of the rows", ordered * INDEX_BYTES)
-    places = KeptTensor("order of the received rows", shape.rows * INDEX_BYTES)
-    ends = KeptTensor("ends of the experts", shape.num_own * END_BYTES)
-    intermediate = KeptTensor("experts' fc1 output", shape.intermediate)
-    activated = KeptTensor("experts' activation output", shape.activated)
-    yield _router(shape, normed)
+    model, sizes, last = of.model, of.sizes, not of.model.norms_after
+    # what the ranks hold together that share each expert
+    shares_all = sizes.expert_tp_size in (0, sizes.tp_size)
+    shared = of if shares_all else Shape(sizes.shared_by(sizes.expert_tp_size))
+    tokens, whole = shared.sizes.tokens, shared.whole
+    # the rows that the experts of this rank compute; those that no expert drops, and padding
+    rows, sent = (
+        model.chosen_rows(sizes.local_tokens, imbalance) * (tokens // sizes.local_tokens)
+        for imbalance in (sizes.expert_imbalance, 1.0)
+    )
+    if sizes.expert_rows:
+        rows, sent = sizes.expert_rows[layer - sizes.first_layer]
+    slots, own = model.moe_router_topk * tokens, (model.num_experts or 0) // sizes.ep_size
+    score = ROUTER_BYTES.get(model.moe_router_dtype or "", of.element)
+    sizes_of_row = {"rows": model.hidden_size * of.element, "weights": score}
+    permuted = rows * sizes_of_row["rows"]
+    width = model.expert_size // shared.tp_size
+    activated = KeptTensor("experts' activation output", rows * width * of.element)
+    intermediate = KeptTensor("experts' fc1 output", model.fc1_blocks * activated.num_bytes)
+    row_weights = KeptTensor("row weights", rows * score)
+    ends = KeptTensor("ends of the experts", own * END_BYTES)
+    spreads = sizes.ep_size > 1
+    moves, gathers = spreads and not sizes.gathers_tokens, spreads and sizes.gathers_tokens
+
+    def over_experts(kind: str, num_bytes: int) -> tuple[Collective, ...]:
+        """Returns the collective of a tensor of each expert-parallel rank that gathers tokens."""
+        return (Collective(kind, sizes.ep_size * num_bytes, over_experts=True),) * gathers
+
+    yield _router(of, normed, score, len(shared.gathers))
     if model.moe_shared_expert_intermediate_size is not None:
         yield from _shared_expert(of, normed)
-    yield Operation("dispatch", "mlp", (), (MOE,), calls=_entering(shape), backward=_leaving(shape))
-    moved = Moved(2 * shape.permuted, 2 * shape.permuted)
-    sizes_of_row = {"rows": model.hidden_size * of.element, "weights": shape.scores}
-    temporary = (2 * shape.rows + shape.sent) * sizes_of_row["rows"] * moves
+    # Tokens, weights and choice are gathered under sequence parallelism, and over expert-parallel
+    # ranks. In backward the gradients of tokens and weights are summed, as the results are.
+    entering = dict(tokens=whole, weights=slots * score, choice=slots * INDEX_BYTES)
+    within = (
+        Collective(ALL_GATHER, size).call(f"gathered {name}")
+        for name, size in entering.items()
+        if shared.gathers
+    )
+    across = (
+        one.call(f"{name} of other ranks")
+        for name in ("choice", "tokens", "weights")
+        for one in over_experts(ALL_GATHER, entering[name])
+    )
+    sums = over_experts(REDUCE_SCATTER, whole) + shared.reduces
+    yield Operation(
+        "dispatch",
+        "mlp",
+        regions=(MOE,),
+        calls=(*within, *across),
+        backward=tuple(
+            one._replace(num_bytes=one.num_bytes // whole * num_bytes)
+            for one in sums
+            for num_bytes in (whole, entering["weights"])
+        ),
+    )
+    ordered = sent if model.moe_pad_expert_input_to_capacity else slots
+    order = KeptTensor("order of the rows", (rows if gathers else ordered) * INDEX_BYTES)
+    places = KeptTensor("order of the received rows", rows * INDEX_BYTES)
+    moved = Moved(2 * permuted, 2 * permuted)
+    temporary = (2 * rows + sent) * sizes_of_row["rows"] * moves
     yield Operation(
         "permute",
         "mlp.experts",
         (order, places) if moves else (order,),
         (MOE,),
         calls=tuple(
-            _exchange(shape.rows * size).call(f"received {name}")
+            _exchange(rows * size).call(f"received {name}")
             for name, size in sizes_of_row.items()
             if moves
         ),
-        backward=tuple(_exchange(shape.sent * size) for size in sizes_of_row.values() if moves),
+        backward=tuple(_exchange(sent * size) for size in sizes_of_row.values() if moves),
         moved=moved,
         temporary=temporary,
     )
     yield _grouped(
-        shape,
+        of,
+        own,
         EXPERTS_FC1,
         "linear_fc1",
-        Matmul("experts' fc1", shape.rows, model.fc1_blocks * shape.width, model.hidden_size),
+        Matmul("experts' fc1", rows, model.fc1_blocks * width, model.hidden_size),
         intermediate,
-        (rows, ends),
+        (KeptTensor("rows of the experts", permuted), ends),
     )
     forward, backward = ACTIVATIONS[model.activation].moved
     yield Operation(
@@ -148,42 +147,66 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
         (MOE, MOE_ACTIVATION),
         (intermediate, row_weights),
         (activated.name,),
-        moved=Moved((forward + 2) * shape.activated, (backward + 4) * shape.activated),
-        temporary=shape.intermediate + 4 * shape.activated,
+        moved=Moved((forward + 2) * activated.num_bytes, (backward + 4) * activated.num_bytes),
+        temporary=intermediate.num_bytes + 4 * activated.num_bytes,
     )
     yield _grouped(
-        shape,
+        of,
+        own,
         EXPERTS_FC2,
         "linear_fc2",
-        Matmul("experts' fc2", shape.rows, model.hidden_size, shape.width),
-        KeptTensor("experts' fc2 output", shape.permuted),
+        Matmul("experts' fc2", rows, model.hidden_size, width),
+        KeptTensor("experts' fc2 output", permuted),
         (activated, ends, *[row_weights] * model.add_bias_linear),
         moved=moved,
-        output_only=not model.norms_after,
+        output_only=last,
     )
     if moves:
-        back = _exchange(shape.sent * sizes_of_row["rows"])
+        back = _exchange(sent * sizes_of_row["rows"])
         yield Operation(
             "return",
             "mlp.experts",
-            (),
-            (MOE,),
-            calls=(back.call("returned rows", output_only=not model.norms_after),),
-            backward=(_exchange(shape.permuted),),
+            regions=(MOE,),
+            calls=(back.call("returned rows", output_only=last),),
+            backward=(_exchange(permuted),),
             moved=moved,
             temporary=temporary,
         )
-    yield _combined(shape)
+    # the sum of each token's rows, over all ranks that hold its experts
+    yield Operation(
+        "combine",
+        "mlp",
+        regions=(MOE,),
+        calls=tuple(
+            one.call(
+                f"sum {number} of experts",
+                whole if one.over_experts else of.hidden,
+                output_only=last,
+            )
+            for number, one in enumerate(sums)
+        ),
+        backward=(*shared.gathers, *over_experts(ALL_GATHER, whole)),
+    )
 
 
-def _router(shape: ExpertShape, normed: KeptTensor) -> Operation:
-    """Returns the choice of experts for each token, which every policy keeps."""
-    model, sizes, experts = shape.model, shape.sizes, shape.experts
-    logits = KeptTensor("router logits", sizes.local_tokens * experts * shape.scores)
-    noise = [KeptTensor("router noise", shape.hidden)] * (model.moe_input_jitter_eps is not None)
+def _router(of: Shape, normed: KeptTensor, score: int, gathers: int) -> Operation:
+    """Returns the choice of experts for each token, which every policy keeps.
+
+    score: the bytes of a logit. gathers: whether the ranks that share an expert gather tokens.
+    """
+    model, sizes, experts = of.model, of.sizes, of.model.num_experts or 0
+    logits = KeptTensor("router logits", sizes.local_tokens * experts * score)
+    noise = [KeptTensor("router noise", of.hidden)] * (model.moe_input_jitter_eps is not None)
     bias = [Parameter("bias", (experts,), sizes.sequence_parallel)] * model.add_bias_linear
-    chosen = choices(shape)
+    chosen = choices(of)
     read = tuple(one._replace(stays=False) for one in chosen if one.name != RECEIVED)
+    # The sums of the tokens per expert over the ranks that split the tokens, and the exchange of
+    # the counts of rows between expert-parallel ranks. No replay repeats them.
+    splits, counting = len(of.gathers) + (sizes.cp_size > 1), list[Collective]()
+    for one in chosen[1:]:
+        received = one.name == RECEIVED
+        counting += [Collective(ALL_REDUCE, one.num_bytes)] * (gathers if received else splits)
+        counting += [_exchange(one.num_bytes)] * received
     return Operation(
         ROUTER,
         "mlp.router",
@@ -196,48 +219,15 @@ def _router(shape: ExpertShape, normed: KeptTensor) -> Operation:
                 (logits,),
                 (Matmul("router", sizes.local_tokens, experts, model.hidden_size),),
             ),
-            *_counting(shape, chosen[1:]),
+            OperatorCall(collectives=tuple(counting), once=True),
         ),
         parameters=(
             Parameter("weight", (experts, model.hidden_size), sizes.sequence_parallel),
             *bias,
         ),
         moved=Moved(2 * logits.num_bytes, 4 * logits.num_bytes),
-        temporary=shape.hidden * (1 + len(noise)) + logits.num_bytes * 4,
+        temporary=of.hidden * (1 + len(noise)) + logits.num_bytes * 4,
     )
-
-
-def _combined(shape: ExpertShape) -> Operation:
-    """Returns the sum of each token's rows, over all ranks that hold its experts."""
-    scatters = shape.over_experts(REDUCE_SCATTER, shape.whole)
-    sums = [(one, shape.whole) for one in scatters] + [(one, shape.hidden) for one in shape.reduces]
-    return Operation(
-        "combine",
-        "mlp",
-        (),
-        (MOE,),
-        calls=tuple(
-            one.call(f"sum {number} of experts", num_bytes, output_only=not shape.model.norms_after)
-            for number, (one, num_bytes) in enumerate(sums)
-        ),
-        backward=(*shape.gathers, *shape.over_experts(ALL_GATHER, shape.whole)),
-    )
-
-
-def _counting(shape: ExpertShape, counts: tuple[KeptTensor, ...]) -> Iterator[OperatorCall]:
-    """Yields what a choice communicates, which no replay repeats.
-
-    They are the sums of the tokens per expert over the ranks that split the tokens, and the counts
-    of rows that expert-parallel ranks exchange.
-    """
-    sizes = shape.sizes
-    for one in counts:
-        over = [sizes.tp_size if sizes.sequence_parallel else 1, sizes.cp_size]
-        sent = [Collective(ALL_REDUCE, one.num_bytes) for size in over if size > 1]
-        if one.name == RECEIVED:
-            sums = [Collective(ALL_REDUCE, one.num_bytes)] * bool(shape.gathers)
-            sent = [*sums, _exchange(one.num_bytes)]
-        yield from (OperatorCall(collectives=(collective,), once=True) for collective in sent)
 
 
 def _exchange(num_bytes: int) -> Collective:
@@ -279,37 +269,9 @@ def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
         yield Operation("shared_product", "mlp.shared_experts", (output,), regions, moved=moved)
 
 
-def _entering(shape: ExpertShape) -> tuple[OperatorCall, ...]:
-    """Returns the gathers of tokens, weights and choice under sequence parallelism, and over
-    expert-parallel ranks."""
-    sizes = dict(
-        tokens=shape.whole, weights=shape.slots * shape.scores, choice=shape.slots * INDEX_BYTES
-    )
-    within = (
-        Collective(ALL_GATHER, size).call(f"gathered {name}")
-        for name, size in sizes.items()
-        if shape.gathers
-    )
-    across = (
-        one.call(f"{name} of other ranks")
-        for name in ("choice", "tokens", "weights")
-        for one in shape.over_experts(ALL_GATHER, sizes[name])
-    )
-    return (*within, *across)
-
-
-def _leaving(shape: ExpertShape) -> tuple[Collective, ...]:
-    """Returns the sums of the gradients of tokens and weights."""
-    weights = shape.slots * shape.scores
-    return tuple(
-        one
-        for each in (*shape.over_experts(REDUCE_SCATTER, shape.whole), *shape.reduces)
-        for one in (each, each._replace(num_bytes=each.num_bytes // shape.whole * weights))
-    )
-
-
 def _grouped(
-    shape: ExpertShape,
+    of: Shape,
+    own: int,
     name: str,
     module: str,
     matmul: Matmul,
@@ -319,17 +281,17 @@ def _grouped(
     moved: Moved = NOTHING_MOVED,
     output_only: bool = False,
 ) -> Operation:
-    """Returns a linear layer of all experts, and the exchange of rows beside it."""
-    weight = Parameter("weight", (shape.num_own, matmul.n, matmul.k), of_experts=True)
-    gradient = weight.num_elements * shape.element
-    inputs = matmul.m * matmul.k * shape.element
+    """Returns a linear layer of all experts, of which the rank has so many of its own."""
+    weight = Parameter("weight", (own, matmul.n, matmul.k), of_experts=True)
+    gradient = weight.num_elements * of.element
+    inputs = matmul.m * matmul.k * of.element
     bias, product = [], output
     rebuilds: tuple[Matmul, ...] = ()
-    if shape.model.add_bias_linear:
-        bias = [Parameter("bias", (shape.num_own, matmul.n), of_experts=True)]
+    if of.model.add_bias_linear:
+        bias = [Parameter("bias", (own, matmul.n), of_experts=True)]
         product = output._replace(name=f"{output.name} without bias")
-        columns = ROW_BYTES // shape.element
-        rebuilds = (Matmul("experts' bias", matmul.n, columns, matmul.m, k_groups=shape.num_own),)
+        columns = ROW_BYTES // of.element
+        rebuilds = (Matmul("experts' bias", matmul.n, columns, matmul.m, k_groups=own),)
     return Operation(
         name,
         f"mlp.experts.{module}",
@@ -337,10 +299,7 @@ def _grouped(
         (MOE,),
         calls=(
             OperatorCall(
-                GROUPED,
-                (product,),
-                (matmul._replace(groups=shape.num_own),),
-                output_only=output_only,
+                GROUPED, (product,), (matmul._replace(groups=own),), output_only=output_only
             ),
         ),
         rebuilds=rebuilds,

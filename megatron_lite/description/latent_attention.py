@@ -2,7 +2,6 @@
 operations. Standard library only."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from megatron_lite.config.regions import UP_PROJECTION
@@ -44,8 +43,18 @@ def latent_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
     rotated = KeptTensor(
         "rotated part of the key", of.element * sizes.tokens * model.qk_pos_emb_head_dim
     )
-    yield _enter(of, rotated)
-    inputs = (of_query[1], of_both[1], *(rotated,) * sizes.sequence_parallel)  # else it is a view
+    # The part of the key that all heads share goes to the heads of every rank.
+    splits = sizes.sequence_parallel
+    gather, scatter, reduce = (
+        Collective(kind, rotated.num_bytes) for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+    )
+    yield Operation(
+        "split_latent",
+        "self_attention",
+        calls=(gather.call(rotated.name),) * splits,
+        backward=(scatter if splits else reduce,) * (of.tp_size > 1),
+    )
+    inputs = (of_query[1], of_both[1], *(rotated,) * splits)  # else it is a view
     discards = query.name, key.name, value.name
     yield _up(*of_query, up, model.head_dim)._replace(enters=inputs, discards=discards)
     second = _up(*of_both, "linear_kv_up_proj", model.qk_head_dim + model.v_head_dim)
@@ -78,9 +87,7 @@ def _down(
 ) -> Iterator[Operation]:
     """Yields a down projection, which every TP rank holds whole, and the norm of its latent."""
     model, sizes, linear = of.model, of.sizes, f"linear_{name}_down_proj"
-    shards = of.tp_size if sizes.sequence_parallel else 1
-    own = replace(sizes, tp_size=1, sequence_parallel=False, seq_length=sizes.seq_length // shards)
-    down = _linear(Shape(own), linear, channels, normed)
+    down = _linear(Shape(sizes.shared_by(1)), linear, channels, normed)
     (weight,) = down.parameters
     yield down._replace(parameters=(weight._replace(partial=sizes.sequence_parallel),))
     if model.qk_layernorm:
@@ -107,17 +114,3 @@ def _up(of: Shape, keeps: KeptTensor, name: str, channels: int) -> Operation:
 def _linear(of: Shape, name: str, width: int, keeps: KeptTensor, **others: Any) -> Operation:
     names = name, f"self_attention.{name}", name, f"{name} output"
     return column_linear(of, *names, width=width, bias=False, keeps=(keeps,), **others)
-
-
-def _enter(of: Shape, rotated: KeptTensor) -> Operation:
-    """Returns the part of the key that all heads share, on its way to the heads of every rank."""
-    splits = of.sizes.sequence_parallel
-    gather, scatter, reduce = (
-        Collective(kind, rotated.num_bytes) for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
-    )
-    return Operation(
-        "split_latent",
-        "self_attention",
-        calls=(gather.call(rotated.name),) * splits,
-        backward=(scatter if splits else reduce,) * (of.tp_size > 1),
-    )

@@ -81,9 +81,9 @@ def row_linear(
     matmul: str,
     *,
     width: int,
-    own_gradient: bool,
+    bias: bool,
+    own_gradient: bool = False,
     output_is_read: bool = False,
-    bias: bool | None = None,
     **others: Any,
 ) -> Operation:
     """Returns a linear layer whose weight is split by input features: [s, b, width] -> [s', b, h].
@@ -93,12 +93,10 @@ def row_linear(
 
     width: the number of input features on one rank.
     own_gradient: whether the gradient of its output is another tensor than that of the residual
-        stream.
+        stream, also in a model that neither changes nor drops what a branch adds.
     output_is_read: whether an operation keeps the output, so that no replay can leave it out.
-    bias: whether it has one; None: as the linear layers of the model.
     """
     model, sizes = of.model, of.sizes
-    bias = model.add_bias_linear if bias is None else bias
     product = (Matmul(matmul, sizes.tokens, model.hidden_size, width),)
     several, last = of.tp_size > 1, not output_is_read
     adds = bias and not (sizes.compiled and not model.changes_branches)
@@ -110,7 +108,7 @@ def row_linear(
     inside = sizes.tokens * width * of.element + of.weight_gradient(weight)
     if of.gathers:
         inside = of.whole + max(inside, sizes.gloo_copy(of.whole))
-    own_gradient = own_gradient or model.hidden_dropout > 0.0 or of.widened
+    changes = model.changes_branches or model.hidden_dropout > 0.0 or of.widened
     return Operation(
         name,
         module,
@@ -121,7 +119,7 @@ def row_linear(
         backward=of.gathers,
         parameters=(weight, *[vector] * bias),
         moved=Moved(2 * of.hidden * several, of.hidden) if adds else NOTHING_MOVED,
-        temporary=inside + own_gradient * of.hidden,
+        temporary=inside + (own_gradient or changes) * of.hidden,
         **others,
     )
 
@@ -186,7 +184,7 @@ def dense_mlp(
         width=fc2_width,
         keeps=(activated,),
         regions=regions,
-        own_gradient=model.changes_branches,
+        bias=model.add_bias_linear,
         output_is_read=output_is_read,
     )
 

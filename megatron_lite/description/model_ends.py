@@ -83,8 +83,7 @@ def head_operations(sizes: Sizes) -> tuple[Operation, ...]:
     # projection again. In one pass forward computes all gradients, and keeps that of its input.
     one_pass, chunk = sizes.loss_in_one_pass, sizes.loss_chunk_size
     # One step for all tokens, or for each chunk in one pass, which sums its statistics apart.
-    by_chunk = one_pass and of.tp_size > 1
-    steps = range(0, sizes.tokens, (by_chunk and chunk) or sizes.tokens)
+    steps = range(0, sizes.tokens, (one_pass and chunk) or sizes.tokens)
     sums = tuple(
         Collective(ALL_REDUCE, factor * sizes.accumulate_bytes * min(steps.step, sizes.tokens - at))
         for at in steps
@@ -97,6 +96,12 @@ def head_operations(sizes: Sizes) -> tuple[Operation, ...]:
     moved = Moved(reads + 2 * softmax, reads + 4 * softmax)
     if model.final_logit_softcapping is not None:  # three operators in place, and tanh's backward
         moved += (3 * reads, logits.num_bytes + 6 * softmax)
+    weights: tuple[Parameter, ...] = (weight,)
+    if not model.untie_embeddings_and_output_weights:
+        # A tied model multiplies by the embedding's weight. A last stage without the embedding
+        # holds a copy of that weight.
+        copy = weight._replace(name="embedding.word_embeddings.weight", tied=True)
+        weights = () if sizes.has_embedding else (copy,)
     keeps = [
         KeptTensor("labels", ID_BYTES * sizes.tokens),
         KeptTensor("which labels are here", sizes.tokens),
@@ -132,7 +137,7 @@ def head_operations(sizes: Sizes) -> tuple[Operation, ...]:
             runs_beside=True,
             rebuilds=product if chunk is not None and not one_pass else (),
             gradients_in_forward=one_pass,
-            parameters=_output_weights(of, weight),
+            parameters=weights,
             temporary=temporary,
         ),
         Operation(
@@ -144,18 +149,6 @@ def head_operations(sizes: Sizes) -> tuple[Operation, ...]:
             temporary=0 if one_pass else _loss_temporary(of, columns),
         ),
     )
-
-
-def _output_weights(of: Shape, weight: Parameter) -> tuple[Parameter, ...]:
-    """Returns the parameters of the output layer.
-
-    A tied model multiplies by the embedding's weight. A last stage without the embedding holds a
-    copy of that weight.
-    """
-    if of.model.untie_embeddings_and_output_weights:
-        return (weight,)
-    name = "embedding.word_embeddings.weight"
-    return () if of.sizes.has_embedding else (weight._replace(name=name, tied=True),)
 
 
 def loss_blocks(of: Shape, tokens: int, columns: int) -> int:

@@ -90,20 +90,26 @@ def rotary_tables(of: Shape, kind: str = "") -> KeptTensor:
 def core_attention(of: Shape, inputs: Tensors, layer: int) -> Operation:
     """Returns attention itself. inputs: query, key and value."""
     model, sizes = of.model, of.sizes
-    exchanges_heads = sizes.exchanges_heads
-    whole_of, own_inputs = of, inputs
-    if exchanges_heads:  # attention of one rank, with the heads of more tensor-parallel ranks
-        alone = replace(sizes, tp_size=sizes.tp_size * sizes.cp_size, cp_size=1)
-        whole_of = Shape(alone)
-        inputs = (*_heads(of, "exchanged "), KeptTensor("exchanged value", of.value))
+    if sizes.exchanges_heads:
+        # attention of one rank, with the heads of more tensor-parallel ranks, and the exchanges
+        # around it (model/dispatch.py)
+        alone = Shape(replace(sizes, tp_size=sizes.tp_size * sizes.cp_size, cp_size=1))
+        received = (*_heads(of, "exchanged "), KeptTensor("exchanged value", of.value))
+        core = core_attention(alone, received, layer)
+        moved = dict(query=of.query, key=of.kv, value=of.value, output=of.attended)
+        sent = {name: Collective(ALL_TO_ALL, num_bytes) for name, num_bytes in moved.items()}
+        *before, after = (
+            one.call(f"received {name}", output_only=name == "output") for name, one in sent.items()
+        )
+        return core._replace(
+            enters=inputs,
+            calls=(*before, *core.calls, after),
+            backward=tuple(sent.values()),
+            temporary=core.temporary + 2 * of.query,
+        )
     if model.builds_scores(sizes.device):
-        core = _unfused(whole_of, inputs)
-    else:
-        windowed = model.layer_reach(layer, sizes.seq_length) is not None
-        core = _flash(whole_of, inputs, windowed=windowed)
-    if exchanges_heads:
-        core = with_heads_exchanged(of, core, own_inputs)
-    return core
+        return _unfused(of, inputs)
+    return _flash(of, inputs, windowed=model.layer_reach(layer, sizes.seq_length) is not None)
 
 
 def _heads(of: Shape, prefix: str = "") -> Tensors:
@@ -307,22 +313,3 @@ def _exchange(of: Shape) -> tuple[tuple[Collective, ...], tuple[Collective, ...]
     if of.sizes.cp_comm_type == "p2p":
         return (shift,) * (ranks - 1), (shift,) * (2 * ranks - 1)
     return (gather,), (gather, scatter)
-
-
-def with_heads_exchanged(of: Shape, core: Operation, inputs: tuple[KeptTensor, ...]) -> Operation:
-    """Returns attention of some heads with the exchanges around it (model/dispatch.py).
-
-    core: the attention. inputs: those of all heads, of this rank's tokens.
-    """
-    sizes = dict(query=of.query, key=of.kv, value=of.value, output=of.attended)
-    sent = tuple(Collective(ALL_TO_ALL, num_bytes) for num_bytes in sizes.values())
-    *before, after = (
-        one.call(f"received {name}", output_only=name == "output")
-        for name, one in zip(sizes, sent, strict=True)
-    )
-    return core._replace(
-        enters=inputs,
-        calls=(*before, *core.calls, after),
-        backward=sent,
-        temporary=core.temporary + 2 * of.query,
-    )

@@ -154,6 +154,15 @@ class Sizes:
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
 
+    def shared_by(self, num_ranks: int) -> Sizes:
+        """Returns the sizes of a part that so many TP ranks share, each with its own tokens."""
+        return replace(
+            self,
+            tp_size=num_ranks,
+            sequence_parallel=num_ranks > 1,
+            seq_length=self.seq_length * self.local_tokens // self.tokens * num_ranks,
+        )
+
     def gloo_copy(self, num_bytes: int) -> int:
         """Returns the bytes of the copy that an all-gather or a reduce-scatter makes on a CPU.
 

@@ -118,9 +118,7 @@ def describe_layer(sizes: Sizes, layer: int = 0, tiles: int = 1) -> LayerDescrip
             "projection",
             width=model.num_attention_heads * model.value_dim // of.tp_size,
             keeps=(attention_output(of),),
-            # With a norm in between, or if the MLP's branch begins beside attention, the gradient
-            # of the residual stream is another tensor.
-            own_gradient=model.changes_branches or model.parallel_residual,
+            own_gradient=model.parallel_residual,  # the MLP's branch begins beside attention
             bias=model.has_proj_bias,
         ),
         after and norm_after(of, "post_self_attn_layernorm", LINEAR_PROJ),
