@@ -32,7 +32,7 @@ class Checked(LiveStorages):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
-            if address(storage) in self._live:
+            if self.find(storage):
                 self.all[address(storage)] = weakref.ref(storage)
             del storage
         alive = sum(one.nbytes() for reference in self.all.values() if (one := reference()))

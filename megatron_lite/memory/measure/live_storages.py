@@ -37,13 +37,11 @@ class LiveStorage(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a storage, and its facts.
 
     address: the address of the storage.
-    number: the number of storages that were created before it.
     num_bytes: its size when it was last read.
     category: see LiveStorages.
     """
 
     address: int
-    number: int
     num_bytes: int
     category: str
 
@@ -60,21 +58,19 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.peak_bytes = 0
         self.bytes_by_category = Counter[str]()
-        self._num_created = 0
-        self._live: dict[int, LiveStorage] = {}  # by address
+        self._live: dict[weakref.ref[torch.UntypedStorage], LiveStorage] = {}
         # A storage may die in another thread (gloo's), so the sum is not changed there.
         self._died = deque[LiveStorage]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {address_of(storage) for storage in _storages((args, kwargs))}
+        given = {weakref.ref(storage) for storage in _storages((args, kwargs))}
         results = func(*args, **(kwargs or {}))
         for storage in _storages(results):
-            if address_of(storage) not in given:
+            if weakref.ref(storage) not in given:
                 self._add(storage)
         # The operator, or code before it, may have resized the storages that it reads or writes.
-        for address in given:
-            if address in self._live:
-                self._read(self._live[address])
+        for one in given & self._live.keys():
+            self._read(self._live[one])
         self.after(func)
         return results
 
@@ -109,7 +105,7 @@ class LiveStorages(TorchDispatchMode):
         self._forget_dead()
         for storage in list(self._live.values()):
             self._read(storage)
-        return {address: storage.num_bytes for address, storage in self._live.items()}
+        return {storage.address: storage.num_bytes for storage in self._live.values()}
 
     def total_bytes(self) -> int:
         """Returns the bytes that are alive now."""
@@ -118,9 +114,7 @@ class LiveStorages(TorchDispatchMode):
 
     def find(self, storage: torch.UntypedStorage) -> LiveStorage | None:
         """Returns what is known of a storage, or None if no operator in the block created it."""
-        known = self._live.get(address_of(storage))
-        # Without the second comparison a new storage could pass for a dead one at its address.
-        return known if known and known() is storage else None
+        return self._live.get(weakref.ref(storage))
 
     def move(self, storage: LiveStorage, category: str) -> None:
         """Changes the category of a live storage."""
@@ -146,11 +140,9 @@ class LiveStorages(TorchDispatchMode):
             self._read(known)
             return
         new = LiveStorage(storage, self._died.append)
-        new.address, new.number = address_of(storage), self._num_created
+        new.address, new.num_bytes = address_of(storage), storage.nbytes()
         new.category = self.category()
-        new.num_bytes = storage.nbytes()
-        self._num_created += 1
-        self._live[new.address] = new
+        self._live[new] = new
         self.bytes_by_category[new.category] += new.num_bytes
 
     def _read(self, known: LiveStorage) -> None:
@@ -162,9 +154,7 @@ class LiveStorages(TorchDispatchMode):
     def _forget_dead(self) -> None:
         while self._died:
             dead = self._died.popleft()
-            # Another storage may have the same address already.
-            if self._live.get(dead.address) is dead:
-                del self._live[dead.address]
+            del self._live[dead]
             self.bytes_by_category[dead.category] -= dead.num_bytes
 
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,20 +40,18 @@ class KeptForBackward:
             for storage in (tensor.untyped_storage() for tensor in exclude)
         }
         self._label = label
-        self._numbers = count()
-        # in the order of saving
-        self._saved: WeakValueDictionary[int, SavedTensor] = WeakValueDictionary()
+        self._saved = WeakKeyDictionary[SavedTensor, None]()  # in the order of saving
 
     def pack(self, tensor: Tensor) -> SavedTensor:
         """The pack hook. It copies nothing."""
         saved = SavedTensor(tensor, self._label())
-        self._saved[next(self._numbers)] = saved
+        self._saved[saved] = None
         return saved
 
     def storages(self) -> dict[int, KeptStorage]:
         """Returns every kept storage, by its address."""
         kept = {}
-        for saved in list(self._saved.values()):
+        for saved in list(self._saved):
             storage = saved.detached.untyped_storage()
             address = address_of(storage)
             if address not in self._excluded and address not in kept:

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.live_storages import LiveStorage, LiveStorages
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState, parallel_state
@@ -95,7 +95,6 @@ class StepMeter(LiveStorages):
     """Follows all storages of a rank from the building of its model to the end of a step.
 
     host_apart: whether host memory is no part of the peak.
-    peak: the peak of the step so far.
     host_peak_bytes: the most bytes of host memory in a step.
     """
 
@@ -105,8 +104,8 @@ class StepMeter(LiveStorages):
         self.host_peak_bytes = 0
         self._in_step = self._in_update = False
         self._running: list[list[str]] = []  # of each stage
-        self.peak = StepPeakMeasured(0, Counter(), MeasuredMoment(FORWARD, "", ""))
-        self._peak_number = 0
+        self._moment = MeasuredMoment(FORWARD, "", "")  # of the peak
+        self._at_peak: list[tuple[LiveStorage, int]] = []  # with their bytes then
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and _engine_is_caller() and _only_reference(args[0]):
@@ -114,19 +113,20 @@ class StepMeter(LiveStorages):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def assign(self, category: str, tensors: Iterable[Tensor]) -> None:
-        """Puts the storages of the tensors into a category.
-
-        After the peak it also corrects the peak's categories.
-        """
+        """Puts the storages of the tensors into a category, also those of the peak."""
         for tensor in tensors:
-            storage = self.find(tensor.untyped_storage())
-            if not storage or storage.category == category:
-                continue
-            # Only a storage that existed at the peak is among the peak's bytes.
-            if storage.number < self._peak_number:
-                self.peak.by_category[storage.category] -= storage.num_bytes
-                self.peak.by_category[category] += storage.num_bytes
-            self.move(storage, category)
+            if storage := self.find(tensor.untyped_storage()):
+                self.move(storage, category)
+
+    @property
+    def peak(self) -> StepPeakMeasured:
+        """The peak of the step so far."""
+        found = Counter(dict.fromkeys((*HELD, *PHASES, HOST), 0))
+        for storage, num_bytes in self._at_peak:
+            found[storage.category] += num_bytes
+        if self._host_apart:
+            del found[HOST]
+        return StepPeakMeasured(self.peak_bytes, found, self._moment)
 
     def held(self) -> dict[str, int]:
         """Returns the bytes that are alive now, by the categories of HELD.
@@ -167,17 +167,13 @@ class StepMeter(LiveStorages):
         """Compares the live bytes with the peak."""
         self.host_peak_bytes = max(self.host_peak_bytes, self.bytes_by_category[HOST])
         # The sum is cheap and can only be too high. The sizes are read anew only if it is above.
-        if not self._in_step or not self.sum_is_above(self.peak.num_bytes):
+        if not self._in_step or not self.sum_is_above(self.peak_bytes):
             return
-        if (total := self.total_bytes()) > self.peak.num_bytes:
+        if (total := self.total_bytes()) > self.peak_bytes:
             module = next((running[-1] for running in self._running if running), "")
-            counted = (*HELD, *PHASES) if self._host_apart else (*HELD, *PHASES, HOST)
-            self.peak = StepPeakMeasured(
-                total,
-                Counter({one: self.bytes_by_category[one] for one in counted}),
-                MeasuredMoment(self._phase(), module, str(func).rpartition(".")[0]),
-            )
-            self._peak_number = self._num_created
+            self.peak_bytes = total
+            self._moment = MeasuredMoment(self._phase(), module, str(func).rpartition(".")[0])
+            self._at_peak = [(one, one.num_bytes) for one in self._live.values()]
 
     @property
     def _total(self) -> int:
