@@ -107,10 +107,8 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
         samples = dp_size * own.micro_batch_size
         batch_size = own.global_batch_size or samples * step_microbatches(config)
         for one in report.policies:
-            chunks = one.config.training.loss_chunk_size
-            training = replace(own, loss_chunk_size=chunks, global_batch_size=batch_size)
-            changed = replace(config, recompute=one.config.recompute, training=training)
-            times.append(step_time(changed, hardware, num_ranks))
+            training = replace(one.config.training, global_batch_size=batch_size)
+            times.append(step_time(replace(one.config, training=training), hardware, num_ranks))
     told = f"{hardware.name}, +-{max((one.band for one in times), default=0.0):.0%}"
     end = (
         f"{' '.join(subcommand('plan'))} --config-json RUN.json --gpus {num_ranks} --gpu "

@@ -12,7 +12,7 @@ import os
 import shlex
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, groupby
 from typing import NamedTuple
@@ -46,9 +46,9 @@ from megatron_lite.memory.predict.flops import PolicyFlops
 from megatron_lite.memory.predict.kept_tensors import (
     EMBEDDING,
     HEAD,
+    Term,
     activation_bytes,
     activation_terms,
-    largest_first,
     replayed_calls,
 )
 from megatron_lite.memory.predict.pipeline_memory import (
@@ -71,12 +71,9 @@ class Traffic(NamedTuple):
     """The collectives of a part of the model. replay: those that backward issues while it
     rebuilds."""
 
-    forward: tuple[Collective, ...] = ()
-    backward: tuple[Collective, ...] = ()
-    replay: tuple[Collective, ...] = ()
-
-
-NO_TRAFFIC = Traffic()
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+    replay: tuple[Collective, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +94,10 @@ class Part:
     treatment: str = ""
     num_layers: int = 0
     count: int = 1
-    kept: tuple[KeptTensor, ...] = ()
-    moved: tuple[KeptTensor, ...] = ()
+    kept: tuple[KeptTensor, ...]
+    moved: tuple[KeptTensor, ...]
     replayed: tuple[tuple[str, int], ...] = ()
-    traffic: Traffic = NO_TRAFFIC
+    traffic: Traffic
 
     @property
     def kept_bytes(self) -> int:
@@ -244,15 +241,13 @@ def of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
 
 def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
     """Yields the parts of a rank. Those of all its stages with equal figures are one part."""
-    alike = defaultdict[Part, dict[int, list[Sequence[int]]]](dict)  # layers by stage
+    alike = defaultdict[Part, list[tuple[int, Sequence[int]]]](list)
     for stage, plan in rank_plans(config, rank):
         for part, layers in stage_parts(plan, Sizes.of(config, device, stage)):
-            alike[part].setdefault(stage.number, []).append(layers)
+            alike[part].append((stage.number, layers))
     in_stages = config.parallel.pipeline_model_parallel_size > 1
-    for part, by_stage in alike.items():
-        names = {stage: [*chain(*layers)] for stage, layers in by_stage.items()}
-        number = sum(map(len, by_stage.values()))
-        yield replace(part, name=part.name or _name(names, in_stages), count=number)
+    for part, places in alike.items():
+        yield replace(part, name=part.name or _name(places, in_stages), count=len(places))
 
 
 def stage_parts(plan: RecomputePlan, sizes: Sizes) -> Iterator[tuple[Part, Sequence[int]]]:
@@ -261,14 +256,13 @@ def stage_parts(plan: RecomputePlan, sizes: Sizes) -> Iterator[tuple[Part, Seque
     layers = describe_layers(sizes, plan.tiles)
 
     def end(name: str, operations: Sequence[Operation]) -> Iterator[tuple[Part, Sequence[int]]]:
-        kept = largest_first(one for one in terms if one.operation == name)
         if operations:
-            yield Part(name=name, kept=kept, traffic=_traffic(operations)), ()
+            yield _part([one for one in terms if one.operation == name], operations, name=name), ()
 
     yield from end(EMBEDDING, embedding_operations(sizes))
     for one in terms:
         if one.tensor.shared:
-            yield Part(name=f"{one.tensor.name}, shared by all layers", kept=(one.tensor,)), ()
+            yield _part([one], name=f"{one.tensor.name}, shared by all layers"), ()
     for segment in plan.segments:
         replayed = Counter[str]()
         sent = [Collective(ALL_GATHER, Shape(sizes).whole)] * segment.split
@@ -276,25 +270,32 @@ def stage_parts(plan: RecomputePlan, sizes: Sizes) -> Iterator[tuple[Part, Seque
             sent += call.collectives
             for matmul in call.matmuls:
                 replayed[matmul.name] += matmul.flops
-        own = [one for one in terms if one.layer in segment.numbers and not one.tensor.shared]
-        part = Part(
+        part = _part(
+            [one for one in terms if one.layer in segment.numbers and not one.tensor.shared],
+            [*chain(*(layers[number].operations for number in segment.numbers))],
+            sent,
             treatment=_treatment(segment, layers, sizes),
             num_layers=segment.num_layers,
-            kept=largest_first(one for one in own if not one.on_host),
-            moved=largest_first(one for one in own if one.on_host),
             replayed=tuple(replayed.items()),
-            traffic=_traffic(
-                chain(*(layers[number].operations for number in segment.numbers)), sent
-            ),
         )
         yield part, segment.numbers
     yield from end(HEAD, head_operations(sizes))
 
 
-def _traffic(operations: Iterable[Operation], replay: Sequence[Collective] = ()) -> Traffic:
-    sent = zip(*((one.forward, one.backward) for one in operations), strict=True)
-    forward, backward = (tuple(chain(*half)) for half in sent)
-    return Traffic(forward, backward, tuple(replay))
+def _part(
+    terms: Sequence[Term],
+    operations: Sequence[Operation] = (),
+    replay: Iterable[Collective] = (),
+    **facts: Any,
+) -> Part:
+    """Returns the part that keeps these tensors, the largest first. facts: its other fields."""
+    largest_first = sorted(terms, key=lambda term: -term.num_bytes)
+    kept, moved = (
+        tuple(one.tensor for one in largest_first if one.on_host is on_host)
+        for on_host in (False, True)
+    )
+    sent = (chain(*(getattr(one, half) for one in operations)) for half in ("forward", "backward"))
+    return Part(kept=kept, moved=moved, traffic=Traffic(*map(tuple, (*sent, replay))), **facts)
 
 
 def _treatment(segment: Segment, layers: Sequence[LayerDescription], sizes: Sizes) -> str:
@@ -314,10 +315,13 @@ def _treatment(segment: Segment, layers: Sequence[LayerDescription], sizes: Size
     return text + "".join(f" ({kind})" for kind in kinds if kind)
 
 
-def _name(layers: Mapping[int, Sequence[int]], in_stages: bool) -> str:
-    """Returns the name of layers from their numbers by stage."""
+def _name(places: Iterable[tuple[int, Sequence[int]]], in_stages: bool) -> str:
+    """Returns the name of layers. places: numbers of stages, and of layers in them."""
+    by_stage = defaultdict[int, list[int]](list)
+    for stage, numbers in places:
+        by_stage[stage] += numbers
     stages = defaultdict[tuple[int, ...], list[int]](list)
-    for stage, numbers in layers.items():
+    for stage, numbers in by_stage.items():
         stages[tuple(numbers)].append(stage)
     return "; ".join(
         layers_name(numbers)

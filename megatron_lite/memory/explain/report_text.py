@@ -113,8 +113,8 @@ def _layer_by_layer(report: Report) -> Iterator[Block]:
             share = percent(part.count * again / report.own.flops.model)
             names = ", ".join(name for name, _ in part.replayed)
             facts.append(("runs again", f"{flops(again)}{each}: {names}; {share} in all"))
-        for phase in ("forward", "backward", "replay"):
-            if sent := Counter(getattr(part.traffic, phase)):
+        for phase, collectives in zip(part.traffic._fields, part.traffic, strict=True):
+            if sent := Counter(collectives):
                 calls = [
                     f"{times} {one.kind} of {size(one.num_bytes)}" for one, times in sent.items()
                 ]
