@@ -123,7 +123,9 @@ def measure(setting, args, skipped):
     linear = in_rounds({LINEAR: partial(clock, run)}, args.repeats).get(LINEAR, [math.nan])
     # the ms of the model's FLOPs at the rate of these layers
     at_their_rate = (
-        median(linear) / linear_flops * step_flops(setting.model_config(), **setting.sizes)
+        median(linear)
+        / linear_flops
+        * step_flops(Sizes(model=setting.model_config(), **setting.sizes))
     )
     samples, steps, rows = {}, {}, []
     try:

@@ -8,6 +8,7 @@ only.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from megatron_lite.config.optimizer_settings import FLOAT32
@@ -15,6 +16,7 @@ from megatron_lite.config.optimizer_settings import FORMATS as BYTES
 from megatron_lite.config.parallel import CP_COMM_TYPES, no_flash_across_ranks
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import whole_model
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import forward_flops, logits_flops
 from megatron_lite.memory.predict.states import parameter_count, stage_parameters
 from megatron_lite.plan.auto_policy import Plan
@@ -256,13 +258,11 @@ def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
     model = problem.base.model
     if size == 1:
         return [{}]
-    layers, shape = (
-        model.num_layers,
-        dict(micro_batch_size=1, seq_length=problem.base.data.seq_length),
-    )
-    head = logits_flops(model, **shape, padded_vocab_size=problem.base.tokenizer.true_vocab_size)
+    base, layers = problem.base, model.num_layers
+    sizes = Sizes(model=model, micro_batch_size=1, seq_length=base.data.seq_length)
+    head = logits_flops(replace(sizes, padded_vocab_size=base.tokenizer.true_vocab_size))
     # Twice: a network also takes long to reduce the gradients of the first and the last rank.
-    worth = -(-2 * head * layers // (forward_flops(model, **shape) - head))
+    worth = -(-2 * head * layers // (forward_flops(sizes) - head))
     found: list[Row] = []
 
     def add(each: int, more: int = 0) -> None:

@@ -136,8 +136,9 @@ def step_time(
         for rank, half in enumerate(halves)
     ]
     batch, length = config.training.batch_size(dp_size), config.data.seq_length
+    vocab_size = config.tokenizer.rows(t)
     flops = step_flops(
-        model, micro_batch_size=batch, seq_length=length, padded_vocab_size=config.tokenizer.rows(t)
+        Sizes(model=model, micro_batch_size=batch, seq_length=length, padded_vocab_size=vocab_size)
     )
     last = max(range(p), key=lambda rank: ends[rank] + updates[rank][REDUCTION])
     computed = sum_of((half, num_microbatches) for one in passages[last] for half in one)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import resource
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +17,7 @@ import torch
 
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.units import GIB, MIB
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
 from megatron_lite.recompute.schedule import plan_model
@@ -269,25 +271,24 @@ def run_facts(trainer: Trainer, peak_flops: float | None) -> RunFacts:
     device, tp_size = parallel.device, parallel.tp_size
     num_iterations, progress = trainer.num_iterations, trainer.progress
     remaining, consumed = num_iterations - progress.iteration, progress.consumed_samples
-    shape = dict(
-        micro_batch_size=batches.full,
-        seq_length=config.data.seq_length,
-        padded_vocab_size=config.tokenizer.rows(tp_size),
-    )
 
     def flops(*, attends: bool) -> tuple[int, int]:
-        hardware = hardware_flops(
-            config.model,
-            plan_model(config),
-            **shape,
+        whole = Sizes(
+            model=config.model,
+            micro_batch_size=batches.full,
+            seq_length=config.data.seq_length,
+            padded_vocab_size=config.tokenizer.rows(tp_size),
             attends=attends,
+        )
+        sizes = replace(
+            whole,
             device=device.type,
             loss_chunk_size=config.loss_chunk_size,
             loss_in_one_pass=config.loss_in_one_pass,
             tp_size=tp_size,
             cp_size=config.parallel.context_parallel_size,
         )
-        return step_flops(config.model, **shape, attends=attends), hardware
+        return step_flops(whole), hardware_flops(sizes, plan_model(config))
 
     own, hardware = flops(attends=True)
     return RunFacts(

@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config.recompute import MODULES
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.flash_flops import FORMULAS
@@ -52,15 +53,14 @@ def counted(config, plan, **loss):
 
 
 def predicted(config, plan, **loss):
-    return hardware_flops(
-        config,
-        plan,
+    sizes = Sizes(
+        model=config,
         micro_batch_size=BATCH,
         seq_length=SEQ_LENGTH,
         padded_vocab_size=padded_vocab_size(1),
-        device="cpu",
         **loss,
     )
+    return hardware_flops(sizes, plan)
 
 
 VARIANTS_AND_BACKENDS = list(product(VARIANTS, ("unfused", "flash")))

@@ -70,16 +70,8 @@ POLICIES = (
 
 def flops_of(config, policy="*:none"):
     """Returns the hardware FLOPs of a step with the policy."""
-    tp = config.parallel.tensor_model_parallel_size
-    return hardware_flops(
-        config.model,
-        plan_stage(RecomputeConfig(recompute_policy=policy), LAYERS, 0),
-        micro_batch_size=64,
-        seq_length=SEQ_LENGTH,
-        padded_vocab_size=config.tokenizer.rows(tp),
-        device="cuda",
-        tp_size=tp,
-    )
+    sizes = replace(Sizes.of(config, "cuda"), micro_batch_size=64)
+    return hardware_flops(sizes, plan_stage(RecomputeConfig(recompute_policy=policy), LAYERS, 0))
 
 
 @pytest.mark.parametrize("backend", ["unfused", "flash"])

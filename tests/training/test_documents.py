@@ -1,6 +1,7 @@
 """Sequences that pack documents: their losses and gradients are those of a model that sees each
 document alone. tests/data/test_megatron_core_parity.py compares masks and positions."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 from arguments import parse_args
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.training.batches import MicroBatches, cut, document_rules, masked_mean
@@ -275,8 +277,8 @@ def test_flops_count_what_documents_attend():
     number = (tokens == EOD).cumsum(1) - (tokens == EOD).int()  # of each token's document
     assert found == (number[:, :, None] == number[:, None]).double().mean()
     model = variant_config("gpt2")
-    shape = dict(micro_batch_size=2, seq_length=SEQ_LENGTH)
-    of_attention = step_flops(model, **shape) - step_flops(model, **shape, attends=False)
+    sizes = Sizes(model=model, micro_batch_size=2, seq_length=SEQ_LENGTH)
+    of_attention = step_flops(sizes) - step_flops(replace(sizes, attends=False))
     width = model.num_attention_heads * model.head_dim
     assert of_attention == 3 * model.num_layers * 4 * 2 * SEQ_LENGTH**2 * width
 

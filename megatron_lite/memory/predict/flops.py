@@ -13,20 +13,20 @@ their queries may read.
 MFU is the model FLOPs, and HFU the hardware FLOPs, over time and peak_flops. Every figure is the
 sum over all TP and CP ranks. The matmuls come from description/. Standard library only.
 
-Every function takes fields of Sizes by their names: `micro_batch_size`, the number of sequences,
-`seq_length`, `padded_vocab_size` if logits count, and `device` if attention runs again. `tp_size`
-and `cp_size` matter only to policies that name single operators: sharded linears add their bias in
-another operator, and attention over context-parallel ranks is an operator of its own.
+The sizes have the whole number of sequences as `micro_batch_size`, `padded_vocab_size` if logits
+count, and `device` if attention runs again. `tp_size` and `cp_size` matter only to policies that
+name single operators: sharded linears add their bias in another operator, and attention over
+context-parallel ranks is an operator of its own.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.model_ends import head_operations
 from megatron_lite.description.operations import Operation
@@ -56,40 +56,39 @@ PEAK_TFLOPS = (
 
 
 @lru_cache(maxsize=1024)
-def forward_flops(model: ModelConfig, **shape: Any) -> int:
+def forward_flops(sizes: Sizes) -> int:
     """Returns the FLOPs of one forward pass, logits included (2205.05198, appendix A)."""
-    kinds = describe_kinds(Sizes(model=model, **shape), model.num_layers)
-    layers = sum(count * _forward(layer.operations) for layer, count in kinds)
-    return layers + logits_flops(model, **shape)
+    kinds = describe_kinds(sizes, sizes.model.num_layers)
+    return sum(count * _forward(layer.operations) for layer, count in kinds) + logits_flops(sizes)
 
 
-def logits_flops(model: ModelConfig, **shape: Any) -> int:
+def logits_flops(sizes: Sizes) -> int:
     """Returns the FLOPs of the output projection."""
-    return _forward(head_operations(Sizes(model=model, **shape)))
+    return _forward(head_operations(sizes))
 
 
-def step_flops(model: ModelConfig, **shape: Any) -> int:
+def step_flops(sizes: Sizes) -> int:
     """Returns the model FLOPs of forward and backward."""
-    return 3 * forward_flops(model, **shape)
+    return 3 * forward_flops(sizes)
 
 
-def hardware_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
+def hardware_flops(sizes: Sizes, plan: RecomputePlan) -> int:
     """Returns the hardware FLOPs of forward and backward."""
-    ranks = {**shape, "tp_size": 1, "cp_size": 1}
-    sizes = Sizes(model=model, **ranks)
-    kinds = describe_kinds(sizes, model.num_layers)
+    whole = replace(sizes, tp_size=1, cp_size=1)
     return (
-        step_flops(model, **ranks)
-        + _rebuilds(head_operations(sizes))
-        + replay_flops(model, plan, **shape)
+        step_flops(whole)
+        + _rebuilds(head_operations(whole))
+        + replay_flops(sizes, plan)
         # The fifth matmul of flash attention's backward, since it keeps no scores.
-        + sum(count * _rebuilds(layer.operations) for layer, count in kinds)
+        + sum(
+            count * _rebuilds(layer.operations)
+            for layer, count in describe_kinds(whole, sizes.model.num_layers)
+        )
     )
 
 
-def replay_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
+def replay_flops(sizes: Sizes, plan: RecomputePlan) -> int:
     """Returns the FLOPs that backward runs again under the plan."""
-    sizes = Sizes(model=model, **shape)
     layers = describe_layers(sizes, plan.tiles)
     # The description counts the FLOPs of one rank. The figure here is over all TP and CP ranks.
     return sizes.num_ranks * sum(
@@ -120,21 +119,16 @@ class PolicyFlops(NamedTuple):
     def of(cls, config: RunConfig, device: str) -> PolicyFlops:
         """Returns them for a run whose vocabulary size is known. device: "cpu" or "cuda"."""
         sizes = Sizes.of(config, device)
-        shape = dict(
+        whole = Sizes(
+            model=sizes.model,
             micro_batch_size=sizes.micro_batch_size,
             seq_length=sizes.seq_length,
             padded_vocab_size=sizes.padded_vocab_size,
         )
+        ranks = replace(whole, device=device, tp_size=sizes.tp_size, cp_size=sizes.cp_size)
         return cls(
-            step_flops(config.model, **shape),
-            replay_flops(
-                config.model,
-                plan_model(config),
-                **shape,
-                tp_size=sizes.tp_size,
-                cp_size=sizes.cp_size,
-                device=device,
-            ),
+            step_flops(whole),
+            replay_flops(ranks, plan_model(config)),
             sizes.num_ranks * _rebuilds(head_operations(sizes)),
         )
 

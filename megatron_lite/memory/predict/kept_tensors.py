@@ -127,12 +127,11 @@ def activation_terms(plan: RecomputePlan, sizes: Sizes) -> tuple[Term, ...]:
     for segment in plan.segments:
         terms += segment_terms(layers, plan, segment, sizes)
     terms += _end_terms(HEAD, head_operations(sizes))
-    # A tensor that layers share counts once, at its first occurrence.
-    once = {
-        (one.tensor.name if one.tensor.shared else number): number
-        for number, one in reversed(list(enumerate(terms)))
-    }
-    return tuple(terms[number] for number in sorted(once.values()))
+    once = dict[str | int, Term]()
+    for number, one in enumerate(terms):
+        # A tensor that layers share counts once, at its first occurrence.
+        once.setdefault(one.tensor.name if one.tensor.shared else number, one)
+    return tuple(once.values())
 
 
 def activation_bytes(plan: RecomputePlan, sizes: Sizes, *, on_host: bool = False) -> int:
@@ -165,11 +164,6 @@ def layer_terms(
             if tensor.name not in seen:
                 seen.add(tensor.name)
                 yield Term(number, keeper, tensor, module=operation.module)
-
-
-def largest_first(terms: Iterable[Term]) -> tuple[KeptTensor, ...]:
-    """Returns the tensors of the terms, the largest first."""
-    return tuple(sorted((term.tensor for term in terms), key=lambda tensor: -tensor.num_bytes))
 
 
 def segment_terms(

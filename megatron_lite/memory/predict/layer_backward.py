@@ -11,10 +11,11 @@ Tables that layers share and tensors of the micro-batch are not among them. Stan
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
-from megatron_lite.description.operations import KeptTensor, Operation
+from megatron_lite.description.operations import KeptTensor, LayerDescription, Operation
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.kept_tensors import layer_terms
+from megatron_lite.memory.predict.kept_tensors import Term, layer_terms
 from megatron_lite.memory.predict.walk import Moment
+from megatron_lite.recompute.recompute_plan import Segment
 
 
 class LayerBackward(NamedTuple):
@@ -35,54 +36,65 @@ class LayerBackward(NamedTuple):
 
 
 def layer_backward(
-    operations: Sequence[Operation],
+    layer: LayerDescription,
+    segment: Segment,
+    terms: Sequence[Term],
     sizes: Sizes,
+    is_first: bool = True,
+    is_last: bool = True,
+    returned: int = 0,
     *,
-    regions: Set[str] = frozenset(),
-    replays_but: Set[str] | None = None,
-    returned: tuple[int, int] = (-1, 0),
-    beside: tuple[int, int] = (-1, 0),
     is_end: bool = False,
 ) -> LayerBackward:
-    """Returns the backward of the operations.
+    """Returns the backward of a layer of a segment.
 
-    regions: the names of the regions that are rebuilt.
-    replays_but: of a layer that is replayed as a whole, the names of what is kept.
-    returned: the number of an operation, and the bytes that come back from the host before it.
-    beside: the number of an operation, and further bytes that are held from its backward on.
-    is_end: whether the operations are no layer.
+    terms: what the segment keeps.
+    is_first, is_last: whether the layer is the first of the segment, and the last.
+    returned: the bytes that come back from the host when the first of them is read.
+    is_end: whether it is no layer, but the embedding or the head.
     """
 
     def bytes_of(tensors: Iterable[KeptTensor], but: Set[str] = frozenset()) -> int:
         own = {one.name: one for one in tensors if not (one.shared or one.given)}
         return sum(sizes.allocated(own[name].num_bytes) for name in own.keys() - but)
 
-    fullest, left, at_first = Moment(), 0, (0, 0)
-    replayed = []
-    for number in reversed(range(len(operations))):
-        operation, done = operations[number], operations[: number + 1]
-        held = [term.tensor for term in layer_terms(done, 0, regions, sizes)]
-        again, kept = list(_rebuilt(operations, number, regions)), 0
-        if replays_but is None:
-            kept, rebuilt = bytes_of(held), bytes_of(again, {one.name for one in held})
-        else:
+    operations, whole = layer.operations, segment.unit or bool(segment.ops)
+    kept_names = frozenset[str]()  # of a layer that is replayed as a whole
+    if whole and is_first:
+        kept_names |= {layer.input.name, *(one.tensor.name for one in terms)}
+    awaited = segment.on_host and not whole
+    moved = {one.tensor.name for one in terms if segment.host_modules and one.on_host}
+    moments, replayed, at_first = list[Moment](), list[int](), (0, 0)
+    here = left = beside = 0  # what came back, gradients of parameters and of the layer's output
+    for number, operation in reversed(list(enumerate(operations))):
+        done = operations[: number + 1]
+        held = [one.tensor for one in layer_terms(done, 0, segment.rebuilt, sizes)]
+        again, kept = list(_rebuilt(operations, number, segment.rebuilt)), 0
+        if whole:
             again += held
-            rebuilt = bytes_of(again, replays_but)
-        if not fullest.where:
-            at_first = kept, 0 if replays_but is None else rebuilt
-        kept += (returned[1] if number <= returned[0] else 0) - at_first[0]
-        if again or number == returned[0]:
+            rebuilt = bytes_of(again, kept_names)
+        else:
+            kept, rebuilt = bytes_of(held), bytes_of(again, {one.name for one in held})
+        if not moments:
+            at_first = kept, rebuilt * whole
+        reads = awaited and not (moved and moved.isdisjoint(one.name for one in operation.keeps))
+        if reads:
+            awaited, here = False, returned
+        kept += here - at_first[0]
+        if again or reads:
             replayed.append(kept + rebuilt)
-        other = left + (0 if operation.gradients_in_forward else operation.temporary)
-        other += beside[1] if number <= beside[0] else 0
+        if segment.unit and is_last and operation.name == layer.absorbs:
+            # The caller of a replay holds the gradient of the output, so the gradient of the MLP's
+            # input cannot be added to it in place.
+            beside = layer.input.num_bytes
+        other = left + beside + operation.temporary * (not operation.gradients_in_forward)
         name = end_name(operation) if is_end else operation.name
-        found = Moment(f"backward of {name}", None, kept, rebuilt, other)
-        if not fullest.where or found.num_bytes > fullest.num_bytes:
-            fullest = found
+        moments.append(Moment(f"backward of {name}", None, kept, rebuilt, other))
         # Under FSDP2 gradients live until their unit is reduced.
         if not sizes.sums_gradients:
             elements = sum(parameter.num_elements for parameter in operation.parameters)
             left += elements * sizes.element_bytes
+    fullest = max(moments, key=lambda one: one.num_bytes, default=Moment())
     return LayerBackward(fullest, max(replayed, default=None), *at_first, left)
 
 
@@ -99,27 +111,22 @@ def _rebuilt(
         if one.entered in regions
         for name in one.discards
     }
-    operation = operations[number]
+    operation, again = operations[number], list[Operation]()
     # Backward rebuilds a tensor at an operation in two cases. Either the operation saved a
     # discarded output, or it lies in a rebuilt region and saves a tensor.
-    in_region = not regions.isdisjoint(operation.regions)
-    if in_region or any(tensor.name in discarding for tensor in operation.keeps):
-        for again in _run_again(operations[: number + 1], regions):
-            yield from again.keeps
-            # A replayed operation may read a discarded output. Its region is then rebuilt too, and
-            # holds what the region's last operation saves.
-            for name in {tensor.name for tensor in again.keeps} & discarding.keys():
-                region = discarding[name][0]
-                makers = [one for one in operations[:number] if region in one.regions]
-                yield from (tensor for one in makers[-1:] for tensor in one.keeps)
-    # A rebuilt output that its region discards lives until the region's first backward ends, and
-    # with it what the region saves: other operations may run between the two (a shared norm).
-    for tensor in (t for one in operations[number + 1 :] for t in one.keeps):
+    reads = any(tensor.name in discarding for tensor in operation.keeps)
+    if reads or not regions.isdisjoint(operation.regions):
+        again += _run_again(operations[: number + 1], regions)
+        yield from (tensor for one in again for tensor in one.keeps)
+    # A discarded output that is read now, also by a replay, is rebuilt. It lives until its region's
+    # first backward ends, and with it what the region saves: other operations may run between the
+    # two (a shared norm).
+    for tensor in (t for one in (*again, *operations[number + 1 :]) for t in one.keeps):
         region, at = discarding.get(tensor.name, ("", number + 1))
         if at == number or (at < number and region not in operation.regions):
             yield tensor
-            for again in operations[at:number]:
-                yield from again.keeps if region in again.regions else ()
+            for one in operations[at:number]:
+                yield from one.keeps if region in one.regions else ()
 
 
 def _run_again(done: Sequence[Operation], regions: Set[str]) -> Sequence[Operation]:

@@ -8,6 +8,7 @@ ended. Standard library only.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -76,7 +77,6 @@ class RankMemory(NamedTuple):
     peak_bytes: the peak: what the waiting forwards keep and what a backward rebuilds.
     """
 
-    rank: int
     stages: tuple[Stage, ...]
     kept_bytes: int
     in_flight: int
@@ -112,14 +112,14 @@ def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -
         return kept - own, own, max(0, most - kept)
 
     number = held = before = 0
-    tables: dict[int, int] = {}  # by chunk; the model holds them beyond the step
+    tables = Counter[int]()  # by chunk; the model holds them beyond the step
     for action in schedule.actions:
         forward = action.kind == "forward"
         of_tables, own, rebuilt = held_by(action.chunk, schedule.keeps_all(action))
-        number += 1 if forward else -1
-        held += own if forward else -own
-        tables[action.chunk] = max(tables.get(action.chunk, 0), of_tables)
-        kept = held + sum(tables.values())
+        sign = 1 if forward else -1
+        number, held = number + sign, held + sign * own
+        tables |= Counter({action.chunk: of_tables})
+        kept = held + tables.total()
         yield Tick(action, number, kept, kept if forward else before + rebuilt)
         before = kept
 
@@ -140,7 +140,7 @@ def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
         for chunk, stage in enumerate(schedule.stages)
     )
     most = (max(column) for column in list(zip(*course, strict=True))[1:])
-    return RankMemory(rank, schedule.stages, sum(kept), *most)
+    return RankMemory(schedule.stages, sum(kept), *most)
 
 
 def step_microbatches(config: RunConfig) -> int:
@@ -172,9 +172,8 @@ def spared_flops(
     for rank in range(parallel.pipeline_model_parallel_size):
         schedule = RankSchedule.of(config, rank, num_microbatches)
         for chunk, stage in enumerate(schedule.stages):
-            spared += sum(action.chunk == chunk for action in schedule.whole) * replay_flops(
-                config.model,
-                stage_plan(config, stage),
+            sizes = Sizes(
+                model=config.model,
                 micro_batch_size=samples_per_microbatch,
                 seq_length=config.data.seq_length,
                 device=device,
@@ -182,6 +181,8 @@ def spared_flops(
                 cp_size=parallel.context_parallel_size,
                 first_layer=stage.first_layer,
             )
+            number = sum(action.chunk == chunk for action in schedule.whole)
+            spared += number * replay_flops(sizes, stage_plan(config, stage))
     return spared
 
 

@@ -26,23 +26,18 @@ from megatron_lite.description.model_ends import (
     head_operations,
     waits_for_lookup,
 )
+from megatron_lite.description.operations import LayerDescription
 from megatron_lite.description.sizes import Shape, Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.kept_tensors import (
     HEAD,
+    Term,
     activation_bytes,
     activation_terms,
     segment_terms,
 )
 from megatron_lite.memory.predict.layer_backward import LayerBackward, end_name, layer_backward
-from megatron_lite.memory.predict.walk import (
-    NOT_SHARDED,
-    NOTHING,
-    GatheredWeights,
-    Moment,
-    Passage,
-    Walk,
-)
+from megatron_lite.memory.predict.walk import NOT_SHARDED, NOTHING, GatheredWeights, Moment, Passage
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 SLOT_ALIGNMENT = 512  # bytes, as in recompute/stores.py
@@ -93,221 +88,181 @@ def stage_course(
     plan: RecomputePlan, sizes: Sizes, weights: GatheredWeights = NOT_SHARDED
 ) -> StageCourse:
     """Returns the course of a micro-batch. weights: those that FSDP2 gathers."""
-    course = _Course(plan, sizes, weights)
-    passages = course.forward(), course.backward()
-    kept = course.tables, sum(course.moved), course.arena
-    return StageCourse(*passages, tuple(course.replays), *kept, weights.staying)
+    shape, layers, waits = Shape(sizes), describe_layers(sizes, plan.tiles), 0
+    hidden = shape.residual
+    # The gradient of a tied weight waits for that of the lookup.
+    if waits_for_lookup(shape):
+        wide = sizes.accumulate_bytes if sizes.sums_gradients else sizes.element_bytes
+        waits = sizes.padded_vocab_size // sizes.tp_size * shape.model.hidden_size * wide
+    alike = {id(one): one for one in layers}.values()
+    tensors = {one for layer in alike for each in layer.operations for one in each.keeps}
+    tables = sum(one.num_bytes for one in tensors if one.shared)
+    first, last = embedding_operations(sizes), head_operations(sizes)
+    embedding, head = (
+        layer_backward(LayerDescription(one, ""), Segment(first_layer=0), (), sizes, is_end=True)
+        for one in (first, last)
+    )
+    # Tensors of the micro-batch exist from the start to the end.
+    given = sum(one.num_bytes for each in (*first, *last) for one in each.keeps if one.given)
+    terms, arena = list[list[Term]](), 0  # by segment
+    for segment in plan.segments:
+        # An arena on the device is counted as a whole, and not here.
+        in_arena = plan.contiguous and segment.unit and not segment.on_host
+        own = [one for one in segment_terms(layers, plan, segment, sizes) if not one.tensor.shared]
+        if in_arena:
+            slots = (one.num_bytes for one in own if not one.tensor.stays)
+            arena += sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in slots)
+            own = [one for one in own if one.tensor.stays]
+        terms.append(own)
+    kept = [sum(sizes.allocated(one.num_bytes) for one in own) for own in terms]
+    moved = [sum(one.num_bytes for one in own if one.on_host) for own in terms]
+    forward, backward, replays = Passage(sizes), Passage(sizes), list[KeptPoint]()
+    splits = [segment.split for segment in plan.segments]
+    returned = _returned(splits, moved)
+    gathered: set[int] = set()  # numbers of split units whose input is whole
+    known: dict[tuple[object, ...], LayerBackward] = {}
 
-
-class _Course:
-    """A walk over the segments of a stage, to the head and back."""
-
-    def __init__(self, plan: RecomputePlan, sizes: Sizes, weights: GatheredWeights) -> None:
-        self.plan, self.sizes, self.weights = plan, sizes, weights
-        self.walk, self.replays = Walk(sizes), list[KeptPoint]()
-        shape, self.waits = Shape(sizes), 0
-        self.hidden = shape.residual
-        # The gradient of a tied weight waits for that of the lookup.
-        if waits_for_lookup(shape):
-            wide = sizes.accumulate_bytes if sizes.sums_gradients else sizes.element_bytes
-            self.waits = sizes.padded_vocab_size // sizes.tp_size * shape.model.hidden_size * wide
-        self.layers = describe_layers(sizes, plan.tiles)
-        alike = {id(one): one for one in self.layers}.values()
-        tensors = {one for layer in alike for each in layer.operations for one in each.keeps}
-        self.tables = sum(one.num_bytes for one in tensors if one.shared)
-        self.first = embedding_operations(sizes)
-        self.last = head_operations(sizes)
-        self.embedding, self.head = (
-            layer_backward(one, sizes, is_end=True) for one in (self.first, self.last)
-        )
-        # Tensors of the micro-batch exist from the start to the end.
-        given = [one for each in (*self.first, *self.last) for one in each.keeps if one.given]
-        self.given = sum(one.num_bytes for one in given)
-        self.kept, self.moved = list[int](), list[int]()  # bytes of each segment
-        self.arena = 0
-        for segment in plan.segments:
-            # An arena on the device is counted as a whole, and not here.
-            in_arena = plan.contiguous and segment.unit and not segment.on_host
-            own = [
-                one
-                for one in segment_terms(self.layers, plan, segment, sizes)
-                if not one.tensor.shared
-            ]
-            if in_arena:
-                slots = (one.num_bytes for one in own if not one.tensor.stays)
-                self.arena += sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in slots)
-                own = [one for one in own if one.tensor.stays]
-            self.kept.append(sum(sizes.allocated(one.num_bytes) for one in own))
-            self.moved.append(sum(one.num_bytes for one in own if one.on_host))
-        self.splits = [segment.split for segment in plan.segments]
-        self.returned: set[int] = set()  # numbers of segments that came back from the host
-        self.gathered: set[int] = set()  # numbers of split units whose input is whole
-        self.known: dict[tuple[object, ...], LayerBackward] = {}
-
-    def forward(self) -> Passage:
-        walk, weights = self.walk, self.weights
-        walk.kept = self.given
-        walk.gather(weights.root)
-        if weights.several:
-            walk.other -= weights.root.gathered
-        if self.first:
-            walk.other += self.hidden
-            walk.gather(weights.embedding)
-            walk.kept += self.embedding.kept
-            walk.other -= weights.embedding.gathered
+    def run_forward() -> None:
+        forward.kept = given
+        forward.gather(weights.root)
+        if weights.staying:
+            forward.other -= weights.root.gathered
+        if first:
+            forward.other += hidden
+            forward.gather(weights.embedding)
+            forward.kept += embedding.kept
+            forward.other -= weights.embedding.gathered
         waiting = 0  # bytes of originals of the last segment in host memory
-        for segment, kept, moved in zip(self.plan.segments, self.kept, self.moved, strict=True):
-            walk.gather(weights.layer)
-            walk.kept += kept
+        for segment, here, away in zip(plan.segments, kept, moved, strict=True):
+            forward.gather(weights.layer)
+            forward.kept += here
             if segment.on_host:
-                walk.kept -= moved
-                walk.other += moved
-                walk.look(Moment("forward of layers", segment.first_layer))
-                walk.other -= waiting
-                waiting = moved
+                forward.kept -= away
+                forward.other += away
+                forward.look(Moment("forward of layers", segment.first_layer))
+                forward.other -= waiting
+                waiting = away
             stay = 0 if weights.reshards else segment.num_layers
-            walk.other += weights.layer.gathered * (stay - 1)
-        walk.look(Moment("forward of layers", self.plan.num_layers - 1 if self.layers else None))
-        walk.other -= waiting + self.hidden
-        if self.last:
-            walk.gather(weights.output)
-            walk.kept += self.head.kept
-            for one in self.last:
+            forward.other += weights.layer.gathered * (stay - 1)
+        forward.look(Moment("forward of layers", plan.num_layers - 1 if layers else None))
+        forward.other -= waiting + hidden
+        if last:
+            forward.gather(weights.output)
+            forward.kept += head.kept
+            for one in last:
                 # Weights that FSDP2 gathers for the forward are still there during the loss.
-                sharded = weights is not NOT_SHARDED and one is self.last[-1]
+                sharded = weights is not NOT_SHARDED and one is last[-1]
                 if one.gradients_in_forward or sharded:
-                    walk.look(Moment(f"forward of {end_name(one)}", other=one.temporary))
-        walk.other -= walk.buffer
-        walk.look(Moment("end of the forward"))
-        return walk.passage()
+                    forward.look(Moment(f"forward of {end_name(one)}", other=one.temporary))
+        forward.other -= forward.buffer
+        forward.look(Moment("end of the forward"))
 
-    def backward(self) -> Passage:
-        walk, weights, layer = self.walk, self.weights, self.weights.layer
-        if weights.reshards and self.layers:
-            walk.gather(layer, copies_out=False)
-        if self.last:
-            self._end(self.head)
-            walk.other += self.hidden + self.waits
-            walk.other -= weights.output.gathered
-            walk.reduce(NOTHING if weights.tied else weights.output)
-        for number in reversed(range(len(self.plan.segments))):
+    def run_backward() -> None:
+        layer = weights.layer
+        if weights.reshards and layers:
+            backward.gather(layer, copies_out=False)
+        if last:
+            run_end(head)
+            backward.other += hidden + waits
+            backward.other -= weights.output.gathered
+            backward.reduce(NOTHING if weights.tied else weights.output)
+        for number, segment in reversed(list(enumerate(plan.segments))):
             if weights.reshards:
                 # The layers are copied out of the buffer, which the layer before then takes.
-                walk.other += layer.gathered * (
-                    self.plan.segments[number].num_layers - (not number)
-                )
-            self._segment(number)
-        if self.first:
-            self._end(self.embedding)
-        walk.other -= self.waits + self.hidden
-        walk.reduce(weights.embedding)
-        if not weights.several:
-            walk.other -= weights.root.gathered
-        walk.reduce(weights.root)
-        walk.other -= walk.reduced
-        walk.kept -= self.given
-        return walk.passage()
+                backward.other += layer.gathered * (segment.num_layers - (not number))
+            run_segment(number, segment)
+        if first:
+            run_end(embedding)
+        backward.other -= waits + hidden
+        backward.reduce(weights.embedding)
+        if not weights.staying:
+            backward.other -= weights.root.gathered
+        backward.reduce(weights.root)
+        backward.other -= backward.reduced
+        backward.kept -= given
 
-    def _end(self, backward: LayerBackward) -> None:
-        """Runs the backward of the embedding or of the head."""
-        self.walk.look(backward.fullest)
-        self.walk.kept -= backward.kept
-        self.walk.other += backward.left
+    def run_end(end: LayerBackward) -> None:
+        backward.look(end.fullest)
+        backward.kept -= end.kept
+        backward.other += end.left
 
-    def _before(self, number: int, found: Sequence[int | bool]) -> list[int]:
-        """Returns the number of the last segment before this one of which the list has a value."""
-        return [one for one in range(number - 1, -1, -1) if found[one]][:1]
-
-    def _return(self, number: int) -> int:
-        """Returns the bytes that come back from the host when a segment is read for the first time.
-
-        The read of a segment also starts the copies of the one before it. The replay of a split
-        unit reads the part of the split unit before it.
-        """
-        back, splits = set(), self.splits
-        for one in (number, *(self._before(number, splits) if splits[number] else ())):
-            if self.moved[one]:
-                back |= {one, *self._before(one, self.moved)}
-        found = sum(self.moved[one] for one in back - self.returned)
-        self.returned |= back
-        return found
-
-    def _segment(self, number: int) -> None:
-        """Runs the backward of a segment."""
-        segment, walk, copied = self.plan.segments[number], self.walk, 0
-        whole, returned = segment.unit or bool(segment.ops), self._return(number)
-        first, residual = segment.first_layer, self.layers[segment.first_layer].input.num_bytes
-        kept = self.kept[number]
+    def run_segment(number: int, segment: Segment) -> None:
+        whole, back, copied = segment.unit or bool(segment.ops), returned[number], 0
+        at, residual, own = (
+            segment.first_layer,
+            layers[segment.first_layer].input.num_bytes,
+            kept[number],
+        )
         if whole:
-            walk.kept, returned = walk.kept + returned, 0
+            backward.kept, back = backward.kept + back, 0
         if segment.split:
-            for one in {number, *self._before(number, self.splits)} - self.gathered:
-                self.gathered.add(one)
-                walk.kept += residual
-                walk.look(Moment("gather of an input", other=self.sizes.gloo_copy(residual)))
-            kept += residual
-        if segment.unit and self.weights is not NOT_SHARDED and self.plan.skip_tail:
+            for one in {number, *_before(number, splits)} - gathered:
+                gathered.add(one)
+                backward.kept += residual
+                backward.look(Moment("gather of an input", other=sizes.gloo_copy(residual)))
+            own += residual
+        if segment.unit and weights is not NOT_SHARDED and plan.skip_tail:
             # The replay's output is a view, which parallel/fsdp.py copies.
             copied = residual
-        walk.other += copied
-        parts = [self._part(segment, place, returned) for place in range(segment.num_layers)]
-        walk.rebuilt = sum(one.rebuilt for one in parts)
+        backward.other += copied
+        parts = [part_of(number, segment, place, back) for place in range(segment.num_layers)]
+        backward.rebuilt = sum(one.rebuilt for one in parts)
         held = []
         for place, part in reversed(list(enumerate(parts))):
-            walk.rebuilt -= part.rebuilt
+            backward.rebuilt -= part.rebuilt
             if part.replayed is not None:
-                held.append(walk.kept + walk.rebuilt + part.replayed + self.tables)
-            walk.look(part.fullest._replace(layer=first + place))
-            walk.other += part.left - self.weights.layer.gathered
+                held.append(backward.kept + backward.rebuilt + part.replayed)
+            backward.look(part.fullest._replace(layer=at + place))
+            backward.other += part.left - weights.layer.gathered
             if not whole:
-                walk.kept -= kept - returned
-            walk.reduce(self.weights.layer)
+                backward.kept -= own - back
+            backward.reduce(weights.layer)
         if whole:
-            walk.kept -= kept
-        walk.other -= copied
+            backward.kept -= own
+        backward.other -= copied
         if held:
-            self.replays.append(KeptPoint("replay", first, segment.numbers[-1], max(held)))
+            most = forward.kept + tables + max(held)
+            replays.append(KeptPoint("replay", at, segment.numbers[-1], most))
 
-    def _part(self, segment: Segment, place: int, returned: int) -> LayerBackward:
+    def part_of(number: int, segment: Segment, place: int, back: int) -> LayerBackward:
         """Returns the backward of a layer of a segment.
 
-        returned: the bytes that come back from the host when the first of them is read.
+        back: the bytes that come back from the host when the first of them is read.
         """
-        layer = self.layers[segment.first_layer + place]
-        is_last = place == segment.num_layers - 1
-        treated = segment.unit, segment.rebuilt, segment.ops, segment.store
-        key = (id(layer), treated, place == 0, is_last, returned)
-        if key in self.known:
-            return self.known[key]
-        terms = tuple(segment_terms(self.layers, self.plan, segment, self.sizes))
-        reader, replays_but, beside = -1, None, (-1, 0)
-        if segment.unit or segment.ops:
-            names = (layer.input.name, *(one.tensor.name for one in terms))
-            replays_but = frozenset(names if place == 0 else ())
-            if segment.unit and is_last:
-                # The caller of a replay holds the gradient of the output, so the gradient of the
-                # MLP's input cannot be added to it in place.
-                absorbs = [one.name for one in layer.operations].index(layer.absorbs)
-                beside = absorbs, layer.input.num_bytes
-        elif segment.on_host:
-            moved = {one.tensor.name for one in terms if segment.host_modules and one.on_host}
-            reader = max(
-                (
-                    number
-                    for number, one in enumerate(layer.operations)
-                    if any(tensor.name in moved for tensor in one.keeps)
-                ),
-                default=len(layer.operations) - 1,
-            )
-        self.known[key] = layer_backward(
-            layer.operations,
-            self.sizes,
-            regions=segment.rebuilt,
-            replays_but=replays_but,
-            returned=(reader, returned),
-            beside=beside,
-        )
-        return self.known[key]
+        layer = layers[segment.first_layer + place]
+        own = place == 0, place == segment.num_layers - 1, back
+        key = id(layer), segment.unit, segment.rebuilt, segment.ops, segment.store, own
+        if key not in known:
+            known[key] = layer_backward(layer, segment, terms[number], sizes, *own)
+        return known[key]
+
+    run_forward()
+    run_backward()
+    on_host = sum(moved)
+    return StageCourse(forward, backward, tuple(replays), tables, on_host, arena, weights.staying)
+
+
+def _returned(splits: Sequence[bool], moved: Sequence[int]) -> list[int]:
+    """Returns the bytes that come back from the host when a segment is read for the first time.
+
+    splits: whether each segment is a split unit. moved: its bytes in host memory.
+    The read of a segment also starts the copies of the one before it. The replay of a split unit
+    reads the part of the split unit before it.
+    """
+    found, known = list[int](), set[int]()
+    for number in reversed(range(len(moved))):
+        back = set[int]()
+        for one in (number, *(_before(number, splits) if splits[number] else ())):
+            if moved[one]:
+                back |= {one, *_before(one, moved)}
+        found.append(sum(moved[one] for one in back - known))
+        known |= back
+    return found[::-1]
+
+
+def _before(number: int, found: Sequence[int]) -> list[int]:
+    """Returns the number of the last segment before this one of which the list has a value."""
+    return [one for one in range(number - 1, -1, -1) if found[one]][:1]
 
 
 def kept_course(plan: RecomputePlan, sizes: Sizes) -> Iterator[KeptPoint]:

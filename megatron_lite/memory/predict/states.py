@@ -23,20 +23,13 @@ The memory that the end of a step needs besides the states: after the last backw
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import (
-    FLOAT32,
-    FORMATS,
-    MUON,
-    PART,
-    SMALL,
-    OptimizerConfig,
-)
+from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS, MUON, PART, SMALL
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.gradient_buckets import bucket_layouts
@@ -61,8 +54,7 @@ class RankStates(NamedTuple):
     on_host: the masters and states in host memory, the places of gradients there, and the buffers
         through which weights pass.
     rounding: the bytes that CUDA's allocator adds to the tensors on the device.
-    updated: the most elements that the device updates together (optim/stored.py).
-    small: as `updated`, where all but small pieces have a compiled kernel each.
+    pieces: the elements of each piece that the device updates.
     """
 
     weights: int
@@ -71,8 +63,7 @@ class RankStates(NamedTuple):
     optimizer: int
     on_host: int = 0
     rounding: int = 0
-    updated: int = 0
-    small: int = 0
+    pieces: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
@@ -84,7 +75,8 @@ class RankStates(NamedTuple):
         """Returns the sums of the bytes of the tensors of each kind, in the order of the fields."""
         on_device = [size for sizes in tensors[:4] for size in sizes]
         rounding = sum(allocated(size, "cuda") - size for size in on_device)
-        return cls(*map(sum, tensors))._replace(rounding=rounding)
+        sums: list[Any] = [*map(sum, tensors)]
+        return cls(*sums)._replace(rounding=rounding)
 
 
 def rank_states(
@@ -166,10 +158,7 @@ def _states(settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int)
             *_optimizer_tensors(config, there),
             *(taken * grad, 2 * part * element),
         ],
-    )._replace(
-        updated=_updated(options, [number for _, number in here]),
-        small=_updated(options, [number for _, number in here if number < SMALL]),
-    )
+    )._replace(pieces=tuple(number for _, number in here))
 
 
 def _fully_sharded(config: RunConfig, held: list[Parameter], shards: int, rank: int) -> RankStates:
@@ -301,28 +290,31 @@ def update_memory(
         found.append(UpdateMemory(name, sent * (in_bf16 + copied), True))
         found.append(UpdateMemory("gather of weights", states.weights * copied, True))
     if config.optimizer.is_rounded:
-        has_kernels = config.uses_compiler(device) and "fp16" not in config.optimizer.formats
-        together = states.small if has_kernels else states.updated
-        found.append(UpdateMemory("update of a part", _part(config, together), False))
+        found.append(UpdateMemory("update of a part", _part(config, states.pieces, device), False))
     if config.optimizer.optimizer == MUON:
         found.append(UpdateMemory("update of a matrix", _muon(config, stage, shards), False))
     return max(found, key=lambda one: one.num_bytes)
 
 
-def _part(config: RunConfig, together: int) -> int:
+def _part(config: RunConfig, pieces: Iterable[int], device: str) -> int:
     """Returns the most bytes of the float32 copies of a part of a parameter (optim/stored.py): in
-    its update, as a scale divides it, or as the weights are chosen from the new and the old."""
+    its update, as a scale divides it, or as the weights are chosen from the new and the old.
+
+    pieces: the elements of each piece that the device updates. Some are updated together: all, or
+        the small ones, if the others have a compiled kernel each. Scales are of one piece.
+    """
     options = config.optimizer
     copies = sum(kind != "fp32" for kind in options.formats)
-    divided = ("fp16" in options.formats) + 7 * options.stochastic_rounding  # numbers of 64 bits
+    scales = "fp16" in options.formats
+    divided = scales + 7 * options.stochastic_rounding  # numbers of 64 bits
     chosen = 3 * (options.main_params_dtype != "fp32")
     most = max(copies + (options.main_grads_dtype != "fp32"), copies + divided, chosen)
-    return FLOAT32 * most * together
-
-
-def _updated(options: OptimizerConfig, pieces: list[int]) -> int:
-    """Returns the most elements that are updated together, of pieces with so many elements."""
-    return min(PART, max(pieces, default=0) if "fp16" in options.formats else sum(pieces))
+    if scales:
+        together = max(pieces, default=0)
+    else:
+        has_kernels = config.uses_compiler(device)
+        together = sum(number for number in pieces if number < SMALL or not has_kernels)
+    return FLOAT32 * most * min(PART, together)
 
 
 def _muon(config: RunConfig, stage: Stage, shards: int) -> int:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.config.run import RunConfig
@@ -45,14 +45,8 @@ from megatron_lite.memory.predict.states import rank_states, update_memory
 from megatron_lite.memory.predict.walk import NOT_SHARDED, GatheredWeights, Moment
 from megatron_lite.pipeline.order import Action
 
-Tag = Literal["exact", "bound", "estimate"]
-EXACT: Tag = "exact"
-BOUND: Tag = "bound"
-ESTIMATE: Tag = "estimate"
+EXACT, BOUND, ESTIMATE = "exact", "bound", "estimate"
 ROUNDING, CUBLAS = "rounding of the allocator", "workspaces of cuBLAS"
-# The share of each term that counts as certain: a rank may hold less than a bound, and an estimate
-# of a workspace may be off.
-CERTAIN = {EXACT: 1.0, BOUND: 0.5, ESTIMATE: 0.5}
 KEPT, REBUILT = "activations kept for backward", "activations rebuilt by a replay"
 WORKSPACE = 2**25  # of cuBLAS on Hopper
 
@@ -66,7 +60,7 @@ class PeakTerm(NamedTuple):
 
     name: str
     num_bytes: int
-    tag: Tag = EXACT
+    tag: str = EXACT
 
 
 class StepPeak(NamedTuple):
@@ -98,8 +92,13 @@ class StepPeak(NamedTuple):
 
     @property
     def certain_bytes(self) -> int:
-        """The certain part of the sum. A run that needs more than there is cannot fit."""
-        return round(sum(CERTAIN[term.tag] * term.num_bytes for term in self.terms))
+        """The certain part of the sum. A run that needs more than there is cannot fit.
+
+        A rank may hold less than a bound, and an estimate of a workspace may be off: half of these
+        counts.
+        """
+        shares = ((1.0 if one.tag == EXACT else 0.5) * one.num_bytes for one in self.terms)
+        return round(sum(shares))
 
     @property
     def beside_tensors(self) -> int:
@@ -169,9 +168,8 @@ def step_peak(
             weights = GatheredWeights.of(config, sizes, stage, shards)
         return stage_course(stage_plan(config, stage, keeps_all), sizes, weights)
 
-    held = _fullest(config, device, schedule, course)
+    held, waiting = _fullest(config, device, schedule, course)
     each = [course(chunk, False) for chunk in range(len(stages))]
-    waiting = _most_waiting(schedule)
     update = update_memory(config, stages[0], states, dp_cp_size=dp_cp_size, device=device)
     sure = ESTIMATE
     where = _when(config, held, stages)
@@ -221,8 +219,9 @@ def _fullest(
     device: str,
     schedule: RankSchedule,
     course_of: Callable[[int, bool], StageCourse],
-) -> _Fullest:
-    """Returns the fullest moment of a rank's actions."""
+) -> tuple[_Fullest, Counter[int]]:
+    """Returns the fullest moment of a rank's actions, and for each chunk how many micro-batches
+    await backward at most."""
     stages, actions = schedule.stages, schedule.actions
     hidden = Shape(Sizes.of(config, device)).residual
 
@@ -233,10 +232,14 @@ def _fullest(
         return ends if action.kind == "forward" else ends[::-1]
 
     found, kept, other = _Fullest(actions[0], Moment()), 0, 0
+    waiting, most = Counter[int](), Counter[int]()
     under_way = deque([0], maxlen=1 if len(stages) == 1 or stages[-1].is_last else 3)
     for action, following in zip_longest(actions, actions[1:]):
         course = course_of(action.chunk, schedule.keeps_all(action))
-        passage = course.forward if action.kind == "forward" else course.backward
+        is_forward = action.kind == "forward"
+        passage = course.forward if is_forward else course.backward
+        waiting[action.chunk] += 1 if is_forward else -1
+        most |= waiting
         early = config.parallel.overlap_p2p_comm and following and crosses(following)[0]
         receives, sends = crosses(action)
         # The action's own input arrived before, and belongs to its passage from now on.
@@ -250,16 +253,7 @@ def _fullest(
         kept += passage.kept
         other += passage.other
         under_way.append(hidden * sends)
-    return found
-
-
-def _most_waiting(schedule: RankSchedule) -> Counter[int]:
-    """Returns, for each chunk, how many micro-batches await backward at most."""
-    waiting, most = Counter[int](), Counter[int]()
-    for action in schedule.actions:
-        waiting[action.chunk] += 1 if action.kind == "forward" else -1
-        most |= waiting
-    return most
+    return found, most
 
 
 def _when(config: RunConfig, held: _Fullest, stages: tuple[Stage, ...]) -> str:

@@ -72,9 +72,8 @@ class GatheredWeights(NamedTuple):
         are parts of the root.
     tied: whether `embedding` and `output` are one unit, which is gathered twice.
     reshards: whether a layer's weights are freed after its forward.
-    several: whether several micro-batches of the stage are in flight at once. Weights that stay
-        gathered then count once for all of them, as `staying`, and in no passage.
-    staying: the bytes of those weights.
+    staying: the bytes of weights that stay gathered, if several micro-batches of the stage are in
+        flight at once. They count once for all of them, and in no passage.
     """
 
     root: FsdpUnit = NOTHING
@@ -83,7 +82,6 @@ class GatheredWeights(NamedTuple):
     output: FsdpUnit = NOTHING
     tied: bool = False
     reshards: bool = True
-    several: bool = False
     staying: int = 0
 
     @classmethod
@@ -101,15 +99,17 @@ class GatheredWeights(NamedTuple):
             if not parameters:
                 return NOTHING
             # The rows of each are padded to a multiple of the ranks.
-            rows = ((one, -(-one.shape[0] // shards) * shards) for one in parameters)
-            padded = sum(one.num_elements // one.shape[0] * number for one, number in rows)
+            own = sum(
+                -(-one.shape[0] // shards) * (one.num_elements // one.shape[0])
+                for one in parameters
+            )
             return FsdpUnit(
-                padded * sent,
-                padded // shards * sent if sent != FLOAT32 else 0,
+                shards * own * sent,
+                own * sent if sent != FLOAT32 else 0,
                 sum(one.num_elements for one in parameters) * sent,
                 last,
-                padded * reduced,
-                padded // shards * FLOAT32,
+                shards * own * reduced,
+                own * FLOAT32,
             )
 
         # torch's loop variable holds the last gradient. parallel/fsdp.py does not free a
@@ -128,8 +128,7 @@ class GatheredWeights(NamedTuple):
         root, of_layer = unit(rest, 0 if logits else head), unit(_parameters(layer.operations))
         staying = 0
         size = config.parallel.pipeline_model_parallel_size
-        several = size > 1 and (stage.count > size or not stage.is_last)
-        if several:
+        if size > 1 and (stage.count > size or not stage.is_last):
             staying = root.gathered
             if not reshards:
                 staying += stage.num_layers * of_layer.gathered
@@ -141,7 +140,6 @@ class GatheredWeights(NamedTuple):
             unit(words if tied else logits, head),
             tied,
             reshards,
-            several,
             staying,
         )
 
@@ -179,22 +177,12 @@ class Moment(NamedTuple):
         return self.kept + self.rebuilt + self.other
 
 
-class Passage(NamedTuple):
-    """A forward or a backward of a stage: bytes beyond those held when it began.
+class Passage:
+    """Adds up what a forward or a backward of a stage allocates and frees; see Moment.
 
+    kept, rebuilt, other: the bytes held now, beyond those held when it began. They are negative if
+        it has freed more than it has allocated.
     fullest: the moment at which most is held.
-    kept, other: the bytes held when it ends, of each kind. They are negative if it frees more than
-        it allocates.
-    """
-
-    fullest: Moment
-    kept: int
-    other: int
-
-
-class Walk:
-    """Adds up the bytes held at the present moment of a forward or a backward; see Moment.
-
     buffer: the bytes of the buffer into which FSDP2 gathered weights last. reduced: those of the
         buffer of its last reduction. Both are among the others.
     """
@@ -202,8 +190,7 @@ class Walk:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self.kept = self.rebuilt = self.other = self.buffer = self.reduced = 0
-        self._began = 0, 0
-        self._fullest: Moment | None = None
+        self.fullest = Moment()
 
     def look(self, held: Moment) -> None:
         """Notes a moment at which these bytes are held besides."""
@@ -212,16 +199,8 @@ class Walk:
             rebuilt=self.rebuilt + held.rebuilt,
             other=self.other + held.other,
         )
-        if self._fullest is None or found.num_bytes > self._fullest.num_bytes:
-            self._fullest = found
-
-    def passage(self) -> Passage:
-        """Returns what happened since the last call."""
-        kept, other = self._began
-        fullest = self._fullest or Moment(kept=kept, other=other)
-        fullest = fullest._replace(kept=fullest.kept - kept, other=fullest.other - other)
-        self._began, self._fullest = (self.kept, self.other), None
-        return Passage(fullest, self.kept - kept, self.other - other)
+        if not self.fullest.where or found.num_bytes > self.fullest.num_bytes:
+            self.fullest = found
 
     def gather(self, unit: FsdpUnit, *, copies_out: bool = True) -> None:
         """Gathers a unit of FSDP2 into a buffer.
