@@ -11,7 +11,7 @@ all other actions than `full` run verified, so that replays prove themselves.
 
 import gc
 import weakref
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
@@ -27,6 +27,7 @@ from megatron_lite.fit.layers import LayerList, kind_of, stage_of
 from megatron_lite.fit.plans import (
     AFTER,
     BACKWARD,
+    CALL,
     FORWARD,
     OUTSIDE,
     Moment,
@@ -192,6 +193,8 @@ class Measurement:
         waiting = [(numbers, list(candidates)) for numbers in kinds.values()]
         found: dict[tuple[int, str], Option] = {}
         self._finds_left = False  # whether a forward after a backward does
+        # what a call of a layer keeps, in thousandths of its largest call
+        self._weights: dict[tuple[int, int], int] = {}
         while any(actions for _, actions in waiting):
             tried: dict[int, tuple[int, str]] = {}
             for numbers, actions in waiting:
@@ -259,7 +262,11 @@ class Measurement:
         found = []
         again = _second_forward(spans)
         for at, span in enumerate(spans):
-            alive = [span.alive[number] for number in self._order]
+            weights = Counter[int]()
+            for (number, call), size in span.alive.items():
+                # What a smaller call keeps may be less than its share, as with attention's squares.
+                weights[number] += size if size == CALL else self._weights.get((number, call), size)
+            alive = [weights[number] for number in self._order]
             # Outside of layers it is the last one of those that wait the most.
             place = max(range(len(alive)), key=lambda n: (alive[n], n)) if any(alive) else -1
             if span.layer >= 0:
@@ -316,6 +323,11 @@ class Measurement:
         for number, key in sorted(tried.items(), key=lambda each: -self._order.index(each[0])):
             places = self._step.sharing.kept[number]
             kept, held, forward, backward, end, time = grown[number]
+            if key[1] == CANDIDATES[0] and kept > 0:
+                calls = _kept_by_call(spans, number)
+                calls.subtract(_kept_by_call(full, number))
+                for each in self._alike[number]:
+                    self._weights |= {(each, n): -(-CALL * one // kept) for n, one in calls.items()}
             earlier -= kept
             here, keeps = self._order.index(number), self._shared_at(number, places)
             left = 0
@@ -374,6 +386,15 @@ def _figures(spans: list[Span], layer: int) -> list[int]:
         next((span.end for span in reversed(backward)), 0),
         sum(span.nanoseconds for span in own),
     ]
+
+
+def _kept_by_call(spans: list[Span], layer: int) -> Counter[int]:
+    """Returns how many bytes more there are after each forward of a layer than before it."""
+    found = Counter[int]()
+    for span in spans:
+        if span.layer == layer and span.name == FORWARD:
+            found[span.call] += span.end - span.start
+    return found
 
 
 def _of_all_ranks(

@@ -54,16 +54,18 @@ class Event(NamedTuple):
 class Span(NamedTuple):
     """A part of a step.
 
-    name, layer: see `Moment`. is_largest: whether this call of the layer has the largest argument.
-    alive: how many calls of each layer wait for their backward, or are in it, in thousandths of the
-        largest call.
+    name, layer: see `Moment`. call: the number of this call of the layer.
+    is_largest: whether it has the largest argument.
+    alive: the calls that wait for their backward, or are in it, as (layer, number), each with the
+        size of its argument in thousandths of the largest one.
     start, end: the bytes at its begin and end. peak: the most bytes in it.
     """
 
     name: int
     layer: int
+    call: int
     is_largest: bool
-    alive: Counter[int]
+    alive: Counter[tuple[int, int]]
     start: int
     end: int
     peak: int
@@ -289,7 +291,7 @@ def _refuse_update(optimizer: Optimizer, *_: Any) -> None:
 
 def _spans(events: list[Event], readings: list[Reading]) -> list[Span]:
     """Returns the parts of a step between the marks."""
-    spans, alive, present, outside = [], Counter[int](), Event(), Event()
+    spans, alive, present, outside = [], Counter[tuple[int, int]](), Event(), Event()
     # A graph that is retained has several backwards.
     last = {event[1:]: number for number, event in enumerate(events) if event.name == BACKWARD}
     waits = {layer for layer, *_ in last}
@@ -298,8 +300,9 @@ def _spans(events: list[Event], readings: list[Reading]) -> list[Span]:
     for layer, *call in (*last, *others):
         largest[layer] = max(call, largest.get(layer, call))
 
-    def weight(event: Event) -> Counter[int]:
-        return Counter({event.layer: -(-CALL * event.size // largest[event.layer][0])})
+    def weight(event: Event) -> Counter[tuple[int, int]]:
+        share = -(-CALL * event.size // largest[event.layer][0])
+        return Counter({(event.layer, event.call): share})
 
     for number, (event, now, after) in enumerate(zip(events, readings, readings[1:], strict=False)):
         # Between two layers, the gradient begins one backward before it ends the other.
@@ -315,6 +318,7 @@ def _spans(events: list[Event], readings: list[Reading]) -> list[Span]:
         spans.append(
             Span(
                 *present[:2],
+                present.call,
                 is_largest,
                 alive.copy(),
                 now.num_bytes,

@@ -273,6 +273,10 @@ def two_forwards(model):
     (model(ids(2, 40)) * model(ids(2, 60))).backward()
 
 
+def two_texts(model):
+    sum(model(input_ids=ids(2, n), labels=ids(2, n)).loss for n in (12, 32)).backward()
+
+
 def two_backwards(model):
     loss = model(ids())
     loss.backward(retain_graph=True)
@@ -290,6 +294,7 @@ def unequal_batches(model):
     [
         (text_with_its_output, FAMILIES["Gemma 2"].build, 0.01),
         (partial(text_with_its_output, micro_batches=2), FAMILIES["T5"].build, 0.01),
+        (two_texts, FAMILIES["BERT"].build, 0.01),  # attention keeps its squares
         (accumulated_in_bf16, frozen, 0.1),
         *(
             (step, lambda: Selecting([64] * 4, [64] * 2), 0.01)
