@@ -112,10 +112,10 @@ def stored_tokenizer(source: WeightSource) -> tuple[dict[str, bytes], int | None
 
     Raises InputError if a file is not what its name says, or if a word has no id of the model.
     """
-    files = [path for path in source.tokenizer if path.name != TOKEN_IDS]
+    files = {name: path for name, path in source.tokenizer.items() if name != TOKEN_IDS}
     vocab_size = source.true_vocab_size
-    contents = contents_of(((path.name, path) for path in files), vocab_size)
-    folder = files[0].parent if files else Path()
+    contents = contents_of(files, vocab_size)
+    folder = next(iter(files.values()), Path()).parent
     config = config_of(files, folder, vocab_size)
     end = None
     if config.tokenizer_type != "NullTokenizer":

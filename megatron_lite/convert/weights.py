@@ -45,7 +45,7 @@ class WeightSource:
         the CPU. The name is as in a model's `named_parameters()`, such as
         "decoder.layers.3.self_attention.linear_qkv.weight", with the layer's number in the whole
         model; that of a state ends with its key, as "output_layer.weight/exp_avg".
-    tokenizer: the files of the tokenizer; () if the format has none.
+    tokenizer: the paths of the tokenizer's files, by their names; {} if the format has none.
     token_ids: the ids of special tokens, as the config.json of Hugging Face names them.
     progress: how far the run had come that saved them; its beginning without optimizer states,
         since training starts anew.
@@ -59,7 +59,7 @@ class WeightSource:
     true_vocab_size: int
     dtypes: Values
     read: Callable[[str], Tensor]
-    tokenizer: tuple[Path, ...] = ()
+    tokenizer: Mapping[str, Path] = field(default_factory=dict)
     token_ids: Mapping[str, object] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     state_keys: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ tokenizer from the checkpoint, also after the files were moved or on another mac
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,16 +52,14 @@ def files_of(config: TokenizerConfig) -> dict[str, Path]:
     return found
 
 
-def contents_of(
-    files: Iterable[tuple[str, Path]], vocab_size: int | None = None
-) -> dict[str, bytes]:
+def contents_of(files: Mapping[str, Path], vocab_size: int | None = None) -> dict[str, bytes]:
     """Returns the contents of files, by stored name.
 
     vocab_size: V of the model; None if it is not known.
     Raises InputError if one cannot be read, is not what its name says, or has ids of no such model.
     """
     contents = {}
-    for name, path in files:
+    for name, path in files.items():
         content = contents[name] = read_input(path, MOST_BYTES)
         with input_faults(f"{path}: not a tokenizer that can be read (", ")"):
             if name.endswith(".model"):
@@ -82,9 +80,9 @@ def contents_of(
     return contents
 
 
-def in_folder(folder: Path) -> tuple[Path, ...]:
-    """Returns the files of a tokenizer that lie in a folder."""
-    return tuple(sorted(folder / name for name in NAMES if os.path.lexists(folder / name)))
+def in_folder(folder: Path) -> dict[str, Path]:
+    """Returns the paths of the files of a tokenizer that lie in a folder, by their names."""
+    return {name: folder / name for name in sorted(NAMES) if os.path.lexists(folder / name)}
 
 
 def read_from(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
@@ -92,30 +90,26 @@ def read_from(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
 
     Otherwise, as in checkpoints that hold no tokenizer, it returns the config unchanged.
     """
-    names = READ_FILES.get(str(config.tokenizer_type), {})
-    if not all((folder / name).is_file() for name in names.values()):
-        return config
-    paths = {field: str(folder / name) for field, name in names.items()}
-    return replace(config, **paths)  # type: ignore[arg-type]
+    paths = _paths(config.tokenizer_type, folder)
+    return replace(config, **paths) if all(map(os.path.isfile, paths.values())) else config
 
 
-def config_of(files: Iterable[Path], folder: Path, vocab_size: int) -> TokenizerConfig:
+def config_of(names: Collection[str], folder: Path, vocab_size: int) -> TokenizerConfig:
     """Returns the config of a tokenizer whose files are stored in a folder.
 
-    files: with their stored names. vocab_size: V of the model.
+    names: of the files. vocab_size: V of the model.
     Without files of a known type it is the NullTokenizer, of as many ids.
     """
-    names = {path.name for path in files}
     for kind in TOLD_BY_FILES:
-        read = READ_FILES[kind]
-        if names.issuperset(read.values()):
-            paths = {field: str(folder / name) for field, name in read.items()}
-            return TokenizerConfig(
-                tokenizer_type=kind,
-                vocab_size=vocab_size,
-                **paths,  # type: ignore[arg-type]
-            )
+        if {*READ_FILES[kind].values()} <= {*names}:
+            paths = _paths(kind, folder)
+            return TokenizerConfig(tokenizer_type=kind, vocab_size=vocab_size, **paths)
     return TokenizerConfig(vocab_size=vocab_size - 1)
+
+
+def _paths(kind: str | None, folder: Path) -> dict[str, Any]:
+    """Returns the fields of a config that name the files of a tokenizer in a folder."""
+    return {field: str(folder / name) for field, name in READ_FILES.get(str(kind), {}).items()}
 
 
 def _check_ids(values: Mapping[str, Any], name: str, vocab_size: int | None) -> None:

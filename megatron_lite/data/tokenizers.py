@@ -274,7 +274,7 @@ def _read(config: TokenizerConfig) -> tuple[list[Path], list[bytes]]:
                 "downloaded)"
             )
     try:
-        contents = contents_of(files.items())
+        contents = contents_of(files)
     except OSError as error:
         named = " and ".join(map(str, files.values()))
         raise InputError(f"{named}: cannot be read ({error})") from error
@@ -300,7 +300,7 @@ def _imported(name: str) -> Any:
 
 
 def _eos_token(path: Path) -> str | None:
-    content = contents_of([("tokenizer_config.json", path)])["tokenizer_config.json"]
+    content = contents_of({path.name: path})[path.name]
     token = checks.parse_object(content).get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):

@@ -226,7 +226,7 @@ def _build(config: RunConfig, parallel: ParallelState, saver: Saver | None) -> T
             from megatron_lite.data.tokenizer_files import contents_of, files_of
 
             # Read once, at the start: the files may be moved while the run lasts.
-            tokenizer = contents_of(files_of(config.tokenizer).items())
+            tokenizer = contents_of(files_of(config.tokenizer))
     trainer = Trainer(
         config=config,
         parallel=parallel,

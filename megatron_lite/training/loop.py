@@ -385,20 +385,21 @@ class Trainer:
 
     def _load(self) -> list[str]:
         """Loads the step that `--load` chose, if it is given. Returns lines for the log."""
-        if self.start is None:
+        start, self.start = self.start, None  # the files are open for as long as it is kept
+        if start is None:
             return []
         from megatron_lite.checkpointing.state import load_checkpoint
 
         with told_by_rank_0("loading the checkpoint", self.parallel.rank):
             notices = load_checkpoint(
-                self.start,
+                start,
                 self.config,
                 self.parallel,
                 self.model,
                 self.optimizer,
                 data=self.datasets.identity,
             )
-        self.progress, saved = self.start.progress, self.start.saved
+        self.progress, saved = start.progress, start.saved
         if self.config.checkpoint.continues and saved is not None:
             self._saved_at = self.progress.iteration
             before, now = saved.metadata.computed_on, described(self.parallel.device)
