@@ -156,13 +156,18 @@ def megatron_source(
     specs = parameter_specs(model, padded)
     check_held(where, weights, {name: spec.global_shape for name, spec in specs.items()}, "args")
     found: Parameters = {}
-    keys, updates = [], 0
+    updates = 0
     try:
         found, updates = states()
-        for key in (*ADAM, MASTER):
-            own = {name: found.get(f"{name}/{key}") for name in weights if not is_buffer(name)}
-            if all(one and one.shape == weights[name].shape for name, one in own.items()):
-                keys.append(key)
+        keys = [
+            key
+            for key in (*ADAM, MASTER)
+            if all(
+                (one := found.get(f"{name}/{key}")) and one.shape == weight.shape
+                for name, weight in weights.items()
+                if not is_buffer(name)
+            )
+        ]
         need({*ADAM} <= {*keys}, "some parameters have none, or those of another shape")
     except Unmapped as reason:
         keys = []
