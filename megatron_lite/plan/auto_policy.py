@@ -335,9 +335,9 @@ class RankMixes:
         first = hosted.moved / self.run.hardware.host_bandwidth
         # Nothing runs beside the first copy of a backward, that of the last layer.
         return (
-            self.clock.exposed(count * first, time.forward.seconds)
+            self.clock.exposed(count * first, time.forward.seconds, copies=True)
             + first
-            + self.clock.exposed((count - 1) * first, time.backward.seconds)
+            + self.clock.exposed((count - 1) * first, time.backward.seconds, copies=True)
         )
 
     def plan(self, mixes: Sequence[StageMix]) -> Plan:

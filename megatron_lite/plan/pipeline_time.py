@@ -6,6 +6,7 @@ the action's input has arrived. With equal stages, and transfers that take no ti
 Standard library only.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -67,29 +68,27 @@ def simulate_pipeline(durations: Durations, num_microbatches: int) -> list[float
     """Returns by rank when its last action ends, with all micro-batches simulated."""
     size, num_chunks = len(durations.forward), len(durations.forward[0])
     shape = dict(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    actions = [order(rank=rank, **shape) for rank in range(size)]
-    ends: list[list[float]] = [[] for _ in range(size)]
-    done: dict[tuple[str, int, int], float] = {}  # by kind, micro-batch and number of the stage
-    # A rank runs until an input is missing. Whoever makes an input for another rank wakes it.
-    awake = list(range(size))
-    while awake:
-        rank = awake.pop()
-        own = ends[rank]
-        while len(own) < len(actions[rank]):
-            kind, microbatch, chunk = actions[rank][len(own)]
-            stage, step = chunk * size + rank, 1 if kind == "forward" else -1
-            start = own[-1] if own else 0.0
-            if 0 <= stage - step < size * num_chunks:
-                made = done.get((kind, microbatch, stage - step))
-                if made is None:
-                    break
-                if durations.overlap:
-                    start = max(start, made + durations.transfer)
-                else:  # the rank begins to receive when it is free
-                    start = max(start, made) + durations.transfer
-            times = durations.forward if kind == "forward" else durations.backward
-            own.append(start + times[rank][chunk])
-            done[kind, microbatch, stage] = own[-1]
-            awake.append((rank + step) % size)
-    assert [*map(len, ends)] == [*map(len, actions)], "a rank waits for ever"
-    return [own[-1] for own in ends]
+    waiting = [deque(order(rank=rank, **shape)) for rank in range(size)]
+    ends = [0.0] * size
+    made: dict[tuple[str, int, int], float] = {}  # by kind, micro-batch and number of the stage
+    # A rank that receives nothing while it computes begins to receive when it is free.
+    receives = 0.0 if durations.overlap else durations.transfer
+    while any(waiting):
+        before = len(made)
+        for rank, actions in enumerate(waiting):
+            while actions:  # a rank runs until an input is missing
+                kind, microbatch, chunk = actions[0]
+                times, step = durations.backward, 1
+                if kind == "forward":
+                    times, step = durations.forward, -1
+                stage = chunk * size + rank
+                if 0 <= stage + step < size * num_chunks:
+                    arrives = made.get((kind, microbatch, stage + step))
+                    if arrives is None:
+                        break
+                    ends[rank] = max(ends[rank] + receives, arrives + durations.transfer)
+                ends[rank] += times[rank][chunk]
+                made[kind, microbatch, stage] = ends[rank]
+                actions.popleft()
+        assert len(made) > before, "all ranks wait for ever"
+    return ends

@@ -147,12 +147,12 @@ def _transfers(
     again = gathered * run.config.data_parallel.torch_fsdp2_reshard_after_forward
     return [
         {
-            HOST_COPIES: clock.exposed(copied, computed[0]),
-            FSDP: clock.reduced(gathered, units, computed[0]),
+            HOST_COPIES: clock.exposed(copied, computed[0], copies=True),
+            FSDP: clock.exposed(gathered, computed[0], units),
         },
         {
-            HOST_COPIES: clock.in_parts(copied, parts, computed[1]),
-            FSDP: clock.reduced(reduced + again, units, computed[1]),
+            HOST_COPIES: clock.exposed(copied, computed[1], parts, copies=True),
+            FSDP: clock.exposed(reduced + again, computed[1], units),
         },
     ]
 
@@ -210,7 +210,7 @@ def _replay(segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes) -> Wo
         gather = Collective(ALL_GATHER, Shape(sizes).whole)
         seconds = clock.hardware.collective_seconds(gather, clock.tp)
         beside = sum(work.seconds for work in works)
-        works.append(Work({TENSOR_PARALLEL: clock.exposed(seconds, beside)}, 0.0))
+        works.append(Work({TENSOR_PARALLEL: clock.exposed(seconds, beside, copies=True)}, 0.0))
     return sum_of((work, 1.0) for work in works)
 
 

@@ -239,10 +239,10 @@ def update_time(
         summed = Collective(ALL_REDUCE, sent * parameters // shares.size)
         reduce = hardware.collective_seconds(Collective(REDUCE_SCATTER, sent * parameters), shares)
         reduce += hardware.collective_seconds(summed, replicas)
-        reduction += clock.reduced(reduce, buckets, backward)
+        reduction += clock.exposed(reduce, backward, buckets)
         parts = buckets if options.overlap_param_gather else 1
         seconds = hardware.collective_seconds(Collective(ALL_GATHER, element * parameters), shares)
-        gather += clock.reduced(seconds, parts, forward)
+        gather += clock.exposed(seconds, forward, parts)
     written = element if element < FLOAT32 else 0
     moved = UPDATE_BYTES + 2 * sum(settings.state_bytes(of_matrix=False)) + written
     hosted = settings.optimizer_offload_fraction * settings.optimizer_cpu_offload * own
@@ -274,7 +274,7 @@ def _on_host(
         return out + moved * hosted / hardware.host_memory_bandwidth + back
     moved += 2 * grad  # clip it there
     update = moved * hosted / hardware.host_memory_bandwidth
-    return clock.reduced(out, parts, backward) + max(update, back)
+    return clock.exposed(out, backward, parts) + max(update, back)
 
 
 def _parameters_by_group(run: TimedRun, stages: Sequence[Stage]) -> list[tuple[int, Group]]:

@@ -7,6 +7,8 @@ together (stage_time.py). Standard library only.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -16,6 +18,8 @@ from megatron_lite.config.optimizer_settings import FORMATS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.operations import (
     ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
     SHIFT,
     Collective,
     Matmul,
@@ -134,17 +138,19 @@ class Clock(NamedTuple):
         """Yields the works of the backward of an operation, without a replay."""
         yield self.pointwise(operation, MEMORY_BOUND, backward=True)
         rebuilt = [self._matmul(one, BACKWARD_MATMULS, True) for one in operation.rebuilds]
-        halves = [] if operation.gradients_in_forward else self._gradients(operation)
-        yield from (*rebuilt, *chain(*halves))
-        seconds = [sum(work.seconds for work in works) for works in (*halves, rebuilt)]
-        if not operation.runs_beside:
-            yield from self._collectives(operation, operation.backward, sum(seconds))
-            return
-        for collective in operation.backward:
+        inputs, weights = [], []
+        if not operation.gradients_in_forward:
+            inputs, weights = self._gradients(operation)
+        yield from (*rebuilt, *inputs, *weights)
+        of_inputs, of_weights, of_all = (
+            sum(work.seconds for work in works)
+            for works in (inputs, weights, (*inputs, *weights, *rebuilt))
+        )
+        beside = {SHIFT: of_all}
+        if operation.runs_beside:
             # A gather runs beside the gradient of the input, a sum beside that of the weight.
-            beside = seconds[collective.kind != ALL_GATHER]
-            exposed = self.partly(self.hardware.collective_seconds(collective, self.tp), beside)
-            yield self.work(TENSOR_PARALLEL, exposed, COLLECTIVE_LAUNCHES)
+            beside = {ALL_GATHER: of_inputs, ALL_REDUCE: of_weights, REDUCE_SCATTER: of_weights}
+        yield from self._collectives(operation, operation.backward, beside)
 
     def call(self, operation: Operation, call: OperatorCall, term: str) -> Iterator[Work]:
         """Yields the works of one call of an operation's forward, or of its replay.
@@ -153,8 +159,8 @@ class Clock(NamedTuple):
         """
         works = [self._matmul(one, term) for one in call.matmuls]
         yield from works
-        seconds = sum(work.seconds for work in works)
-        yield from self._collectives(operation, call.collectives, seconds)
+        beside = {SHIFT: sum(work.seconds for work in works)}
+        yield from self._collectives(operation, call.collectives, beside)
 
     def pointwise(self, operation: Operation, term: str, *, backward: bool) -> Work:
         """Returns the work of the kernels of an operation besides matmuls and collectives."""
@@ -170,29 +176,20 @@ class Clock(NamedTuple):
             launches += ACCUMULATIONS * len(operation.parameters)
         return self.work(term, seconds, launches)
 
-    def exposed(self, seconds: float, beside: float) -> float:
-        """Returns by how much a transfer delays the computation that runs beside it."""
-        return seconds if self.hardware.shares_cores else max(0.0, seconds - beside)
-
-    def in_parts(self, seconds: float, parts: int, beside: float) -> float:
-        """Returns by how much copies in equal parts delay the computation beside them.
+    def exposed(
+        self, seconds: float, beside: float, parts: float = math.inf, *, copies: bool = False
+    ) -> float:
+        """Returns by how much a transfer in equal parts delays the computation beside it.
 
         Each part is ready when the same share of the computation is done, or is needed for the
-        next one, so nothing runs beside one of the parts.
+        next one, so nothing runs beside one of the parts. Collectives use memory and
+        multiprocessors too, so computation hides a share of them at most.
+        copies: whether computation may hide all of the transfer, as it does copies.
         """
-        rest = (parts - 1) / parts
-        return seconds / parts + self.exposed(rest * seconds, rest * beside)
-
-    def reduced(self, seconds: float, parts: int, beside: float) -> float:
-        """Returns by how much collectives in equal parts delay the computation beside them.
-
-        They use memory and multiprocessors too, so computation hides a share of them at most.
-        """
-        return max(self.in_parts(seconds, parts, beside), (1 - self.hardware.overlap) * seconds)
-
-    def partly(self, seconds: float, beside: float) -> float:
-        """Returns by how much a collective delays the computation that runs beside all of it."""
-        return max(self.exposed(seconds, beside), (1 - self.hardware.overlap) * seconds)
+        if self.hardware.shares_cores:
+            return seconds
+        least = 1 / parts if copies else max(1 / parts, 1 - self.hardware.overlap)
+        return max(least * seconds, seconds - (1 - 1 / parts) * beside)
 
     def _matmul(self, matmul: Matmul, term: str, backward: bool = False) -> Work:
         if not matmul.fused:
@@ -216,26 +213,20 @@ class Clock(NamedTuple):
         return [[self._matmul(one, BACKWARD_MATMULS, True) for one in half] for half in swapped]
 
     def _collectives(
-        self, operation: Operation, collectives: Iterable[Collective], matmuls: float
+        self, operation: Operation, collectives: Iterable[Collective], beside: Mapping[str, float]
     ) -> Iterator[Work]:
-        """Yields the work of collectives, of which only ring shifts run beside the matmuls.
+        """Yields the work of collectives. beside: the seconds of the matmuls beside which those of
+        a kind run.
 
         Core attention exchanges keys and values over context-parallel ranks. Other operations
         communicate with tensor-parallel ranks, and rows of experts with those of other experts.
         """
         in_core = operation.name == CORE
-        term, group = (CONTEXT_PARALLEL, self.cp) if in_core else (TENSOR_PARALLEL, self.tp)
-        shifts = waits = launches = 0.0
-        for collective in collectives:
-            if collective.over_experts:
-                wait = self.hardware.collective_seconds(collective, self.ep)
-                yield self.work(EXPERT_PARALLEL, wait, COLLECTIVE_LAUNCHES)
-                continue
-            seconds = self.hardware.collective_seconds(collective, group)
-            launches += COLLECTIVE_LAUNCHES
-            if collective.kind == SHIFT:
-                shifts += seconds
-            else:
-                waits += seconds
-        if launches:
-            yield self.work(term, waits + self.partly(shifts, matmuls), launches)
+        usual = (CONTEXT_PARALLEL, self.cp) if in_core else (TENSOR_PARALLEL, self.tp)
+        taken = defaultdict[tuple[str, str], list[float]](list)
+        for one in collectives:
+            term, group = (EXPERT_PARALLEL, self.ep) if one.over_experts else usual
+            taken[term, one.kind].append(self.hardware.collective_seconds(one, group))
+        for (term, kind), several in taken.items():
+            seconds = self.exposed(sum(several), beside.get(kind, 0.0))
+            yield self.work(term, seconds, COLLECTIVE_LAUNCHES * len(several))
