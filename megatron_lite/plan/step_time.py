@@ -108,47 +108,36 @@ def step_time(
         clock = clock._replace(cp=Group(1), ep=Group(1))
     run = TimedRun(config, clock, Group(dp_size * parallel.context_parallel_size, t))
     pipeline = Group(p, run.data_parallel.size * t)
-    own_stages = _alike(config)
-    passages = _passages(run, own_stages, num_microbatches)
+    # A tied embedding is on the first and the last pipeline rank, which are p - 1 strides apart.
+    embeddings = Group(min(p, 2), (p - 1) * pipeline.stride or 1)
+    ranks = _rank_times(run, embeddings, num_microbatches)
     sent = transfer_bytes or Shape(Sizes.of(config, hardware.device)).residual
     link = hardware.inside if pipeline.per_node(hardware) == p else hardware.between
     transfer = link.latency_s + sent / link.bandwidth
     durations = Durations(
-        [[one.forward.seconds for one in own] for own in passages],
+        [[stage.forward.seconds for stage in one.stages] for one in ranks],
         [
-            [one.longer(replay / len(own)) for one in own]
-            for replay, own in zip(replays or [0.0] * p, passages, strict=True)
+            [stage.longer(replay / len(one.stages)) for stage in one.stages]
+            for replay, one in zip(replays or [0.0] * p, ranks, strict=True)
         ],
         transfer if p > 1 else 0.0,
         parallel.overlap_p2p_comm,
     )
     ends = (shortest_pipeline if bound else run_pipeline)(durations, num_microbatches)
-    halves = [
-        (sum(one.forward.seconds for one in own), sum(one.backward.seconds for one in own))
-        for own in passages
-    ]
-    busy = [num_microbatches * (forward + backward) for forward, backward in halves]
-    # A tied embedding is on the first and the last pipeline rank, which are p - 1 strides apart.
-    embeddings = Group(min(p, 2), (p - 1) * pipeline.stride or 1)
-    timed_update = cache(update_time)
-    updates = [
-        timed_update(run, own_stages[rank::p], embeddings, *half)
-        for rank, half in enumerate(halves)
-    ]
+    busy = [num_microbatches * sum(half.seconds for half in one.whole) for one in ranks]
     batch, length = config.training.batch_size(dp_size), config.data.seq_length
     vocab_size = config.tokenizer.rows(t)
     flops = step_flops(
         Sizes(model=model, micro_batch_size=batch, seq_length=length, padded_vocab_size=vocab_size)
     )
-    last = max(range(p), key=lambda rank: ends[rank] + updates[rank][REDUCTION])
-    computed = sum_of((half, num_microbatches) for one in passages[last] for half in one)
-    slowest = {term: max(one[term] for one in updates) for term in updates[last]}
+    last = max(range(p), key=lambda rank: ends[rank] + ranks[rank].update[REDUCTION])
+    update = ranks[last].update
     terms = {
-        **computed.terms,
+        **sum_of((half, num_microbatches) for half in ranks[last].whole).terms,
         PIPELINE_WAITS: ends[last] - busy[last],
         # The norm of all gradients makes every rank wait before its update.
-        **slowest,
-        REDUCTION: updates[last][REDUCTION],
+        **{term: max(one.update[term] for one in ranks) for term in update},
+        REDUCTION: update[REDUCTION],
     }
     terms = {term: hardware.pace * seconds for term, seconds in terms.items() if seconds > 0.0}
     band = hardware.band if num_ranks == 1 else hardware.band_of_several
@@ -164,12 +153,23 @@ def step_time(
     )
 
 
-def _passages(
-    run: TimedRun, own_stages: Sequence[Stage], num_microbatches: int
-) -> list[list[StageTime]]:
-    """Returns the mean time of a micro-batch in each stage, by rank and chunk.
+class _RankTime(NamedTuple):
+    """The time of a pipeline rank.
+
+    stages, whole: the mean time of a micro-batch in each of its stages, and in all of them.
+    update: the seconds after the last backward, by term.
+    """
+
+    stages: Sequence[StageTime]
+    whole: StageTime
+    update: Mapping[str, float]
+
+
+def _rank_times(run: TimedRun, embeddings: Group, num_microbatches: int) -> list[_RankTime]:
+    """Returns the times of all pipeline ranks.
 
     The first forwards of each window of those in flight may keep everything.
+    embeddings: the ranks that share a tied embedding.
     """
     config = run.config
     p = config.parallel.pipeline_model_parallel_size
@@ -178,39 +178,39 @@ def _passages(
     @cache
     def passage(stage: Stage, kept: float) -> StageTime:
         """Returns the mean time of a micro-batch. kept: the share that keeps everything."""
-        whole, plan = stage_plan(config, stage, keeps_all=True), stage_plan(config, stage)
-        parts = ((plan, 1.0 - kept), (whole, kept)) if stage.num_layers else ((whole, 1.0),)
-        return StageTime.of((stage_time(run, stage, one), share) for one, share in parts if share)
-
-    passages = []
-    for rank in range(p):
-        kept = num_kept and min(1.0, num_kept / config.most_in_flight(num_microbatches, rank))
-        passages.append([passage(stage, kept) for stage in own_stages[rank::p]])
-    return passages
-
-
-def _alike(config: RunConfig) -> tuple[Stage, ...]:
-    """Returns the stages with alike ones as one, so that caches of their times find them.
-
-    Without rules that name a stage, only its layers count, and which end of the model it holds.
-    """
-    if any(rule.stage is not None for rule in config.recompute.policy.rules):
-        return tuple(config.stages())
-    return tuple(
-        Stage(
-            number=0 if stage.is_first else 1,
-            count=1 + (not stage.is_first) + (not stage.is_last),
-            rank=0,
-            chunk=0,
-            first_layer=first_like_stage(config, stage),
-            num_layers=stage.num_layers,
+        return StageTime.of(
+            (stage_time(run, stage, stage_plan(config, stage, keeps_all)), share)
+            for keeps_all, share in ((False, 1.0 - kept), (True, kept))
+            if share
         )
-        for stage in config.stages()
+
+    @cache
+    def of_rank(stages: tuple[Stage, ...], kept: float) -> _RankTime:
+        passages = [passage(stage, kept) for stage in stages]
+        whole = StageTime.of((one, 1.0) for one in passages)
+        return _RankTime(passages, whole, _update(run, stages, embeddings, whole))
+
+    # Of alike stages the first one stands for all.
+    first: dict[tuple[int, ...], Stage] = {}
+    named = any(rule.stage is not None for rule in config.recompute.policy.rules)
+    stages = tuple(
+        first.setdefault(
+            (
+                *(one.is_first, one.is_last, one.num_layers, one.number * named),
+                first_like_stage(config, one),
+            ),
+            one,
+        )
+        for one in config.stages()
     )
+    return [
+        of_rank(stages[rank::p], min(1.0, num_kept / config.most_in_flight(num_microbatches, rank)))
+        for rank in range(p)
+    ]
 
 
-def update_time(
-    run: TimedRun, stages: tuple[Stage, ...], embeddings: Group, forward: float, backward: float
+def _update(
+    run: TimedRun, stages: tuple[Stage, ...], embeddings: Group, microbatch: StageTime
 ) -> dict[str, float]:
     """Returns the seconds of a pipeline rank after its last backward, by term, and of what delays
     its next forward.
@@ -220,8 +220,9 @@ def update_time(
     gathers of updated weights that the next forward does not hide.
     stages: the stages of the rank.
     embeddings: the ranks that share a tied embedding.
-    forward, backward: the seconds of one micro-batch in all stages of the rank.
+    microbatch: the time of one micro-batch in all of them.
     """
+    forward, backward = (half.seconds for half in microbatch)
     config, clock, settings = run.config, run.clock, run.config.optimizer
     options, element, hardware = config.data_parallel, clock.element_bytes, clock.hardware
     bucket = options.bucket_size(run.data_parallel.size)
