@@ -181,14 +181,15 @@ def fitted(run: Plan, budget_bytes: int, *, or_smallest: bool = True) -> Plan:
             spaces = {rank: nearer(space, corrected[rank]) for rank, space in spaces.items()}
             if high and found.peak.rank not in spaces:  # the correction has not seen this rank
                 spaces[search.alike[found.peak.rank]] -= lacks
-    for found in () if best else search.units():
-        if found.peak.fits(budget_bytes):
-            best = min(best or found, found, key=lambda one: one.peak.num_bytes)
-        elif sum(one.num_bytes for one in found.peak.terms if one.name != KEPT) > budget_bytes:
-            break  # longer units keep less, and rebuild more at a time
-    if best is None and or_smallest:
-        return min(search.units(), key=lambda one: one.peak.num_bytes)
-    return best or whole
+    units = search.units()
+    if not or_smallest:  # longer units keep less, and rebuild more at a time
+        units = itertools.takewhile(
+            lambda one: (
+                budget_bytes >= sum(term.num_bytes for term in one.peak.terms if term.name != KEPT)
+            ),
+            units,
+        )
+    return best or min(units, key=lambda one: one.peak.num_bytes, default=whole)
 
 
 def least_replays(run: Plan, budget_bytes: int) -> list[float] | None:

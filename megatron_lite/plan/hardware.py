@@ -160,7 +160,7 @@ class Hardware:
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise ValueError(f"device must be one of {', '.join(DEVICES)} (got {self.device!r})")
-        for where, value in _figures(self):
+        for where, value in _figures(dataclasses.asdict(self)):
             name = where.rpartition(".")[2]
             lowest = 0.0 if name in ZERO_ALLOWED else SMALLEST_FIGURE
             highest = 1.0 if name.endswith("efficiency") or name == "overlap" else LARGEST_FIGURE
@@ -179,8 +179,16 @@ class Hardware:
         smallest = min(m, n, k)
         rate = rates.peak_flops * rates.max_efficiency
         rate *= smallest / (smallest + rates.half_dimension)
-        rounds, fill = self._rounds(m, n, batch)
-        computed = matmul.flops / (rate * fill) + rounds * self.tile_s
+        # Tiles lie in either direction; the better one counts. NVIDIA's guide to matrix
+        # multiplication explains the rounds.
+        tiles = min(
+            math.ceil(m / rows) * math.ceil(n / columns)
+            for rows, columns in ((self.tile_m, self.tile_n), (self.tile_n, self.tile_m))
+        )
+        rounds = math.ceil(batch * tiles / self.multiprocessors)
+        # A round takes as long as if each multiprocessor had a whole tile to compute.
+        products = 2 * k * self.multiprocessors * self.tile_m * self.tile_n
+        computed = rounds * (products / rate + self.tile_s)
         moved = batch * (m * k + k * n + m * n) * element_bytes
         return max(computed, self.memory_seconds(moved)) + self.kernel_s
 
@@ -227,21 +235,6 @@ class Hardware:
         return steps * link.latency_s + received / min(
             link.bandwidth * cards, self.inside.bandwidth
         )
-
-    def _rounds(self, m: float, n: int, batch: int) -> tuple[int, float]:
-        """Returns how many rounds of tiles a matmul takes, and the share of the multiprocessors'
-        time in which they compute elements that exist.
-
-        Tiles lie in either direction; the better one counts. NVIDIA's guide to matrix
-        multiplication explains the rounds.
-        """
-        tiles = (
-            math.ceil(m / rows) * math.ceil(n / columns)
-            for rows, columns in {(self.tile_m, self.tile_n), (self.tile_n, self.tile_m)}
-        )
-        rounds = math.ceil(batch * min(tiles) / self.multiprocessors)
-        computed = rounds * self.multiprocessors * self.tile_m * self.tile_n
-        return rounds, batch * m * n / computed
 
 
 ZERO_ALLOWED = (
@@ -342,10 +335,9 @@ def completed(own: Any, whole: Any) -> Any:
     return {**whole, **{name: completed(value, whole.get(name)) for name, value in own.items()}}
 
 
-def _figures(config: Any, where: str = "") -> Iterator[tuple[str, float]]:
-    for field in dataclasses.fields(config):
-        value, name = getattr(config, field.name), f"{where}{field.name}"
-        if dataclasses.is_dataclass(value):
-            yield from _figures(value, f"{name}.")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield name, value
+def _figures(values: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _figures(value, f"{where}{name}.")
+        elif type(value) in (int, float):
+            yield f"{where}{name}", value

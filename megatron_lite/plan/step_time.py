@@ -280,15 +280,14 @@ def _on_host(
 
 def _parameters_by_group(run: TimedRun, stages: Sequence[Stage]) -> list[tuple[int, Group]]:
     """Returns how many parameters of a rank each group of ranks has the same of."""
-    parallel, all_ranks = run.config.parallel, run.data_parallel
-    kinds: list[tuple[bool | None, Group]] = [(None, all_ranks)]
+    parallel, groups = run.config.parallel, {None: run.data_parallel}
     if parallel.spreads_experts:
         unit = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel
-        copies = all_ranks.size * parallel.tensor_model_parallel_size // unit
-        kinds = [(False, all_ranks), (True, Group(copies, unit))]
+        copies = run.data_parallel.size * parallel.tensor_model_parallel_size // unit
+        groups = {False: run.data_parallel, True: Group(copies, unit)}
     return [
-        (sum(stage_parameters(run.config, stage, kind) for stage in stages), ranks)
-        for kind, ranks in kinds
+        (sum(stage_parameters(run.config, stage, of_experts) for stage in stages), ranks)
+        for of_experts, ranks in groups.items()
     ]
 
 
