@@ -17,13 +17,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from megatron_lite.config.checks import InputError, Values, input_faults
-from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Policy, Rule
+from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Policy
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, most_in_flight
+from megatron_lite.config.stages import Stage
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.description.sizes import Sizes, layers_of
 from megatron_lite.memory.predict.pipeline_memory import alike_ranks
@@ -278,12 +278,7 @@ class RankMixes:
 
     def in_flight(self, rank: int) -> int:
         """Returns how many forwards of a stage wait for their backward at once on a rank."""
-        return most_in_flight(
-            size=self.size,
-            rank=rank,
-            num_microbatches=self.run.most_microbatches,
-            num_chunks=len(self.stages) // self.size,
-        )
+        return self.run.config.most_in_flight(self.run.most_microbatches, rank)
 
     def least(self) -> list[StageMix]:
         """Returns the mixes of the one choice with which a layer takes the fewest bytes."""
@@ -335,10 +330,11 @@ class RankMixes:
         time = stage_time(timed, stage, keep_everything(stage.num_layers))
         first = hosted.moved / self.run.hardware.host_bandwidth
         # Nothing runs beside the first copy of a backward, that of the last layer.
+        exposed = partial(self.clock.exposed, copies=True)
         return (
-            self.clock.exposed(count * first, time.forward.seconds, copies=True)
+            exposed(count * first, time.forward.seconds)
             + first
-            + self.clock.exposed((count - 1) * first, time.backward.seconds, copies=True)
+            + exposed((count - 1) * first, time.backward.seconds)
         )
 
     def plan(self, mixes: Sequence[StageMix]) -> Plan:
@@ -350,22 +346,19 @@ class RankMixes:
         rules = [mix.rules() for mix in mixes]
         if all(rule.action == KEEP and rule.store == "device" for one in rules for rule in one):
             return self.run.with_policy(None)
-        text = self._text(rules)
-        if len(text) > MAX_LENGTH:
-            text = self._text([rules[rank] for rank in self.alike])
-        return self.run.with_policy(text if len(text) <= MAX_LENGTH else "*:full")
-
-    def _text(self, rules: Sequence[tuple[Rule, ...]]) -> str:
-        """Returns the policy of these rules by rank. The most frequent rules name no stage."""
-        own = [rules[stage.rank] for stage in self.stages]
-        common = max(own, key=own.count)
-        special = [
-            replace(rule, stage=stage.number)
-            for stage, several in zip(self.stages, own, strict=True)
-            if several != common
-            for rule in several
-        ]
-        return str(Policy((*special, *common)))
+        for chosen in (rules, [rules[rank] for rank in self.alike]):
+            own = [chosen[stage.rank] for stage in self.stages]
+            common = max(own, key=own.count)  # the most frequent rules name no stage
+            special = [
+                replace(rule, stage=stage.number)
+                for stage, several in zip(self.stages, own, strict=True)
+                if several != common
+                for rule in several
+            ]
+            text = str(Policy((*special, *common)))
+            if len(text) <= MAX_LENGTH:
+                return self.run.with_policy(text)
+        return self.run.with_policy("*:full")
 
     def units(self) -> Iterator[Plan]:
         """Yields the run with longer and longer units, one of which has the smallest peak."""
