@@ -292,9 +292,7 @@ def _priced(
     segment = _segment(action, store)
     if segment.split:  # the gather of the split unit before runs at the same time
         rebuilt += Shape(sizes).residual
-    seconds = 0.0
-    if action != KEEP:
-        seconds = replay_time(segment, skip_tail, clock, sizes).seconds
+    seconds = replay_time(segment, skip_tail, clock, sizes).seconds
     return LayerChoice(kept, rebuilt, seconds, moved, action, store)
 
 

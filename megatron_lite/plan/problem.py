@@ -9,7 +9,7 @@ from megatron_lite.config.checks import InputError, Values, input_faults
 from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import build_run, flag_of, run_fields
+from megatron_lite.config.run_flags import build_run, flag_of, topics
 from megatron_lite.config.setting import settings_of
 from megatron_lite.plan.hardware import Hardware
 
@@ -65,12 +65,12 @@ class Problem(NamedTuple):
 
 def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Returns the run with other values, by field. Raises ValueError if training refuses it."""
-    fields = run_fields()
-    changed: dict[str, Values] = {}
-    for name, value in values.items():
-        changed.setdefault(fields[name].topic, {})[name] = value
-    topics = {name: replace(getattr(config, name), **own) for name, own in changed.items()}
-    return replace(config, **topics)
+    changed = {
+        topic: replace(getattr(config, topic), **own)
+        for topic, kind in topics().items()
+        if (own := {name: values[name] for name in values.keys() & settings_of(kind).keys()})
+    }
+    return replace(config, **changed)
 
 
 def problem_of(

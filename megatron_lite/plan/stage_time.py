@@ -42,6 +42,7 @@ from megatron_lite.plan.work import (
     TENSOR_PARALLEL,
     Clock,
     Work,
+    seconds_of,
     sum_of,
 )
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
@@ -112,49 +113,30 @@ def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
     if budget is not None and stage.num_layers:  # an assumption: the compiler runs the rest again
         whole = Segment(first_layer=0, num_layers=stage.num_layers, unit=True)
         backward.append((replay_time(whole, skip, clock, inner), 1.0 - budget))
-    summed = _summed_bytes(run) * stage_parameters(run.config, stage)
-    seconds = clock.hardware.memory_seconds(summed) + clock.hardware.kernel_s
+    parameters, hardware = stage_parameters(run.config, stage), clock.hardware
+    seconds = hardware.memory_seconds(_summed_bytes(run) * parameters) + hardware.kernel_s
     backward.append((clock.work(GRADIENT_SUMS, seconds, 1.0), 1.0))
-    computed = once.forward, sum_of(backward)  # besides copies and gathers of weights
-    transfers = _transfers(run, stage, plan, sizes, [one.seconds for one in computed])
-    halves = []
-    for work, terms in zip(computed, transfers, strict=True):
-        delay = work.host  # of the device by the host
-        if not clock.hardware.shares_cores:
-            delay = math.sqrt(math.hypot(work.seconds**2, work.host**2)) - work.seconds
-        halves.append(Work({**work.terms, HOST_PACE: delay, **terms}, work.host))
-    return StageTime(*halves)
-
-
-def _transfers(
-    run: TimedRun, stage: Stage, plan: RecomputePlan, sizes: Sizes, computed: Sequence[float]
-) -> list[dict[str, float]]:
-    """Returns the terms of forward and of backward by which transfers delay them.
-
-    computed: the seconds of both. Backward begins with the last layer, and nothing runs beside the
-    copies of that one. Each layer's weights are gathered while the layer before it computes, which
-    hides a share of that: no run has yet measured how large it is.
-    """
-    clock, layers, num_bytes = run.clock, set(), 0
-    if plan.uses_stores:
-        for term in activation_terms(plan, sizes):
-            if term.on_host and term.layer is not None:
-                layers.add(term.layer)
-                num_bytes += term.num_bytes
-    copied, parts = num_bytes / clock.hardware.host_bandwidth, max(len(layers), 1)
+    terms = activation_terms(plan, sizes) if plan.uses_stores else []
+    moved = [one for one in terms if one.on_host and one.layer is not None]
+    copied = sum(one.num_bytes for one in moved) / hardware.host_bandwidth
+    # Backward begins with the last layer, and nothing runs beside the copies of that one.
+    copies = math.inf, len({one.layer for one in moved}) or 1
+    # Each layer's weights are gathered while the layer before it computes, which hides a share of
+    # that: no run has yet measured how large it is.
     units = max(stage.num_layers, 1)
-    gathered, reduced = _fsdp(run, stage_parameters(run.config, stage), units)
-    again = gathered * run.config.data_parallel.torch_fsdp2_reshard_after_forward
-    return [
-        {
-            HOST_COPIES: clock.exposed(copied, computed[0], copies=True),
-            FSDP: clock.exposed(gathered, computed[0], units),
-        },
-        {
-            HOST_COPIES: clock.exposed(copied, computed[1], parts, copies=True),
-            FSDP: clock.exposed(reduced + again, computed[1], units),
-        },
-    ]
+    halves = []
+    for work, parts, sent in zip(
+        (once.forward, sum_of(backward)), copies, _fsdp(run, parameters, units), strict=True
+    ):
+        delay = work.host  # of the device by the host
+        if not hardware.shares_cores:
+            delay = math.sqrt(math.hypot(work.seconds**2, work.host**2)) - work.seconds
+        transfers = {
+            HOST_COPIES: clock.exposed(copied, work.seconds, parts, copies=True),
+            FSDP: clock.exposed(sent, work.seconds, units),
+        }
+        halves.append(Work({**work.terms, HOST_PACE: delay, **transfers}, work.host))
+    return StageTime(*halves)
 
 
 def layer_sizes(sizes: Sizes) -> Sizes:
@@ -179,9 +161,9 @@ def _layers(sizes: Sizes, num_layers: int, clock: Clock) -> StageTime:
 
 
 def _passes(operations: Sequence[Operation], clock: Clock) -> StageTime:
+    found = [clock.passes(one) for one in operations]
     return StageTime(
-        sum_of((work, 1.0) for one in operations for work in clock.forward(one)),
-        sum_of((work, 1.0) for one in operations for work in clock.backward(one)),
+        *(sum_of((work, 1.0) for one in found for work in one[half]) for half in (0, 1))
     )
 
 
@@ -209,8 +191,8 @@ def _replay(segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes) -> Wo
         # The gather of a unit's input runs beside the backward of the unit after it.
         gather = Collective(ALL_GATHER, Shape(sizes).whole)
         seconds = clock.hardware.collective_seconds(gather, clock.tp)
-        beside = sum(work.seconds for work in works)
-        works.append(Work({TENSOR_PARALLEL: clock.exposed(seconds, beside, copies=True)}, 0.0))
+        exposed = clock.exposed(seconds, seconds_of(works), copies=True)
+        works.append(Work({TENSOR_PARALLEL: exposed}, 0.0))
     return sum_of((work, 1.0) for work in works)
 
 
@@ -232,8 +214,9 @@ def _summed_bytes(run: TimedRun) -> int:
 
 
 def _fsdp(run: TimedRun, parameters: int, units: int) -> tuple[float, float]:
-    """Returns the seconds of one gather of all weights, and of one reduction of all gradients,
-    with its share of what a step adds up across instances."""
+    """Returns the seconds of the gathers of all weights in forward, and in backward those of
+    gathers and of one reduction of all gradients, with its share of what a step adds up across
+    instances."""
     options, element = run.config.data_parallel, run.clock.element_bytes
     shares, replicas = run.shares(run.data_parallel)
     if not options.use_torch_fsdp2 or shares.size == 1:
@@ -252,4 +235,6 @@ def _fsdp(run: TimedRun, parameters: int, units: int) -> tuple[float, float]:
     if not options.grad_reduce_in_bf16:  # once in a step
         dp_size = run.data_parallel.size // run.config.parallel.context_parallel_size
         across /= run.config.training.num_microbatches(dp_size)
-    return seconds(ALL_GATHER, element), seconds(REDUCE_SCATTER, sent) + across
+    gathered = seconds(ALL_GATHER, element)
+    again = gathered * options.torch_fsdp2_reshard_after_forward
+    return gathered, seconds(REDUCE_SCATTER, sent) + across + again

@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import NamedTuple
 
 from megatron_lite.config.optimizer_settings import FORMATS
@@ -78,6 +77,11 @@ def sum_of(parts: Iterable[tuple[Work, float]]) -> Work:
     return Work(terms, host)
 
 
+def seconds_of(works: Iterable[Work]) -> float:
+    """Returns the device's seconds of several."""
+    return sum(work.seconds for work in works)
+
+
 class Clock(NamedTuple):
     """What decides the time of an operation besides the operation.
 
@@ -126,31 +130,38 @@ class Clock(NamedTuple):
         """Returns the work of so many launches."""
         return Work({term: seconds}, launches * self.mode.launch_s)
 
-    def forward(self, operation: Operation) -> Iterator[Work]:
-        """Yields the works of the forward of an operation."""
-        yield self.pointwise(operation, MEMORY_BOUND, backward=False)
-        for call in operation.calls:
-            yield from self.call(operation, call, FORWARD_MATMULS)
-        if operation.gradients_in_forward:
-            yield from chain(*self._gradients(operation))
+    def passes(self, operation: Operation) -> tuple[list[Work], list[Work]]:
+        """Returns the works of the forward and of the backward of an operation, without a replay.
 
-    def backward(self, operation: Operation) -> Iterator[Work]:
-        """Yields the works of the backward of an operation, without a replay."""
-        yield self.pointwise(operation, MEMORY_BOUND, backward=True)
-        rebuilt = [self._matmul(one, BACKWARD_MATMULS, True) for one in operation.rebuilds]
-        inputs, weights = [], []
-        if not operation.gradients_in_forward:
-            inputs, weights = self._gradients(operation)
-        yield from (*rebuilt, *inputs, *weights)
-        of_inputs, of_weights, of_all = (
-            sum(work.seconds for work in works)
-            for works in (inputs, weights, (*inputs, *weights, *rebuilt))
+        y = x W has the gradients dx = dy W^T and dW = x^T dy.
+        """
+        forward, backward = (
+            [self.pointwise(operation, MEMORY_BOUND, backward=half)] for half in (False, True)
         )
-        beside = {SHIFT: of_all}
+        for call in operation.calls:
+            forward += self.call(operation, call, FORWARD_MATMULS)
+        products = [one for call in operation.calls for one in call.matmuls]
+        inputs, weights, rebuilt = (
+            [self._matmul(one, BACKWARD_MATMULS, True) for one in matmuls]
+            for matmuls in (
+                [one._replace(n=one.k, k=one.n) for one in products],
+                [
+                    one._replace(m=one.k, k=one.m, groups=one.k_groups, k_groups=one.groups)
+                    for one in products
+                ],
+                operation.rebuilds,
+            )
+        )
+        gradients = forward if operation.gradients_in_forward else backward
+        gradients += inputs + weights
+        backward += rebuilt
+        of_inputs, of_weights, of_rebuilt = map(seconds_of, (inputs, weights, rebuilt))
+        beside = {SHIFT: of_inputs + of_weights + of_rebuilt}
         if operation.runs_beside:
             # A gather runs beside the gradient of the input, a sum beside that of the weight.
             beside = {ALL_GATHER: of_inputs, ALL_REDUCE: of_weights, REDUCE_SCATTER: of_weights}
-        yield from self._collectives(operation, operation.backward, beside)
+        backward += self._collectives(operation, operation.backward, beside)
+        return forward, backward
 
     def call(self, operation: Operation, call: OperatorCall, term: str) -> Iterator[Work]:
         """Yields the works of one call of an operation's forward, or of its replay.
@@ -159,7 +170,7 @@ class Clock(NamedTuple):
         """
         works = [self._matmul(one, term) for one in call.matmuls]
         yield from works
-        beside = {SHIFT: sum(work.seconds for work in works)}
+        beside = {SHIFT: seconds_of(works)}
         yield from self._collectives(operation, call.collectives, beside)
 
     def pointwise(self, operation: Operation, term: str, *, backward: bool) -> Work:
@@ -199,18 +210,6 @@ class Clock(NamedTuple):
         )
         # A flash kernel computes both matmuls of a forward, and all of a backward in two kernels.
         return self.work(term, self.attended * seconds, 0.5)
-
-    def _gradients(self, operation: Operation) -> list[list[Work]]:
-        """Returns the works of dx = dy W^T, and those of dW = x^T dy, for each y = x W."""
-        own = [one for call in operation.calls for one in call.matmuls]
-        swapped = (
-            [one._replace(n=one.k, k=one.n) for one in own],
-            [
-                one._replace(m=one.k, k=one.m, groups=one.k_groups, k_groups=one.groups)
-                for one in own
-            ],
-        )
-        return [[self._matmul(one, BACKWARD_MATMULS, True) for one in half] for half in swapped]
 
     def _collectives(
         self, operation: Operation, collectives: Iterable[Collective], beside: Mapping[str, float]

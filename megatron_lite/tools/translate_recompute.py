@@ -131,7 +131,7 @@ def read_config_file(path: str) -> Any:
     for kind in [ending] if ending in PARSERS else PARSERS:
         try:
             config = PARSERS[kind](text)
-            _check_size(config)
+            _size_of(config)
             return config
         except FAULTS as error:
             faults.append(f"not {kind} ({' '.join(str(error).split())[:LONGEST_FAULT]})")
@@ -176,23 +176,22 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _check_size(config: Any) -> None:
-    """Raises ValueError for more than MAX_DEPTH levels or MAX_VALUES values.
+def _size_of(value: Any, levels: int = MAX_DEPTH) -> int:
+    """Returns how many values a config holds. Raises ValueError for more than MAX_VALUES, or for
+    more than so many levels.
 
     Functions that walk a config rely on it. A short file of nested aliases can stand for billions
     of values: each alias counts as often as it is used.
     """
-    level, count = [config], 0
-    for _ in range(MAX_DEPTH + 1):
-        below: list[Any] = []
-        for value in level:
-            if isinstance(value, dict | list):
-                below += value.values() if isinstance(value, dict) else value
-            if count + len(below) > MAX_VALUES:
-                raise ValueError(TOO_MANY)
-        level, count = below, count + len(below)
-    if level:
+    if levels < 0:
         raise ValueError(f"more than {MAX_DEPTH} levels deep")
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    size = 0
+    for below in inside:
+        size += 1 + _size_of(below, levels - 1)
+        if size > MAX_VALUES:
+            raise ValueError(TOO_MANY)
+    return size
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class Settings:
     """
 
     def __init__(self, system: str, config: Any, tables: Iterable[Table]) -> None:
-        self._system, self.config, self._tables = system, config, tables
+        self.system, self.config, self._tables = system, config, tables
         self.given: dict[str, Any] = {}
         self.read: set[str] = set()
         self.notes: list[str] = []
@@ -86,11 +86,11 @@ class Settings:
     def require(self, condition: bool, message: str) -> None:
         """Raises ValueError with the message unless the condition holds."""
         if not condition:
-            raise ValueError(f"{self._system}: {message}")
+            raise ValueError(f"{self.system}: {message}")
 
     def note(self, text: str) -> None:
         """Adds a note."""
-        self.notes.append(f"{self._system}: {text}")
+        self.notes.append(f"{self.system}: {text}")
 
     def give(self, name: str, value: Any) -> None:
         """Sets a value. Raises ValueError if it has another one already."""
@@ -144,7 +144,7 @@ class Settings:
             for part in match[1].split("."):
                 value = value.get(part, match[0]) if isinstance(value, Mapping) else match[0]
         raise ValueError(
-            f"{self._system}: {where} is {shown(value)}, which the file does not resolve: write "
+            f"{self.system}: {where} is {shown(value)}, which the file does not resolve: write "
             "its value there"
         )
 

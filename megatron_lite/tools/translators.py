@@ -15,7 +15,6 @@ dropout masks of its forward, even if the original would not restore the generat
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_lite.tools.translation import (
@@ -201,7 +200,7 @@ PARTITIONING = {
 }
 
 
-def from_section(found: Settings, *, system: str) -> Found:
+def from_section(found: Settings) -> Found:
     """Translates the section `activation_checkpointing` of a config of DeepSpeed or OSLO.
 
     Partitioning needs the tensor-parallel size, from the file or given by the user. In DeepSpeed
@@ -215,10 +214,10 @@ def from_section(found: Settings, *, system: str) -> Found:
     Partitioning over one rank does nothing there. Here it is an error.
     """
     found.require(SECTION in found.read, f"there is no section {SECTION}, {SILENT}")
-    theirs = {row.name: key for key, row in PARTITIONING[system].items()}
+    theirs = {row.name: key for key, row in PARTITIONING[found.system].items()}
     given = found.given.get
     split, host, contiguous = given("split"), given("host"), given("contiguous")
-    if system == "oslo" and not given("enabled"):
+    if found.system == "oslo" and not given("enabled"):
         for name in ("split", "host", "contiguous"):
             if given(name):
                 found.note(f"{theirs[name]} does nothing without enable true")
@@ -421,7 +420,7 @@ SYSTEMS = {
         rf"({_marked(MODALITIES, 'ac_fun_params', 'layers_fqn')})=|(\w+\.)?component_key=",
     ),
     "deepspeed": System(
-        partial(from_section, system="deepspeed"),
+        from_section,
         [
             Table(SECTION, PARTITIONING["deepspeed"], ANYWHERE),
             Table("tensor_parallel", {"autotp_size": Key((int,))}),
@@ -432,7 +431,7 @@ SYSTEMS = {
         rf"|{SECTION}\.({_marked(PARTITIONING['deepspeed'], 'cpu_checkpointing')}))=",
     ),
     "oslo": System(
-        partial(from_section, system="oslo"),
+        from_section,
         [
             Table(SECTION, PARTITIONING["oslo"], ANYWHERE),
             Table("model_parallelism", SIZED),
