@@ -88,7 +88,9 @@ class TimedRun(NamedTuple):
     def shares(self, ranks: Group) -> tuple[Group, Group]:
         """Returns which ranks share out states, and which hold the same share."""
         size, stride = ranks
-        shards = self.config.parallel.shards(size)
+        options = self.config.data_parallel
+        shares_out = options.use_torch_fsdp2 or options.use_distributed_optimizer
+        shards = self.config.parallel.shards(size) if shares_out else 1
         return Group(shards, stride), Group(size // shards, shards * stride)
 
 

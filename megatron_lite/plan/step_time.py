@@ -230,9 +230,8 @@ def _update(
     sent = 2 if narrow else FLOAT32
     reduction = hardware.collective_seconds(_tied_gradient(config, stages), embeddings)
     gather, own = 0.0, 0.0
-    shares_out = options.use_torch_fsdp2 or options.use_distributed_optimizer
     for parameters, ranks in _parameters_by_group(run, stages):
-        shares, replicas = run.shares(ranks) if shares_out else (Group(1), ranks)
+        shares, replicas = run.shares(ranks)
         own += parameters / shares.size
         if options.use_torch_fsdp2 and shares.size > 1:
             continue
@@ -253,8 +252,7 @@ def _update(
         parts = 1 if bucket is None else math.ceil(own / bucket)
     on_host = _on_host(settings, clock, hosted, max(1, parts), backward)
     if settings.optimizer == MUON:
-        ranks = run.shares(run.data_parallel)[0]
-        update += _muon(run, stages, ranks.size if shares_out else 1)
+        update += _muon(run, stages)
     return {REDUCTION: reduction, OPTIMIZER: update, HOST_UPDATE: on_host, WEIGHT_GATHERS: gather}
 
 
@@ -294,13 +292,13 @@ def _parameters_by_group(run: TimedRun, stages: Sequence[Stage]) -> list[tuple[i
 def _tied_gradient(config: RunConfig, stages: Sequence[Stage]) -> Collective:
     """Returns the all-reduce of a tied embedding's gradient, empty on ranks without one."""
     model, tp_size = config.model, config.parallel.tensor_model_parallel_size
-    tied = not model.untie_embeddings_and_output_weights and stages[0].count > 1
+    tied = not model.untie_embeddings_and_output_weights
     holds = any(stage.is_first or stage.is_last for stage in stages)
     rows = config.tokenizer.rows(tp_size) // tp_size
     return Collective(ALL_REDUCE, FLOAT32 * rows * model.hidden_size * (tied and holds))
 
 
-def _muon(run: TimedRun, stages: Sequence[Stage], shards: int) -> float:
+def _muon(run: TimedRun, stages: Sequence[Stage]) -> float:
     """Returns the seconds that Muon adds to the update of a rank.
 
     Ranks that share out the parameters gather every matrix and share out the work, and in the mode
@@ -326,15 +324,12 @@ def _muon(run: TimedRun, stages: Sequence[Stage], shards: int) -> float:
                         elements += count * rows * columns
                         number += count
     # A rank also works on the matrices in which its share begins and ends.
-    share = min(1.0, 1 / shards + 1 / max(number, 1))
-    gathers = (
-        (FLOAT32 * elements * (shards > 1), run.shares(run.data_parallel)[0]),
-        (element * elements * (t > 1), clock.tp),
-    )
+    shares, _ = run.shares(run.data_parallel)
+    share = min(1.0, 1 / shares.size + 1 / max(number, 1))
     beside = clock.hardware.memory_seconds(MUON_BYTES * elements)
     return (options.muon_num_ns_steps * seconds + beside) * share + sum(
         clock.hardware.collective_seconds(Collective(ALL_GATHER, num_bytes), group)
-        for num_bytes, group in gathers
+        for num_bytes, group in ((FLOAT32 * elements, shares), (element * elements, Group(t)))
         if num_bytes
     )
 
