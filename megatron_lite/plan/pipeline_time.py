@@ -19,13 +19,13 @@ AVERAGED = 4  # periods
 class Durations(NamedTuple):
     """The time of one micro-batch.
 
-    forward, backward: the seconds by rank and by chunk, the number of the rank's virtual stage.
+    passes: the seconds of its forward and of its backward, by rank and by chunk, the number of the
+        rank's virtual stage.
     transfer: the seconds that hidden states need from one rank to the next.
     overlap: whether a rank receives its next input while it computes.
     """
 
-    forward: Sequence[Sequence[float]]
-    backward: Sequence[Sequence[float]]
+    passes: Sequence[Sequence[tuple[float, float]]]
     transfer: float = 0.0
     overlap: bool = True
 
@@ -38,8 +38,8 @@ def run_pipeline(durations: Durations, num_microbatches: int) -> list[float]:
     short runs, of which one has AVERAGED periods more. Stages that take very different times repeat
     later; the result is then within 1 %.
     """
-    size = len(durations.forward)
-    period = size if len(durations.forward[0]) > 1 else 1
+    size = len(durations.passes)
+    period = size if len(durations.passes[0]) > 1 else 1
     few = WARM_UP * -(-(2 * size + 2) // period) * period + num_microbatches % period
     more = (num_microbatches - few) / (AVERAGED * period)
     if more < 1:
@@ -56,17 +56,18 @@ def shortest_pipeline(durations: Durations, num_microbatches: int) -> list[float
     """
     found = []
     arrives = passes = last = 0.0  # passes: through the backwards of all ranks before
-    for forward, backward in zip(durations.forward, durations.backward, strict=True):
-        found.append(arrives + num_microbatches * (sum(forward) + sum(backward)))
+    for own in durations.passes:
+        found.append(arrives + num_microbatches * sum(map(sum, own)))
+        forward, backward = own[0]
         last = max(last, found[-1] + passes)
-        arrives += forward[0] + durations.transfer
-        passes += backward[0] + durations.transfer
+        arrives += forward + durations.transfer
+        passes += backward + durations.transfer
     return [last, *found[1:]]
 
 
 def simulate_pipeline(durations: Durations, num_microbatches: int) -> list[float]:
     """Returns by rank when its last action ends, with all micro-batches simulated."""
-    size, num_chunks = len(durations.forward), len(durations.forward[0])
+    size, num_chunks = len(durations.passes), len(durations.passes[0])
     shape = dict(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
     waiting = [deque(order(rank=rank, **shape)) for rank in range(size)]
     ends = [0.0] * size
@@ -78,16 +79,14 @@ def simulate_pipeline(durations: Durations, num_microbatches: int) -> list[float
         for rank, actions in enumerate(waiting):
             while actions:  # a rank runs until an input is missing
                 kind, microbatch, chunk = actions[0]
-                times, step = durations.backward, 1
-                if kind == "forward":
-                    times, step = durations.forward, -1
-                stage = chunk * size + rank
-                if 0 <= stage + step < size * num_chunks:
-                    arrives = made.get((kind, microbatch, stage + step))
+                stage, is_backward = chunk * size + rank, kind == "backward"
+                source = stage + 1 if is_backward else stage - 1
+                if 0 <= source < size * num_chunks:
+                    arrives = made.get((kind, microbatch, source))
                     if arrives is None:
                         break
                     ends[rank] = max(ends[rank] + receives, arrives + durations.transfer)
-                ends[rank] += times[rank][chunk]
+                ends[rank] += durations.passes[rank][chunk][is_backward]
                 made[kind, microbatch, stage] = ends[rank]
                 actions.popleft()
         assert len(made) > before, "all ranks wait for ever"

@@ -115,9 +115,11 @@ def step_time(
     link = hardware.inside if pipeline.per_node(hardware) == p else hardware.between
     transfer = link.latency_s + sent / link.bandwidth
     durations = Durations(
-        [[stage.forward.seconds for stage in one.stages] for one in ranks],
         [
-            [stage.longer(replay / len(one.stages)) for stage in one.stages]
+            [
+                (stage.forward.seconds, stage.longer(replay / len(one.stages)))
+                for stage in one.stages
+            ]
             for replay, one in zip(replays or [0.0] * p, ranks, strict=True)
         ],
         transfer if p > 1 else 0.0,
@@ -225,7 +227,7 @@ def _update(
     forward, backward = (half.seconds for half in microbatch)
     config, clock, settings = run.config, run.clock, run.config.optimizer
     options, element, hardware = config.data_parallel, clock.element_bytes, clock.hardware
-    bucket = options.bucket_size(run.data_parallel.size)
+    bucket = options.bucket_size(run.data_parallel.size) or math.inf
     narrow = options.grad_reduce_in_bf16 or settings.main_grads_dtype == "bf16"
     sent = 2 if narrow else FLOAT32
     reduction = hardware.collective_seconds(_tied_gradient(config, stages), embeddings)
@@ -235,7 +237,7 @@ def _update(
         own += parameters / shares.size
         if options.use_torch_fsdp2 and shares.size > 1:
             continue
-        buckets = 1 if bucket is None else max(1, math.ceil(parameters / bucket))
+        buckets = max(1, math.ceil(parameters / bucket))
         summed = Collective(ALL_REDUCE, sent * parameters // shares.size)
         reduce = hardware.collective_seconds(Collective(REDUCE_SCATTER, sent * parameters), shares)
         reduce += hardware.collective_seconds(summed, replicas)
@@ -249,7 +251,7 @@ def _update(
     update = hardware.memory_seconds(moved * (own - hosted))
     parts = sum(stage.num_layers for stage in stages)
     if run.data_parallel.size > 1:
-        parts = 1 if bucket is None else math.ceil(own / bucket)
+        parts = math.ceil(own / bucket)
     on_host = _on_host(settings, clock, hosted, max(1, parts), backward)
     if settings.optimizer == MUON:
         update += _muon(run, stages)

@@ -17,17 +17,16 @@ from tests.pipeline.test_order import LAYOUTS, orders, simulate
 def test_every_layout_takes_as_long_as_in_the_other_simulator(num_chunks):
     for size, _, microbatches in [one for one in LAYOUTS if one[1] == num_chunks]:
         duration, _ = simulate(orders(size, num_chunks, microbatches), num_chunks)
-        forward = [[1 / num_chunks] * num_chunks] * size
-        backward = [[2 / num_chunks] * num_chunks] * size
-        ran = run_pipeline(Durations(forward, backward), microbatches)
+        passes = [[(1 / num_chunks, 2 / num_chunks)] * num_chunks] * size
+        ran = run_pipeline(Durations(passes), microbatches)
         assert max(ran) == pytest.approx(float(duration))
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_transfers_delay_and_without_overlap_they_delay_more(num_chunks):
     def end(transfer, overlap):
-        forward, backward = ([[one] * num_chunks] * 4 for one in (1.0, 2.0))
-        ran = run_pipeline(Durations(forward, backward, transfer, overlap), 16)
+        passes = [[(1.0, 2.0)] * num_chunks] * 4
+        ran = run_pipeline(Durations(passes, transfer, overlap), 16)
         return max(ran)
 
     assert end(0.0, True) == end(0.0, False)
@@ -40,12 +39,13 @@ def test_transfers_delay_and_without_overlap_they_delay_more(num_chunks):
 def test_two_short_runs_have_the_times_of_the_whole_and_a_lower_bound(seed):
     rng = random.Random(seed)
     size, num_chunks = rng.randint(2, 5), rng.choice([1, 1, 2, 3])
-    forward, backward = (
-        [[rng.choice([1.0, 1.0 + rng.random()]) for _ in range(num_chunks)] for _ in range(size)]
-        for _ in range(2)
-    )
+    pairs = [
+        tuple(rng.choice([1.0, 1.0 + rng.random()]) for _ in range(2))
+        for _ in range(size * num_chunks)
+    ]
+    passes = [pairs[rank::size] for rank in range(size)]
     transfer, overlap = rng.choice([0.0, 0.3 * rng.random()]), rng.random() < 0.7
-    durations = Durations(forward, backward, transfer, overlap)
+    durations = Durations(passes, transfer, overlap)
     number = size * rng.randint(8, 30)
     whole, bound = (simulate_pipeline(durations, number), shortest_pipeline(durations, number))
     for one, other, low in zip(run_pipeline(durations, number), whole, bound, strict=True):
