@@ -102,13 +102,13 @@ class StageMix(NamedTuple):
 class _Beginning(NamedTuple):
     """Layers that come first in a stage: their bytes, their fullest moment, and their seconds.
 
-    places: the position of the last layer's choice, and the places of those before it.
+    before: the last layer's choice, and those before it in the same way.
     """
 
     kept: int
     fullest: int
     seconds: float
-    places: tuple[Any, ...] = ()
+    before: tuple[Any, ...] = ()
 
 
 class Bound(NamedTuple):
@@ -163,27 +163,27 @@ def best_mix(
         # The fastest whole stage of those that cost at most `slack` more than the cheapest.
         found: list[list[_Beginning]] = [[] for _ in range(num_layers + 1)]
         found[0] = [_Beginning(0, 0, 0.0)]
-        order = sorted(range(len(choices)), key=lambda place: -choices[place].rebuilt)
-        for (step, place), done in itertools.product(enumerate(order), range(num_layers)):
-            choice, more = choices[place], []  # one more layer of this choice
+        order = sorted(choices, key=lambda one: -one.rebuilt)
+        for (step, choice), done in itertools.product(enumerate(order), range(num_layers)):
+            more = []  # one more layer of this choice
             # What the layers to come keep at least decides where no moment was fuller.
-            rest = (num_layers - done - 1) * min(choices[one].kept for one in order[step:])
+            rest = (num_layers - done - 1) * min(one.kept for one in order[step:])
             for one in found[done]:
                 kept, seconds = one.kept + choice.kept, one.seconds + choice.seconds
                 fullest = max(one.fullest, kept + choice.rebuilt, kept + rest)
                 is_cheap = seconds + price * kept <= (done + 1) * cheapest + slack
                 if is_cheap and (in_flight - 1) * kept + fullest <= limit:
-                    more.append(_Beginning(kept, fullest, seconds, (place, one.places)))
+                    more.append(_Beginning(kept, fullest, seconds, (choice, one.before)))
             if more:
                 found[done + 1] = _useful([*found[done + 1], *more])
         best = min(found[-1], key=lambda one: one.seconds, default=None)
         if best and best.seconds <= bound.seconds + slack:
-            counts, places = Counter[int](), best.places
-            while places:
-                place, places = places
-                counts[place] += 1
-            rows = [(one, counts[place]) for place, one in enumerate(choices) if counts[place]]
-            return StageMix.of(rows, sum(count * one.seconds for one, count in rows))
+            counts, before = Counter[LayerChoice](), best.before
+            while before:  # from the last layer on
+                choice, before = before
+                counts[choice] += 1
+            rows = reversed(counts.items())
+            return StageMix.of(rows, sum(count * one.seconds for one, count in counts.items()))
     return None
 
 
