@@ -186,9 +186,9 @@ class Hardware:
             for rows, columns in ((self.tile_m, self.tile_n), (self.tile_n, self.tile_m))
         )
         rounds = math.ceil(batch * tiles / self.multiprocessors)
-        # A round takes as long as if each multiprocessor had a whole tile to compute.
-        products = 2 * k * self.multiprocessors * self.tile_m * self.tile_n
-        computed = rounds * (products / rate + self.tile_s)
+        # The share of the multiprocessors' time in which they compute elements that exist.
+        fill = batch * m * n / (rounds * self.multiprocessors * self.tile_m * self.tile_n)
+        computed = matmul.flops / (rate * fill) + rounds * self.tile_s
         moved = batch * (m * k + k * n + m * n) * element_bytes
         return max(computed, self.memory_seconds(moved)) + self.kernel_s
 

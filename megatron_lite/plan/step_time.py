@@ -280,7 +280,8 @@ def _on_host(
 
 def _parameters_by_group(run: TimedRun, stages: Sequence[Stage]) -> list[tuple[int, Group]]:
     """Returns how many parameters of a rank each group of ranks has the same of."""
-    parallel, groups = run.config.parallel, {None: run.data_parallel}
+    parallel = run.config.parallel
+    groups: dict[bool | None, Group] = {None: run.data_parallel}
     if parallel.spreads_experts:
         unit = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel
         copies = run.data_parallel.size * parallel.tensor_model_parallel_size // unit
