@@ -315,7 +315,9 @@ class RankMixes:
                 mix = best_mix(self.on_device, stage.num_layers - count, in_flight, rest)
                 if mix is None:
                     continue
-                found = StageMix.of([*mix.rows, (hosted, count)], mix.seconds + seconds)
+                # Layers whose replay adds the most come first.
+                rows = sorted([*mix.rows, (hosted, count)], key=lambda row: -row[0].rebuilt)
+                found = StageMix(tuple(rows), mix.seconds + seconds)
                 if found.peak(in_flight) <= limit and not (best and found.seconds >= best.seconds):
                     best = found
         return best

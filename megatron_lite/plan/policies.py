@@ -23,7 +23,7 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter, le
@@ -76,11 +76,6 @@ class StageMix(NamedTuple):
     rows: tuple[tuple[LayerChoice, int], ...]
     seconds: float
 
-    @classmethod
-    def of(cls, rows: Iterable[tuple[LayerChoice, int]], seconds: float) -> StageMix:
-        """Returns the mix of rows, in the best order of the layers."""
-        return cls(tuple(sorted(rows, key=lambda row: -row[0].rebuilt)), seconds)
-
     def peak(self, in_flight: int) -> int:
         """Returns the most bytes of activations with so many forwards in flight."""
         kept = fullest = 0
@@ -112,10 +107,12 @@ class _Beginning(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A lower bound of the seconds of a mix, and the seconds that a kept byte costs in it."""
+    """A lower bound of the seconds of a mix, the seconds that a kept byte costs in it, and what the
+    cheapest layer then costs."""
 
     seconds: float
     price: float
+    cheapest: float
 
 
 def least_seconds(
@@ -130,7 +127,8 @@ def least_seconds(
     if num_layers * min(one.kept for one in choices) > space:
         return None
     return max(
-        Bound(num_layers * cheapest - price * space, price) for cheapest, price in _lines(choices)
+        Bound(num_layers * cheapest - price * space, price, cheapest)
+        for cheapest, price in _lines(choices)
     )
 
 
@@ -142,11 +140,11 @@ def _lines(choices: tuple[LayerChoice, ...]) -> list[tuple[float, float]]:
         for one, other in itertools.permutations(choices, 2)
         if other.kept > one.kept
     }
-    return [(_cheapest(choices, price), price) for price in {0.0, *prices} if price >= 0.0]
-
-
-def _cheapest(choices: Sequence[LayerChoice], price: float) -> float:
-    return min(one.seconds + price * one.kept for one in choices)
+    return [
+        (min(one.seconds + price * one.kept for one in choices), price)
+        for price in {0.0, *prices}
+        if price >= 0.0
+    ]
 
 
 @lru_cache(4096)
@@ -158,7 +156,7 @@ def best_mix(
     if bound is None:
         return None
     longest = max(one.seconds for one in choices)
-    cheapest, price = _cheapest(choices, bound.price), bound.price
+    _, price, cheapest = bound
     for slack in (longest / 8, longest, math.inf):
         # The fastest whole stage of those that cost at most `slack` more than the cheapest.
         found: list[list[_Beginning]] = [[] for _ in range(num_layers + 1)]
@@ -182,8 +180,8 @@ def best_mix(
             while before:  # from the last layer on
                 choice, before = before
                 counts[choice] += 1
-            rows = reversed(counts.items())
-            return StageMix.of(rows, sum(count * one.seconds for one, count in counts.items()))
+            seconds = sum(count * one.seconds for one, count in counts.items())
+            return StageMix(tuple(reversed(counts.items())), seconds)
     return None
 
 

@@ -148,7 +148,10 @@ class Search:
         number_fitted = 0
         while heap and len(plans) < MOST_PLANS:
             bound, _, station, config, time, plan = heapq.heappop(heap)
-            shape = _shape(config)
+            # Of several layouts with one key, only the fastest counts.
+            parallel = config.parallel
+            sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+            shape = *sizes, kind_of(config)
             if plans and bound > SLOWEST * next(iter(plans.values())).time.seconds:
                 break
             if shape in plans:
@@ -163,7 +166,7 @@ class Search:
                 for one in (config, *virtuals(problem, config)):
                     push(self._balanced(one, time), 2, one, time)
             elif station == 2:
-                if config.parallel.num_virtual_stages_per_pipeline_rank is None:
+                if parallel.num_virtual_stages_per_pipeline_rank is None:
                     push(time.seconds, 3, config, time)
                 else:  # its time is that of one stage on each rank
                     push_new([config], 3)
@@ -235,16 +238,6 @@ class Search:
             (one for one in found if not one.peak.fits(budget_bytes) and one.time.seconds < limit),
             None,
         )
-
-
-def _shape(config: RunConfig) -> tuple[object, ...]:
-    """Returns the key by which two layouts of a ranking differ.
-
-    Of several layouts with one key, only the fastest counts.
-    """
-    parallel = config.parallel
-    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    return *sizes, kind_of(config)
 
 
 def _handicap(config: RunConfig) -> float:
