@@ -11,7 +11,7 @@ again and again, so their times are cached. Standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,13 +20,7 @@ from megatron_lite.config.optimizer_settings import FLOAT32, FORMATS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    Collective,
-    Operation,
-)
+from megatron_lite.description.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
 from megatron_lite.description.sizes import Shape, Sizes, alike_layers, first_alike
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import (
@@ -69,7 +63,7 @@ class StageTime(NamedTuple):
         return self.backward.seconds + max(0.0, replay - hidden)
 
     @classmethod
-    def of(cls, parts: Iterable[tuple[StageTime, float]]) -> StageTime:
+    def of(cls, parts: Iterable[tuple[tuple[Work, Work], float]]) -> StageTime:
         """Returns the sum of several, each of which happens so many times."""
         found = [*parts]
         return cls(*(sum_of((one[half], times) for one, times in found) for half in (0, 1)))
@@ -151,21 +145,16 @@ def layer_sizes(sizes: Sizes) -> Sizes:
 @lru_cache(CACHED)
 def _ends(sizes: Sizes, clock: Clock) -> StageTime:
     """Returns the work of the embedding and of the head, as far as the stage holds them."""
-    return _passes([*embedding_operations(sizes), *head_operations(sizes)], clock)
+    operations = embedding_operations(sizes) + head_operations(sizes)
+    return StageTime.of((clock.passes(one), 1.0) for one in operations)
 
 
 @lru_cache(CACHED)
 def _layers(sizes: Sizes, num_layers: int, clock: Clock) -> StageTime:
     return StageTime.of(
-        (_passes(layer.operations, clock), count)
+        (clock.passes(one), count)
         for layer, count in describe_kinds(sizes, num_layers)
-    )
-
-
-def _passes(operations: Sequence[Operation], clock: Clock) -> StageTime:
-    found = [clock.passes(one) for one in operations]
-    return StageTime(
-        *(sum_of((work, 1.0) for one in found for work in one[half]) for half in (0, 1))
+        for one in layer.operations
     )
 
 

@@ -141,7 +141,8 @@ def step_time(
         **{term: max(one.update[term] for one in ranks) for term in update},
         REDUCTION: update[REDUCTION],
     }
-    terms = {term: hardware.pace * seconds for term, seconds in terms.items() if seconds > 0.0}
+    # Less than a nanosecond is a rounding error.
+    terms = {term: hardware.pace * seconds for term, seconds in terms.items() if seconds > 1e-9}
     band = hardware.band if num_ranks == 1 else hardware.band_of_several
     return StepTime(
         busy=tuple(hardware.pace * one for one in busy),

@@ -130,8 +130,8 @@ class Clock(NamedTuple):
         """Returns the work of so many launches."""
         return Work({term: seconds}, launches * self.mode.launch_s)
 
-    def passes(self, operation: Operation) -> tuple[list[Work], list[Work]]:
-        """Returns the works of the forward and of the backward of an operation, without a replay.
+    def passes(self, operation: Operation) -> tuple[Work, Work]:
+        """Returns the work of the forward and of the backward of an operation, without a replay.
 
         y = x W has the gradients dx = dy W^T and dW = x^T dy.
         """
@@ -161,7 +161,7 @@ class Clock(NamedTuple):
             # A gather runs beside the gradient of the input, a sum beside that of the weight.
             beside = {ALL_GATHER: of_inputs, ALL_REDUCE: of_weights, REDUCE_SCATTER: of_weights}
         backward += self._collectives(operation, operation.backward, beside)
-        return forward, backward
+        return sum_of((one, 1.0) for one in forward), sum_of((one, 1.0) for one in backward)
 
     def call(self, operation: Operation, call: OperatorCall, term: str) -> Iterator[Work]:
         """Yields the works of one call of an operation's forward, or of its replay.
