@@ -103,7 +103,8 @@ class Measurement:
         if all(span.name != BACKWARD for span in spans):
             raise ValueError(
                 f"the step runs no backward through {', '.join(one.name for one in lists)}: call "
-                "loss.backward() in it, on a loss that depends on trainable parameters"
+                "loss.backward() in it, on a loss that depends on trainable parameters, and the "
+                "layers as modules: no hook sees layer.forward(..)"
             )
         self._order = list(dict.fromkeys(span.layer for span in spans if span.name == FORWARD))
         for name, layers in lists:
