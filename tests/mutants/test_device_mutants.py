@@ -29,7 +29,7 @@ def figures_are_read_before_their_event(read, self, earlier):
 
 @replaces("replay", graphs.Graph)
 def a_graph_keeps_the_first_batch(replay, self, inputs):
-    return replay(self, inputs._replace(batches=self._inputs.batches))
+    return replay(self, inputs | {"batches": self._inputs["batches"]})
 
 
 @replaces("_shared_states", graphs)
