@@ -81,26 +81,17 @@ def permuted(epoch: int, length: int) -> np.ndarray:
     return permutation.astype(np.int32) if length <= np.iinfo(np.int32).max else permutation
 
 
-class CyclicOrder:
-    """The cyclic order of `num_samples` samples.
+def cyclic_order(num_samples: int, *, sharded: bool) -> SampleOrder:
+    """Returns the cyclic order of `num_samples` samples.
 
     sharded: whether each data-parallel rank permutes a range of its own.
     It keeps the permutation of the epoch that was read last, 4 bytes a sample (8 from 2^31 samples
     on).
     """
+    of_epoch = lru_cache(maxsize=1)(permuted)
 
-    def __init__(self, num_samples: int, *, sharded: bool) -> None:
-        self._num_samples, self._sharded = num_samples, sharded
-        self._permuted = lru_cache(maxsize=1)(permuted)
-
-    def __call__(
-        self,
-        consumed_samples: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        microbatch: int,
-        /,
+    def indices(
+        consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int, microbatch: int
     ) -> list[int]:
         """Returns the samples of one micro-batch.
 
@@ -114,27 +105,28 @@ class CyclicOrder:
                 f"--micro-batch-size {micro_batch_size} x {dp_size} data-parallel ranks: resume "
                 "with the sizes of the run that saved the checkpoint"
             )
-        if self._num_samples < step:
+        if num_samples < step:
             raise InputError(
-                f"--dataloader-type cyclic: the {self._num_samples} samples of the data are fewer "
+                f"--dataloader-type cyclic: the {num_samples} samples of the data are fewer "
                 f"than --micro-batch-size {micro_batch_size} x {dp_size} data-parallel ranks"
             )
-        in_epoch = self._num_samples - self._num_samples % step
+        in_epoch = num_samples - num_samples % step
         epoch, place = divmod(consumed_samples + microbatch * step, in_epoch)
-        if self._sharded:
-            length = in_epoch // dp_size
-            start = place // dp_size
-            taken = self._permuted(epoch, length)[start : start + micro_batch_size]
+        if sharded:
+            length, start = in_epoch // dp_size, place // dp_size
+            taken = of_epoch(epoch, length)[start : start + micro_batch_size]
             return (taken.astype(np.int64) + dp_rank * length).tolist()
         # Megatron permutes all whole micro-batches here, although an epoch reads whole steps.
-        permuted = self._permuted(epoch, self._num_samples // micro_batch_size * micro_batch_size)
-        return permuted[place + dp_rank : place + step : dp_size].tolist()
+        whole = of_epoch(epoch, num_samples // micro_batch_size * micro_batch_size)
+        return whole[place + dp_rank : place + step : dp_size].tolist()
+
+    return indices
 
 
 def sample_order(data: DataConfig, num_samples: int) -> SampleOrder:
     """Returns the order in which a dataset of `num_samples` samples is read."""
     if data.dataloader_type == "cyclic":
-        return CyclicOrder(num_samples, sharded=data.data_sharding)
+        return cyclic_order(num_samples, sharded=data.data_sharding)
     return microbatch_indices
 
 

@@ -17,17 +17,17 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
-from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
+from megatron_lite.config.policy import Layers, Policy
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import most_in_flight
+from megatron_lite.config.stages import Stage, most_in_flight
 from megatron_lite.description.sizes import Sizes, layers_of
 from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, STATES, StepPeakMeasured
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.pipeline_memory import stage_plan
 from megatron_lite.memory.predict.states import update_memory
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute.recompute_plan import Segment
+from megatron_lite.recompute.recompute_plan import KEEP, Segment
 from megatron_lite.training.observe import own_states
 
 REPEATS, IN_FLIGHT = 3, 2
@@ -158,7 +158,7 @@ def _smaller(whole: StepSize, rank: int) -> tuple[StepSize, list[tuple[StepSize,
                 for number, row in enumerate(rows)
                 for one in row[: REPEATS + (number == longer)]
             ]
-            found = found._replace(config=_with_segments(config, kept, len(all_stages)))
+            found = found._replace(config=_with_segments(config, kept, stage, len(all_stages)))
         if in_flight > IN_FLIGHT + 1:
             found = found._replace(num_microbatches=waiting + steady, pipeline_size=rank + waiting)
         return found
@@ -169,19 +169,15 @@ def _smaller(whole: StepSize, rank: int) -> tuple[StepSize, list[tuple[StepSize,
     return step(), neighbours
 
 
-def _with_segments(config: RunConfig, segments: Sequence[Segment], num_stages: int) -> RunConfig:
-    """Returns the run with these segments in every stage."""
+def _with_segments(
+    config: RunConfig, segments: Sequence[Segment], stage: Stage, num_stages: int
+) -> RunConfig:
+    """Returns the run with these segments of a stage in every stage."""
     rules, layers = [], 0
     for one in segments:
-        action = LayerAction(
-            unit=one.num_layers if one.unit else 0,
-            regions=tuple(sorted(one.regions)),
-            ops=one.ops,
-            router=one.router,
-            tiles=one.tiles,
-        )
         own = Layers(layers, layers + one.num_layers - 1)
-        rules.append(Rule(layers=(own,), action=action, store=one.store))
+        rule = config.recompute.policy.rule_of(one.first_layer, stage.number) or KEEP
+        rules.append(replace(rule, layers=(own,), stage=None))
         layers += one.num_layers
     return replace(
         config,

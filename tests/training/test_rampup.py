@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.training.batches import CyclicOrder, microbatch_indices
+from megatron_lite.training.batches import cyclic_order, microbatch_indices
 from tests.support.changes import with_settings
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run, with_checkpoint
@@ -127,7 +127,7 @@ def walked(total, consumed, micro, rank, ranks, *, sharded):
     ("total", "micro", "ranks"), [(23, 2, 3), (24, 2, 3), (7, 1, 1), (50, 4, 2), (31, 2, 4)]
 )
 def test_every_rank_reads_what_the_walk_reads_from_every_point(total, micro, ranks, sharded):
-    order, step = CyclicOrder(total, sharded=sharded), micro * ranks
+    order, step = cyclic_order(total, sharded=sharded), micro * ranks
     for consumed in range(0, 4 * total, step):
         consumed -= consumed % step
         for rank in range(ranks):
@@ -142,7 +142,7 @@ def test_every_rank_reads_what_the_walk_reads_from_every_point(total, micro, ran
 
 
 def test_a_resume_within_a_step_and_too_little_data_are_errors():
-    order = CyclicOrder(24, sharded=True)
+    order = cyclic_order(24, sharded=True)
     with pytest.raises(InputError, match=r"18 consumed samples are no multiple of .* 4 x 2 data-"):
         order(18, 4, 0, 2, 0)
     with pytest.raises(InputError, match="24 samples of the data are fewer"):
