@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,7 +38,7 @@ from megatron_lite.training.observe import (
     record_step,
 )
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
-from megatron_lite.training.step import StageRunner, StepEnd, StepResult, TrainingError, train_step
+from megatron_lite.training.step import StageRunner, StepEnd, TrainingError, train_step
 from megatron_lite.training.summary import described
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Trainer:
     peak: PeakMemory | None = None
     seconds: list[float] = field(default_factory=list)
     _num_steps: int = 0  # of this start
-    _started: list[Callable[[], None]] = field(default_factory=list)  # what finishes the steps
+    _started: list[Iterator[None]] = field(default_factory=list)  # steps that are not finished
     _saved_at: int = -1
 
     def run(self, exits: Exits | None = None, printed: Sequence[str] = ()) -> Progress:
@@ -174,7 +174,9 @@ class Trainer:
             is_first = self._num_steps == 0
             told = told_if_slow("the first step of this start", log.line) if is_first else None
             with told or nullcontext():
-                self._started.append(self._start_step())
+                step = self._step()
+                next(step)
+                self._started.append(step)
             if is_first and (kernels := next(iter(self.model)).decoder.context.kernels) is not None:
                 log.line(
                     f"{kernels.num_graphs} kernels were compiled in {kernels.seconds:.1f} s of the "
@@ -193,7 +195,7 @@ class Trainer:
             # one step's figures may stay on the GPU, so that reading them does not stall it.
             needs_all = evaluates or saves or ends or reason or last
             while len(self._started) > (0 if needs_all else in_flight):
-                self._started.pop(0)()
+                next(self._started.pop(0), None)
             if due(training.check_weight_hash_across_dp_replicas_interval):
                 self._compare_replicas()
             if evaluates:
@@ -218,11 +220,13 @@ class Trainer:
             self.exits.pulse.at(f"iteration {iteration + 1}", growth=max(1.0, growth))
         return True
 
-    def _start_step(self) -> Callable[[], None]:
-        """Runs a step, without reading its figures. Returns what finishes it."""
+    def _step(self) -> Iterator[None]:
+        """Runs a step. Goes on, once it is asked to, with its figures: waits for the end of the
+        step, reads and counts them, and logs them."""
         config, parallel, logging = self.config, self.parallel, self.config.logging
         iteration, before = self.progress.iteration + 1, self.progress.consumed_samples
         batch_size = self.batches.at(before)
+        consumed = before + batch_size
         learning_rate = self.schedule.at(before)
         decoupled_learning_rate = self.schedule.decoupled_at(before)
         logged = iteration % logging.log_interval == 0
@@ -254,9 +258,7 @@ class Trainer:
                 masked=masked,
                 look=look,
             )
-        self.progress = replace(
-            self.progress, iteration=iteration, consumed_samples=before + batch_size
-        )
+        self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed)
         figures = {
             "lm_loss": result.loss,
             "grad_norm": result.update.grad_norm,
@@ -272,14 +274,52 @@ class Trainer:
                 figures["num_zeros"] = self.optimizer.num_zeros_in_grad()
             if config.model.num_experts is not None:
                 figures |= self.runner.router_figures(len(batches))
-        row = dict(
+        end = StepEnd(parallel.device, figures)
+        yield
+        read, seconds = end.read(self._last_end)
+        found: dict[str, Any] = {
+            name: int(value) if name in ("skipped", "num_zeros") else value
+            for name, value in read.items()
+        }
+        self._last_end = end
+        self.seconds.append(seconds)
+        record = IterationRecord(
             iteration=iteration,
-            consumed_samples=self.progress.consumed_samples,
+            consumed_samples=consumed,
             global_batch_size=batch_size,
             learning_rate=learning_rate,
             decoupled_learning_rate=decoupled_learning_rate,
+            **found,
+            **self.kept_bytes,
+            nan=int(not math.isfinite(found["lm_loss"])),
+            iteration_ms=seconds * 1000.0,
+            tokens_per_second=batch_size * config.data.seq_length / seconds,
         )
-        return partial(self._finish_step, row, result, StepEnd(parallel.device, figures))
+        update, progress = None, self.progress
+        if record.skipped:
+            # Imported late: most runs skip nothing.
+            from megatron_lite.training.skipped import judge
+
+            update = judge(self, record, result)
+            self.log.skipped(update)
+            if self.optimizer.loss_scale is not None:  # it must not advance the learning rate
+                samples_skipped = self.schedule.skipped_samples + batch_size
+                self.schedule = replace(self.schedule, skipped_samples=samples_skipped)
+        self.progress = replace(
+            progress,
+            skipped_iterations=progress.skipped_iterations + record.skipped,
+            nan_iterations=progress.nan_iterations + record.nan,
+            skipped_in_a_row=0 if update is None else update.in_a_row,
+        )
+        self.log.iteration(record)
+        # This may end the run, so it comes after the row of the step is in the log.
+        if update is not None:
+            update.check(self)
+        if logged:
+            for line in self.slow_ranks.lines() if self.slow_ranks is not None else ():
+                self.log.line(line)
+            if self.timers is not None:
+                self.log.times(self.timers.report(logging.log_interval), iteration)
 
     @contextmanager
     def _looks(self) -> Iterator[Look | None]:
@@ -309,54 +349,6 @@ class Trainer:
             yield look
         (self.peak,) = found
         self.log.line(f"peak of a step, highest of all ranks: {self.peak}")
-
-    def _finish_step(self, row: dict[str, Any], result: StepResult, end: StepEnd) -> None:
-        """Reads a step's figures, counts them and logs them. Waits for the end of that step.
-
-        row: the part of its record (IterationRecord) that is known at its start.
-        """
-        read, seconds = end.read(self._last_end)
-        figures: dict[str, Any] = {
-            name: int(value) if name in ("skipped", "num_zeros") else value
-            for name, value in read.items()
-        }
-        self._last_end = end
-        self.seconds.append(seconds)
-        iteration, batch_size = row["iteration"], row["global_batch_size"]
-        record = IterationRecord(
-            **row,
-            **figures,
-            **self.kept_bytes,
-            nan=int(not math.isfinite(figures["lm_loss"])),
-            iteration_ms=seconds * 1000.0,
-            tokens_per_second=batch_size * self.config.data.seq_length / seconds,
-        )
-        update, progress = None, self.progress
-        if record.skipped:
-            # Imported late: most runs skip nothing.
-            from megatron_lite.training.skipped import judge
-
-            update = judge(self, record, result)
-            self.log.skipped(update)
-            if self.optimizer.loss_scale is not None:  # it must not advance the learning rate
-                samples_skipped = self.schedule.skipped_samples + batch_size
-                self.schedule = replace(self.schedule, skipped_samples=samples_skipped)
-        self.progress = replace(
-            progress,
-            skipped_iterations=progress.skipped_iterations + record.skipped,
-            nan_iterations=progress.nan_iterations + record.nan,
-            skipped_in_a_row=0 if update is None else update.in_a_row,
-        )
-        self.log.iteration(record)
-        # This may end the run, so it comes after the row of the step is in the log.
-        if update is not None:
-            update.check(self)
-        interval = self.config.logging.log_interval
-        if iteration % interval == 0:
-            for line in self.slow_ranks.lines() if self.slow_ranks is not None else ():
-                self.log.line(line)
-            if self.timers is not None:
-                self.log.times(self.timers.report(interval), iteration)
 
     def _compare_replicas(self) -> None:
         """Raises TrainingError if ranks that should hold the same weights no longer do."""

@@ -86,10 +86,12 @@ class LateDevice:
             self.milliseconds += 1000.0
             return mean_loss(*args, **options)
 
-        @replaces("_finish_step", loop.Trainer)
-        def finishing(finish, *args):
+        @replaces("_step", loop.Trainer)
+        def finishing(step, *args):
+            running = step(*args)
+            yield next(running)
             self._is_finishing = True
-            finish(*args)
+            next(running, None)
             self._is_finishing = False
 
         for each in (launching, evaluating, finishing):
