@@ -17,7 +17,6 @@ from megatron_lite.parallel.collectives import gloo_has_freed
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.pipeline.executor import Links
-from megatron_lite.training import dry_run_smaller
 from megatron_lite.training.dry_run import SameTokens, dry_run, measure_step, sample_shape
 from pretrain_gpt import main
 from tests.support.commands import MOCK, SMALL_MODEL, SMALL_RUN, python, status_of
@@ -156,8 +155,9 @@ def test_a_step_that_is_derived_from_smaller_ones_has_the_memory_of_the_whole(
 
 @pytest.mark.long
 def test_a_step_whose_memory_is_not_linear_runs_in_full(monkeypatch):
+    """As if nothing were kept."""
     config = config_of("--num-layers 5")
-    monkeypatch.setattr(dry_run_smaller, "most_in_flight", lambda **_: 0)  # nothing is kept
+    monkeypatch.setattr("megatron_lite.training.dry_run.most_in_flight", lambda **_: 0)
     assert not dry_run(config, 0, world_size=1).is_derived
 
 
