@@ -56,7 +56,7 @@ def fuse_weight_gradients_(
         for module in model.modules()
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
     }
-    tables, compiled = set[nn.Parameter](), set[nn.Parameter]()
+    tables = set[nn.Parameter]()
     for chunk in model:
         if chunk.embedding is not None:
             table = chunk.embedding.word_embeddings.weight
@@ -64,26 +64,24 @@ def fuse_weight_gradients_(
                 tables.add(table)
             if chunk.stage.is_last and chunk.output_layer is None:
                 matmuls.add(table)
-        if compiled_layers:  # only transformer layers are compiled
-            compiled |= {*chunk.decoder.layers.parameters()}
     gradients = optimizer.layout.gradients
-    buckets = gradients.buckets if isinstance(gradients, GradBuffer) else ()
-    narrow = any(bucket.flat.dtype.itemsize == 2 for bucket in buckets)
-    for_all = ""
-    if not training.gradient_accumulation_fusion:
-        for_all = "of --no-gradient-accumulation-fusion"
-    elif not isinstance(gradients, GradBuffer):
-        for_all = "--use-torch-fsdp2 has no sum of a whole weight to add to"
+    narrow = isinstance(gradients, GradBuffer) and any(
+        bucket.flat.dtype.itemsize == 2 for bucket in gradients.buckets
+    )
     sums = Counter[str]()  # the matmuls, by who sums their gradients
     for name, weight in model.named_parameters():
-        reason = for_all
-        if weight in compiled:
-            reason = reason or "the graph of a compiled layer cannot call the kernel"
+        reason = ""
+        if not training.gradient_accumulation_fusion:
+            reason = "of --no-gradient-accumulation-fusion"
+        elif not isinstance(gradients, GradBuffer):
+            reason = "--use-torch-fsdp2 has no sum of a whole weight to add to"
+        elif compiled_layers and "decoder.layers." in name:  # nothing else is compiled
+            reason = "the graph of a compiled layer cannot call the kernel"
         elif not narrow and not can_be_summed(weight.dtype):
-            reason = reason or (
+            reason = (
                 f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
             )
-        if not for_all and weight in tables and lookup_adds(weight) and not narrow:
+        elif weight in tables and lookup_adds(weight) and not narrow:
             accumulate_lookup_(weight, gradients.grads[name])
         if weight not in matmuls:
             continue
