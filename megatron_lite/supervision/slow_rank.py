@@ -156,11 +156,6 @@ class _Probe:
         return self._start.elapsed_time(self._stop)
 
 
-# The name of a tensor of this rank, the tensor, the spec of its parameter, and whether it is one
-# share of several.
-_HeldTensor = tuple[str, Tensor, ParameterSpec, bool]
-
-
 def replica_fault(model: nn.Module, optimizer: Optimizer, parallel: ParallelState) -> str:
     """Returns which ranks hold a tensor that differs from its copies; "" if all are equal.
 
@@ -201,17 +196,20 @@ def replica_fault(model: nn.Module, optimizer: Optimizer, parallel: ParallelStat
     return by_rank(gather_texts(text, parallel))
 
 
-def _held(model: nn.Module, optimizer: Optimizer, parallel: ParallelState) -> list[_HeldTensor]:
+def _held(
+    model: nn.Module, optimizer: Optimizer, parallel: ParallelState
+) -> list[tuple[str, Tensor, ParameterSpec, bool]]:
+    """Returns the name of each tensor of this rank, the tensor, the spec of its parameter, and
+    whether it is one share of several."""
     layout = optimizer.layout
     if not layout.replicates_weights:
         return [(piece.name, piece.master, piece.spec, True) for piece in layout.pieces]
     weights = dict(model.named_parameters())
-    specs = {name: spec_of(weight) for name, weight in weights.items()}
-    held = [(name, weight.detach(), specs[name], False) for name, weight in weights.items()]
+    held = [(name, one.detach(), spec_of(one), False) for name, one in weights.items()]
     is_share = layout.shard_group is not None
     if not is_share or parallel.replica_group is not None:
         held += [
-            (f"{name}/{key}", value, specs[name], is_share)
+            (f"{name}/{key}", value, spec_of(weights[name]), is_share)
             for name, states in optimizer.states.items()
             for key, value in states.items()
         ]

@@ -51,15 +51,16 @@ class ActivationMeter:
 
     def __init__(self, config: RunConfig, parallel: ParallelState) -> None:
         self._config, self._parallel = config, parallel
-        self._thorough = config.recompute.recompute_verify
         self._measured, self._predicted = Counter[str](), Counter[str]()
         self._balanced = self._unaccounted = 0
 
     def forward(self, chunk: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]) -> Tensor:
         """Runs the forward of one stage under the plan. Returns the result of `run`."""
-        if self._thorough:  # imported here because the import takes seconds
+        config, live = self._config, None
+        if config.recompute.recompute_verify:  # imported here because the import takes seconds
             from megatron_lite.memory.measure.live_storages import LiveStorages
-        live = LiveStorages() if self._thorough else None
+
+            live = LiveStorages()
         weights = list(weights_in_use(chunk))
         with kept_for_backward(exclude=weights, model=chunk) as meter, live or nullcontext():
             output = run()
@@ -71,7 +72,6 @@ class ActivationMeter:
         if stores is not None:
             self._measured[OUTSIDE] += stores.device_bytes
             self._measured[HOST] += stores.host_bytes
-        config = self._config
         sizes = Sizes.of(config, device=self._parallel.device.type, stage=chunk.stage)
         if config.model.num_experts is not None:
             self._balanced += activation_bytes(plan, sizes)
@@ -219,8 +219,9 @@ def peak_of_step(
             for tensor in tensors
         ]
         held = sum({address_of(one): one.nbytes() for one in storages}.values())
-        decoders = [chunk.decoder for chunk in model if chunk.decoder.plan.uses_stores]
-        held += sum(decoder.stores.allocated_bytes for decoder in decoders)
+        for chunk in model:
+            if chunk.decoder.plan.uses_stores:
+                held += chunk.decoder.stores.allocated_bytes
         from megatron_lite.memory.measure.live_storages import allocator_peak
 
         with gloo_has_freed(), allocator_peak() as seen:

@@ -135,13 +135,14 @@ def summary_of(trainer: Trainer) -> dict[str, Any]:
     """
     config, parallel, peak = trainer.config, trainer.parallel, trainer.peak
     machine, predicted, later = None, None, trainer.seconds[FIRST_STEPS:]
-    if config.logging.machine is not None or parallel.device.type == "cuda":
+    given = config.logging.machine
+    if given is not None or parallel.device.type == "cuda":
         # Imported late: only such a run has a machine for which times are predicted.
         from megatron_lite.plan.hardware import load_hardware, machine_of_gpu
         from megatron_lite.plan.step_time import step_time
 
-        if config.logging.machine is not None:
-            machine = load_hardware(config.logging.machine)
+        if given is not None:
+            machine = load_hardware(given)
         else:
             machine = machine_of_gpu(torch.cuda.get_device_name(parallel.device))
         if machine is not None:
