@@ -204,13 +204,12 @@ def _held(
     layout = optimizer.layout
     if not layout.replicates_weights:
         return [(piece.name, piece.master, piece.spec, True) for piece in layout.pieces]
-    weights = dict(model.named_parameters())
-    held = [(name, one.detach(), spec_of(one), False) for name, one in weights.items()]
+    held = [(name, one.detach(), spec_of(one), False) for name, one in model.named_parameters()]
     is_share = layout.shard_group is not None
     if not is_share or parallel.replica_group is not None:
         held += [
-            (f"{name}/{key}", value, spec_of(weights[name]), is_share)
-            for name, states in optimizer.states.items()
-            for key, value in states.items()
+            (f"{piece.name}/{key}", value, piece.spec, is_share)
+            for piece in layout.pieces
+            for key, value in piece.states.items()
         ]
     return held

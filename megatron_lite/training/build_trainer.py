@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,7 +35,6 @@ from megatron_lite.training.step import StageRunner, train_step
 from megatron_lite.training.summary import here
 
 if TYPE_CHECKING:
-    from megatron_lite.checkpointing.saver import Saver
     from megatron_lite.checkpointing.start import Start
 
 PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -150,119 +150,115 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
     divide, and faults in the data files, the checkpoint or the directories.
     """
     check_fits(config, parallel)
-    saver = None
-    if config.checkpoint.save is not None:
-        from megatron_lite.checkpointing.directory import claim_directory
-        from megatron_lite.checkpointing.saver import Saver
+    training, saver = config.training, None
+    with ExitStack() as on_error:
+        if config.checkpoint.save is not None:
+            from megatron_lite.checkpointing.directory import claim_directory
+            from megatron_lite.checkpointing.saver import Saver
 
-        saver = Saver(config.checkpoint, parallel, claim_directory(config.checkpoint, parallel))
-    try:
-        return _build(config, parallel, saver)
-    except BaseException:
-        if saver is not None:
-            saver.release()
-        raise
+            saver = Saver(config.checkpoint, parallel, claim_directory(config.checkpoint, parallel))
+            on_error.callback(saver.release)
+        start, done = None, Progress()
+        tokenizer, attention, followed = dict[str, bytes](), list[str](), list[str]()
+        if training.deterministic_mode:
+            from megatron_lite.training.deterministic import use_deterministic_algorithms
 
+            use_deterministic_algorithms()
+        config, kernels = with_known_compiler(config, parallel)
+        if config.checkpoint.load or config.checkpoint.pretrained_checkpoint:
+            from megatron_lite.checkpointing.start import find_start
 
-def _build(config: RunConfig, parallel: ParallelState, saver: Saver | None) -> Trainer:
-    training, start, done = config.training, None, Progress()
-    tokenizer, attention, followed = dict[str, bytes](), list[str](), list[str]()
-    if training.deterministic_mode:
-        from megatron_lite.training.deterministic import use_deterministic_algorithms
-
-        use_deterministic_algorithms()
-    config, kernels = with_known_compiler(config, parallel)
-    if config.checkpoint.load or config.checkpoint.pretrained_checkpoint:
-        from megatron_lite.checkpointing.start import find_start
-
-        start = find_start(config.checkpoint, parallel)
-        done = start.progress
-    with input_faults():
-        batches = config.batch_schedule(parallel.dp_size)
-        # Counts from the checkpoint's progress: the run may continue with another batch size.
-        num_iterations = training.num_iterations(
-            batches, done=done.iteration, consumed=done.consumed_samples
-        )
-        left = num_iterations - done.iteration
-        sizes = batches.sizes_from(done.consumed_samples, num_iterations=left)
-        _check_batches(config, parallel, batches, sizes)
-        num_samples = batches.consumed_after(left, consumed=done.consumed_samples)
-        schedule = LrSchedule.build(
-            config.lr_schedule, train_samples=training.train_samples or num_samples, batches=batches
-        )
-        if start is not None:
-            config, schedule, followed = follow_schedule(config, schedule, start, parallel)
-    if not (training.allow_predicted_out_of_memory or config.compiles_layers):
-        check_fits(config, parallel, in_step=True)
-    rules = document_rules(config)
-    evaluated = training.eval_iters * (training.eval_global_batch_size or batches.full)
-    with told_where_memory_runs_out(config, parallel, lambda: "while the run was built"):
-        with told_by_rank_0("reading the data and building its sample index", parallel.rank):
-            datasets = build_datasets(
-                config.data,
-                vocab_size=config.tokenizer.true_vocab_size,
-                seed=training.seed,
-                num_samples=(num_samples, evaluated, evaluated),
-                shared=partial(from_rank_0, parallel=parallel),
-                tokenizer=config.tokenizer,
+            start = find_start(config.checkpoint, parallel)
+            done = start.progress
+        with input_faults():
+            batches = config.batch_schedule(parallel.dp_size)
+            # Counts from the checkpoint's progress: the run may continue with another batch size.
+            num_iterations = training.num_iterations(
+                batches, done=done.iteration, consumed=done.consumed_samples
             )
-        with told_by_rank_0("building the model and its optimizer", parallel.rank):
-            model = build_stages(config, parallel)
-            optimizer = build_optimizer(config, parallel, model)
-        runner = StageRunner.of(config, model, parallel)
-        accumulation = fuse_weight_gradients_(
-            training, parallel, model, optimizer, compiled_layers=config.compiles_layers
-        )
-        if parallel.device.type == "cuda":
-            from megatron_lite.training import deterministic
+            left = num_iterations - done.iteration
+            sizes = batches.sizes_from(done.consumed_samples, num_iterations=left)
+            _check_batches(config, parallel, batches, sizes)
+            num_samples = batches.consumed_after(left, consumed=done.consumed_samples)
+            schedule = LrSchedule.build(
+                config.lr_schedule,
+                train_samples=training.train_samples or num_samples,
+                batches=batches,
+            )
+            if start is not None:
+                config, schedule, followed = follow_schedule(config, schedule, start, parallel)
+        if not (training.allow_predicted_out_of_memory or config.compiles_layers):
+            check_fits(config, parallel, in_step=True)
+        rules = document_rules(config)
+        evaluated = training.eval_iters * (training.eval_global_batch_size or batches.full)
+        with told_where_memory_runs_out(config, parallel, lambda: "while the run was built"):
+            with told_by_rank_0("reading the data and building its sample index", parallel.rank):
+                datasets = build_datasets(
+                    config.data,
+                    vocab_size=config.tokenizer.true_vocab_size,
+                    seed=training.seed,
+                    num_samples=(num_samples, evaluated, evaluated),
+                    shared=partial(from_rank_0, parallel=parallel),
+                    tokenizer=config.tokenizer,
+                )
+            with told_by_rank_0("building the model and its optimizer", parallel.rank):
+                model = build_stages(config, parallel)
+                optimizer = build_optimizer(config, parallel, model)
+            runner = StageRunner.of(config, model, parallel)
+            accumulation = fuse_weight_gradients_(
+                training, parallel, model, optimizer, compiled_layers=config.compiles_layers
+            )
+            if parallel.device.type == "cuda":
+                from megatron_lite.training import deterministic
 
-            if parallel.cp_size == 1 and config.model.attention_backend in KERNELS:
-                attention = deterministic.use_asked_attention_(model, config, parallel)
-            if training.deterministic_mode:
-                attention += deterministic.cost_of_determinism(model, config, parallel)
-    if saver is not None:
-        saver.started_at = done.iteration
-        if parallel.rank == 0:
-            from megatron_lite.data.tokenizer_files import contents_of, files_of
+                if parallel.cp_size == 1 and config.model.attention_backend in KERNELS:
+                    attention = deterministic.use_asked_attention_(model, config, parallel)
+                if training.deterministic_mode:
+                    attention += deterministic.cost_of_determinism(model, config, parallel)
+        if saver is not None:
+            saver.started_at = done.iteration
+            if parallel.rank == 0:
+                from megatron_lite.data.tokenizer_files import contents_of, files_of
 
-            # Read once, at the start: the files may be moved while the run lasts.
-            tokenizer = contents_of(files_of(config.tokenizer))
-    trainer = Trainer(
-        config=config,
-        parallel=parallel,
-        model=model,
-        runner=runner,
-        optimizer=optimizer,
-        schedule=schedule,
-        datasets=datasets,
-        num_iterations=num_iterations,
-        batches=batches,
-        samples=MicroBatches(
-            dataset=datasets.train,
-            micro_batch_size=training.micro_batch_size,
+                # Read once, at the start: the files may be moved while the run lasts.
+                tokenizer = contents_of(files_of(config.tokenizer))
+        trainer = Trainer(
+            config=config,
             parallel=parallel,
-            order=sample_order(config.data, len(datasets.train)),
-            rules=rules,
-        ),
-        saver=saver,
-        start=start,
-        notices=(
-            kernels,
-            accumulation,
-            *attention,
-            *peak_lines(config, parallel),
-            *notices(
-                config,
-                "log",
-                device=parallel.device.type,
-                world_size=parallel.world_size,
-                here=here(training.precision),
+            model=model,
+            runner=runner,
+            optimizer=optimizer,
+            schedule=schedule,
+            datasets=datasets,
+            num_iterations=num_iterations,
+            batches=batches,
+            samples=MicroBatches(
+                dataset=datasets.train,
+                micro_batch_size=training.micro_batch_size,
+                parallel=parallel,
+                order=sample_order(config.data, len(datasets.train)),
+                rules=rules,
             ),
-            *followed,
-        ),
-        tokenizer=tokenizer,
-    )
-    _add_what_flags_ask_for(trainer)
+            saver=saver,
+            start=start,
+            notices=(
+                kernels,
+                accumulation,
+                *attention,
+                *peak_lines(config, parallel),
+                *notices(
+                    config,
+                    "log",
+                    device=parallel.device.type,
+                    world_size=parallel.world_size,
+                    here=here(training.precision),
+                ),
+                *followed,
+            ),
+            tokenizer=tokenizer,
+        )
+        _add_what_flags_ask_for(trainer)
+        on_error.pop_all()
     return trainer
 
 

@@ -10,7 +10,6 @@ import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -51,7 +50,7 @@ class RunFacts(NamedTuple):
     hardware_flops: int
     peak_flops: float | None
     device: torch.device
-    spared_flops: Mapping[int, int] = MappingProxyType({})
+    spared_flops: Mapping[int, int] = {}
     beside_attention: tuple[int, int] = (0, 0)
 
 

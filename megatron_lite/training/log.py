@@ -81,7 +81,7 @@ class RunLog:
         self._began, self._num_rows, self._memory = time.monotonic(), 0, "-"
         self._interval: list[IterationRecord] = []
         self._last = deque[IterationRecord](maxlen=LAST)
-        self._best: tuple[int, Evaluation] | None = None
+        self._validations: list[tuple[Evaluation, int]] = []
         self._parts: dict[str, Any] = {}  # of log_files.py. None: its disk is full
         self._lost: set[str] = set()
         self._terminal: Terminal | None = None
@@ -265,7 +265,9 @@ class RunLog:
             f"{trainer.num_iterations} after {clock(time.monotonic() - self._began)}, with "
             "evaluations and saves"
         )
-        lines = training_lines(trainer, self._facts, self._start, self._last, self._best, step_time)
+        lines = training_lines(
+            trainer, self._facts, self._start, self._last, self._validations, step_time
+        )
         for label, text in (*lines, *file_lines(self._run, progress)):
             self.line(f"  {label:13}{text}")
         compares = trainer.peak is not None or step_time
@@ -292,9 +294,8 @@ class RunLog:
 
     def evaluation(self, name: str, iteration: int, result: Evaluation) -> None:
         """Prints the loss and perplexity of a validation or test pass."""
-        is_better = self._best is None or result.loss < self._best[1].loss
-        if name == "validation" and math.isfinite(result.loss) and is_better:
-            self._best = iteration, result
+        if name == "validation" and math.isfinite(result.loss):
+            self._validations.append((result, iteration))
         text = (
             f" {name} loss at iteration {iteration} | lm loss value: {result.loss:.6E} | "
             f"lm loss PPL: {result.perplexity:.6E} | "

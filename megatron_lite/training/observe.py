@@ -245,8 +245,8 @@ def held_tensors(
 
     layout = optimizer.layout
     yield step_meter.OTHER, model.constants()
-    for states in optimizer.states.values():
-        yield step_meter.OPTIMIZER, states.values()
+    for piece in layout.pieces:
+        yield step_meter.OPTIMIZER, piece.states.values()
     yield step_meter.MASTERS, [piece.master.detach() for piece in layout.pieces]
     yield (
         step_meter.GRADIENTS,

@@ -175,13 +175,13 @@ def training_lines(
     facts: RunFacts,
     start: Progress,
     last: Sequence[IterationRecord],
-    best: tuple[int, Evaluation] | None,
+    validations: Sequence[tuple[Evaluation, int]],
     step_time: str,
 ) -> Iterator[tuple[str, str]]:
     """Yields the names and the texts of the totals of a run that has trained since `start`.
 
-    last: its last iterations; without any, there are no totals. best: the best validation loss, and
-    its iteration. step_time: its text.
+    last: its last iterations; without any, there are no totals. validations: the losses that are
+    finite, and their iterations. step_time: its text.
     """
     if not last:
         return
@@ -201,8 +201,8 @@ def training_lines(
         "loss",
         f"{Interval(last, facts).loss:.4f} (mean of the last {plural(len(last), 'iteration')})",
     )
-    if best is not None:
-        iteration, found = best
+    if validations:
+        found, iteration = min(validations)
         yield (
             "validation",
             f"best loss {found.loss:.4f} (perplexity {found.perplexity:.3f}) at iteration "
