@@ -88,8 +88,8 @@ def read_run(paths: Sequence[str]) -> RunRecord:
         except ValueError:
             run.notices.append(f"{path.name} is no summary of a run")
         else:
-            found = {name: figure(value) for name, value in values.items()}
-            run.summary = {name: value for name, value in found.items() if value is not None}
+            known = ((name, figure(value)) for name, value in values.items())
+            run.summary = {name: value for name, value in known if value is not None}
     for log in logs:
         if input_size(log) > MOST_BYTES:
             run.notices.append(f"{log.name} is larger than {MOST_BYTES >> 20} MiB: left out")
@@ -258,9 +258,9 @@ def run_figure(run: RunRecord) -> Any:
     from matplotlib.figure import Figure
 
     panels = [
-        (title, size, {name: run.points(name) for name in names if run.known(name)})
+        (title, size, curves)
         for title, size, names in PANELS
-        if any(run.known(name) for name in names)
+        if (curves := {name: run.points(name) for name in names if run.known(name)})
     ]
     rows = max(1, -(-len(panels) // 2))
     figure = Figure(figsize=(11, 2.4 * rows), layout="constrained")

@@ -92,7 +92,7 @@ class Watch:
         self._asked = ""  # the trouble that the main thread reports to the watch thread
         self._trouble: Trouble | None = None
         self._store_failed_at: float | None = None
-        self._beats = self._armed_at = 0
+        self._beats = 0
         self._left, self._answered = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -258,15 +258,14 @@ class Watch:
     def _arm(self) -> None:
         """Sets faulthandler's timer, which ends the process if the watch thread itself is held up.
 
-        A kernel that keeps Python's global lock can hold it up, and so can the store. Each move of
-        the pulse sets the timer anew; a stretch without a limit has no timer.
+        A kernel that keeps Python's global lock can hold it up, and so can the store. Each look
+        sets the timer anew; a stretch without a limit has no timer.
         """
-        left, moves = self.pulse.seconds_left(self._timeout), self.pulse.moves
+        left = self.pulse.seconds_left(self._timeout)
         if left is None:
             faulthandler.cancel_dump_traceback_later()
-        elif moves != self._armed_at:
+        else:
             faulthandler.dump_traceback_later(max(left, 0.0) + BACKSTOP_S, exit=True)
-        self._armed_at = moves
 
     def _all_beats(self) -> dict[int, str]:
         """Returns the last beat of every other rank, by rank; "" if a rank has written none yet."""

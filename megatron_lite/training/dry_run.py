@@ -94,12 +94,6 @@ class StepSize(NamedTuple):
     num_microbatches: int
     pipeline_size: int
 
-    def __str__(self) -> str:
-        return (
-            f"a step of a model of {self.config.model.num_layers} layers with "
-            f"{self.num_microbatches} micro-batches"
-        )
-
 
 class DryRank(NamedTuple):
     """The dry run of one rank.
@@ -164,17 +158,15 @@ def dry_run(
         replica = of_one_replica(config, parallel.dp_size)
 
         def measure(step: StepSize) -> MeasuredStep:
-            told(f"dry run of rank {rank}: {step}")
-            rules = document_rules(config)
+            told(
+                f"dry run of rank {rank}: a step of a model of {step.config.model.num_layers} "
+                f"layers with {step.num_microbatches} micro-batches"
+            )
+            batches = SameTokens(samples, step.num_microbatches, parallel, document_rules(config))
+            ordered = replace(parallel, pp_size=step.pipeline_size)
             try:
                 with fake:
-                    return measure_step(
-                        step.config,
-                        parallel,
-                        SameTokens(samples, step.num_microbatches, parallel, rules),
-                        host_apart=device != "cpu",
-                        pipeline_size=step.pipeline_size,
-                    )
+                    return measure_step(step.config, ordered, batches, host_apart=device != "cpu")
             except RuntimeError as error:
                 if "overflow" not in str(error):
                     raise
@@ -236,26 +228,18 @@ class SameTokens:
 
 
 def measure_step(
-    config: RunConfig,
-    parallel: ParallelState,
-    batches: Batches,
-    *,
-    host_apart: bool,
-    pipeline_size: int | None = None,
+    config: RunConfig, parallel: ParallelState, batches: Batches, *, host_apart: bool
 ) -> MeasuredStep:
     """Builds the rank's model and optimizer, runs one step and returns its memory.
 
     It is for real and simulated ranks. A real rank issues the collectives of a step.
     host_apart: whether host memory for offloaded tensors is no part of the peak.
-    pipeline_size: the length of the pipeline in whose order the micro-batches run; None: that of
-        `parallel`.
     """
-    ordered = replace(parallel, pp_size=pipeline_size or parallel.pp_size)
     with StepMeter(host_apart=host_apart) as meter:
         model = build_stages(config, parallel)
         optimizer = build_optimizer(config, parallel, model)
         fuse_weight_gradients_(config.training, parallel, model, optimizer)
-        runner = StageRunner.of(config, model, ordered)
+        runner = StageRunner.of(config, model, parallel)
         runner.timed = meter.part
         for category, tensors in held_tensors(model, optimizer):
             meter.assign(category, tensors)

@@ -34,7 +34,7 @@ class RunFacts(NamedTuple):
     num_samples: the samples consumed at the end of the run.
     batch_size: the full global batch size, after any ramp.
     tokens: the tokens of one iteration with the full batch, over all ranks.
-    flops, hardware_flops: the model FLOPs and hardware FLOPs of such an iteration, over all ranks.
+    flops: the model FLOPs and the hardware FLOPs of such an iteration, over all ranks.
     beside_attention: both without the matmuls of attention, which documents make smaller.
     peak_flops: the FLOP/s of one GPU, if known.
     spared_flops: by global batch size, the hardware FLOPs that an iteration need not run, because
@@ -46,8 +46,7 @@ class RunFacts(NamedTuple):
     batch_size: int
     tokens: int
     world_size: int
-    flops: int
-    hardware_flops: int
+    flops: tuple[int, int]
     peak_flops: float | None
     device: torch.device
     spared_flops: Mapping[int, int] = {}
@@ -140,9 +139,10 @@ class Interval:
         full = facts.batch_size * milliseconds / samples / 1000.0
         self.tokens_per_second = facts.tokens / full
         share = 1.0 if self.last.attended is None else self.last.attended
-        beside, beside_hardware = facts.beside_attention
-        flops = beside + share * (facts.flops - beside)
-        hardware_flops = beside_hardware + share * (facts.hardware_flops - beside_hardware)
+        flops, hardware_flops = [
+            beside + share * (whole - beside)
+            for whole, beside in zip(facts.flops, facts.beside_attention, strict=True)
+        ]
         self.teraflops = flops / full / facts.world_size / 1e12
         self.utilization = {}
         if facts.peak_flops is not None:
@@ -289,7 +289,6 @@ def run_facts(trainer: Trainer, peak_flops: float | None) -> RunFacts:
         )
         return step_flops(whole), hardware_flops(sizes, plan_model(config))
 
-    own, hardware = flops(attends=True)
     return RunFacts(
         num_iterations=num_iterations,
         batch_size=batches.full,
@@ -306,8 +305,7 @@ def run_facts(trainer: Trainer, peak_flops: float | None) -> RunFacts:
             for size in batches.sizes_from(consumed, num_iterations=remaining)
         },
         world_size=parallel.world_size,
-        flops=own,
-        hardware_flops=hardware,
+        flops=flops(attends=True),
         beside_attention=flops(attends=False),
         peak_flops=peak_flops,
     )

@@ -110,11 +110,11 @@ class Trainer:
                 return self.run(own, printed)
         self.exits = exits
         with self.saver or nullcontext():
-            notices = self.saver.warnings if self.saver is not None else []
-            notices = [*notices, *self.parallel.together("--load", self._load)]
+            notices = [*self.saver.warnings] if self.saver is not None else []
+            notices += [*self.parallel.together("--load", self._load), *self.notices]
             with self.parallel.together("the log", lambda: RunLog(self, printed)) as log:
                 self.log = log
-                for notice in (*notices, *self.notices):
+                for notice in notices:
                     log.line(notice)
                 if self.progress.iteration >= self.num_iterations:
                     log.line(

@@ -190,7 +190,7 @@ def training_lines(
     skipped = progress.skipped_iterations - start.skipped_iterations
     tokens, share = samples * facts.tokens // facts.batch_size, ""
     if facts.peak_flops is not None:
-        flops = facts.flops * samples / facts.batch_size
+        flops = facts.flops[0] * samples / facts.batch_size
         share = f", MFU {100.0 * flops / (facts.peak_flops * facts.world_size * seconds):.1f}%"
     yield (
         "trained",

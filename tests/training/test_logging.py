@@ -32,8 +32,7 @@ FACTS = RunFacts(
     batch_size=4,
     tokens=64,
     world_size=2,
-    flops=30_000_000,
-    hardware_flops=41_000_000,
+    flops=(30_000_000, 41_000_000),
     peak_flops=1e9,
     device=torch.device("cpu"),
 )
@@ -84,7 +83,7 @@ def test_speeds_are_those_of_the_samples_that_the_iterations_had():
     batches of 4."""
     ramp = [record(global_batch_size=1), record(global_batch_size=3, consumed_samples=16)]
     assert own_fields(ramp) == ["tokens/s/GPU: 320.0", "MFU: 15.0%", "HFU: 20.5%"]
-    facts = with_fields(FACTS, num_samples=16 + 4 * 36_000, flops=30 * 10**9)
+    facts = with_fields(FACTS, num_samples=16 + 4 * 36_000, flops=(30 * 10**9, 0))
     line = iteration_line(Interval(ramp, facts), facts, throughput=True)
     assert "throughput per GPU (TFLOP/s/GPU): 0.1500" in line  # 30 GFLOP in 100 ms by 2 ranks
     assert "global batch size:     3 |" in line
