@@ -3,7 +3,7 @@
 All ranks decide alike, after the same iteration. Before the first iteration the run has nothing to
 save. During that time a signal ends this rank at once, and watch.py ends the other ranks.
 
-At the end of the module: why a run ends, decided from two readings of the beats of every other rank
+At the end of the module: why a run ends, decided from two readings of the beats of every rank
 (watch.py reads them).
 
     the two beats are equal    the rank is gone or stopped
@@ -188,7 +188,7 @@ class Trouble:
 
     what: "lost" (a connection broke), "late" (no progress, or a timeout) or "signal".
     number: the number of the signal.
-    before: the beats of the other ranks at the time `since`.
+    before: the beats of the ranks at the time `since`.
     """
 
     what: str
@@ -198,20 +198,13 @@ class Trouble:
 
 
 def judge(
-    trouble: Trouble,
-    beats: Mapping[int, str],
-    own_beat: str,
-    rank: int,
-    *,
-    timeout: float,
-    graceful: bool,
+    trouble: Trouble, beats: Mapping[int, str], rank: int, *, timeout: float, graceful: bool
 ) -> Verdict | None:
     """Returns the verdict of `rank`; None if the run goes on.
 
     It goes on if no rank is missing and the training loop handles the signal.
 
-    beats: the beats of every other rank, read later than those in `trouble`.
-    own_beat: the beat of this rank.
+    beats: the beats of every rank, this one too, read later than those in `trouble`.
     timeout: the limit in seconds that the message names.
     graceful: whether a signal ends the run after an iteration, by the training loop.
     """
@@ -227,7 +220,7 @@ def judge(
         return None if graceful and not interrupts else stopped_by(trouble.number, rank)
     ended = _of(gone, "has", "have") + " ended"
     if trouble.what == "late":
-        who = ended if gone else _slowest({rank: own_beat, **beats})
+        who = ended if gone else _slowest(beats)
         if silent:
             who = _of(silent, "gives", "give") + " no sign of life"
         return Verdict(rank, 1, f"no progress for more than {timeout:g} s: {who}", with_stacks=True)

@@ -4,7 +4,7 @@ If one rank is killed or hangs, all the other ranks end, and one message names i
 
 Each rank has a thread, the watch thread. Twice a second it writes a beat to the run's store and
 looks for a verdict. A rank is in trouble if its collective failed or timed out, if it makes no
-progress, or if a launcher sends it SIGTERM. It then reads the beats of every other rank twice. A
+progress, or if a launcher sends it SIGTERM. It then reads the beats of every rank twice. A
 rank whose beat has not changed is gone or stopped. The rank in trouble writes the verdict to the
 store and prints it. The other ranks find the verdict and end without a message.
 
@@ -238,7 +238,6 @@ class Watch:
             own = judge(
                 self._trouble,
                 self._all_beats(),
-                self._own_beat(),
                 self._rank,
                 timeout=self._timeout,
                 graceful=self._graceful and self.pulse.where != START_UP,
@@ -250,10 +249,8 @@ class Watch:
 
     def _beat(self) -> None:
         self._beats += 1
-        self._store.set(f"beat/{self._rank}", self._own_beat())
-
-    def _own_beat(self) -> str:
-        return f"{self._beats} {self.pulse.moves} {self.pulse.where}"
+        beat = f"{self._beats} {self.pulse.moves} {self.pulse.where}"
+        self._store.set(f"beat/{self._rank}", beat)
 
     def _arm(self) -> None:
         """Sets faulthandler's timer, which ends the process if the watch thread itself is held up.
@@ -268,8 +265,8 @@ class Watch:
             faulthandler.dump_traceback_later(max(left, 0.0) + BACKSTOP_S, exit=True)
 
     def _all_beats(self) -> dict[int, str]:
-        """Returns the last beat of every other rank, by rank; "" if a rank has written none yet."""
-        keys = {rank: f"beat/{rank}" for rank in range(self._size) if rank != self._rank}
+        """Returns the last beat of every rank, by rank; "" if a rank has written none yet."""
+        keys = {rank: f"beat/{rank}" for rank in range(self._size)}
         return {
             rank: self._store.get(key).decode() if self._store.check([key]) else ""
             for rank, key in keys.items()

@@ -156,7 +156,7 @@ class Trainer:
         # the next learning rate depends on whether the update was skipped. Timers wait for the
         # device anyway, and their report is that of the steps so far.
         waits = self.optimizer.loss_scale is not None or self.timers is not None
-        in_flight = 0 if waits or self.parallel.device.type in StepEnd.ON_TIME else 1
+        waits = waits or self.parallel.device.type in StepEnd.ON_TIME
         reason = self._evaluate("validation") if self.progress.evaluation_is_due else None
         if reason is not None:
             log.line(f"exiting at iteration {iteration}: {reason}")
@@ -193,8 +193,8 @@ class Trainer:
                 last = f"--exit-interval {training.exit_interval}"
             # An evaluation, a save or the end of the run needs the progress of all steps. Otherwise
             # one step's figures may stay on the GPU, so that reading them does not stall it.
-            needs_all = evaluates or saves or ends or reason or last
-            while len(self._started) > (0 if needs_all else in_flight):
+            needs_all = waits or evaluates or saves or ends or reason or last
+            while len(self._started) > (0 if needs_all else 1):
                 next(self._started.pop(0), None)
             if due(training.check_weight_hash_across_dp_replicas_interval):
                 self._compare_replicas()

@@ -7,20 +7,20 @@ import pytest
 
 from megatron_lite.supervision.exits import LEFT, Trouble, Verdict, judge
 
-MOVES = {1: "5 3 iteration 2", 2: "7 4 iteration 3"}  # BEATS MOVES WHERE
-OWN = "6 4 iteration 3"
+# BEATS MOVES WHERE; rank 0 judges
+MOVES = {0: "5 4 iteration 3", 1: "5 3 iteration 2", 2: "7 4 iteration 3"}
 SAVES = "with --save, --exit-signal-handler"
 
 
 def judged(what, later, *, number=0, graceful=False):
     return judge(
-        Trouble(what, number, before=dict(MOVES)), later, OWN, 0, timeout=2.0, graceful=graceful
+        Trouble(what, number, before=dict(MOVES)), later, 0, timeout=2.0, graceful=graceful
     )
 
 
-ALIVE = {1: "6 3 iteration 2", 2: "8 4 iteration 3"}
+ALIVE = {0: "6 4 iteration 3", 1: "6 3 iteration 2", 2: "8 4 iteration 3"}
 STOPPED = {**ALIVE, 1: MOVES[1]}
-BOTH_STOPPED = dict(MOVES)
+BOTH_STOPPED = {**MOVES, 0: ALIVE[0]}
 ENDED = {**ALIVE, 2: LEFT}
 
 
@@ -48,7 +48,7 @@ def test_the_text_names_who_is_missing_or_behind(what, later, text):
 def test_a_rank_that_had_ended_before_is_not_silent():
     before = {1: LEFT, 2: MOVES[2]}
     verdict = judge(
-        Trouble("lost", before=before), {1: LEFT, 2: ALIVE[2]}, OWN, 0, timeout=2.0, graceful=False
+        Trouble("lost", before=before), {1: LEFT, 2: ALIVE[2]}, 0, timeout=2.0, graceful=False
     )
     assert verdict == Verdict(0, 1, "rank 1 has ended, with a message")
 
