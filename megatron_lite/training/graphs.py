@@ -2,11 +2,12 @@
 
 A graph launches the kernels of a captured step again, at the same addresses and without Python. So
 whatever differs from step to step lies in memory that stays where it is: the micro-batches, the
-learning rates and the factors of loss masks (`Inputs`), the loss scale and the optimizer's states.
+learning rates and the factors of loss masks (the arguments of `train_step`), the loss scale and the
+optimizer's states.
 
     steps 1 to N     run without a graph (--cuda-graph-warmup-steps): kernels are compiled and
                      chosen, and kept bytes and the peak measured. In the last of these steps a
-                     `Rehearsal` notes where its random numbers come from.
+                     rehearsal notes where its random numbers come from.
     step N + 1       is captured, which computes nothing, and replayed
     later steps      are replayed, on new inputs
 
@@ -34,8 +35,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.compiled import copied, first_line
 from megatron_lite.parallel.generators import RngSnapshot
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.torch_internals import tree_leaves, tree_map
-from megatron_lite.training.batches import Batches, MaskedMean, MicroBatch
+from megatron_lite.parallel.torch_internals import tree_leaves, tree_map, tree_map_only
+from megatron_lite.training.batches import Batches
 from megatron_lite.training.observe import Look
 from megatron_lite.training.out_of_memory import is_out_of_memory
 from megatron_lite.training.step import StepResult
@@ -43,20 +44,8 @@ from megatron_lite.training.step import StepResult
 # The first step measures the kept bytes, the second one the peak, the third one is the rehearsal.
 LEAST_WARMUP = 3
 Step = Callable[..., StepResult]
+Inputs = dict[str, Any]  # what differs from step to step, on the device: arguments of `train_step`
 Place = tuple[int, int]  # of a generator: its seed and its offset
-
-
-class Inputs(NamedTuple):
-    """What differs from step to step, on the device. The names are those of `train_step`."""
-
-    batches: tuple[MicroBatch, ...]
-    learning_rate: Tensor
-    decoupled_learning_rate: Tensor | None
-    masked: MaskedMean | None
-
-    def run(self, step: Step) -> StepResult:
-        """Runs the step on these tensors."""
-        return step(**self._asdict())
 
 
 class Capture:
@@ -96,97 +85,95 @@ class Capture:
         self._graph.replay()
 
 
-class Rehearsal:
-    """Notes where the random numbers of a step come from, while the step runs without a graph.
+class Rehearsal(NamedTuple):
+    """Where the random numbers of a step come from.
 
-    reads: the states that the step read, in order.
-    stretches: for each time that the step set the state: the place then, and the place that it drew
-        up to. The first stretch begins with the step.
     starts, ends: the offsets of the streams before and after the step, by their seeds.
+    places: where the generator stood at the start of the step, before and after each time that the
+        step set it, and at the end. It drew between the first and the second of them, and so on.
+    reads: the states that the step read, in order.
     """
 
-    def __init__(self, rng: RngStreams) -> None:
-        self.reads: list[Tensor] = []
-        self.stretches: list[tuple[Place, Place]] = []
-        self._rng, self._generator = rng, rng.generator
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Listens while the block runs the step."""
-        self.starts = _offsets(self._rng.snapshot())
-        self._begins = _place(self._generator.get_state())
-        self._rng.generator = self
-        try:
-            yield
-        finally:
-            self._rng.generator = self._generator
-        self._end_stretch()
-        self.ends = _offsets(self._rng.snapshot())
-
-    def get_state(self) -> Tensor:
-        """Returns the state, and notes it."""
-        self.reads.append(self._generator.get_state())
-        return self.reads[-1]
-
-    def set_state(self, state: Tensor) -> None:
-        """Sets the state, and notes the stretch that ends."""
-        self._end_stretch()
-        self._begins = _place(state)
-        self._generator.set_state(state)
-
-    def _end_stretch(self) -> None:
-        self.stretches.append((self._begins, _place(self._generator.get_state())))
+    starts: dict[int, int]
+    places: list[Place]
+    reads: list[Tensor]
+    ends: dict[int, int]
 
 
-class Graph:
-    """A captured step.
+@contextmanager
+def rehearsed(rng: RngStreams) -> Iterator[Rehearsal]:
+    """Notes where random numbers come from while the block runs a step without a graph."""
+    generator = rng.generator
+    found = Rehearsal(_offsets(rng.snapshot()), [_place(generator.get_state())], [], {})
+
+    def get_state() -> Tensor:
+        found.reads.append(generator.get_state())
+        return found.reads[-1]
+
+    def set_state(state: Tensor) -> None:
+        found.places.extend((_place(generator.get_state()), _place(state)))
+        generator.set_state(state)
+
+    rng.generator = SimpleNamespace(get_state=get_state, set_state=set_state)
+    try:
+        yield found
+    finally:
+        rng.generator = generator
+    found.places.append(_place(generator.get_state()))
+    found.ends.update(_offsets(rng.snapshot()))
+
+
+def captured(
+    step: Step, inputs: Inputs, rehearsal: Rehearsal, rng: RngStreams, capture: Capture
+) -> Callable[[Inputs], StepResult]:
+    """Captures a step. Returns what runs it on new inputs, of the shapes of the captured ones.
 
     rehearsal: a step of as many micro-batches, on this generator.
     """
+    inputs = tree_map(copied, inputs)
+    places = rehearsal.places
+    begins, numbers = _shared_states(zip(places[::2], places[1::2], strict=True))
+    states = [(capture.register(), seed, offset) for seed, offset in begins]
 
-    def __init__(
-        self, step: Step, inputs: Inputs, rehearsal: Rehearsal, rng: RngStreams, capture: Capture
-    ) -> None:
-        self._rng, self._rehearsal, self._capture = rng, rehearsal, capture
-        self._inputs = tree_map(copied, inputs)
-        begins, numbers = _shared_states(rehearsal.stretches)
-        self._states = [(capture.register(), seed, offset) for seed, offset in begins]
-        with _named_where_it_fails():
-            self._result = capture.record(partial(self._step, step, numbers))
-
-    def _step(self, step: Step, numbers: list[int | None]) -> StepResult:
+    def run() -> StepResult:
         """Runs the step, which reads of the generator what the rehearsal did."""
-        reads, turns, generator = iter(self._rehearsal.reads), iter(numbers), self._rng.generator
+        reads, turns, generator = iter(rehearsal.reads), iter(numbers), rng.generator
 
         def set_state(_: object = None) -> None:
             number = next(turns)
             if number is not None:
-                self._capture.draw_from(self._states[number][0])
+                capture.draw_from(states[number][0])
 
-        self._rng.generator = SimpleNamespace(get_state=reads.__next__, set_state=set_state)
+        rng.generator = SimpleNamespace(get_state=reads.__next__, set_state=set_state)
         try:
             set_state()
-            return self._inputs.run(step)
+            return step(**inputs)
         finally:
-            self._rng.generator = generator
+            rng.generator = generator
 
-    def replay(self, inputs: Inputs) -> StepResult:
-        """Runs the step on new inputs, which must have the shapes of the captured ones."""
-        for place, new in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True):
+    with _named_where_it_fails():
+        result = capture.record(run)
+
+    def replay(new_inputs: Inputs) -> StepResult:
+        for place, new in zip(tree_leaves(inputs), tree_leaves(new_inputs), strict=True):
             if isinstance(place, Tensor):
                 assert place.shape == new.shape, (place.shape, new.shape)
                 place.copy_(new)
-        before, starts, ends = self._rng.snapshot(), self._rehearsal.starts, self._rehearsal.ends
-        now = _offsets(before)
-        for state, seed, offset in self._states:
-            state.set_state(_state(seed, now[seed] + offset - starts[seed]))
-        self._capture.replay()
-        after = {seed: offset + ends[seed] - starts[seed] for seed, offset in now.items()}
-        seeds = {name: _place(state)[0] for name, state in before.states.items()}
-        states = {name: _state(seed, after[seed]) for name, seed in seeds.items()}
-        self._rng.restore(RngSnapshot(before.current, states))
-        result: StepResult = tree_map(copied, self._result)
-        return result
+        before, starts, ends = rng.snapshot(), rehearsal.starts, rehearsal.ends
+        now = {name: _place(state) for name, state in before.states.items()}
+        offsets = dict(now.values())
+        for state, seed, offset in states:
+            state.set_state(_state(seed, offsets[seed] + offset - starts[seed]))
+        capture.replay()
+        after = {
+            name: _state(seed, offset + ends[seed] - starts[seed])
+            for name, (seed, offset) in now.items()
+        }
+        rng.restore(RngSnapshot(before.current, after))
+        copy: StepResult = tree_map(copied, result)
+        return copy
+
+    return replay
 
 
 class Recorder:
@@ -214,37 +201,28 @@ class Recorder:
         self._new_capture = new_capture
         self._num_warm, self._count = max(warmup_steps, LEAST_WARMUP), 0
         self._rehearsal: Rehearsal | None = None
-        self._graph: Graph | None = None
+        self._replay: Callable[[Inputs], StepResult] | None = None
 
-    def run(
-        self,
-        batches: Batches,
-        *,
-        learning_rate: float,
-        decoupled_learning_rate: float | None = None,
-        masked: MaskedMean | None = None,
-        look: Look | None = None,
-    ) -> StepResult:
-        """Runs `train_step`, as a graph if it can. look: only in the first two steps."""
+    def run(self, batches: Batches, *, look: Look | None = None, **others: Any) -> StepResult:
+        """Runs `train_step`, as a graph if it can.
+
+        look: only in the first two steps. others: the other arguments of `train_step`.
+        """
         with self._on_its_stream():
-            inputs = Inputs(
-                tuple(batches[number] for number in range(len(batches))),
-                self._rate(learning_rate),
-                None if decoupled_learning_rate is None else self._rate(decoupled_learning_rate),
-                masked,
-            )
+            # A learning rate becomes a tensor.
+            inputs: Inputs = tree_map_only((int, float), self._rate, others)
+            inputs["batches"] = tuple(batches[number] for number in range(len(batches)))
             if len(batches) != self._count:
-                self._count, self._rehearsal, self._graph = len(batches), None, None
+                self._count, self._rehearsal, self._replay = len(batches), None, None
             if self._num_warm > 0 or self._rehearsal is None:
                 self._num_warm -= 1
-                self._rehearsal = Rehearsal(self._rng)
-                with self._rehearsal.listening():
-                    return inputs.run(partial(self._step, look=look))
-            if self._graph is None:
-                self._graph = Graph(
+                with rehearsed(self._rng) as self._rehearsal:
+                    return self._step(**inputs, look=look)
+            if self._replay is None:
+                self._replay = captured(
                     self._step, inputs, self._rehearsal, self._rng, self._new_capture()
                 )
-            return self._graph.replay(inputs)
+            return self._replay(inputs)
 
     def _rate(self, rate: float) -> Tensor:
         dtype = torch.float32 if self._device.type == "cuda" else torch.float64

@@ -242,9 +242,11 @@ def built(config, *, captures):
     device = Device()
     with parallel_state(config.parallel, seed=config.training.seed) as parallel:
         rng, before = parallel.rng, parallel.rng.snapshot()
-        seeds = {name: hash(bytes(one.tolist())) % 2**40 for name, one in before.states.items()}
         rng.generator = device
-        states = {name: _packed(seed) for name, seed in seeds.items()}
+        states = {
+            name: torch.tensor([hash(bytes(one.tolist())) % 2**40, 0]).view(torch.uint8)
+            for name, one in before.states.items()
+        }
         rng.restore(RngSnapshot(before.current, states))
         with device:
             trainer = build_trainer(config, parallel)
@@ -256,7 +258,3 @@ def built(config, *, captures):
                     new_capture=partial(StandIn, device),
                 )
             yield trainer
-
-
-def _packed(seed):
-    return torch.tensor([seed, 0]).view(torch.uint8)
