@@ -25,7 +25,7 @@ from megatron_lite.config.policy import Layers, Policy
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import paragraph
-from megatron_lite.config.stages import Stage, most_in_flight
+from megatron_lite.config.stages import most_in_flight
 from megatron_lite.config.units import ByteUnit, plural, size
 from megatron_lite.description.sizes import Sizes, layers_of
 from megatron_lite.memory.explain.recompute_report import of_one_replica
@@ -52,7 +52,7 @@ from megatron_lite.memory.predict.pipeline_memory import (
 from megatron_lite.memory.predict.states import RankStates, update_memory
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute.recompute_plan import KEEP, Segment
+from megatron_lite.recompute.recompute_plan import KEEP
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import (
     Batches,
@@ -359,14 +359,27 @@ def _smaller(whole: StepSize, rank: int) -> tuple[StepSize, list[tuple[StepSize,
     steady = min(whole.num_microbatches - in_flight, 2)
 
     def step(longer: int | None = None, waiting: int = IN_FLIGHT) -> StepSize:
-        found = whole
+        """Returns the step with REPEATS segments of each row, and `waiting` forwards in flight.
+
+        longer: the number of the row of which it has one segment more.
+        """
+        found, rules, layers = whole, [], 0
+        for number, row in enumerate(rows):
+            for one in row[: REPEATS + (number == longer)]:
+                rule = recompute.policy.rule_of(one.first_layer, stage.number) or KEEP
+                own = Layers(layers, layers + one.num_layers - 1)
+                rules.append(replace(rule, layers=(own,), stage=None))
+                layers += one.num_layers
         if long_rows:
-            kept = [
-                one
-                for number, row in enumerate(rows)
-                for one in row[: REPEATS + (number == longer)]
-            ]
-            found = found._replace(config=_with_segments(config, kept, stage, len(all_stages)))
+            smaller = replace(
+                config,
+                model=replace(config.model, num_layers=layers * len(all_stages)),
+                recompute=RecomputeConfig(
+                    recompute_policy=str(Policy(tuple(rules))),
+                    recompute_tail_skip=recompute.recompute_tail_skip,
+                ),
+            )
+            found = found._replace(config=smaller)
         if in_flight > IN_FLIGHT + 1:
             found = found._replace(num_microbatches=waiting + steady, pipeline_size=rank + waiting)
         return found
@@ -375,26 +388,6 @@ def _smaller(whole: StepSize, rank: int) -> tuple[StepSize, list[tuple[StepSize,
     if in_flight > IN_FLIGHT + 1:
         neighbours.append((step(waiting=IN_FLIGHT + 1), in_flight - IN_FLIGHT))
     return step(), neighbours
-
-
-def _with_segments(
-    config: RunConfig, segments: Sequence[Segment], stage: Stage, num_stages: int
-) -> RunConfig:
-    """Returns the run with these segments of a stage in every stage."""
-    rules, layers = [], 0
-    for one in segments:
-        own = Layers(layers, layers + one.num_layers - 1)
-        rule = config.recompute.policy.rule_of(one.first_layer, stage.number) or KEEP
-        rules.append(replace(rule, layers=(own,), stage=None))
-        layers += one.num_layers
-    return replace(
-        config,
-        model=replace(config.model, num_layers=layers * num_stages),
-        recompute=RecomputeConfig(
-            recompute_policy=str(Policy(tuple(rules))),
-            recompute_tail_skip=config.recompute.recompute_tail_skip,
-        ),
-    )
 
 
 RANKS_ABREAST = 4
