@@ -26,7 +26,6 @@ from torch.utils.benchmark import Timer
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run_flags import Parser
-from megatron_lite.pages.run_page import read_run
 from megatron_lite.plan.hardware import (
     CPU_MACHINE,
     Hardware,
@@ -37,6 +36,7 @@ from megatron_lite.plan.hardware import (
     save_hardware,
 )
 from megatron_lite.tools.command import check_ending, tool
+from megatron_lite.tools.report import read_run
 
 # The smallest dimension varies most, because the fit is a function of it.
 SHAPES = ((1024, 1024, 1024), (512, 512, 512), (1024, 1024, 128), (128, 1024, 1024), (64, 512, 512))

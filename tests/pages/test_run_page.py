@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.pages.run_page import read_run, run_figure, run_page
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.tools import report
+from megatron_lite.tools.report import read_run, run_figure, run_page
 from tests.support.parsed_page import ParsedPage
 from tests.support.runs import run_to_end, tiny_run
 
