@@ -20,7 +20,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -194,7 +194,7 @@ class Trouble:
     what: str
     number: int = 0
     since: float = 0.0
-    before: dict[int, str] | None = None
+    before: dict[int, str] = field(default_factory=dict)
 
 
 def judge(
@@ -208,7 +208,6 @@ def judge(
     timeout: the limit in seconds that the message names.
     graceful: whether a signal ends the run after an iteration, by the training loop.
     """
-    assert trouble.before is not None
     # A rank that ends by itself writes "left" and no more beats, so it must not count as silent.
     silent = [other for other, beat in beats.items() if beat == trouble.before[other] != LEFT]
     gone = [other for other, beat in beats.items() if beat == LEFT]

@@ -232,7 +232,7 @@ class Watch:
         if what and (self._trouble is None or self._trouble.what == "signal"):
             self._trouble = Trouble(what)
         # Trouble takes two readings of the beats, SILENT_S seconds apart, then a verdict.
-        if self._trouble is not None and self._trouble.before is None:
+        if self._trouble is not None and not self._trouble.before:
             self._trouble.before, self._trouble.since = self._all_beats(), time.monotonic()
         elif self._trouble is not None and time.monotonic() - self._trouble.since > SILENT_S:
             own = judge(

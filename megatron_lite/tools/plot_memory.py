@@ -116,6 +116,7 @@ def draw(timelines: Sequence[Timeline]) -> Any:
 
 def _draw_panel(panel: Any, timeline: Timeline, unit: ByteUnit) -> None:
     events = thinned(timeline.events)
+    colors, labels = zip(*(STYLES[category] for category in CATEGORIES), strict=True)
     panel.stackplot(
         [event.number for event in events],
         [
@@ -123,8 +124,8 @@ def _draw_panel(panel: Any, timeline: Timeline, unit: ByteUnit) -> None:
             for series in zip(*(event.live_bytes for event in events), strict=True)
         ],
         step="post",
-        labels=[STYLES[category][1] for category in CATEGORIES],
-        colors=[STYLES[category][0] for category in CATEGORIES],
+        labels=labels,
+        colors=colors,
     )
     if points := compared(timeline):
         panel.plot(

@@ -88,13 +88,10 @@ class Trainer:
     slow_ranks: SlowRanks | None = None
     graphs: Recorder | None = None
     progress: Progress = field(default_factory=Progress)
-    log: RunLog = field(init=False)
-    exits: Exits = field(init=False)
     kept_bytes: dict[str, Any] = field(default_factory=dict)
     peak: PeakMemory | None = None
     seconds: list[float] = field(default_factory=list)
     _num_steps: int = 0  # of this start
-    _started: list[Iterator[None]] = field(default_factory=list)  # steps that are not finished
     _saved_at: int = -1
 
     def run(self, exits: Exits | None = None, printed: Sequence[str] = ()) -> Progress:
@@ -166,6 +163,7 @@ class Trainer:
             return bool(every and iteration % every == 0)
 
         self._last_end = StepEnd(self.parallel.device)
+        started = list[Iterator[None]]()  # steps that are not finished
         # No time limit in the first step: kernels load or compile in it, for minutes on some
         # machines.
         self.exits.pulse.at(f"iteration {iteration + 1}", limited=False)
@@ -176,7 +174,7 @@ class Trainer:
             with told or nullcontext():
                 step = self._step()
                 next(step)
-                self._started.append(step)
+                started.append(step)
             if is_first and (kernels := next(iter(self.model)).decoder.context.kernels) is not None:
                 log.line(
                     f"{kernels.num_graphs} kernels were compiled in {kernels.seconds:.1f} s of the "
@@ -194,8 +192,8 @@ class Trainer:
             # An evaluation, a save or the end of the run needs the progress of all steps. Otherwise
             # one step's figures may stay on the GPU, so that reading them does not stall it.
             needs_all = waits or evaluates or saves or ends or reason or last
-            while len(self._started) > (0 if needs_all else 1):
-                next(self._started.pop(0), None)
+            while len(started) > (0 if needs_all else 1):
+                next(started.pop(0), None)
             if due(training.check_weight_hash_across_dp_replicas_interval):
                 self._compare_replicas()
             if evaluates:
