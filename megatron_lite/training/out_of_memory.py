@@ -252,10 +252,10 @@ def advice(config: RunConfig, peak: StepPeak, parallel: ParallelState, *, when: 
     may = "an unknown amount" if allowed is None else f"{size(allowed)}{by_flag}"
     if allowed is None:
         end = "docs/memory.md lists what needs less"
-    elif peak.fits(allowed) and not peak.fits(less := round(allowed * (1.0 - NEAR))):
+    elif peak.fits(allowed) and not peak.fits(round(allowed * (1.0 - NEAR))):
         end = (
             f"The prediction is within {NEAR:.0%} of that, and an allocator needs some room beside "
-            f"it: {_cheapest(config, less, parallel)}"
+            f"it: {_cheapest(config, round(allowed * (1.0 - NEAR)), parallel)}"
         )
     elif peak.fits(allowed):
         end = (

@@ -311,8 +311,9 @@ class StageRunner:
             scale=loss_scale,
             dtype=dtype,
         )
-        whole = frozenset() if self.links is None else self._whole(count)
-        forward: Forward = partial(self._stage, batches, step_loss, whole, self.timed, look)
+        forward: Forward = partial(
+            self._stage, batches, step_loss, self._whole(count), self.timed, look
+        )
 
         def before_backward(action: Action) -> None:
             if before_last is not None and action.microbatch == count - 1:
