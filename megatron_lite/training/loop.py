@@ -272,7 +272,7 @@ class Trainer:
                 figures["num_zeros"] = self.optimizer.num_zeros_in_grad()
             if config.model.num_experts is not None:
                 figures |= self.runner.router_figures(len(batches))
-        end = StepEnd(parallel.device, figures)
+        end = StepEnd(parallel.device, **figures)
         yield
         read, seconds = end.read(self._last_end)
         found: dict[str, Any] = {

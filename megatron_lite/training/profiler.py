@@ -136,13 +136,13 @@ class Timers:
     """The timers of this rank. Calling an object with a name returns the context to be timed."""
 
     def __init__(self, level: int, parallel: ParallelState) -> None:
-        self._level, self._parallel = level, parallel
+        self._parallel = parallel
         self._seconds = {name: 0.0 for name, least in LEVELS.items() if least <= level}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Adds the time of its block to the timer of this name."""
-        if LEVELS[name] > self._level:
+        """Adds the time of its block to the timer of this name, if it runs at this level."""
+        if name not in self._seconds:
             yield
             return
         began = self._now()

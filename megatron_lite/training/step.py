@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,9 +66,9 @@ class StepEnd:
 
     ON_TIME = ("cpu",)  # the devices that do their work when the host launches it
 
-    def __init__(self, device: torch.device, figures: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, device: torch.device, **figures: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._names, self._values = tuple(figures or ()), torch.empty(0)
+        self._names, self._values = tuple(figures), torch.empty(0)
         if figures:
             # float64 holds every figure exactly, counts included.
             self._values = torch.stack(list(map(Tensor.double, figures.values())))
