@@ -50,7 +50,7 @@ from megatron_lite.parallel.collectives import (
     timed_waiting,
 )
 from megatron_lite.parallel.messages import by_rank
-from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
+from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.parallel.tensor_hash import quick_hash
 
@@ -165,9 +165,23 @@ def replica_fault(model: nn.Module, optimizer: Optimizer, parallel: ParallelStat
     Waits for the device.
     """
     optimizer.finish()
+    layout = optimizer.layout
+    # Each tensor of this rank with its name, its parameter's spec, and whether it is one share of
+    # several.
+    if not layout.replicates_weights:
+        held = [(piece.name, piece.master, piece.spec, True) for piece in layout.pieces]
+    else:
+        held = [(name, one.detach(), spec_of(one), False) for name, one in model.named_parameters()]
+        are_shares = layout.shard_group is not None
+        if not are_shares or parallel.replica_group is not None:
+            held += [
+                (f"{piece.name}/{key}", value, piece.spec, are_shares)
+                for piece in layout.pieces
+                for key, value in piece.states.items()
+            ]
     # All ranks compare in the order of the keys, whatever tensors they hold.
     compared: dict[tuple[int, ...], tuple[ProcessGroup, list[str], list[Tensor]]] = {}
-    for name, tensor, spec, is_share in _held(model, optimizer, parallel):
+    for name, tensor, spec, is_share in held:
         # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those that
         # are not split, and the first and the last stage of a tied weight.
         of_data = parallel.holding(spec)
@@ -194,22 +208,3 @@ def replica_fault(model: nn.Module, optimizer: Optimizer, parallel: ParallelStat
     if len(odd) > 1:
         text += f" and {len(odd) - 1} more tensors"
     return by_rank(gather_texts(text, parallel))
-
-
-def _held(
-    model: nn.Module, optimizer: Optimizer, parallel: ParallelState
-) -> list[tuple[str, Tensor, ParameterSpec, bool]]:
-    """Returns the name of each tensor of this rank, the tensor, the spec of its parameter, and
-    whether it is one share of several."""
-    layout = optimizer.layout
-    if not layout.replicates_weights:
-        return [(piece.name, piece.master, piece.spec, True) for piece in layout.pieces]
-    held = [(name, one.detach(), spec_of(one), False) for name, one in model.named_parameters()]
-    is_share = layout.shard_group is not None
-    if not is_share or parallel.replica_group is not None:
-        held += [
-            (f"{piece.name}/{key}", value, piece.spec, is_share)
-            for piece in layout.pieces
-            for key, value in piece.states.items()
-        ]
-    return held
