@@ -28,13 +28,13 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.units import ByteUnit, plural
+from megatron_lite.config.units import ByteUnit, plural, size
 from megatron_lite.training.iteration_line import (
     Evaluation,
     Interval,
@@ -51,7 +51,6 @@ from megatron_lite.training.summary import (
     ranks_line,
     step_time_text,
     summary_of,
-    training_lines,
 )
 from megatron_lite.training.terminal import Terminal, log_file_path, skipped_batches_path
 
@@ -265,10 +264,8 @@ class RunLog:
             f"{trainer.num_iterations} after {clock(time.monotonic() - self._began)}, with "
             "evaluations and saves"
         )
-        lines = training_lines(
-            trainer, self._facts, self._start, self._last, self._validations, step_time
-        )
-        for label, text in (*lines, *file_lines(self._run, progress)):
+        totals = self._totals(step_time) if self._last else ()  # none without an iteration
+        for label, text in (*totals, *file_lines(self._run, progress)):
             self.line(f"  {label:13}{text}")
         compares = trainer.peak is not None or step_time
         if self._parts.get("metrics") is not None and compares:
@@ -277,6 +274,57 @@ class RunLog:
             path = f"{self._config.metrics_jsonl}.summary.json"
             text = json.dumps(summary, indent=2)
             self._try(path, "the summary", write_text, path, f"{text}\n")
+
+    def _totals(self, step_time: str) -> Iterator[tuple[str, str]]:
+        """Yields the names and the texts of the totals of a run that has trained.
+
+        step_time: its text.
+        """
+        trainer, config, facts, last = self._trainer, self._run, self._facts, self._last
+        progress, start, seconds = trainer.progress, self._start, sum(trainer.seconds)
+        samples = progress.consumed_samples - start.consumed_samples
+        skipped = progress.skipped_iterations - start.skipped_iterations
+        tokens, share = samples * facts.tokens // facts.batch_size, ""
+        if facts.peak_flops is not None:
+            flops = facts.flops[0] * samples / facts.batch_size
+            share = f", MFU {100.0 * flops / (facts.peak_flops * facts.world_size * seconds):.1f}%"
+        yield (
+            "trained",
+            f"{samples:,} samples, {tokens:,} tokens in {clock(seconds)}: "
+            f"{tokens / seconds:,.0f} tokens/s{share}",
+        )
+        yield (
+            "loss",
+            f"{Interval(last, facts).loss:.4f} (mean of the last {plural(len(last), 'iteration')})",
+        )
+        if self._validations:
+            found, iteration = min(self._validations)
+            yield (
+                "validation",
+                f"best loss {found.loss:.4f} (perplexity {found.perplexity:.3f}) at iteration "
+                f"{iteration}",
+            )
+        kept = last[-1]
+        predicted, measured = kept.activation_bytes_predicted, kept.activation_bytes_measured
+        if measured is not None:
+            told = "as predicted to the byte"
+            if predicted != measured:
+                told = f"{size(predicted or 0)} were predicted"
+            balanced = kept.activation_bytes_balanced
+            if balanced is not None:
+                told += f"; {size(balanced)} if routers chose every expert equally often"
+            yield "kept", f"{size(measured)} for backward by a micro-batch, {told}"
+        if trainer.peak is not None:
+            yield "peak", str(trainer.peak)
+        elif not config.compiles_layers:
+            by_flag = "" if config.logging.log_peak_memory else " (--log-peak-memory measures it)"
+            yield "peak", f"not measured{by_flag}"
+        if step_time:
+            yield "step time", step_time
+        text = plural(skipped, "update") if skipped else "no updates"
+        if skipped and (listed := skipped_batches_path(config)) is not None:
+            text += f", listed in {listed}"
+        yield "skipped", text
 
     def skipped(self, update: SkippedUpdate) -> None:
         """Writes a line in the log and a row in the file about a skipped update.

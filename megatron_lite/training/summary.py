@@ -1,7 +1,8 @@
-"""The end of a run: its totals, and what was predicted of its steps beside what was measured.
+"""The start and the end of a run: its settings, and what was predicted of its steps beside what was
+measured.
 
-The last lines of the log have them as text. A JSON file beside the metrics, METRICS.summary.json,
-has the predictions for other programs.
+The last lines of the log have the predictions as text. A JSON file beside the metrics,
+METRICS.summary.json, has them for other programs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import platform
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +21,10 @@ from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.notices import Here
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import changed_settings, run_fields
-from megatron_lite.config.units import plural, size
+from megatron_lite.config.units import plural
 from megatron_lite.parallel import torch_internals
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.iteration_line import (
-    Evaluation,
-    Interval,
-    IterationRecord,
-    RunFacts,
-    clock,
-)
-from megatron_lite.training.terminal import log_file_path, skipped_batches_path
+from megatron_lite.training.terminal import log_file_path
 
 if TYPE_CHECKING:
     from megatron_lite.training.loop import Trainer
@@ -168,66 +162,6 @@ def step_time_text(summary: Mapping[str, Any]) -> str:
         f"{measured:.1f} ms measured, {predicted:.1f} ms predicted for {summary['machine']} "
         f"({predicted / measured:.1%} of it)"
     )
-
-
-def training_lines(
-    trainer: Trainer,
-    facts: RunFacts,
-    start: Progress,
-    last: Sequence[IterationRecord],
-    validations: Sequence[tuple[Evaluation, int]],
-    step_time: str,
-) -> Iterator[tuple[str, str]]:
-    """Yields the names and the texts of the totals of a run that has trained since `start`.
-
-    last: its last iterations; without any, there are no totals. validations: the losses that are
-    finite, and their iterations. step_time: its text.
-    """
-    if not last:
-        return
-    config, progress, seconds = trainer.config, trainer.progress, sum(trainer.seconds)
-    samples = progress.consumed_samples - start.consumed_samples
-    skipped = progress.skipped_iterations - start.skipped_iterations
-    tokens, share = samples * facts.tokens // facts.batch_size, ""
-    if facts.peak_flops is not None:
-        flops = facts.flops[0] * samples / facts.batch_size
-        share = f", MFU {100.0 * flops / (facts.peak_flops * facts.world_size * seconds):.1f}%"
-    yield (
-        "trained",
-        f"{samples:,} samples, {tokens:,} tokens in {clock(seconds)}: "
-        f"{tokens / seconds:,.0f} tokens/s{share}",
-    )
-    yield (
-        "loss",
-        f"{Interval(last, facts).loss:.4f} (mean of the last {plural(len(last), 'iteration')})",
-    )
-    if validations:
-        found, iteration = min(validations)
-        yield (
-            "validation",
-            f"best loss {found.loss:.4f} (perplexity {found.perplexity:.3f}) at iteration "
-            f"{iteration}",
-        )
-    predicted, measured = last[-1].activation_bytes_predicted, last[-1].activation_bytes_measured
-    if measured is not None:
-        told = "as predicted to the byte"
-        if predicted != measured:
-            told = f"{size(predicted or 0)} were predicted"
-        balanced = last[-1].activation_bytes_balanced
-        if balanced is not None:
-            told += f"; {size(balanced)} if routers chose every expert equally often"
-        yield "kept", f"{size(measured)} for backward by a micro-batch, {told}"
-    if trainer.peak is not None:
-        yield "peak", str(trainer.peak)
-    elif not config.compiles_layers:
-        by_flag = "" if config.logging.log_peak_memory else " (--log-peak-memory measures it)"
-        yield "peak", f"not measured{by_flag}"
-    if step_time:
-        yield "step time", step_time
-    text = plural(skipped, "update") if skipped else "no updates"
-    if skipped and (listed := skipped_batches_path(config)) is not None:
-        text += f", listed in {listed}"
-    yield "skipped", text
 
 
 def file_lines(config: RunConfig, progress: Progress) -> Iterator[tuple[str, str]]:
