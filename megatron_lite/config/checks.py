@@ -8,10 +8,9 @@ of a wrong type or size before it reaches a loop, an allocation or an index. Sta
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 LONGEST_SHOWN = 60
-Entry = TypeVar("Entry")
 
 
 class InputError(ValueError):
@@ -43,20 +42,6 @@ def input_faults(before: str = "", after: str = "") -> Iterator[None]:
 def flag(field: str) -> str:
     """Returns the flag of a config field: `num_layers` -> `--num-layers`."""
     return "--" + field.replace("_", "-")
-
-
-def chosen(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
-    """Returns table[name].
-
-    Raises ValueError for a name without an entry: no code may treat a new choice as an old one.
-
-    what: the flag or property that was set, for the error message.
-    """
-    if name not in table:
-        raise ValueError(
-            f"{what} {name} is not implemented here, only {', '.join(table)}: choose one of them"
-        )
-    return table[name]
 
 
 def quoted(value: object) -> str:

@@ -44,6 +44,7 @@ def notices(
     about: str,
     *,
     given: Collection[str] = (),
+    dp_size: int = 1,
     device: str = "cpu",
     world_size: int = 1,
     here: Here = UNKNOWN,
@@ -55,18 +56,21 @@ def notices(
         "placement": those that depend on the device and on the number of ranks.
         "log": those that only the log has: kernels, checks that have nothing to compare, defaults.
     given: the fields that the command line sets, for "settings".
+    dp_size: the number of data-parallel ranks, for "recompute". More of them have fewer
+        micro-batches each.
     device, world_size, here: "cpu" or "cuda", the number of ranks and the machine, for "placement"
         and "log". Raises ValueError if the number is not a multiple of the ranks of one model.
     """
     if about == "settings":
         return [*_unread(config, given), *_of_run(config), *_of_recompute(config)]
     if about == "recompute":
-        return list(_of_recompute(config))
-    of_kind = {"placement": _of_placement, "log": _of_log}[about]
+        return list(_of_recompute(config, dp_size))
     # Whether no other rank holds the same parameters and computes different tokens.
     parallel = config.parallel
     is_alone = parallel.data_parallel_size(world_size) * parallel.context_parallel_size == 1
-    return list(of_kind(config, device, world_size, is_alone, here))
+    if about == "placement":
+        return list(_of_placement(config, device, is_alone))
+    return list(_of_log(config, device, world_size, is_alone, here))
 
 
 def _unread(config: RunConfig, given: Collection[str]) -> Iterator[str]:
@@ -128,7 +132,7 @@ def _of_run(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _of_recompute(config: RunConfig) -> Iterator[str]:
+def _of_recompute(config: RunConfig, dp_size: int = 1) -> Iterator[str]:
     model, recompute, parallel = config.model, config.recompute, config.parallel
     rules = recompute.policy.rules
     actions = [rule.action for rule in rules]
@@ -175,9 +179,8 @@ def _of_recompute(config: RunConfig) -> Iterator[str]:
     if recompute.recompute_granularity == "full" and (count or 1) > longest:
         yield f"--recompute-num-layers {count} is more than the {longest} layers of a stage"
     num_kept = recompute.num_microbatches_with_partial_activation_checkpoints
-    # One data-parallel rank has the most micro-batches. More ranks have fewer each.
     training = config.training
-    most = training.most_microbatches(1) if training.global_batch_size else 1
+    most = training.most_microbatches(dp_size) if training.global_batch_size else 1
     if num_kept and num_kept >= config.most_in_flight(most):
         yield (
             f"--num-microbatches-with-partial-activation-checkpoints {num_kept} is not below the "
@@ -220,9 +223,7 @@ def _of_regions(config: RunConfig, actions: list[LayerAction], modules: list[str
         yield f"--recompute-modules {region} adds nothing to {parent}, which it is a part of"
 
 
-def _of_placement(
-    config: RunConfig, device: str, world_size: int, is_alone: bool, here: Here
-) -> Iterator[str]:
+def _of_placement(config: RunConfig, device: str, is_alone: bool) -> Iterator[str]:
     model, profiling = config.model, config.profiling
     modules = {region for rule in config.recompute.policy.rules for region in rule.action.regions}
     if model.builds_scores("cpu"):  # else all devices behave alike: `_of_regions`

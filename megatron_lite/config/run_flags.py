@@ -208,17 +208,12 @@ def flag_of(field: str) -> str:
     return found.flag if found else flag(field)
 
 
-def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
+def flags_of(config: RunConfig) -> list[str]:
     """Returns the words of a command line that `parse_args` parses to an equal configuration.
 
-    Fields with their default values are left out, and so are the fields in `without`.
+    Fields with their default values are left out.
     """
-    return [
-        word
-        for name, words in changed_settings(config).items()
-        if name not in without
-        for word in words
-    ]
+    return [word for words in changed_settings(config).values() for word in words]
 
 
 def flag_words(field: str, value: Any) -> list[str]:

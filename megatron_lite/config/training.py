@@ -249,26 +249,18 @@ class TrainingConfig(Settings):
             )
         return batch // step
 
-    @property
-    def largest_batch_size(self) -> int | None:
-        """The largest `--global-batch-size` of the run; None if the flags give none.
-
-        It decides how much memory a step needs. A --step-batch-size-schedule may end with a smaller
-        one.
-        """
-        if self.step_batch_size_schedule is None:
-            return self.global_batch_size
-        return max(size for _, size in parse_steps(self.step_batch_size_schedule))
-
     def most_microbatches(self, data_parallel_size: int) -> int:
         """Returns the largest number of micro-batches that one rank runs in an iteration.
 
+        It decides how much memory a step needs. A --step-batch-size-schedule may end with a smaller
+        batch.
         Raises ValueError if the batch does not divide over ranks and micro-batches.
         """
-        number, largest = self.num_microbatches(data_parallel_size), self.largest_batch_size
-        return (
-            number if largest is None else largest // (self.micro_batch_size * data_parallel_size)
-        )
+        number, text = self.num_microbatches(data_parallel_size), self.step_batch_size_schedule
+        if text is None:
+            return number
+        largest = max(size for _, size in parse_steps(text))
+        return largest // (self.micro_batch_size * data_parallel_size)
 
     def batch_schedule(
         self, data_parallel_size: int, *, seq_length: int | None = None

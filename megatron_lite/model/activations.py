@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.compiled import Kernels, Pair, Tensors, applied
 
@@ -141,7 +140,7 @@ def activation_pair(config: ModelConfig) -> Pair:
     """Returns the activation of the MLP as a forward and a backward."""
     if config.activation == "gelu" and config.bias_gelu_fusion:
         return TANH_GELU
-    return chosen("the activation", config.activation, PAIRS)
+    return PAIRS[config.activation]
 
 
 def adds_bias(config: ModelConfig, kernels: Kernels) -> bool:

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import exchange_of
@@ -274,7 +273,6 @@ class CoreAttention(nn.Module):
             # Imported late: only context parallelism needs it.
             from megatron_lite.context_parallel import sharded_attention
 
-            chosen("--cp-comm-type", exchange, sharded_attention.EXCHANGES)
             self.cp_size = cp_group.size()
             self.sharded = partial(
                 sharded_attention.context_parallel_attention,

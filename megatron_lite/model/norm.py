@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.collectives import Group, all_reduce
 from megatron_lite.parallel.compiled import Pair, Tensors, applied, passing_on
@@ -54,7 +53,7 @@ class Norm(nn.Module):
         self.widens = reads_residual and config.fp32_residual_connection
         self.does_more = False
         kernels, epsilon = None if all_heads else context.kernels, config.norm_epsilon
-        pair = chosen("--normalization", config.normalization, NORMS)
+        pair = NORMS[config.normalization]
         if all_heads:
             forward, backward = (
                 partial(function, group=context.tp_group)

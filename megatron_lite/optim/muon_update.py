@@ -34,7 +34,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.adam_update import AdamW, Rate
 from megatron_lite.optim.layouts import Bucketed
@@ -111,10 +110,8 @@ class Muon(AdamW):
         self._matrices = {name: spec for name, spec in layout.specs.items() if spec.matrices}
         super().__init__(layout, config, parallel)
         self._tp_group = parallel.tp_group if config.muon_tp_mode == "duplicated" else None
-        self._scale = chosen("--muon-scale-mode", config.muon_scale_mode, SCALES)
-        self._steps = chosen("--muon-coefficient-type", config.muon_coefficient_type, STEPS)(
-            config.muon_num_ns_steps
-        )
+        self._scale = SCALES[config.muon_scale_mode]
+        self._steps = STEPS[config.muon_coefficient_type](config.muon_num_ns_steps)
         self._pieces = {one.name: one for one in layout.pieces if one.name in self._matrices}
 
     def state_names(self, parameter: str) -> tuple[str, ...]:

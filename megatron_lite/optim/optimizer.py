@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import ADAM, MUON, SGD, OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim import stored
@@ -99,7 +98,7 @@ class Optimizer:
         self.layout = layout(model, parallel, data_parallel, config)
         self._pieces = self.layout.pieces
         self._counts_here = [self._counts(piece.spec) for piece in self._pieces]
-        self._rule = chosen("--optimizer", config.optimizer, RULES)(self.layout, config, parallel)
+        self._rule = RULES[config.optimizer](self.layout, config, parallel)
         self._rule.kernels = kernels
         if self.layout.keeps_masters:
             for piece in self._pieces:

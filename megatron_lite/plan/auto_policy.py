@@ -26,7 +26,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.description.sizes import Sizes, layers_of
-from megatron_lite.memory.predict.pipeline_memory import alike_ranks
+from megatron_lite.memory.predict.pipeline_memory import alike_ranks, step_microbatches
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.step_peak import KEPT, StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Group, Hardware
@@ -72,19 +72,9 @@ class Plan:
         return parallel.data_parallel_size(self.num_ranks) * parallel.context_parallel_size
 
     @property
-    def most_microbatches(self) -> int:
-        """The micro-batches on one rank of a step with the run's largest batch."""
-        size = self.config.parallel.data_parallel_size(self.num_ranks)
-        return self.config.training.most_microbatches(size)
-
-    @property
     def facts(self) -> Values:
         """What `step_peak` needs to know besides the config and the rank."""
-        return dict(
-            device=self.hardware.device,
-            dp_cp_size=self.dp_cp_size,
-            num_microbatches=self.most_microbatches,
-        )
+        return dict(device=self.hardware.device, dp_cp_size=self.dp_cp_size)
 
     @cached_property
     def peak(self) -> StepPeak:
@@ -278,7 +268,9 @@ class RankMixes:
 
     def in_flight(self, rank: int) -> int:
         """Returns how many forwards of a stage wait for their backward at once on a rank."""
-        return self.run.config.most_in_flight(self.run.most_microbatches, rank)
+        config = self.run.config
+        dp_size = config.parallel.data_parallel_size(self.run.num_ranks)
+        return config.most_in_flight(step_microbatches(config, dp_size), rank)
 
     def least(self) -> list[StageMix]:
         """Returns the mixes of the one choice with which a layer takes the fewest bytes."""

@@ -26,7 +26,7 @@ from megatron_lite.description.operations import (
 )
 from megatron_lite.description.sizes import Shape, Sizes, first_like_stage
 from megatron_lite.description.transformer_layer import describe_kinds
-from megatron_lite.memory.predict.flops import step_flops
+from megatron_lite.memory.predict.flops import sizes_of_flops, step_flops
 from megatron_lite.memory.predict.pipeline_memory import stage_plan
 from megatron_lite.memory.predict.states import stage_parameters
 from megatron_lite.plan.hardware import Group, Hardware
@@ -98,7 +98,7 @@ def step_time(
         apart from what it hides. They count among the waits.
     Raises ValueError if the ranks or the batch do not divide, or if the vocabulary is not known.
     """
-    parallel, model = config.parallel, config.model
+    parallel = config.parallel
     p, dp_size = parallel.pipeline_model_parallel_size, parallel.data_parallel_size(num_ranks)
     num_microbatches = config.training.num_microbatches(dp_size)
     # Ranks are numbered tensor-parallel first, then context-, data- and pipeline-parallel.
@@ -128,10 +128,7 @@ def step_time(
     ends = (shortest_pipeline if bound else run_pipeline)(durations, num_microbatches)
     busy = [num_microbatches * sum(half.seconds for half in one.whole) for one in ranks]
     batch, length = config.training.batch_size(dp_size), config.data.seq_length
-    vocab_size = config.tokenizer.rows(t)
-    flops = step_flops(
-        Sizes(model=model, micro_batch_size=batch, seq_length=length, padded_vocab_size=vocab_size)
-    )
+    flops = step_flops(sizes_of_flops(config, hardware.device, batch))
     last = max(range(p), key=lambda rank: ends[rank] + ranks[rank].update[REDUCTION])
     update = ranks[last].update
     terms = {

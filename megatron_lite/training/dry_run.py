@@ -28,7 +28,6 @@ from megatron_lite.config.run_flags import paragraph
 from megatron_lite.config.stages import most_in_flight
 from megatron_lite.config.units import ByteUnit, plural, size
 from megatron_lite.description.sizes import Sizes, layers_of
-from megatron_lite.memory.explain.recompute_report import of_one_replica
 from megatron_lite.memory.explain.report_text import table
 from megatron_lite.memory.measure.step_meter import (
     FORWARD,
@@ -155,7 +154,7 @@ def dry_run(
     samples = fake.from_tensor(torch.zeros(sample_shape(config), dtype=torch.int64))
     with simulated_rank(config.parallel, fake, rank=rank, world_size=world_size) as parallel:
         place = replace(parallel, device=torch.device(device))  # that of the run
-        replica = of_one_replica(config, parallel.dp_size)
+        most = step_microbatches(config, parallel.dp_size)
 
         def measure(step: StepSize) -> MeasuredStep:
             told(
@@ -175,13 +174,12 @@ def dry_run(
                     "sizes, or more ranks"
                 ) from error
 
-        number = num_microbatches or enough_microbatches(replica, place.pp_rank)
+        number = num_microbatches or enough_microbatches(config, place.pp_rank, most=most)
         whole, measured = StepSize(config, number, parallel.pp_size), None
         if num_microbatches is None and not in_full:
             measured = measured_from_smaller(whole, place, measure)
         is_derived = measured is not None
         measured = measured or measure(whole)
-    most = step_microbatches(replica)
     return DryRank(
         rank=rank,
         world_size=world_size,
@@ -190,7 +188,7 @@ def dry_run(
         measured=measured,
         is_derived=is_derived,
         states=own_states(config, place),
-        predicted=own_step_peak(config, place, most),
+        predicted=own_step_peak(config, place),
         seconds=time.perf_counter() - began,
     )
 

@@ -16,8 +16,12 @@ import torch
 
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.units import GIB, MIB
-from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
+from megatron_lite.memory.predict.flops import (
+    hardware_flops,
+    peak_flops,
+    sizes_of_flops,
+    step_flops,
+)
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
 from megatron_lite.recompute.schedule import plan_model
 
@@ -267,27 +271,13 @@ def peak_rate(config: LoggingConfig, device: torch.device, *, bf16: bool) -> Pea
 def run_facts(trainer: Trainer, peak_flops: float | None) -> RunFacts:
     """Returns the facts of a run that goes from its progress now to its end."""
     config, parallel, batches = trainer.config, trainer.parallel, trainer.batches
-    device, tp_size = parallel.device, parallel.tp_size
+    device = parallel.device
     num_iterations, progress = trainer.num_iterations, trainer.progress
     remaining, consumed = num_iterations - progress.iteration, progress.consumed_samples
 
     def flops(*, attends: bool) -> tuple[int, int]:
-        whole = Sizes(
-            model=config.model,
-            micro_batch_size=batches.full,
-            seq_length=config.data.seq_length,
-            padded_vocab_size=config.tokenizer.rows(tp_size),
-            attends=attends,
-        )
-        sizes = replace(
-            whole,
-            device=device.type,
-            loss_chunk_size=config.loss_chunk_size,
-            loss_in_one_pass=config.loss_in_one_pass,
-            tp_size=tp_size,
-            cp_size=config.parallel.context_parallel_size,
-        )
-        return step_flops(whole), hardware_flops(sizes, plan_model(config))
+        sizes = replace(sizes_of_flops(config, device.type, batches.full), attends=attends)
+        return step_flops(sizes), hardware_flops(sizes, plan_model(config))
 
     return RunFacts(
         num_iterations=num_iterations,

@@ -150,18 +150,14 @@ def own_states(config: RunConfig, parallel: ParallelState) -> RankStates:
     )
 
 
-def own_step_peak(
-    config: RunConfig, parallel: ParallelState, num_microbatches: int | None = None
-) -> StepPeak:
-    """Returns the predicted peak of this rank in a step of so many micro-batches; None: the most
-    that the run has."""
+def own_step_peak(config: RunConfig, parallel: ParallelState) -> StepPeak:
+    """Returns the predicted peak of this rank in a step of the run's largest batch."""
     return step_peak(
         config,
         parallel.pp_rank,
         device=parallel.device.type,
         dp_cp_size=parallel.dp_cp_size,
         dp_cp_rank=parallel.dp_cp_rank,
-        num_microbatches=num_microbatches or config.training.most_microbatches(parallel.dp_size),
     )
 
 

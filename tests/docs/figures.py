@@ -126,9 +126,7 @@ def ladder(run=ladder_run, policies=LADDER, *, ranks=2):
     for text in policies:
         config = run(recompute_policy=text)
         plan, sizes = plan_model(config), Sizes.of(config, device="cuda")
-        peak = fullest_step_peak(
-            config, device="cuda", dp_cp_size=ranks, num_microbatches=512 // ranks
-        )
+        peak = fullest_step_peak(config, device="cuda", dp_cp_size=ranks)
         lines.append(
             f"| `{text}` | {activation_bytes(plan, sizes) / GIB:.2f} "
             f"| {activation_bytes(plan, sizes, on_host=True) / GIB:.2f} "

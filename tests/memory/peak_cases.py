@@ -142,7 +142,7 @@ def row_of_rank(rank, world_size, case):
     config = case.config
     with parallel_state(config.parallel, seed=config.training.seed) as parallel:
         measured = measure(config, parallel)
-        predicted = own_step_peak(config, parallel, case.micro_batches)
+        predicted = own_step_peak(config, parallel)
     return Row(predicted.num_bytes, measured, predicted.moment)
 
 

@@ -29,7 +29,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
 CPU = torch.device("cpu")
-peak_of = partial(step_peak, device="cpu", dp_cp_size=1, num_microbatches=1)
+peak_of = partial(step_peak, device="cpu", dp_cp_size=1)
 SIZE = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 512 "
     "--max-position-embeddings 512 --vocab-size 4096 --micro-batch-size 8 --global-batch-size 8 "

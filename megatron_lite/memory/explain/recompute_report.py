@@ -13,12 +13,11 @@ import shlex
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
-from megatron_lite.config import run_flags
-from megatron_lite.config.checks import Values, chosen
+from megatron_lite.config.checks import Values
 from megatron_lite.config.notices import notices
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import (
@@ -30,6 +29,8 @@ from megatron_lite.config.regions import (
     without_effect,
 )
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import changed_settings
+from megatron_lite.config.setting import settings_of
 from megatron_lite.config.stages import Stage
 from megatron_lite.config.units import size
 from megatron_lite.description.model_ends import embedding_operations, head_operations
@@ -157,11 +158,8 @@ def likely_device(distributed_backend: str) -> str:
 
     `auto` takes a GPU if the machine has a visible one.
     """
-    device = chosen(
-        "--distributed-backend", distributed_backend, {"auto": None, "gloo": "cpu", "nccl": "cuda"}
-    )
-    if device is not None:
-        return device
+    if distributed_backend != "auto":
+        return "cpu" if distributed_backend == "gloo" else "cuda"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     # A GPU under Windows' subsystem for Linux, and one of AMD, have other devices.
     there = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
@@ -175,28 +173,32 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
     dp_size: the number of data-parallel ranks that split --global-batch-size.
     ValueError: the run cannot split this batch.
     """
-    run, config = config, of_one_replica(config, dp_size)
-    dp_cp_size = dp_size * config.parallel.context_parallel_size
-    own = price(config, device, dp_cp_size)
+    config.batch_schedule(dp_size)
+    runs = (*_usual(config, device), ("", config))
+    priced = [price(run, device, dp_size, name) for name, run in runs]
+    own = priced[-1]
+    policies = {one.execution: one for one in priced}.values()
     parts = tuple(_parts(config, own.step.rank, device))
     sizes = Sizes.of(config, device)
     ranks = range(config.parallel.pipeline_model_parallel_size)
     return Report(
-        config=run,
+        config=config,
         sizes=sizes,
-        ranks=tuple(rank_memory(config, device, rank) for rank in ranks),
-        num_microbatches=step_microbatches(config),
+        ranks=tuple(rank_memory(config, device, rank, dp_size=dp_size) for rank in ranks),
+        num_microbatches=step_microbatches(config, dp_size),
         own=own,
-        dp_cp_size=dp_cp_size,
+        dp_cp_size=dp_size * config.parallel.context_parallel_size,
         parts=parts,
-        policies=alternatives(config, device, dp_cp_size),
-        notes=tuple(_notes(config, sizes, own, parts)),
+        policies=tuple(sorted(policies, key=lambda one: (-one.step.num_bytes, one.flops.replays))),
+        notes=tuple(_notes(config, dp_size, sizes, own, parts)),
     )
 
 
-def _notes(config: RunConfig, sizes: Sizes, own: Priced, parts: Sequence[Part]) -> Iterator[str]:
+def _notes(
+    config: RunConfig, dp_size: int, sizes: Sizes, own: Priced, parts: Sequence[Part]
+) -> Iterator[str]:
     """Yields the reasons why memory would not drop as the recompute flags suggest."""
-    warnings = notices(config, "recompute")
+    warnings = notices(config, "recompute", dp_size=dp_size)
     yield from (f"{warning}." for warning in warnings)
     named = frozenset[str]().union(*(segment.regions for segment in own.plan.segments))
     for region in without_effect(named, builds_scores=config.model.builds_scores(sizes.device)):
@@ -221,22 +223,6 @@ def _notes(config: RunConfig, sizes: Sizes, own: Priced, parts: Sequence[Part]) 
             "layers does not lower the head; --loss-chunk-size and a smaller --micro-batch-size "
             "do, and so does a larger --tensor-model-parallel-size."
         )
-
-
-def of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
-    """Returns the run of one data-parallel rank, with its part of the run's largest batch.
-
-    ValueError: that part is not a whole number of micro-batches.
-    """
-    config.batch_schedule(dp_size)
-    batch = config.training.largest_batch_size
-    training = replace(
-        config.training,
-        global_batch_size=None if batch is None else batch // dp_size,
-        rampup_batch_size=(),
-        step_batch_size_schedule=None,
-    )
-    return replace(config, training=training)
 
 
 def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
@@ -345,15 +331,16 @@ def layers_name(layers: Sequence[int]) -> str:
     return f"layer{'s' * (len(layers) > 1)} {', '.join(spans)}"
 
 
-def price(config: RunConfig, device: str, dp_cp_size: int, name: str = "") -> Priced:
+def price(config: RunConfig, device: str, dp_size: int, name: str) -> Priced:
     """Returns the cost of a run. The vocabulary size must be known.
 
-    device: "cpu" or "cuda". dp_cp_size: the number of ranks that share the states.
+    device: "cpu" or "cuda". name: "": that of its setting.
     """
     flops, ranks = PolicyFlops.of(config, device), Sizes.of(config, device).num_ranks
+    dp_cp_size = dp_size * config.parallel.context_parallel_size
     step = fullest_step_peak(config, device=device, dp_cp_size=dp_cp_size)
     # Some micro-batches of a step may keep everything. The figure is the mean.
-    number = step_microbatches(config)
+    number = step_microbatches(config, dp_size)
     spared = spared_flops(
         config, number, samples_per_microbatch=config.training.micro_batch_size, device=device
     )
@@ -361,7 +348,7 @@ def price(config: RunConfig, device: str, dp_cp_size: int, name: str = "") -> Pr
         name=name or short_name(config.recompute),
         config=config,
         plan=plan_model(config),
-        memory=rank_memory(config, device, step.rank),
+        memory=rank_memory(config, device, step.rank, dp_size=dp_size),
         host_bytes=sum(
             activation_bytes(own, Sizes.of(config, device, stage), on_host=True)
             for stage, own in rank_plans(config, step.rank)
@@ -376,16 +363,6 @@ def price(config: RunConfig, device: str, dp_cp_size: int, name: str = "") -> Pr
 def rank_plans(config: RunConfig, rank: int) -> list[tuple[Stage, RecomputePlan]]:
     """Returns the stages of a pipeline rank and their plans."""
     return [(stage, stage_plan(config, stage)) for stage in config.stages_of_rank(rank)]
-
-
-def alternatives(config: RunConfig, device: str, dp_cp_size: int) -> tuple[Priced, ...]:
-    """Returns the costs of the run's own flags and of usual settings, the highest peak first."""
-    priced = {
-        one.execution: one
-        for name, run in (*_usual(config, device), ("", config))
-        for one in [price(run, device, dp_cp_size, name)]
-    }
-    return tuple(sorted(priced.values(), key=lambda one: (-one.step.num_bytes, one.flops.replays)))
 
 
 def _usual(config: RunConfig, device: str) -> Iterator[tuple[str, RunConfig]]:
@@ -429,8 +406,8 @@ def _usual(config: RunConfig, device: str) -> Iterator[tuple[str, RunConfig]]:
 
 def flags_of(config: RunConfig) -> str:
     """Returns the command-line flags that decide the recomputation of a run."""
-    own = {field.name for field in fields(RecomputeConfig)}
-    return shlex.join(run_flags.flags_of(config, without=run_flags.run_fields().keys() - own))
+    own, changed = settings_of(RecomputeConfig), changed_settings(config)
+    return shlex.join(word for name in changed if name in own for word in changed[name])
 
 
 def region_names(regions: Iterable[str]) -> list[str]:

@@ -222,7 +222,7 @@ def _policies(report: Report, seconds: Sequence[float], machine: str) -> Iterato
     heading = ["What the flags could do here", f"kept {unit.name}", "whole peak", "FLOPs"]
     rows = [heading + ["step s"] * bool(seconds) + ["on rank"] * several]
     for one, time in zip_longest(report.policies, seconds):
-        mark = ">" if one.execution == report.own.execution else " "
+        mark = ">" if one is report.own else " "
         host = f", {size(one.host_bytes)} to host" if one.host_bytes else ""
         row = [f"{mark} {one.name}{host}", unit.number(one.memory.kept_bytes)]
         row += [unit.number(one.step.num_bytes), percent(one.flops.added)]

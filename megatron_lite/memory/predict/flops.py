@@ -67,9 +67,28 @@ def logits_flops(sizes: Sizes) -> int:
     return _forward(head_operations(sizes))
 
 
+def sizes_of_flops(config: RunConfig, device: str, num_samples: int) -> Sizes:
+    """Returns the sizes that count the FLOPs of so many samples: no rank has a part of the experts.
+
+    device: "cpu" or "cuda".
+    """
+    tp_size = config.parallel.tensor_model_parallel_size
+    return Sizes(
+        model=config.model,
+        micro_batch_size=num_samples,
+        seq_length=config.data.seq_length,
+        padded_vocab_size=config.tokenizer.rows(tp_size),
+        device=device,
+        tp_size=tp_size,
+        cp_size=config.parallel.context_parallel_size,
+        loss_chunk_size=config.loss_chunk_size,
+        loss_in_one_pass=config.loss_in_one_pass,
+    )
+
+
 def step_flops(sizes: Sizes) -> int:
     """Returns the model FLOPs of forward and backward."""
-    return 3 * forward_flops(sizes)
+    return 3 * forward_flops(replace(sizes, tp_size=1, cp_size=1))
 
 
 def hardware_flops(sizes: Sizes, plan: RecomputePlan) -> int:
@@ -118,17 +137,10 @@ class PolicyFlops(NamedTuple):
     @classmethod
     def of(cls, config: RunConfig, device: str) -> PolicyFlops:
         """Returns them for a run whose vocabulary size is known. device: "cpu" or "cuda"."""
-        sizes = Sizes.of(config, device)
-        whole = Sizes(
-            model=sizes.model,
-            micro_batch_size=sizes.micro_batch_size,
-            seq_length=sizes.seq_length,
-            padded_vocab_size=sizes.padded_vocab_size,
-        )
-        ranks = replace(whole, device=device, tp_size=sizes.tp_size, cp_size=sizes.cp_size)
+        sizes = sizes_of_flops(config, device, config.training.micro_batch_size)
         return cls(
-            step_flops(whole),
-            replay_flops(ranks, plan_model(config)),
+            step_flops(sizes),
+            replay_flops(sizes, plan_model(config)),
             sizes.num_ranks * _rebuilds(head_operations(sizes)),
         )
 

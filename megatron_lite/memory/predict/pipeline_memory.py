@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes, first_like_stage
-from megatron_lite.memory.predict.flops import replay_flops
+from megatron_lite.memory.predict.flops import replay_flops, sizes_of_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.stage_course import stage_course
 from megatron_lite.pipeline.order import Action, keeping_all, order
@@ -124,12 +124,12 @@ def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -
         before = kept
 
 
-def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
+def rank_memory(config: RunConfig, device: str, rank: int, *, dp_size: int = 1) -> RankMemory:
     """Returns the memory of one pipeline rank, with the micro-batches that a step of the run has.
 
-    The vocabulary size must be known.
+    The vocabulary size must be known. dp_size: the number of data-parallel ranks.
     """
-    number = enough_microbatches(config, rank)
+    number = enough_microbatches(config, rank, most=step_microbatches(config, dp_size))
     course = list(ticks(config, device, rank=rank, num_microbatches=number))
     schedule = RankSchedule.of(config, rank, number)
     kept = (
@@ -143,17 +143,17 @@ def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
     return RankMemory(schedule.stages, sum(kept), *most)
 
 
-def step_microbatches(config: RunConfig) -> int:
-    """Returns the micro-batches of a step if one data-parallel rank runs --global-batch-size alone.
+def step_microbatches(config: RunConfig, dp_size: int = 1) -> int:
+    """Returns the micro-batches that each of so many data-parallel ranks runs in a step.
 
     If the batch size changes in the run, it is the number of the largest batch. Without
     --global-batch-size it is 1.
     Virtual stages cannot run 1 micro-batch, so with them it is 2p, which fills the pipeline.
-    ValueError: the batch is not divisible by the micro-batch size.
+    ValueError: the batch does not divide over ranks and micro-batches.
     """
     size = config.parallel.pipeline_model_parallel_size
     if config.training.global_batch_size is not None:
-        return config.training.most_microbatches(1)
+        return config.training.most_microbatches(dp_size)
     return 1 if len(config.stages()) == size else 2 * size
 
 
@@ -166,23 +166,15 @@ def spared_flops(
     num_microbatches: the micro-batches of a step on one data-parallel rank.
     samples_per_microbatch: the samples of one micro-batch on all data-parallel ranks together.
     """
-    parallel, spared = config.parallel, 0
     if config.recompute.num_microbatches_with_partial_activation_checkpoints is None:
         return 0
-    for rank in range(parallel.pipeline_model_parallel_size):
+    sizes, spared = sizes_of_flops(config, device, samples_per_microbatch), 0
+    for rank in range(config.parallel.pipeline_model_parallel_size):
         schedule = RankSchedule.of(config, rank, num_microbatches)
         for chunk, stage in enumerate(schedule.stages):
-            sizes = Sizes(
-                model=config.model,
-                micro_batch_size=samples_per_microbatch,
-                seq_length=config.data.seq_length,
-                device=device,
-                tp_size=parallel.tensor_model_parallel_size,
-                cp_size=parallel.context_parallel_size,
-                first_layer=stage.first_layer,
-            )
+            own = replace(sizes, first_layer=stage.first_layer)
             number = sum(action.chunk == chunk for action in schedule.whole)
-            spared += number * replay_flops(sizes, stage_plan(config, stage))
+            spared += number * replay_flops(own, stage_plan(config, stage))
     return spared
 
 
@@ -201,16 +193,15 @@ def alike_ranks(config: RunConfig) -> list[int]:
     return [*map(kinds.index, kinds)]
 
 
-def enough_microbatches(config: RunConfig, rank: int, *, most: int | None = None) -> int:
+def enough_microbatches(config: RunConfig, rank: int, *, most: int) -> int:
     """Returns the micro-batches of a step, or fewer if a rank reaches its peak with fewer.
 
-    most: those of a step; None: see `step_microbatches`.
+    most: those of a step.
 
     From 2p micro-batches on the schedule repeats. If some micro-batches keep everything, schedule
     and windows repeat together after the least common multiple of their lengths.
     """
     size = config.parallel.pipeline_model_parallel_size
-    most = step_microbatches(config) if most is None else most
     repeats = 0
     if config.recompute.num_microbatches_with_partial_activation_checkpoints is not None:
         num_chunks = len(config.stages_of_rank(rank))

@@ -134,25 +134,19 @@ def band(config: RunConfig, device: str) -> str:
 
 
 def step_peak(
-    config: RunConfig,
-    pp_rank: int,
-    *,
-    device: str,
-    dp_cp_size: int,
-    dp_cp_rank: int = 0,
-    num_microbatches: int | None = None,
+    config: RunConfig, pp_rank: int, *, device: str, dp_cp_size: int, dp_cp_rank: int = 0
 ) -> StepPeak:
-    """Returns the peak of a step on one rank. The vocabulary size must be known.
+    """Returns the peak of a step of the run's largest batch on one rank. The vocabulary size must
+    be known.
 
     pp_rank: the pipeline rank.
     device: "cpu" or "cuda". On a CPU tensors in host memory count too.
     dp_cp_size, dp_cp_rank: the number of ranks that share the states, over data and context
         parallelism together, and the number of this rank among them.
-    num_microbatches: those of one data-parallel rank in a step. None: those of a rank that runs
-        --global-batch-size alone.
+    ValueError: the batch does not divide over ranks and micro-batches.
     """
     states = rank_states(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
-    number = step_microbatches(config) if num_microbatches is None else num_microbatches
+    number = step_microbatches(config, dp_cp_size // config.parallel.context_parallel_size)
     shards = config.parallel.shards(dp_cp_size) if config.data_parallel.use_torch_fsdp2 else 1
     schedule = RankSchedule.of(config, pp_rank, enough_microbatches(config, pp_rank, most=number))
     stages = schedule.stages
