@@ -127,7 +127,7 @@ def switched(model):
 @contextmanager
 def wrapped(model, every, kept=0):
     """torch's checkpoint around layers. kept: every how many-th matrix product is kept, if any."""
-    layers = [layer for one in layer_lists(model, None) for layer in one.layers][::every]
+    layers = [layer for one in layer_lists(model, None).values() for layer in one][::every]
     for layer in layers:
         more = {"context_fn": partial(selective, kept)} if kept else {}
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **more)
@@ -186,8 +186,8 @@ def rows_of(name, args):
         return dict(what=name, name=setting, peak_bytes=peak, time_ratio=ratio)
 
     most = peak_of(model, step, args.device)
-    for one in layer_lists(model, None):
-        apply_policy_(model, layers_fqn=one.name, policy="*:full", verify=False)
+    for name in layer_lists(model, None):
+        apply_policy_(model, layers_fqn=name, policy="*:full", verify=False)
     least = peak_of(model, step, args.device)
     remove_policy_(model)
     yield row("none", step, plain, model)

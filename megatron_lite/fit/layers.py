@@ -8,23 +8,17 @@ a kind holds for all of them.
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 from torch import nn
 
 from megatron_lite.recompute.apply import layers_of, lists_in
 
 
-class LayerList(NamedTuple):
-    """A list of layers. name: its name in the model."""
-
-    name: str
-    layers: list[nn.Module]
-
-
-def layer_lists(model: nn.Module, layers_fqn: str | Sequence[str] | None) -> list[LayerList]:
-    """Returns the lists of layers of a model: those that are named, or the outermost ones in which
-    a layer is repeated, with those of the same name in other stages of the model.
+def layer_lists(
+    model: nn.Module, layers_fqn: str | Sequence[str] | None
+) -> dict[str, list[nn.Module]]:
+    """Returns the lists of layers of a model, by name: those that are named, or the outermost ones
+    in which a layer is repeated, with those of the same name in other stages of the model.
 
     Raises ValueError if a name is no module, or if no layer is repeated.
     """
@@ -48,7 +42,7 @@ def layer_lists(model: nn.Module, layers_fqn: str | Sequence[str] | None) -> lis
             if not is_inside and _most_alike(layers) and most[stage_of(name)] >= least:
                 found[id(layers[0])] = name
         names = [*found.values()]
-    return [LayerList(name, layers_of(model, name)) for name in names]
+    return {name: layers_of(model, name) for name in names}
 
 
 def stage_of(name: str) -> str:

@@ -12,18 +12,18 @@ all other actions than `full` run verified, so that replays prove themselves.
 import gc
 import weakref
 from collections import ChainMap, Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from operator import le, sub
 from statistics import median_low
 from typing import Any
 
-import torch
 from torch import nn
 
-from megatron_lite.fit.gauges import Clock, CpuGauge, Gauge
-from megatron_lite.fit.layers import LayerList, kind_of, stage_of
+from megatron_lite.fit.gauges import Gauge, clock, cpu_gauge, cuda_gauge
+from megatron_lite.fit.layers import kind_of, stage_of
 from megatron_lite.fit.plans import (
     AFTER,
     BACKWARD,
@@ -61,18 +61,18 @@ class Measurement:
     def __init__(
         self,
         model: nn.Module,
-        lists: Sequence[LayerList],
+        lists: Mapping[str, list[nn.Module]],
         step: Callable[[], Any],
         optimizer: Any,
-        device: torch.device,
-        gauge: Callable[[Callable[[], int]], Gauge],
+        gauge: Callable[[Callable[[], int]], AbstractContextManager[Gauge]] | None = None,
         *,
         ranks: Ranks | None = None,
         buckets: int = 0,
         around: Callable[..., list[Span]] | None = None,
     ) -> None:
-        """optimizer: see fit/update.py. gauge: makes what reads the device (gauges.py).
-
+        """lists: the layers, by the names of their lists in the model.
+        optimizer: see fit/update.py.
+        gauge: makes what reads the device (gauges.py); None: the one for the device of the model.
         ranks: those that are fitted together.
         buckets: the bytes that data parallelism holds beside weights and gradients.
         around: runs a step on fake tensors, which neither need a first run nor prove replays. It
@@ -80,8 +80,10 @@ class Measurement:
         Raises ValueError if the step runs no backward through the layers.
         """
         self._model, self._lists, self._around = model, lists, around
-        self._gauge, self._ranks = gauge, ranks or Ranks()
-        self._layers = [*{layer: None for one in lists for layer in one.layers}]
+        self._ranks, device = ranks or Ranks(), next(model.parameters()).device
+        on_gpu = device.type == "cuda"
+        self._gauge = gauge or (partial(cuda_gauge, device) if on_gpu else cpu_gauge)
+        self._layers = [*dict.fromkeys(chain.from_iterable(lists.values()))]
         self._step = Step(model, self._layers, partial(self._ranks.agreed, step))
         states = tensors_of(list(getattr(optimizer, "state", {}).values()))
         weights = [*model.parameters(), *model.buffers()]
@@ -102,18 +104,18 @@ class Measurement:
         self._notes = self._step.sharing
         if all(span.name != BACKWARD for span in spans):
             raise ValueError(
-                f"the step runs no backward through {', '.join(one.name for one in lists)}: call "
+                f"the step runs no backward through {', '.join(lists)}: call "
                 "loss.backward() in it, on a loss that depends on trainable parameters, and the "
                 "layers as modules: no hook sees layer.forward(..)"
             )
         self._order = list(dict.fromkeys(span.layer for span in spans if span.name == FORWARD))
-        for name, layers in lists:
+        for name, layers in lists.items():
             if not {*layers} & {self._layers[number] for number in self._order}:
                 self.notes.append(
                     f"note: {name} does not run in this step, so what it would keep is in no figure"
                 )
         candidates = [*CANDIDATES, *ON_RANKS * self._step.is_divided]
-        candidates += ON_HOST * (device.type == "cuda")
+        candidates += ON_HOST * on_gpu
         self.problem = self._problem(spans, candidates)
         if self._step.varies:
             self.notes.append(
@@ -138,13 +140,15 @@ class Measurement:
         """Returns the name of a layer of the problem."""
         layer = self._layers[self._order[place]]
         return next(
-            f"{one.name}.{one.layers.index(layer)}" for one in self._lists if layer in one.layers
+            f"{name}.{layers.index(layer)}"
+            for name, layers in self._lists.items()
+            if layer in layers
         )
 
     def _apply_(self, actions: Sequence[str], *, verify: bool = False) -> dict[str, str]:
         self._actions, policies = actions, {}
         rest = dict(zip(self._layers, actions, strict=True))
-        for name, layers in self._lists:
+        for name, layers in self._lists.items():
             # A layer may stand in a list twice.
             policies[name] = policy_text([rest.pop(layer, "none") for layer in layers])
             apply_policy_(self._model, layers_fqn=name, policy=policies[name], verify=verify)
@@ -170,8 +174,8 @@ class Measurement:
                 remove_policy_(self._model)
             self._apply_(actions)
             spans = self._read()
-            if self._gauge is CpuGauge:  # its profiler takes time by itself
-                runs = [self._step.run(Clock(), takes_notes=False) for _ in range(TIMED)]
+            if self._gauge is cpu_gauge:  # its profiler takes time by itself
+                runs = [self._step.run(clock(), takes_notes=False) for _ in range(TIMED)]
                 times = [min(one.nanoseconds for one in same) for same in zip(*runs, strict=False)]
                 pairs = zip(spans, times, strict=False)
                 spans = [span._replace(nanoseconds=time) for span, time in pairs]
@@ -182,7 +186,7 @@ class Measurement:
     def _problem(self, spans: list[Span], candidates: list[str]) -> Problem:
         kinds: dict[Any, list[int]] = {}
         self._used = {span.layer for span in spans if span.name == BACKWARD}
-        stages = {layer: stage_of(one.name) for one in self._lists for layer in one.layers}
+        stages = {layer: stage_of(name) for name, layers in self._lists.items() for layer in layers}
         for number in self._order:
             # Without a backward, what is kept is soon freed.
             layer = self._layers[number]

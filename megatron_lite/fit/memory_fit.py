@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from megatron_lite.config.units import parse_bytes, size
-from megatron_lite.fit.gauges import CpuGauge, CudaGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.plans import ENDLESS, Plan, fastest, neighbours, smallest
@@ -117,24 +116,19 @@ def fit_memory_(
     limit = None if budget is None else parse_bytes("budget", budget, least=1)
     if maximize not in (None, "batch") or (maximize and not limit):
         raise ValueError(f"maximize {maximize!r}: give 'batch' and a budget, or leave it out")
-    device = check_model(model)
+    check_model(model)
     lists = layer_lists(model, layers_fqn)
-    gauge = partial(CudaGauge, device) if device.type == "cuda" else CpuGauge
 
     with all_ranks() as ranks, unchanged(model):
-        measured = partial(
-            Measurement, model, lists, optimizer=optimizer, device=device, gauge=gauge, ranks=ranks
-        )
+        measured = partial(Measurement, model, lists, optimizer=optimizer, ranks=ranks)
         if not maximize or not limit:
             return fitted(model, measured(step), limit)
         return _largest_batch(model, lambda batch: measured(lambda: step(batch)), limit)
 
 
-def check_model(model: nn.Module) -> torch.device:
-    """Returns the device of a model.
-
-    Raises ValueError if it has several, is lazy or compiled, or rebuilds activations already.
-    """
+def check_model(model: nn.Module) -> None:
+    """Raises ValueError if a model lies on several devices, is lazy or compiled, or rebuilds
+    activations already."""
     devices = {each.device for each in model.parameters()}
     if len(devices) != 1:
         names = ", ".join(map(str, devices)) or "none"
@@ -151,7 +145,6 @@ def check_model(model: nn.Module) -> torch.device:
                 f"{name or 'the model'} has gradient_checkpointing on, which rebuilds the layers "
                 "already: call model.gradient_checkpointing_disable()"
             )
-    return devices.pop()
 
 
 def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -95,7 +95,9 @@ class Step:
         """Whether the first two runs had inputs of different shapes."""
         return any(one != self._shapes[0][: len(one)] for one in self._shapes[:2])
 
-    def run(self, gauge: Gauge | None = None, *, takes_notes: bool = True) -> list[Span]:
+    def run(
+        self, gauge: AbstractContextManager[Gauge] | None = None, *, takes_notes: bool = True
+    ) -> list[Span]:
         """Runs the step once. Returns its parts, if a gauge reads them.
 
         takes_notes: whether it is noted who shares tensors. It takes time, which a gauge may read.
@@ -115,16 +117,15 @@ class Step:
                 if self._is_compiled:
                     raise ValueError(COMPILED.format("the model"))
                 return []
-            self._events = []
-            for handle in self._mark_layers(gauge):
+            self._events, self._gauge = [], stack.enter_context(gauge)
+            for handle in self._mark_layers():
                 stack.enter_context(handle)
-            end = partial(self._mark, gauge, Event(MODEL_END))
+            end = partial(self._mark, Event(MODEL_END))
             stack.enter_context(self._model.register_forward_hook(end))
-            with gauge:
-                self._mark(gauge, Event())
-                self._step()
-                self._mark(gauge, Event())
-        return _spans(self._events, gauge.readings)
+            self._mark(Event())
+            self._step()
+            self._mark(Event())
+        return _spans(self._events, self._gauge.readings)
 
     def _tell(self, where: str) -> None:
         if time.monotonic() - self._told > PATIENCE and os.environ.get("RANK", "0") == "0":
@@ -140,14 +141,14 @@ class Step:
             self._largest = size, (args, kwargs)
         return self._largest[1] if is_read and self.varies else None
 
-    def _mark(self, gauge: Gauge, event: Event, *_: Any) -> None:
+    def _mark(self, event: Event, *_: Any) -> None:
         # The gradients of several results begin one backward.
         if event.name != BACKWARD or self._events[-1] != event:
             self._events.append(event)
-            gauge.mark()
+            self._gauge.mark()
             self._tell(f", layer {event.layer + 1} of {len(self._layers)}" * (event.layer >= 0))
 
-    def _mark_layers(self, gauge: Gauge) -> Iterator[Any]:
+    def _mark_layers(self) -> Iterator[Any]:
         calls, sizes, given = Counter[int](), dict[int, int](), dict[int, set[int]]()
 
         def mark(layer: int, name: int, tensors: Any, gradient: int) -> None:
@@ -162,7 +163,7 @@ class Step:
                     self.is_divided |= tensor_parallel_group(self._layers[layer]) is not None
                 sizes[layer] = next((each.numel() for each in tensors_of(tensors)), 0) or 1
             call = layer, sizes[layer], calls[layer]
-            self._mark(gauge, Event(name, *call))
+            self._mark(Event(name, *call))
             found = [each for each in tensors_of(tensors) if each.requires_grad]
             if name == FORWARD:
                 given[layer], found = {*map(id, found)}, found[:1]  # others may be everywhere
@@ -173,7 +174,7 @@ class Step:
                     found += [x for x in held if isinstance(x, Tensor) and x.grad_fn]
                 found[1:] = [x for x in found[1:] if id(x) not in given[layer]]
             for tensor in found:
-                tensor.register_hook(partial(self._mark, gauge, Event(gradient, *call)))
+                tensor.register_hook(partial(self._mark, Event(gradient, *call)))
 
         for number, layer in enumerate(self._layers):
             yield layer.register_forward_pre_hook(

@@ -8,9 +8,10 @@ the weights that are gathered at the peak.
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_lite.config.checks import InputError, quoted, shown
 from megatron_lite.fit.gauges import Reading
-from megatron_lite.fit.layers import LayerList, kind_of, layer_lists
+from megatron_lite.fit.layers import kind_of, layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import Fit, fitted
 from megatron_lite.fit.step import Step
@@ -168,7 +169,7 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
         model is under DDP, which has buckets as large as the gradients beside them.
     Raises ValueError if no policy fits, or if the model cannot be built or run.
     """
-    device, dtype = torch.device("cpu"), DTYPES[given.dtype]
+    dtype = DTYPES[given.dtype]
     rates = hardware.matmuls(dtype.itemsize)
     gauge = partial(
         FakeGauge,
@@ -182,7 +183,7 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
         if rank := given.trainable.partition(":")[2]:
             add_adapters_(model, int(rank))
         lists = layer_lists(model, None)
-        layers = [*{layer: None for one in lists for layer in one.layers}]
+        layers = [*dict.fromkeys(chain.from_iterable(lists.values()))]
         trained = sum(one.nbytes for one in model.parameters() if one.requires_grad)
         optimizer = OPTIMIZERS[given.optimizer]
 
@@ -206,7 +207,7 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
             ]
             around = StandIns(layers, keys)
             if given.fsdp:
-                shard_(model, lists, mesh)
+                shard_(model, layers, mesh)
                 # In its first step FSDP2 learns the order of its units.
                 first = Step(model, layers, step)
                 around(first, partial(gauge, lambda: 0), ["none"] * len(layers))
@@ -216,7 +217,6 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
                 step,
                 # Without a choice torch updates all tensors of a GPU at once, which takes memory.
                 optimizer and partial(optimizer, foreach=hardware.device == "cuda"),
-                device,
                 gauge,
                 buckets=0 if given.fsdp or given.gpus == 1 else trained,
                 around=around,
@@ -248,11 +248,10 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
 
 
-def shard_(model: nn.Module, lists: list[LayerList], mesh: DeviceMesh) -> None:
+def shard_(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Shards a model over ranks with FSDP2: each layer is a unit, and the model holds the rest."""
-    for one in lists:
-        for layer in one.layers:
-            fully_shard(layer, mesh=mesh)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
@@ -261,7 +260,7 @@ def add_adapters_(model: nn.Module, rank: int) -> None:
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
 
     model.requires_grad_(False)
-    layers = [layer for one in layer_lists(model, None) for layer in one.layers]
+    layers = chain.from_iterable(layer_lists(model, None).values())
     for module in [module for layer in layers for module in layer.modules()]:
         for name, child in list(module.named_children()):
             if isinstance(child, (nn.Linear, Conv1D)) and not isinstance(module, LowRank):

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_lite.api import fit_memory_
-from megatron_lite.fit.gauges import CpuGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import fitted
@@ -150,7 +149,7 @@ def gradients(model, step):
 
 def measurement(model, step, kind=Measurement):
     """Returns what the allocator of the CPU tells of the steps of a model."""
-    return kind(model, layer_lists(model, None), step, None, torch.device("cpu"), CpuGauge)
+    return kind(model, layer_lists(model, None), step, None)
 
 
 def held(model):

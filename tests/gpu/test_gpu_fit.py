@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from megatron_lite.api import apply_policy_, fit_memory_, remove_policy_
-from megatron_lite.fit.gauges import CudaGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import CANDIDATES, FULL, ON_HOST, Measurement
 from tests.gpu.test_gpu_offload import deterministic
@@ -83,9 +82,8 @@ def test_the_peak_of_the_allocator_is_within_the_budget(cuda):
 
 def test_host_memory_is_a_candidate_that_saves_memory_of_the_gpu(cuda):
     model, tokens = model_and_tokens(cuda)
-    measured = Measurement(
-        model, layer_lists(model, None), lambda: model(tokens).backward(), None, cuda, CudaGauge
-    )
+    step = lambda: model(tokens).backward()  # noqa: E731
+    measured = Measurement(model, layer_lists(model, None), step, None)
     options = {option.action: option for option in measured.problem.options[1]}
     assert {*CANDIDATES, *ON_HOST, FULL} == {*options}
     assert options["none@host"].held < options["none"].held

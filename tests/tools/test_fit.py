@@ -114,14 +114,14 @@ def sharded(rank, world_size):
     """Returns the peak of a real step of two ranks, without the copies inside of gloo."""
     model = transformers.LlamaForCausalLM(transformers.AutoConfig.for_model(**LLAMA)).train()
     lists, ids = layer_lists(model, None), torch.arange(128).reshape(2, 64) % 200
-    shard_(model, lists, init_device_mesh("cpu", (world_size,)))
+    shard_(model, lists["model.layers"], init_device_mesh("cpu", (world_size,)))
 
     def step():
         model(input_ids=ids, labels=ids).loss.backward()
 
     gauge = FakeGauge  # it reads real tensors as well
     optimizer = partial(torch.optim.AdamW, foreach=True)
-    return Measurement(model, lists, step, optimizer, torch.device("cpu"), gauge).peak()
+    return Measurement(model, lists, step, optimizer, gauge).peak()
 
 
 @pytest.mark.usefixtures("two_actions")
