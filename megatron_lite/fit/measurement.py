@@ -76,15 +76,15 @@ class Measurement:
         ranks: those that are fitted together.
         buckets: the bytes that data parallelism holds beside weights and gradients.
         around: runs a step on fake tensors, which neither need a first run nor prove replays. It
-            gets the step, what makes a gauge, and the actions of the layers.
+            gets the step, what makes a gauge, and the actions of layers; others keep everything.
         Raises ValueError if the step runs no backward through the layers.
         """
         self._model, self._lists, self._around = model, lists, around
         self._ranks, device = ranks or Ranks(), next(model.parameters()).device
         on_gpu = device.type == "cuda"
         self._gauge = gauge or (partial(cuda_gauge, device) if on_gpu else cpu_gauge)
-        self._layers = [*dict.fromkeys(chain.from_iterable(lists.values()))]
-        self._step = Step(model, self._layers, partial(self._ranks.agreed, step))
+        self._full = dict.fromkeys(chain.from_iterable(lists.values()), FULL)
+        self._step = Step(model, [*self._full], partial(self._ranks.agreed, step))
         states = tensors_of(list(getattr(optimizer, "state", {}).values()))
         weights = [*model.parameters(), *model.buffers()]
         self._held = buckets + bytes_of([*weights, *states])
@@ -100,17 +100,16 @@ class Measurement:
             "optimizer states": bytes_of(states) + self._missing,
         }
         self.notes: list[str] = []
-        spans = self._measured([FULL] * len(self._layers))
-        self._notes = self._step.sharing
+        spans = self._measured(self._full)
+        self._notes, self._layers = self._step.sharing, [*self._step.numbers]
         if all(span.name != BACKWARD for span in spans):
             raise ValueError(
                 f"the step runs no backward through {', '.join(lists)}: call "
                 "loss.backward() in it, on a loss that depends on trainable parameters, and the "
                 "layers as modules: no hook sees layer.forward(..)"
             )
-        self._order = list(dict.fromkeys(span.layer for span in spans if span.name == FORWARD))
         for name, layers in lists.items():
-            if not {*layers} & {self._layers[number] for number in self._order}:
+            if not {*layers} & {*self._layers}:
                 self.notes.append(
                     f"note: {name} does not run in this step, so what it would keep is in no figure"
                 )
@@ -125,10 +124,8 @@ class Measurement:
 
     def apply_(self, plan: Plan) -> dict[str, str]:
         """Puts a plan on the model. Returns the policy of each list of layers, by its name."""
-        actions = ["none"] * len(self._layers)
-        for number, option in zip(self._order, plan.choice, strict=True):
-            actions[number] = option.action
-        return self._apply_(actions)
+        actions = [option.action for option in plan.choice]
+        return self._apply_(dict(zip(self._layers, actions, strict=True)))
 
     def peak(self) -> int:
         """Returns the peak of a step with the policy that is on the model, on the fullest rank."""
@@ -138,16 +135,15 @@ class Measurement:
 
     def name_of(self, place: int) -> str:
         """Returns the name of a layer of the problem."""
-        layer = self._layers[self._order[place]]
+        layer = self._layers[place]
         return next(
             f"{name}.{layers.index(layer)}"
             for name, layers in self._lists.items()
             if layer in layers
         )
 
-    def _apply_(self, actions: Sequence[str], *, verify: bool = False) -> dict[str, str]:
-        self._actions, policies = actions, {}
-        rest = dict(zip(self._layers, actions, strict=True))
+    def _apply_(self, actions: Mapping[nn.Module, str], *, verify: bool = False) -> dict[str, str]:
+        self._actions, rest, policies = actions, dict(actions), {}
         for name, layers in self._lists.items():
             # A layer may stand in a list twice.
             policies[name] = policy_text([rest.pop(layer, "none") for layer in layers])
@@ -165,10 +161,10 @@ class Measurement:
             return self._around(self._step, make, self._actions)
         return self._step.run(make(), takes_notes=False)
 
-    def _measured(self, actions: Sequence[str]) -> list[Span]:
+    def _measured(self, actions: Mapping[nn.Module, str]) -> list[Span]:
         """Returns the parts of a step with these actions, and leaves the model without a policy."""
         try:
-            if not self._around and set(actions) != {FULL}:
+            if not self._around and {*actions.values()} != {FULL}:
                 self._apply_(actions, verify=True)
                 self._step.run()
                 remove_policy_(self._model)
@@ -187,12 +183,12 @@ class Measurement:
         kinds: dict[Any, list[int]] = {}
         self._used = {span.layer for span in spans if span.name == BACKWARD}
         stages = {layer: stage_of(name) for name, layers in self._lists.items() for layer in layers}
-        for number in self._order:
+        for number, layer in enumerate(self._layers):
             # Without a backward, what is kept is soon freed.
-            layer = self._layers[number]
             others = self._notes.forms[number], stages[layer], number in self._used
             kinds.setdefault((kind_of(layer), *others), []).append(number)
-        told = self._ranks.told((list(kinds.values()), self._notes.shared(self._order)))
+        order = [*map([*self._full].index, self._layers)]
+        told = self._ranks.told(((order, [*kinds.values()]), self._notes.shared()))
         self._shared = _of_all_ranks(*zip(*told, strict=True))
         self._alike = {number: same for same in kinds.values() for number in same}
         waiting = [(numbers, list(candidates)) for numbers in kinds.values()]
@@ -208,8 +204,7 @@ class Measurement:
                 # Two layers that copy to the host would wait for each other. What a layer without
                 # a backward keeps is seen by what is there, not by what its backward frees.
                 for number in numbers[1:-1] or numbers:
-                    place = self._order.index(number)
-                    near = set(self._order[max(0, place - 1) : place + 2])
+                    near = {number - 1, number, number + 1}
                     copies = any(action in ON_HOST for _, action in tried.values())
                     if (
                         actions
@@ -251,12 +246,12 @@ class Measurement:
         end, time = map(max, zip(*told, strict=True))
         return Problem(
             options=[
-                [one._replace(keeps=one.keeps & differ) for one in options[number]]
-                for number in self._order
+                [one._replace(keeps=one.keeps & differ) for one in each]
+                for _, each in sorted(options.items())
             ],
             begin=max(one.peak for one in moments[-1]),
             end=max((one.peak for one in moments[-1] if one.name == AFTER), default=0),
-            moments=[moments[place] for place in range(len(self._order))],
+            moments=[moments[number] for number in range(len(self._layers))],
             update=end + self._update,
             nanoseconds=time,
             shared={key: self._shared[key] for key in differ},
@@ -267,15 +262,13 @@ class Measurement:
         found = []
         again = _second_forward(spans)
         for at, span in enumerate(spans):
-            weights = Counter[int]()
+            alive, place = [0] * len(self._layers), span.layer
             for (number, call), size in span.alive.items():
                 # What a smaller call keeps may be less than its share, as with attention's squares.
-                weights[number] += size if size == CALL else self._weights.get((number, call), size)
-            alive = [weights[number] for number in self._order]
+                alive[number] += size if size == CALL else self._weights.get((number, call), size)
             # Outside of layers it is the last one of those that wait the most.
-            place = max(range(len(alive)), key=lambda n: (alive[n], n)) if any(alive) else -1
-            if span.layer >= 0:
-                place = self._order.index(span.layer)
+            if place < 0 and any(alive):
+                place = max(range(len(alive)), key=lambda n: (alive[n], n))
             behind = place + (span.name != FORWARD)
             waiting = max(alive[:behind], default=0), max(alive[behind:], default=0)
             finds_left = self._finds_left and at >= again and span.name in (FORWARD, OUTSIDE)
@@ -313,8 +306,8 @@ class Measurement:
         tried: the kind and the action of some layers. All others are rebuilt in full.
         """
         try:
-            actions = [tried[n][1] if n in tried else FULL for n in range(len(self._layers))]
-            spans = self._measured(actions)
+            actions = {self._layers[number]: action for number, (_, action) in tried.items()}
+            spans = self._measured(self._full | actions)
         except RuntimeError as error:
             if len(tried) == 1:  # the device has too little memory, or the layer cannot follow
                 (key,) = tried.values()
@@ -325,7 +318,7 @@ class Measurement:
         found = {}
         grown = {n: [*map(sub, _figures(spans, n), _figures(full, n))] for n in tried}
         earlier, later = sum(kept for kept, *_ in grown.values()), 0
-        for number, key in sorted(tried.items(), key=lambda each: -self._order.index(each[0])):
+        for number, key in sorted(tried.items(), reverse=True):
             places = self._step.sharing.kept[number]
             kept, held, forward, backward, end, time = grown[number]
             if key[1] == CANDIDATES[0] and kept > 0:
@@ -334,13 +327,14 @@ class Measurement:
                 for each in self._alike[number]:
                     self._weights |= {(each, n): -(-CALL * one // kept) for n, one in calls.items()}
             earlier -= kept
-            here, keeps = self._order.index(number), self._shared_at(number, places)
-            left = 0
+            keeps, left = self._shared_at(number, places), 0
             for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
                 one = self._shared[each]
-                held -= one.num_bytes * ((one.first < here or each in keeps) - (one.first <= here))
+                held -= one.num_bytes * (
+                    (one.first < number or each in keeps) - (one.first <= number)
+                )
             if number in self._used:
-                later_on = self._notes.saved_later(number, here)
+                later_on = self._notes.saved_later(number)
                 later_on -= {self._notes.tensors[number][place] for place in places}
                 held += sum(map(self._notes.num_bytes, later_on))
                 if 2 * (end - earlier - later) > kept - held > 0:

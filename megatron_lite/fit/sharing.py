@@ -5,7 +5,7 @@ and the results of each layer, and which of them the layer keeps for backward.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -24,65 +24,65 @@ class Sharing:
 
     A storage has a number, in the order in which storages are seen.
 
+    numbers: those of the layers, in the order of their first calls.
+
     tensors: the storages of a layer's arguments, and behind them those of its results.
     kept: the places in `tensors` of those that the layer keeps.
     forms: the shapes of the arguments, and whether they need gradients.
     saved: the numbers of all that is saved for backward, with shapes and types.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Mapping[nn.Module, int]) -> None:
+        self._layers = numbers
         self._storages: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # and its bytes
         self._numbers: dict[int, int] = {}  # by address
         # what is saved outside of layers, and how many layers had begun before
         self._outside: dict[int, int] = {}
-        self._calls: dict[int, Any] = {}
+        self._calls: dict[nn.Module, Any] = {}
         self.tensors: dict[int, list[int]] = {}
         self.kept: dict[int, frozenset[int]] = {}
         self.forms: dict[int, tuple[Any, ...]] = {}
         self.saved: dict[int, list[tuple[int, Any]]] = {}
 
     @contextmanager
-    def noting(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+    def noting(self, layers: Iterable[nn.Module]) -> Iterator[None]:
         """Takes notes inside the block."""
         with ExitStack() as stack:
             stack.enter_context(exchanging(self._note_outside))
-            for number, layer in enumerate(layers):
-                begin, end = partial(self._begin, number, stack), partial(self._end, number)
+            for layer in layers:
+                begin = partial(self._begin, stack)
                 stack.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
-                stack.enter_context(layer.register_forward_hook(end))
+                stack.enter_context(layer.register_forward_hook(self._end))
             yield
 
-    def shared(self, order: Sequence[int]) -> dict[int, Shared]:
-        """Returns the tensors that the run has made, and layers got and kept, by their numbers.
-
-        order: the layers in the order of their forwards.
-        """
+    def shared(self) -> dict[int, Shared]:
+        """Returns the tensors that the run has made, and layers got and kept, by their numbers."""
         made, given = dict[int, int](), dict[int, list[int]]()
-        for place, layer in enumerate(order):
-            for at, number in enumerate(self.tensors[layer]):
-                made.setdefault(number, place)
+        for layer, tensors in self.tensors.items():
+            for at, number in enumerate(tensors):
+                made.setdefault(number, layer)
                 if at < len(self.forms[layer]) and at in self.kept[layer]:
-                    given.setdefault(number, []).append(place)
+                    given.setdefault(number, []).append(layer)
         return {
-            number: Shared(made[number], places[0], places[-1], self.num_bytes(number))
-            for number, places in given.items()
+            number: Shared(made[number], layers[0], layers[-1], self.num_bytes(number))
+            for number, layers in given.items()
             # others are there before or after the step
             if self.num_bytes(number) and number not in self._outside
         }
 
-    def saved_later(self, layer: int, place: int) -> set[int]:
+    def saved_later(self, layer: int) -> set[int]:
         """Returns the arguments of a layer that are saved outside after it, so that they are gone
-        before its backward, unless it keeps them. place: that of the layer in the order."""
+        before its backward, unless it keeps them."""
         given = self.tensors[layer][: len(self.forms[layer])]
-        return {number for number in given if self._outside.get(number, 0) > place}
+        return {number for number in given if self._outside.get(number, 0) > layer}
 
     def num_bytes(self, number: int) -> int:
         """Returns the bytes of a storage, or 0 if it is there after the step."""
         storage, num_bytes = self._storages[number]
         return num_bytes * (storage() is None)
 
-    def _begin(self, layer: int, stack: ExitStack, module: Any, args: Any, kwargs: Any) -> None:
-        if layer not in self.forms and torch.is_grad_enabled():
+    def _begin(self, stack: ExitStack, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and (layer := self._layers[module]) not in self.forms:
             given = tensors_of((args, kwargs))
             self.forms[layer] = tuple((each.shape, each.requires_grad) for each in given)
             self.tensors[layer] = [*map(self._number_of, given)]
@@ -94,12 +94,12 @@ class Sharing:
                 return kept
 
             call = stack.enter_context(ExitStack())  # a failing step closes it
-            self._calls[layer] = call, noted
+            self._calls[module] = call, noted
             call.enter_context(exchanging(note))
 
-    def _end(self, layer: int, module: Any, args: Any, results: Any) -> None:
-        if layer in self._calls:
-            call, noted = self._calls.pop(layer)
+    def _end(self, module: nn.Module, args: Any, results: Any) -> None:
+        if module in self._calls:
+            (call, noted), layer = self._calls.pop(module), self._layers[module]
             call.close()
             # A layer that is rebuilt, but saves nothing, lets its arguments go.
             self.saved[layer] = [(number, form) for kept, number, form in noted if kept()]

@@ -9,11 +9,12 @@ import sys
 import time
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -75,20 +76,22 @@ class Span(NamedTuple):
 class Step:
     """A step of the user: a function that runs forwards and backwards of the model.
 
-    layers: the layers of the model, which get numbers in this order.
+    layers: the layers of the model.
+    numbers: those of the layers that have run, in the order of their first forwards.
     """
 
     def __init__(
         self, model: nn.Module, layers: Sequence[nn.Module], step: Callable[[], Any]
     ) -> None:
         self._model, self._layers, self._step = model, layers, step
+        self.numbers = defaultdict[nn.Module, int](count().__next__)
         self._shapes: list[list[Any]] = []  # of the inputs, in each run
         self._told = time.monotonic()
         self._largest: tuple[int, Any] = (0, None)
         self._events: list[Event] = []
         self._is_compiled = False
         self.is_divided = False  # over tensor-parallel ranks, as the last read run has seen
-        self.sharing = Sharing()  # of the last run that took notes
+        self.sharing = Sharing(self.numbers)  # of the last run that took notes
 
     @property
     def varies(self) -> bool:
@@ -110,7 +113,7 @@ class Step:
             see = partial(self._see_inputs, is_read=gauge is not None)
             stack.enter_context(self._model.register_forward_pre_hook(see, with_kwargs=True))
             if takes_notes:
-                self.sharing = Sharing()
+                self.sharing = Sharing(self.numbers)
                 stack.enter_context(self.sharing.noting(self._layers))
             if gauge is None:
                 self._step()
@@ -151,16 +154,17 @@ class Step:
     def _mark_layers(self) -> Iterator[Any]:
         calls, sizes, given = Counter[int](), dict[int, int](), dict[int, set[int]]()
 
-        def mark(layer: int, name: int, tensors: Any, gradient: int) -> None:
+        def mark(module: nn.Module, name: int, tensors: Any, gradient: int) -> None:
             if not torch.is_grad_enabled():  # no policy changes what such a forward takes
                 return
+            layer = self.numbers[module]
             calls[layer] += name == FORWARD
             if name == FORWARD:
                 # FSDP2 has gathered the weights, so other ranks hold parts of them.
                 if "torch.distributed.tensor" in sys.modules:
                     from megatron_lite.recompute.split_inputs import tensor_parallel_group
 
-                    self.is_divided |= tensor_parallel_group(self._layers[layer]) is not None
+                    self.is_divided |= tensor_parallel_group(module) is not None
                 sizes[layer] = next((each.numel() for each in tensors_of(tensors)), 0) or 1
             call = layer, sizes[layer], calls[layer]
             self._mark(Event(name, *call))
@@ -169,20 +173,20 @@ class Step:
                 given[layer], found = {*map(id, found)}, found[:1]  # others may be everywhere
             else:
                 # A loss may leave a layer by an attribute.
-                for holder in (tensors, *self._layers[layer].modules()):
+                for holder in (tensors, *module.modules()):
                     held = getattr(holder, "__dict__", {}).values()
                     found += [x for x in held if isinstance(x, Tensor) and x.grad_fn]
                 found[1:] = [x for x in found[1:] if id(x) not in given[layer]]
             for tensor in found:
                 tensor.register_hook(partial(self._mark, Event(gradient, *call)))
 
-        for number, layer in enumerate(self._layers):
+        for layer in self._layers:
             yield layer.register_forward_pre_hook(
-                lambda _, args, kwargs, n=number: mark(n, FORWARD, (args, kwargs), BACKWARD_END),
+                lambda one, args, kwargs: mark(one, FORWARD, (args, kwargs), BACKWARD_END),
                 with_kwargs=True,
             )
             yield layer.register_forward_hook(
-                lambda _, args, output, n=number: mark(n, FORWARD_END, output, BACKWARD)
+                lambda one, args, output: mark(one, FORWARD_END, output, BACKWARD)
             )
 
 

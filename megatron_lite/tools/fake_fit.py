@@ -201,16 +201,17 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
                 model.config.get_text_config().use_cache = model.config.use_cache = False
                 forward.run(gauge(lambda: 0))
             notes = forward.sharing
-            keys = [
-                (kind_of(one), *[form for _, form in notes.saved.get(n, ())], notes.forms.get(n))
-                for n, one in enumerate(layers)
-            ]
-            around = StandIns(layers, keys)
+            around = StandIns(
+                {
+                    layer: (kind_of(layer), *[form for _, form in notes.saved[n]], notes.forms[n])
+                    for layer, n in forward.numbers.items()
+                }
+            )
             if given.fsdp:
                 shard_(model, layers, mesh)
                 # In its first step FSDP2 learns the order of its units.
                 first = Step(model, layers, step)
-                around(first, partial(gauge, lambda: 0), ["none"] * len(layers))
+                around(first, partial(gauge, lambda: 0), {})
             measured = Measurement(
                 model,
                 lists,

@@ -6,7 +6,7 @@ gradients.
 """
 
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ MOST_TRIES = 5  # of steps with a wrong stand-in; then all layers run
 class Ran(NamedTuple):
     """What a call of a layer has shown.
 
-    layer: its number.
     kept: the bytes that its graph alone keeps, those that a cache of keys and values keeps as well,
         and those that the cache alone keeps. The arguments are in none of them.
     places: of its arguments and results that the graph keeps.
@@ -35,7 +34,7 @@ class Ran(NamedTuple):
         type of each.
     """
 
-    layer: int
+    layer: nn.Module
     kept: list[int]
     places: list[int]
     is_tuple: bool
@@ -51,39 +50,43 @@ class StandIns:
     change the bytes as there runs itself from then on, as a layer does whose results something
     else reads as well.
 
-    keys: of the layers; those of one key are alike.
+    keys: of the layers, in the order of their forwards; those of one key are alike.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], keys: Sequence[Hashable]) -> None:
-        self._layers, self._keys, self._tries = layers, [*keys], 0
+    def __init__(self, keys: dict[nn.Module, Hashable]) -> None:
+        self._keys, self._tries = keys, 0
 
-    def __call__(self, step: Step, gauge: Callable[[], Any], actions: Sequence[str]) -> list[Span]:
-        """Returns the parts of the step. gauge: makes a FakeGauge. actions: those of the layers."""
+    def __call__(
+        self, step: Step, gauge: Callable[[], Any], actions: Mapping[nn.Module, str]
+    ) -> list[Span]:
+        """Returns the parts of the step. gauge: makes a FakeGauge. actions: those of layers; others
+        keep everything."""
         while True:
             self._gauge, self._ran = gauge(), defaultdict[Any, list[Ran | None]](list)
-            self._replaced: dict[int, int] = {}  # the layer that ran, by the one that did not
-            own = [*zip(self._keys, actions, strict=True)]
+            self._numbers = step.numbers
+            # the layer that ran, by the one that did not
+            self._replaced: dict[nn.Module, nn.Module] = {}
+            own = [(key, actions.get(layer, "none")) for layer, key in self._keys.items()]
             # Of neighbours it matters whether they are rebuilt, and so keep their arguments.
             near = [None, *((key, action == "none") for key, action in own), None]
             with ExitStack() as stack:
-                for number, key in enumerate(zip(near, own, near[2:], strict=False)):
-                    layer = self._layers[number]
-                    stand_in = partial(self._call, number, key, layer.forward)
+                for layer, *key in zip(self._keys, near, own, near[2:], strict=False):
+                    stand_in = partial(self._call, layer, tuple(key), layer.forward)
                     stack.enter_context(patch.object(layer, "forward", stand_in))
                 spans = step.run(self._gauge)
             odd = self._complete(spans)
             if not odd:
                 return spans
             self._tries += 1
-            for number in odd if self._tries < MOST_TRIES else range(len(self._keys)):
-                self._keys[number] = number
+            for layer in odd if self._tries < MOST_TRIES else self._keys:
+                self._keys[layer] = layer
 
-    def _call(self, number: int, key: Any, policy: Any, *args: Any, **kwargs: Any) -> Any:
-        layer, ran, given = self._layers[number], self._ran[key], tensors_of((args, kwargs))
+    def _call(self, layer: nn.Module, key: Any, policy: Any, *args: Any, **kwargs: Any) -> Any:
+        ran, given = self._ran[key], tensors_of((args, kwargs))
         every, kind, is_rebuilt = (*args, *kwargs.values()), kind_of_caches(), key[1][1] != "none"
         caches = [each for each in every if isinstance(each, kind)]
         if len(ran) == 2 and (one := ran[1]):
-            self._replaced[number] = one.layer
+            self._replaced[layer] = one.layer
             held = [torch.empty(size, dtype=torch.uint8) for size in one.kept]
             for cache in caches[:1]:
                 vars(cache).setdefault("stand_ins", []).append(held[1:])
@@ -109,7 +112,7 @@ class StandIns:
                 both = sum(size for at, size in sizes.items() if at in saved)
                 here = [address_of(x.untyped_storage()) for x in (*given, *results)]
                 one = Ran(
-                    number,
+                    layer,
                     [kept - sum(sizes.values()), both, sum(sizes.values()) - both],
                     [
                         n
@@ -122,27 +125,28 @@ class StandIns:
             ran.append(one)
         return result
 
-    def _complete(self, spans: list[Span]) -> set[int]:
+    def _complete(self, spans: list[Span]) -> set[nn.Module]:
         """Gives stand-ins their peaks and times. Returns the layers that change the bytes otherwise
         than those that are alike; of two of which one ran, that one if no other is like it."""
         parts = defaultdict[int, list[int]](list)
         for place, span in enumerate(spans):
             parts[span.layer].append(place)
-        odd: set[int] = set()
-        for number, like in self._replaced.items():
+        odd = set[nn.Module]()
+        for layer, like in self._replaced.items():
+            both = [parts[self._numbers[one]] for one in (layer, like)]
             changes = [
-                [(spans[at].name, spans[at].end - spans[at].start) for at in parts[layer]]
-                for layer in (number, like)
+                [(spans[at].name, spans[at].end - spans[at].start) for at in places]
+                for places in both
             ]
             if changes[0] != changes[1]:
-                odd.add(number)
+                odd.add(layer)
                 continue
-            for place, other in zip(parts[number], parts[like], strict=True):
+            for place, other in zip(*both, strict=True):
                 own, ran = spans[place], spans[other]
                 peak = own.start + ran.peak - ran.start
                 spans[place] = own._replace(peak=peak, nanoseconds=ran.nanoseconds)
-        right = {like for number, like in self._replaced.items() if number not in odd}
-        return {n if (like := self._replaced[n]) in right else like for n in odd}
+        right = {like for layer, like in self._replaced.items() if layer not in odd}
+        return {one if (like := self._replaced[one]) in right else like for one in odd}
 
 
 def _sizes(caches: Any) -> dict[int, int]:
