@@ -50,8 +50,8 @@ from megatron_lite.config.hf_config import to_hf
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.data.durable_files import write_text
 from megatron_lite.fit.layers import layer_lists
-from megatron_lite.fit.step import bytes_of
 from megatron_lite.pages.document import svg_text
+from megatron_lite.parallel.weights import bytes_of
 from megatron_lite.recompute.ops import find_operators
 
 SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)  # of the way from the least to the most

@@ -38,7 +38,8 @@ from megatron_lite.fit.plans import (
     policy_text,
 )
 from megatron_lite.fit.ranks import Ranks
-from megatron_lite.fit.step import Span, Step, bytes_of
+from megatron_lite.fit.step import Span, Step
+from megatron_lite.parallel.weights import bytes_of
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.contents import tensors_of
 
@@ -197,7 +198,7 @@ class Measurement:
         # what a call of a layer keeps, in thousandths of its largest call
         self._weights: dict[tuple[int, int], int] = {}
         while any(actions for _, actions in waiting):
-            tried: dict[int, tuple[int, str]] = {}
+            tried = dict[int, str]()
             for numbers, actions in waiting:
                 # The first and the last layer of a kind may have other neighbours. A layer that is
                 # rebuilt holds the cache of one before it, so no neighbours are tried together.
@@ -205,15 +206,16 @@ class Measurement:
                 # a backward keeps is seen by what is there, not by what its backward frees.
                 for number in numbers[1:-1] or numbers:
                     near = {number - 1, number, number + 1}
-                    copies = any(action in ON_HOST for _, action in tried.values())
+                    copies = any(action in ON_HOST for action in tried.values())
                     if (
                         actions
                         and not (tried.keys() - self._used or (tried and number not in self._used))
                         and not tried.keys() & near
                         and not (copies and actions[0] in ON_HOST)
                     ):
-                        tried[number] = numbers[0], actions.pop(0)
-            found |= self._compared(tried, spans)
+                        tried[number] = actions.pop(0)
+            for number, one in self._compared(tried, spans).items():
+                found[self._alike[number][0], one.action] = one
         options = {}
         for numbers in kinds.values():
             agreed = self._agreed([found[numbers[0], action] for action in candidates])
@@ -298,44 +300,40 @@ class Measurement:
         } - self._shared.keys()
         return sum(map(notes.num_bytes, alone))
 
-    def _compared(
-        self, tried: dict[int, tuple[int, str]], full: list[Span]
-    ) -> dict[tuple[int, str], Option]:
-        """Returns the options that are tried, by kind and action.
+    def _compared(self, tried: dict[int, str], full: list[Span]) -> dict[int, Option]:
+        """Returns the options that are tried, by the layers that try them.
 
-        tried: the kind and the action of some layers. All others are rebuilt in full.
+        tried: the actions of some layers. All others are rebuilt in full.
         """
         try:
-            actions = {self._layers[number]: action for number, (_, action) in tried.items()}
+            actions = {self._layers[number]: action for number, action in tried.items()}
             spans = self._measured(self._full | actions)
         except RuntimeError as error:
             if len(tried) == 1:  # the device has too little memory, or the layer cannot follow
-                (key,) = tried.values()
-                self.notes.append(f"note: {key[1]} is left out: {str(error).splitlines()[0]}")
-                return {key: Option(key[1], IMPOSSIBLE, IMPOSSIBLE)}
-            alone = [self._compared({number: key}, full) for number, key in tried.items()]
-            return dict(ChainMap(*alone))
+                ((number, action),) = tried.items()
+                self.notes.append(f"note: {action} is left out: {str(error).splitlines()[0]}")
+                return {number: Option(action, IMPOSSIBLE, IMPOSSIBLE)}
+            return dict(ChainMap(*(self._compared(dict([one]), full) for one in tried.items())))
         found = {}
         grown = {n: [*map(sub, _figures(spans, n), _figures(full, n))] for n in tried}
         earlier, later = sum(kept for kept, *_ in grown.values()), 0
-        for number, key in sorted(tried.items(), reverse=True):
+        for number, action in sorted(tried.items(), reverse=True):
             places = self._step.sharing.kept[number]
             kept, held, forward, backward, end, time = grown[number]
-            if key[1] == CANDIDATES[0] and kept > 0:
+            if action == CANDIDATES[0] and kept > 0:
                 calls = _kept_by_call(spans, number)
                 calls.subtract(_kept_by_call(full, number))
                 for each in self._alike[number]:
                     self._weights |= {(each, n): -(-CALL * one // kept) for n, one in calls.items()}
             earlier -= kept
             keeps, left = self._shared_at(number, places), 0
-            for each in self._shared_at(number, range(len(self._notes.tensors[number]))):
+            tensors = self._notes.tensors[number]
+            for each in self._shared.keys() & tensors:
                 one = self._shared[each]
-                held -= one.num_bytes * (
-                    (one.first < number or each in keeps) - (one.first <= number)
-                )
+                if one.first >= number:
+                    held -= one.num_bytes * ((each in keeps) - (one.first == number))
             if number in self._used:
-                later_on = self._notes.saved_later(number)
-                later_on -= {self._notes.tensors[number][place] for place in places}
+                later_on = self._notes.saved_later(number) - {tensors[place] for place in places}
                 held += sum(map(self._notes.num_bytes, later_on))
                 if 2 * (end - earlier - later) > kept - held > 0:
                     left, held = kept - held, kept
@@ -343,8 +341,8 @@ class Measurement:
             # Times are compared within one step, since others may use the machine as well.
             if others := [_figures(spans, n)[-1] for n in self._alike[number] if n not in tried]:
                 time = _figures(spans, number)[-1] - median_low(others)
-            found[key] = Option(
-                key[1], kept, held, forward, backward, time, frozenset(places), left=left
+            found[number] = Option(
+                action, kept, held, forward, backward, time, frozenset(places), left=left
             )
         if (again := _second_forward(full)) < len(full):
             self._finds_left |= 2 * (spans[again].start - full[again].start) > later > 0

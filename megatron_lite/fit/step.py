@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from functools import partial
@@ -24,7 +24,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from megatron_lite.fit.gauges import Gauge, Reading
 from megatron_lite.fit.plans import AFTER, BACKWARD, CALL, FORWARD, OUTSIDE
 from megatron_lite.fit.sharing import Sharing
-from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import Contents, Part, mapped, sharded, tensors_of
 from megatron_lite.recompute.randomness import drawn_again, global_states
@@ -279,12 +278,6 @@ def repeatable(model: nn.Module) -> Iterator[None]:
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient and gradient()
-
-
-def bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """Returns the bytes of the storages of this rank's tensors, each once."""
-    storages = [local_part(each).untyped_storage() for each in tensors if each is not None]
-    return sum({address_of(one): one.nbytes() for one in storages}.values())
 
 
 def _refuse_update(optimizer: Optimizer, *_: Any) -> None:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from megatron_lite.fit.step import bytes_of
 from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.parallel.weights import local_part
+from megatron_lite.parallel.weights import bytes_of, local_part
 from megatron_lite.recompute.contents import tensors_of, unobserved
 
 

@@ -4,10 +4,12 @@ The ranks in question are data-parallel ranks. The code that shards or gathers a
 functions on modules and dtypes on parameters, under the names below.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+
+from megatron_lite.parallel.torch_internals import address_of
 
 READER = "weight_reader"  # () -> the module's whole weight, ready to compute with
 STAND_INS = "weight_stand_ins"  # () -> the tensors that replace the parameters while it computes
@@ -35,6 +37,17 @@ def local_part(tensor: Tensor) -> Tensor:
     """
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def storages_of(tensors: Iterable[Tensor | None]) -> dict[int, torch.UntypedStorage]:
+    """Returns the storages of this rank's parts of tensors, each once, by address."""
+    storages = [local_part(each).untyped_storage() for each in tensors if each is not None]
+    return {address_of(one): one for one in storages}
+
+
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Returns the bytes of the storages of this rank's parts of tensors."""
+    return sum(one.nbytes() for one in storages_of(tensors).values())
 
 
 def weights_in_use(module: nn.Module) -> Iterator[Tensor]:

@@ -15,8 +15,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.fit.step import Span, Step, bytes_of
+from megatron_lite.fit.step import Span, Step
 from megatron_lite.parallel.torch_internals import address_of
+from megatron_lite.parallel.weights import bytes_of, storages_of
 from megatron_lite.recompute.caches import kind_of_caches, own_cache
 from megatron_lite.recompute.contents import Contents, tensors_of
 from megatron_lite.recompute.saved import exchanging, results_of
@@ -154,8 +155,7 @@ def _sizes(caches: Any) -> dict[int, int]:
     contents = Contents()
     contents.add("", caches)
     found = [each.value for each in contents.parts.values() if isinstance(each.value, Tensor)]
-    storages = [each.untyped_storage() for each in found]
-    return {address_of(one): one.nbytes() for one in storages}
+    return {address: one.nbytes() for address, one in storages_of(found).items()}
 
 
 class _StandIn(torch.autograd.Function):

@@ -31,8 +31,7 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_, gloo_has_freed
 from megatron_lite.parallel.state import ParallelState, gather_texts
-from megatron_lite.parallel.torch_internals import address_of
-from megatron_lite.parallel.weights import local_part, weights_in_use
+from megatron_lite.parallel.weights import bytes_of, local_part, storages_of, weights_in_use
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 # Runs the forward of a stage under a plan, and looks at its memory.
@@ -86,10 +85,7 @@ class ActivationMeter:
         if live is not None:
             # Outputs, weights and constants outlive the forward legitimately. Anything else that
             # lives and that no hook saw was put aside by a cache or on a Function's context.
-            known = {
-                address_of(tensor.untyped_storage())
-                for tensor in (output, *weights, *chunk.constants())
-            }
+            known = storages_of((output, *weights, *chunk.constants())).keys()
             self._unaccounted += live.bytes_beside(
                 known | meter.storages().keys() | (set() if stores is None else stores.storages())
             )
@@ -209,12 +205,9 @@ def peak_of_step(
         # The profiler does not see what was allocated before, such as the buffers of @host and the
         # slots of --contiguous-saved-activations, which the first step made.
         optimizer.zero_grad()  # under FSDP2 a step begins with new gradients
-        storages = [
-            local_part(tensor).untyped_storage()
-            for _, tensors in held_tensors(model, optimizer)
-            for tensor in tensors
-        ]
-        held = sum({address_of(one): one.nbytes() for one in storages}.values())
+        held = bytes_of(
+            tensor for _, tensors in held_tensors(model, optimizer) for tensor in tensors
+        )
         for chunk in model:
             if chunk.decoder.plan.uses_stores:
                 held += chunk.decoder.stores.allocated_bytes

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import address_of
+from megatron_lite.parallel.weights import storages_of
 from megatron_lite.recompute.phase import running_modules
 from megatron_lite.recompute.saved import check_unwritten, version_of
 
@@ -35,10 +36,7 @@ class KeptForBackward:
     """
 
     def __init__(self, exclude: Iterable[Tensor], label: Callable[[], Any]) -> None:
-        self._excluded = {
-            address_of(storage): storage
-            for storage in (tensor.untyped_storage() for tensor in exclude)
-        }
+        self._excluded = storages_of(exclude)
         self._label = label
         self._saved = WeakKeyDictionary[SavedTensor, None]()  # in the order of saving
 

@@ -30,7 +30,7 @@ from megatron_lite.memory.measure.timeline import (
     Event,
     Timeline,
 )
-from megatron_lite.parallel.torch_internals import address_of
+from megatron_lite.parallel.weights import storages_of
 from megatron_lite.recompute.phase import is_recomputing
 
 
@@ -88,11 +88,7 @@ class _Recorder(LiveStorages):
         # Each live storage counts in one category: saved by the forward, saved by a replay, a
         # parameter's gradient, or temporary.
         kept = self.kept.storages()
-        gradients = {
-            address_of(parameter.grad.untyped_storage())
-            for parameter in self._parameters
-            if parameter.grad is not None
-        }
+        gradients = storages_of(parameter.grad for parameter in self._parameters)
         totals = dict.fromkeys(CATEGORIES, 0)
         for address, num_bytes in self.storages().items():
             if address in kept:
