@@ -19,10 +19,11 @@ with what these layers keep.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, count, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -308,11 +309,10 @@ def policy_text(actions: Sequence[str]) -> str:
     """Returns the policy that gives the layers of a list their actions."""
     if len(set(actions)) == 1:
         return f"*:{actions[0]}"
-    starts = [n for n, action in enumerate(actions) if not n or action != actions[n - 1]]
-    layers: dict[str, list[str]] = {}
-    for start, end in zip(starts, [*starts[1:], len(actions)], strict=True):
-        named = f"{start}-{end - 1}" if end - start > 1 else f"{start}"
-        layers.setdefault(actions[start], []).append(named)
+    layers, number = defaultdict[str, list[str]](list), count()
+    for action, alike in groupby(actions):
+        first, *others = [str(next(number)) for _ in alike]
+        layers[action].append("-".join([first, *others[-1:]]))
     layers.pop("none", None)  # what no rule names keeps everything
     return "; ".join(f"{','.join(named)}:{action}" for action, named in layers.items())
 

@@ -61,7 +61,7 @@ class FakeGauge(StepMeter):
     """
 
     def __init__(
-        self, held: Callable[[], int], *, flops: float = 5e14, bandwidth: float = 2.5e12
+        self, held: Callable[[], int] = int, *, flops: float = 5e14, bandwidth: float = 2.5e12
     ) -> None:
         super().__init__()
         self._held, self._seconds, self._flops, self._bandwidth = held(), 0.0, flops, bandwidth
@@ -194,12 +194,12 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
             batch = _inputs(model, given, dtype)
             forward = Step(model, layers, lambda: _loss(model(**batch)))
             try:
-                forward.run(gauge(lambda: 0))
+                forward.run(gauge())
             except NeedsValues:
                 raise
             except Exception:  # perhaps of a cache of keys
                 model.config.get_text_config().use_cache = model.config.use_cache = False
-                forward.run(gauge(lambda: 0))
+                forward.run(gauge())
             notes = forward.sharing
             around = StandIns(
                 {
@@ -211,7 +211,7 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
                 shard_(model, layers, mesh)
                 # In its first step FSDP2 learns the order of its units.
                 first = Step(model, layers, step)
-                around(first, partial(gauge, lambda: 0), {})
+                around(first, gauge, {})
             measured = Measurement(
                 model,
                 lists,

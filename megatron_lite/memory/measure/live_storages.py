@@ -116,12 +116,6 @@ class LiveStorages(TorchDispatchMode):
         """Returns what is known of a storage, or None if no operator in the block created it."""
         return self._live.get(weakref.ref(storage))
 
-    def move(self, storage: LiveStorage, category: str) -> None:
-        """Changes the category of a live storage."""
-        self.bytes_by_category[storage.category] -= storage.num_bytes
-        self.bytes_by_category[category] += storage.num_bytes
-        storage.category = category
-
     def bytes_beside(self, known: Set[int]) -> int:
         """Returns the bytes of live storages at other addresses than the known ones.
 

@@ -116,7 +116,9 @@ class StepMeter(LiveStorages):
         """Puts the storages of the tensors into a category, also those of the peak."""
         for tensor in tensors:
             if storage := self.find(tensor.untyped_storage()):
-                self.move(storage, category)
+                self.bytes_by_category[storage.category] -= storage.num_bytes
+                self.bytes_by_category[category] += storage.num_bytes
+                storage.category = category
 
     @property
     def peak(self) -> StepPeakMeasured:
