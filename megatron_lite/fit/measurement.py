@@ -54,6 +54,7 @@ IMPOSSIBLE = 1 << 60  # the bytes of an action that a layer cannot have
 class Measurement:
     """A measured step.
 
+    model: the model, which has a policy only as long as a step is measured.
     problem: what plans.py chooses from.
     terms: the bytes of weights, gradients and optimizer states.
     notes: what a reader should know of the figures.
@@ -80,7 +81,7 @@ class Measurement:
             gets the step, what makes a gauge, and the actions of layers; others keep everything.
         Raises ValueError if the step runs no backward through the layers.
         """
-        self._model, self._lists, self._around = model, lists, around
+        self.model, self._lists, self._around = model, lists, around
         self._ranks, device = ranks or Ranks(), next(model.parameters()).device
         on_gpu = device.type == "cuda"
         self._gauge = gauge or (partial(cuda_gauge, device) if on_gpu else cpu_gauge)
@@ -123,10 +124,16 @@ class Measurement:
                 "largest of its first runs"
             )
 
-    def apply_(self, plan: Plan) -> dict[str, str]:
-        """Puts a plan on the model. Returns the policy of each list of layers, by its name."""
-        actions = [option.action for option in plan.choice]
-        return self._apply_(dict(zip(self._layers, actions, strict=True)))
+    def confirmed(self, plan: Plan) -> tuple[dict[str, str], int]:
+        """Puts a plan on the model. Returns the policies of the lists of layers, by name, and the
+        peak of a real step with them."""
+        remove_policy_(self.model)
+        try:
+            actions = [option.action for option in plan.choice]
+            return self._apply_(dict(zip(self._layers, actions, strict=True))), self.peak()
+        except BaseException:
+            remove_policy_(self.model)
+            raise
 
     def peak(self) -> int:
         """Returns the peak of a step with the policy that is on the model, on the fullest rank."""
@@ -148,7 +155,7 @@ class Measurement:
         for name, layers in self._lists.items():
             # A layer may stand in a list twice.
             policies[name] = policy_text([rest.pop(layer, "none") for layer in layers])
-            apply_policy_(self._model, layers_fqn=name, policy=policies[name], verify=verify)
+            apply_policy_(self.model, layers_fqn=name, policy=policies[name], verify=verify)
         return policies
 
     def _read(self) -> list[Span]:
@@ -156,7 +163,7 @@ class Measurement:
             self._step.run()
         gc.collect()  # memory in cycles of the step before would be counted, or not, by chance
         # The step may free the gradients that are there when it begins.
-        there = [weakref.ref(x.grad) for x in self._model.parameters() if x.grad is not None]
+        there = [weakref.ref(x.grad) for x in self.model.parameters() if x.grad is not None]
         make = partial(self._gauge, lambda: self._held + bytes_of(one() for one in there))
         if self._around:
             return self._around(self._step, make, self._actions)
@@ -168,7 +175,7 @@ class Measurement:
             if not self._around and {*actions.values()} != {FULL}:
                 self._apply_(actions, verify=True)
                 self._step.run()
-                remove_policy_(self._model)
+                remove_policy_(self.model)
             self._apply_(actions)
             spans = self._read()
             if self._gauge is cpu_gauge:  # its profiler takes time by itself
@@ -178,7 +185,7 @@ class Measurement:
                 spans = [span._replace(nanoseconds=time) for span, time in pairs]
             return spans
         finally:
-            remove_policy_(self._model)
+            remove_policy_(self.model)
 
     def _problem(self, spans: list[Span], candidates: list[str]) -> Problem:
         kinds: dict[Any, list[int]] = {}

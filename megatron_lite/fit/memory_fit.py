@@ -122,8 +122,8 @@ def fit_memory_(
     with all_ranks() as ranks, unchanged(model):
         measured = partial(Measurement, model, lists, optimizer=optimizer, ranks=ranks)
         if not maximize or not limit:
-            return fitted(model, measured(step), limit)
-        return _largest_batch(model, lambda batch: measured(lambda: step(batch)), limit)
+            return fitted(measured(step), limit)
+        return _largest_batch(lambda batch: measured(lambda: step(batch)), limit)
 
 
 def check_model(model: nn.Module) -> None:
@@ -147,7 +147,7 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:
+def fitted(measured: Measurement, budget: int | None) -> Fit:
     """Puts the fastest plan that fits on the model, once a step has confirmed it.
 
     Raises UnreachableError if none fits.
@@ -164,7 +164,7 @@ def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:
             break
         plan = other
         try:
-            policies, peak = _confirmed(model, measured, plan)
+            policies, peak = measured.confirmed(plan)
         except torch.OutOfMemoryError:
             if not best:
                 raise
@@ -181,7 +181,7 @@ def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:
             )
         limit = plan.peak - (peak - (budget or limit))
     if not best:
-        remove_policy_(model)
+        remove_policy_(measured.model)
         _, where, place = max(problem.peaks(plan.choice))
         if where.endswith(("of", "after")):
             where += f" {measured.name_of(place)}"
@@ -195,22 +195,12 @@ def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:
             + "".join(f"; {x}" for x in measured.notes)
         )
     if plan is not best:
-        policies, peak = _confirmed(model, measured, best)
+        policies, peak = measured.confirmed(best)
     around = neighbours(problem, best)
-    return Fit(model, policies, budget, peak, best, plain, *around, measured.notes)
+    return Fit(measured.model, policies, budget, peak, best, plain, *around, measured.notes)
 
 
-def _confirmed(model: nn.Module, measured: Measurement, plan: Plan) -> tuple[dict[str, str], int]:
-    """Puts a plan on the model. Returns its policies, and the peak of a real step with them."""
-    remove_policy_(model)
-    try:
-        return measured.apply_(plan), measured.peak()
-    except BaseException:
-        remove_policy_(model)
-        raise
-
-
-def _largest_batch(model: nn.Module, measured: Callable[[int], Measurement], budget: int) -> Fit:
+def _largest_batch(measured: Callable[[int], Measurement], budget: int) -> Fit:
     """Returns the fit of the largest micro-batch that fits the budget."""
     fits, above = 0, MOST_SAMPLES
     while above - fits > 1:
@@ -225,10 +215,11 @@ def _largest_batch(model: nn.Module, measured: Callable[[int], Measurement], bud
             above = batch
     if fits + 1 == MOST_SAMPLES:
         raise ValueError(f"maximize 'batch': step(n) fits for every n up to {fits}: does it use n?")
-    for batch in range(max(1, fits), 0, -1):
+    batch = max(1, fits)
+    while True:
         try:
-            return replace(fitted(model, measured(batch), budget), batch=batch)
+            return replace(fitted(measured(batch), budget), batch=batch)
         except UnreachableError:
             if batch == 1:
                 raise
-    raise AssertionError("a micro-batch of 1 fits, or raises")
+            batch -= 1

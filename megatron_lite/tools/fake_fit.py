@@ -242,7 +242,7 @@ def fit_config(config: Any, hardware: Hardware, budget: int | None, given: FitSe
                 "note: the step decides by values, which fake tensors have not. A mask is taken to "
                 "select all, and a question to be answered by no, so a real step may differ"
             )
-        return fitted(model, measured, budget)
+        return fitted(measured, budget)
 
 
 def _reason(error: Exception) -> str:

@@ -164,16 +164,16 @@ def check(model, step, shares):
     plain = gradients(model, step)
     model.zero_grad()
     measured = measurement(model, step)
-    whole = fitted(model, measured, None)
+    whole = fitted(measured, None)
     whole.remove()
     with pytest.raises(ValueError, match="no policy fits. The smallest reachable peak is") as error:
-        fitted(model, measured, 1024)
+        fitted(measured, 1024)
     words = str(error.value).split("peak is ")[1].split()
     unit = {"KiB": 2**10, "MiB": 2**20}[words[1].rstrip(",")]
     least, off = (float(words[0]) + 0.001) * unit, 0.0  # told with three digits
     for share in shares:
         budget = int(least + share * (whole.measured - least))
-        fit = fitted(model, measured, budget)
+        fit = fitted(measured, budget)
         assert fit.measured <= budget
         off = max(off, abs(fit.plan.peak / fit.measured - 1))
         model.zero_grad()
@@ -342,7 +342,7 @@ def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan():
             return replace(one, moments=moments)
 
     budget = plain.measured + 1000
-    found = fitted(model, measurement(model, step, High), budget)
+    found = fitted(measurement(model, step, High), budget)
     assert found.measured <= budget < found.plan.peak
     found.remove()
 
@@ -356,7 +356,7 @@ def test_a_prediction_that_is_too_high_does_not_cost_the_faster_plan():
             return super().peak()
 
     scarce = measurement(model, step, Scarce)
-    kept = fitted(model, scarce, budget)
+    kept = fitted(scarce, budget)
     assert scarce.calls == 3 and kept.measured <= budget
     assert [one.action for one in kept.plan.choice] != [one.action for one in found.plan.choice]
 
